@@ -8,6 +8,7 @@ computed again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -119,7 +120,8 @@ class Checkpoint:
         fit = {name: described(value) for name, value in fit.items()}
         self._fit = json.loads(json.dumps(fit))
         for left in self._target.parent.glob(temporary_pattern(self._target)):
-            left.unlink(missing_ok=True)  # of a process that was killed while it wrote
+            with contextlib.suppress(OSError):
+                left.unlink()  # of a process that was killed while it wrote
         if not self._target.exists():
             return
         try:
@@ -127,8 +129,7 @@ class Checkpoint:
             kept = header["checkpoint"]
             if kept["version"] != FORMAT:
                 raise ValueError
-            names = {*self._fit, *kept["fit"]}
-            others = sorted(name for name in names if not agree(self._fit.get(name), kept["fit"].get(name)))
+            others = self._differences(kept["fit"])
             for number, (label, layouts) in enumerate(kept["passes"]):
                 prefix = f"{number}/"
                 parts = {path.removeprefix(prefix): t for path, t in tensors.items() if path.startswith(prefix)}
@@ -140,6 +141,10 @@ class Checkpoint:
                 f"The checkpoint {self.path} is of another fit, which differs in {', '.join(others)}. Pass what was "
                 "passed to that fit, or delete the file to begin anew."
             )
+
+    def _differences(self, fit: Mapping[str, Any]) -> list[str]:
+        """Lists in what the fit of a file is another one."""
+        return sorted(name for name in {*self._fit, *fit} if not agree(self._fit.get(name), fit.get(name)))
 
     def begin(self, label: str, fresh: Standing, device: torch.device, joint: bool = False) -> Standing:
         """Returns where to go on in the next pass: as the file says, or else at the fresh standing.
@@ -248,7 +253,10 @@ class Checkpoint:
         if self._handles:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if kind is None:
-            self._target.unlink(missing_ok=True)
+            try:
+                self._target.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("The fit has ended, and its checkpoint cannot be removed: %s. Delete it.", error)
             return
         self.save()
         if self._target.exists():
@@ -266,8 +274,11 @@ class Checkpoint:
         try:
             tensors: dict[str, Tensor] = {}
             if self._written:
+                present, header = read(self._target)
+                if self._differences(header.get("checkpoint", {}).get("fit", {})):
+                    raise LapwingError(f"{self.path} is of another fit by now. Give each fit a path of its own.")
                 former = tuple(f"{number}/" for number in range(self._written))
-                tensors = {path: value for path, value in read(self._target)[0].items() if path.startswith(former)}
+                tensors = {path: value for path, value in present.items() if path.startswith(former)}
             for number, entry in enumerate(entries):
                 tensors |= {f"{number}/{path}": value for path, value in (entry.tensors or {}).items()}
             passes = [[entry.label, entry.layouts] for entry in entries]

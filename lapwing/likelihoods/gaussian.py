@@ -19,6 +19,9 @@ from .registry import numbers_of, register
 from .regression import RegressionPrediction
 from .targets import aligned_targets, check_real_targets
 
+ROUNDING = 1e-12
+"""Mean squared residuals are at least this part of the mean squared target."""
+
 
 @register
 @dataclass(frozen=True, repr=False)
@@ -191,7 +194,7 @@ class Gaussian(Likelihood):
         """
         if not float(statistics["count"].sum()):
             raise LapwingError("None of the targets is known: all of them are NaN. Pass some that are not.")
-        rounding = 1e-12 * float(statistics["squared_target"] / statistics["count"]) or 1e-12
+        rounding = ROUNDING * float(statistics["squared_target"] / statistics["count"]) or ROUNDING
         return max(float(statistics["squared_error"] / statistics["count"]), rounding)
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import types
@@ -33,6 +34,9 @@ from . import recurrent
 
 LOCK = threading.RLock()
 """Held while any network runs or its parameters are looked up: several threads may use one posterior."""
+
+if hasattr(os, "register_at_fork"):  # so that no child waits for a thread that it does not have
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 _CALLERS: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("callers_autocast", default=())
 """Devices and dtypes of the autocast that the caller had switched on, while `full_precision` is within it."""
@@ -150,7 +154,9 @@ def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if transformed():
+        with LOCK:  # levels of forward mode are those of all threads, and `jvp` holds the lock while it has one
+            within = transformed()
+        if within:
             raise LapwingError(
                 "lapwing was called within a transformation of torch.func or forward-mode differentiation, which would "
                 "mix with its own. Write x.requires_grad_() and "

@@ -136,7 +136,8 @@ def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
     Cost: about two calls of the function.
     """
     _load_rules()
-    return torch.func.jvp(function, primals, tangents)
+    with LOCK:  # torch has one level of forward mode for all threads
+        return torch.func.jvp(function, primals, tangents)
 
 
 def forward_products(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from ..covariance import Blockwise, Latent, PriorCovariance
 from ..covariance.terms import MarginalTerm, ScaleTerm
 from ..errors import LapwingError
 from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
+from ..likelihoods.gaussian import ROUNDING
 from ..linalg import doubled
 from ..methods.cost import CALL, MOVE, Cost, Outline, Work
 from ..network import batches, ranks
@@ -123,7 +125,8 @@ def width_scores(
     """Returns held-out log likelihoods (posteriors, candidates, N) at the best factor c of y's covariance, and log10 c.
 
     With `r = y - f` and the covariance S of y, `log N(y; f, c S)` is highest in the mean at `c = mean rᵀS⁻¹r / C`, for
-    the C targets that are known. For one output that is `mean r²/(σ² + v)`. Of a Gaussian likelihood; float64.
+    the C targets that are known. For one output that is `mean r²/(σ² + v)`. Residuals are no less than rounding leaves
+    of targets of their size, as in `Gaussian.residual_variance`. Of a Gaussian likelihood; float64.
 
     Raises:
         LapwingError: for an empty loader.
@@ -136,10 +139,15 @@ def width_scores(
         holes = labels.reshape(latent.mean.shape).isnan()  # targets that are missing, where the likelihood allows it
         volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # of r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
-        rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1)]).cpu())
+        sizes = doubled(labels).nan_to_num().reshape(latent.mean.shape).square().sum(-1)
+        rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1), sizes]).cpu())
     joined = _joined(rows)
-    volume, squares, counts = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
-    factor = (squares.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)).clamp_min(torch.finfo(squares.dtype).tiny)
+    volume, squares, counts, sizes = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
+    known = counts.sum(-1, keepdim=True)
+    rounding = ROUNDING * sizes.sum(-1, keepdim=True) / known
+    rounding = torch.where(rounding > 0, rounding, ROUNDING)
+    least = 2 * math.pi * (2 * volume / counts.clamp_min(1)).exp() * rounding  # beside the geometric mean of variances
+    factor = squares.maximum(counts * least).sum(-1, keepdim=True) / known
     return volume - (squares / factor + counts * factor.log()) / 2, factor.squeeze(-1).log10()
 
 

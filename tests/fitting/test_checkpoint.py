@@ -287,6 +287,30 @@ def test_a_checkpoint_of_another_network_or_other_data_is_refused(tmp_path: Path
         lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
 
 
+def test_passes_of_another_fit_do_not_enter_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two fits that began at one path: the one whose file was replaced goes on without, and nothing is mixed."""
+    model, every = pieces()
+    path, others = tmp_path / "fit", [(x + 1, y) for x, y in every]
+    with suppress(Killed):
+        lw.fit(model, Loader(others, 8), lw.EKFAC(), checkpoint=path, every=1)
+    other = path.read_bytes()
+    path.unlink()
+
+    class Replacing(Loader):
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                if not self.left:  # in the second pass
+                    path.write_bytes(other)
+                yield batch
+
+    with pytest.raises(Killed):
+        lw.fit(model, Replacing(every, 8), lw.EKFAC(), checkpoint=path, every=1)
+    assert "The checkpoint was not written, and the fit goes on." in caplog.text
+    assert "is of another fit by now. Give each fit a path of its own." in caplog.text
+    assert path.read_bytes() == other
+    check_same(lw.fit(model, others, lw.EKFAC(), checkpoint=path), lw.fit(model, others, lw.EKFAC()))
+
+
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     model, every = begun(tmp_path / "fit")
     whole = (tmp_path / "fit").read_bytes()
@@ -360,6 +384,21 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
     other.touch()
     lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, every = begun(tmp_path / "fit")
+    (tmp_path / f".fit-{'0' * 16}.tmp").touch()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Permission denied")
+
+    expected = lw.fit(model, every, lw.KFAC(), seed=SEED)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    check_same(lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit"), expected)
+    assert "The fit has ended, and its checkpoint cannot be removed: Permission denied. Delete it." in caplog.text
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ import lapwing as lw
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.likelihoods.registry import REGISTERED
 from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
+from lapwing.network.eager import LOCK
+from lapwing.network.generic import jvp
 from tests import oracle
 from tests.likelihoods.test_likelihoods import Counts
 from tests.zoo import ZOO
@@ -459,6 +462,28 @@ def test_threads_that_predict_at_the_same_time(name: str) -> None:
     assert _stance.stance == "default"
 
 
+def test_a_thread_in_forward_mode_lets_others_wait() -> None:
+    """torch has one level of forward mode for all threads; a call in another thread is not one within it."""
+    model, x, _, loader = data("mlp", 5)
+    posterior = lw.fit(model, loader, lw.KFAC(), params=EVERY)
+    expected = posterior.latent(x).covariance
+    inside, answered = threading.Event(), threading.Event()
+
+    def function(value: Tensor) -> Tensor:
+        inside.set()
+        answered.wait(0.5)
+        return value.sin()
+
+    thread = threading.Thread(target=jvp, args=(function, (torch.ones(2),), (torch.ones(2),)))
+    thread.start()
+    inside.wait()
+    try:
+        torch.testing.assert_close(posterior.latent(x).covariance, expected)
+    finally:
+        answered.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("name", ["mlp", "custom_parameter", "lstm"])
 def test_copies_and_pickles_while_threads_draw_weights(name: str) -> None:
     """No copy has drawn weights, which other threads run the network at."""
@@ -490,6 +515,34 @@ def test_a_forked_process_gives_the_same_answers() -> None:
     torch.testing.assert_close(torch.tensor(receiving.recv(), dtype=x.dtype), torch.stack(expected))
     child.join()
     assert child.exitcode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+def test_a_process_forked_while_another_thread_runs_the_network() -> None:
+    """It has no such thread, and does not wait for it."""
+    model, x, _, loader = data("mlp", 5)
+    posterior = lw.fit(model, loader, lw.KFAC())
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    inside = threading.Event()
+
+    def run() -> None:
+        with LOCK:
+            inside.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait()
+    child = context.Process(target=lambda: sending.send(posterior.latent(x).covariance.tolist()))
+    child.start()
+    thread.join()
+    try:
+        assert receiving.poll(30)
+        torch.testing.assert_close(torch.tensor(receiving.recv(), dtype=x.dtype), posterior.latent(x).covariance)
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_copies_and_pickles_bring_their_network_along() -> None:

@@ -241,6 +241,19 @@ def test_a_regression_that_interpolates_gets_its_width():
     assert 0.8 < ((lower <= y[100:]) & (y[100:] <= upper)).double().mean() < 0.98
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_held_out_targets_that_are_met_but_for_rounding(noise):
+    """No residual is below rounding, so that predictions are about as wide as 1e-6 of the targets' size."""
+    generator = torch.Generator().manual_seed(0)
+    x, errors = torch.randn(2, 40, 4, generator=generator)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1)).eval()
+    y = model(x).detach() + noise * errors[:, :1]
+    for tune in (lw.Validation([(x[20:], y[20:])]), lw.EarlyStopping([(x[20:], y[20:])])):
+        prediction = lw.fit(model, [(x[:20], y[:20])], lw.KFAC(), tune=tune).predict(x[20:])
+        assert 1e-13 < prediction.variance.mean() / y[20:].square().mean() < 1e-10
+
+
 def last_layers():
     """A network of which the last layer is treated, at T = 1 and with T chosen; and inputs."""
     model, loader, held_out = overconfident()
@@ -282,10 +295,20 @@ def test_streamlined_and_deployed_networks_follow_the_temperature():
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
 
 
+def test_the_log_compares_the_link_with_draws(caplog):
+    model, loader, held_out = overconfident()
+    with caplog.at_level("INFO", "lapwing"):
+        chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out))
+    (text,) = [one.getMessage() for one in caplog.records if "by draws" in one.getMessage()]
+    closed, drawn = (float(number) for number in re.findall(r"(\d\.\d{4}) by", text))
+    assert closed == pytest.approx(-score(chosen, held_out), abs=1e-4)
+    assert drawn == pytest.approx(closed, abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("likelihood", "tuned"),
     [
-        ("categorical", "prior precision [^,]+, logit temperature [^,]+"),
+        ("categorical", "prior precision [^,]+, logit temperature [^,]+ by draws of the outputs"),
         ("gaussian", "prior precision [^,]+, noise variance [^,]+"),
         (lw.Poisson(), "prior precision [^,]+"),
     ],
