@@ -28,7 +28,10 @@ METHODS = (
     lw.SubsetOfWeights(300), lw.OptimalSubspace(10, rows=60), lw.VaLLA(10), lw.Full(), lw.SubsetOfData(50),
     lw.SampledLLA(4), lw.MeanField(20),
 )  # fmt: skip
-WAYS = lw.MonteCarlo(20), lw.Streamlined(), lw.Linearized(draws=64), lw.Linearized(outputs=3)
+WAYS = (
+    lw.MonteCarlo(20), lw.Streamlined(), lw.Linearized(draws=64), lw.Linearized(outputs=3),
+    lw.Scaled(lw.Linearized(), 0.5), lw.Scaled(lw.MonteCarlo(20), 0.5),
+)  # fmt: skip
 WIDEST = {"mlp": 785, "cnn": 1569}  # factors
 CASES = [(method, lw.Linearized()) for method in METHODS] + [(method, way) for method in METHODS[:2] for way in WAYS]
 QUICK = CASES[0], CASES[1], CASES[3]

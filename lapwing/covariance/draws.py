@@ -75,8 +75,7 @@ class LatentDraws(Described):
 
     def scaled(self, factor: float) -> LatentDraws:
         """Returns draws moved along lines to their mean, so that the covariance is multiplied by a number >= 0."""
-        mean = self.mean
-        return LatentDraws(mean + (self.draws - mean) * factor**0.5, self.joint)
+        return LatentDraws(torch.lerp(self.mean, self.draws, factor**0.5), self.joint)
 
     def tempered(self, temperature: float) -> LatentDraws:
         """Returns draws that are moved as a whole, so that their mean is divided by a temperature."""

@@ -98,7 +98,9 @@ class FactoredTerm(Term):
         return self._by_slices(lambda part: torch.bmm(part._weighted(part.factor), part.factor.mT))
 
     def scaled(self, factor: float) -> FactoredTerm:
-        return FactoredTerm(self.factor * factor**0.5, self.scale)
+        """Returns it with other s: F is shared, which has C times as many numbers."""
+        scale = self.factor.new_ones(len(self.factor), self.factor.shape[-1]) if self.scale is None else self.scale
+        return FactoredTerm(self.factor, scale * factor)
 
     def _weighted(self, values: Tensor) -> Tensor:
         """Returns `X diag(s)` for X (B, C, K)."""

@@ -48,7 +48,11 @@ log = logging.getLogger("lapwing")
 
 @outside_modes
 @ranks.across_ranks()
-@memory_errors()
+@memory_errors(
+    "The fit",
+    "Pass a smaller memory=..., or a method that needs less, such as lw.Diagonal(), or params=lw.last_layer. "
+    "lw.plan(model, loader, method) says what a method needs.",
+)
 @with_progress
 def fit(
     model: nn.Module,

@@ -172,14 +172,16 @@ class SharedOuter(InParts, MatrixJacobian):
             return
         ((a, g),) = self.strips
         g, itemsize = g - g.mean(1, keepdim=True), g.dtype.itemsize
-        pairs = self.positions * (self.positions + 1) // 2
-        count = self.step(pairs * self.groups * (self.inputs + self.outputs) * itemsize, self.batch)
+        first, second = torch.triu_indices(self.positions, self.positions, device=a.device)
+        twice = torch.where(first == second, 1.0, 2.0).to(a)
+        numbers = len(first) * self.groups * (3 * self.inputs + 5 * self.outputs)
+        count = self.step(numbers * itemsize, self.batch)
         for n in range(0, self.batch, count):
             samples = slice(n, min(n + count, self.batch))
-            some = SharedOuter(Strips.whole(a[samples], g[samples])).within(self.slice_bytes)._pairs(self._cached)
-            parts = [(inputs, (left * right).sum(1)) for _, inputs, left, right in some]
-            gradients = torch.cat([part for _, part in parts]).permute(0, 2, 3, 1)  # (b, G, O, k)
-            inputs = torch.cat([part for part, _ in parts], 1).unflatten(1, (-1, pairs)).transpose(0, 1)  # (b, G, k, I)
+            channels = g[samples].permute(0, 3, 4, 2, 1)  # (b, G, O, T, R)
+            gradients = (channels @ channels.mT)[..., first, second] * twice  # (b, G, O, k)
+            x = a[samples]
+            inputs = torch.cat([x[:, t : t + 1] * x[:, t:] for t in range(self.positions)], 1).transpose(1, 2)
             rows = max(len(gradients), self.cotangents)  # weights of the channels are as large as a few samples
             step = self.step(rows * self.groups * self.inputs * itemsize, self.outputs)
             for start in range(0, self.outputs, step):

@@ -172,7 +172,9 @@ class Categorical(LogitLikelihood):
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns `e_y - p` for a label y drawn from p, (B, C, 1)."""
         probs = at_least_float32(outputs).softmax(-1)
-        labels = torch.multinomial(probs.detach(), 1, generator=generator)  # (B, 1)
+        sums = probs.detach().cumsum(-1)  # one random number a row, where `torch.multinomial` takes C
+        place = sums[:, -1:] * torch.rand(len(sums), 1, generator=generator, dtype=sums.dtype, device=sums.device)
+        labels = torch.searchsorted(sums, place, right=True).clamp(max=sums.shape[1] - 1)  # (B, 1)
         return (torch.zeros_like(probs).scatter(-1, labels, 1.0) - probs).unsqueeze(-1).to(outputs.dtype)
 
     def predict(

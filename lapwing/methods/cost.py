@@ -17,7 +17,7 @@ from ..likelihoods import Likelihood
 from ..linalg import is_reduced
 from ..network import batches
 from ..tangent import Tangent
-from .problem import root_columns, root_positions
+from .problem import EXACT_FISHER_OUTPUTS, root_columns, root_positions
 
 MOVE = 40
 """What reading, changing and writing one number costs, in multiply-adds of a matrix product."""
@@ -33,6 +33,9 @@ EIGEN = 13
 
 CHECKED_COLUMNS = 2
 """Records of a new shape have at least the gradients of so many columns: the check of where samples lie takes them."""
+
+DRAWN = 100
+"""What a column of the Fisher root that is drawn at one position costs beside its numbers, in moved numbers."""
 
 WORKSPACE = 24
 """Bytes a number of a matrix that is decomposed: its copy in float64, and the workspace of LAPACK."""
@@ -254,7 +257,15 @@ class Outline:
         `sums` over all rows take one column of a layer that gives the outputs and is treated alone.
         """
         columns = 1 if sums and self.tangent.treats_output_alone else self.columns
-        return Work(1, columns, factor * self.total(lambda layer: count(layer, columns)))
+        return Work(1, columns, factor * self.total(lambda layer: count(layer, columns)) + self._drawn)
+
+    @property
+    def _drawn(self) -> float:
+        """What the Fisher root takes where it is drawn at all positions of an input."""
+        positions, outputs = root_positions(self.tangent), self.tangent.outputs
+        if positions == 1 or positions * outputs <= EXACT_FISHER_OUTPUTS:
+            return 0.0
+        return MOVE * self.columns * positions * (DRAWN + 3 * outputs)
 
     def prediction(self, count: Callable[[Layer, int], float], factor: float = 1.0) -> Work:
         """Returns the prediction of an input, with what each layer takes for all outputs."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LapwingError
+from ..errors import LapwingError, is_out_of_memory
 from .batches import Forward, describe, short, size, tensors
 from .eager import network_precision
 from .invoke import invoke
@@ -119,7 +119,7 @@ def _with_positions(model: nn.Module, out: Tensor) -> OutputsWithPositions:
 
 def _blames_inputs(error: Exception) -> bool:
     """Whether an exception out of the network is about how it was called, or about shapes, dtypes and indices."""
-    if isinstance(error, (LapwingError, torch.OutOfMemoryError, NotImplementedError)):
+    if isinstance(error, (LapwingError, NotImplementedError)) or is_out_of_memory(error):
         return False
     words = ("argument",) if isinstance(error, TypeError) else ("shape", "size", "type", "dimension", "index", "input")
     return any(word in str(error).lower() for word in words)

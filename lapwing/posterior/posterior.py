@@ -23,11 +23,18 @@ from ..network.progress import with_progress
 from ..network.stamp import Stamp
 from ..prediction import Way
 from ..tangent import Tangent, split
+from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
 from .former import AFTER, penalty
 from .latents import latent_of
 from .prior import Prior, check_positive, check_range
 from .storage import save
+
+FEWER = (
+    "Predict fewer inputs at a time, or fewer outputs by via=lw.Linearized(outputs=10), or pass a smaller memory=... "
+    "to lw.fit or lw.load."
+)
+"""What helps a prediction that runs out of memory."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -247,6 +254,7 @@ class Posterior:
             value = value + gain_at_linearised_mode(self, loader, sample_weights)
         return float(value)
 
+    @memory_errors("The prediction", FEWER)
     def latent(self, x: Any, via: Way | None = None, joint: bool = False, *, progress: bool | None = None) -> AnyLatent:
         """Returns the latent distribution of the outputs f(x).
 
@@ -274,6 +282,7 @@ class Posterior:
         return latent_of(self.tangent, self.covariance, x, via, joint, progress)
 
     @full_precision
+    @memory_errors("The prediction", FEWER)
     def predict(
         self,
         x: Any,
@@ -349,6 +358,7 @@ class Posterior:
             evidence, effective, str(self.tangent.coverage),
         )  # fmt: skip
 
+    @memory_errors("The update", "Pass smaller batches, or load the posterior with a smaller memory=... of lw.load.")
     @with_progress
     def update(
         self, loader: Any, *, tune: Any = None, sample_weights: bool = False, progress: bool | None = None

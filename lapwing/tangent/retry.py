@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from ..environment import memory_limit
 from ..errors import LapwingError, is_out_of_memory
 
@@ -39,27 +37,18 @@ class ChunkLimit:
 def retried(tangent: Tangent, limit: ChunkLimit, compute: Callable[[], Result]) -> Result:
     """Returns what a function computes; where memory runs out, that of another call with chunks of half the length.
 
-    Raises:
-        LapwingError: where the memory does not suffice for one sample.
+    Where memory runs out with one sample at a time, or before any chunk, the error is torch's: see `memory_errors`.
     """
-    network = type(tangent.model).__name__
+    network, before = type(tangent.model).__name__, limit.samples
     limit.latest = 0
     while True:
         try:
             return compute()
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
             length = min(limit.latest, limit.samples)  # not all that runs out heeds the limit
-            if not length:  # no chunk is to blame
+            if not is_out_of_memory(error) or length <= 1:
+                limit.samples = before  # chunks were not to blame: those of other inputs stay as long
                 raise
-            if length == 1:
-                raise LapwingError(
-                    f"The memory of {tangent.device} does not suffice for one sample of {network} at a time, with "
-                    f"{tangent.size} treated weights and {tangent.outputs} outputs. Treat fewer weights, such as "
-                    f"params=lw.last_layer, or pass a smaller memory=..., now {tangent.memory / 2**20:.0f} MiB. "
-                    "lw.plan(model, loader, method) says what a method needs."
-                ) from error
         limit.samples = length // 2
         log.warning(
             "%s ran out of memory with %d samples of %s at once. lapwing begins again with %d.",
@@ -68,8 +57,13 @@ def retried(tangent: Tangent, limit: ChunkLimit, compute: Callable[[], Result]) 
 
 
 @contextlib.contextmanager
-def memory_errors() -> Iterator[None]:
-    """Raises a LapwingError where a fit runs out of memory; also a decorator."""
+def memory_errors(what: str, instead: str) -> Iterator[None]:
+    """Raises a LapwingError where memory runs out; also a decorator.
+
+    Args:
+        what: what is done, such as "The fit".
+        instead: the sentences that say what to do.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -77,11 +71,9 @@ def memory_errors() -> Iterator[None]:
             raise
         asked = re.search(r"allocate ([\d.]+) (\w+)", str(error))
         amount = "" if asked is None else f" of {asked[0].removeprefix('allocate ')}"
-        limit = "the GPU"
-        if not isinstance(error, torch.OutOfMemoryError):
-            limit = f"the {memory_limit() / 2**30:.3g} GiB that this process may use"
+        limit = f"the {memory_limit() / 2**30:.3g} GiB that this process may use"
+        if re.search("CUDA|HIP|XPU|GPU", str(error)):  # torch has one class for all devices
+            limit = "the GPU"
         raise LapwingError(
-            f"The fit ran out of memory: a tensor{amount} did not fit into {limit}, beside what is there. "
-            "Pass a smaller memory=..., or a method that needs less, such as lw.Diagonal(), or params=lw.last_layer. "
-            "lw.plan(model, loader, method) says what a method needs."
+            f"{what} ran out of memory: a tensor{amount} did not fit into {limit}, beside what is there. {instead}"
         ) from error

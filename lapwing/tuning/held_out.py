@@ -23,6 +23,7 @@ from ..network.positions import EXACT_OUTPUTS
 from ..network.progress import tracked
 from ..posterior import Posterior
 from ..tangent import Probes, Record, Tangent
+from ..tangent.tangent import DENSER
 
 log = logging.getLogger("lapwing")
 
@@ -205,19 +206,22 @@ def scoring_work(
     tangent, outputs, predict = outline.tangent, outline.tangent.outputs, cost.predict
     reads = reads_of(outline.likelihood, outputs)
     rows = 1 if reads == "scale" else outputs
-    places = 1 if tangent.positions is None else tangent.positions.count
-    if tangent.positions is not None and not tangent.positions.direct and places > SOME_POSITIONS:
-        predict, places = predict.times(SOME_POSITIONS / places), SOME_POSITIONS
+    places = turns = 1
+    if tangent.positions is not None:
+        count, direct = tangent.positions.count, tangent.positions.direct
+        places = min(count, SOME_POSITIONS * (DENSER if direct else 1))
+        turns = 1 if direct else places  # one position of all samples after another
+        predict = replace(predict.times(places / count), records=turns)
     if are_probed(tangent, outline.likelihood):
-        predict, rows = replace(predict, records=0).times(PROBES / outputs) + Work(1), PROBES
+        predict, rows = replace(predict.times(PROBES / outputs), records=predict.records), PROBES
     if cost.rank is None:
-        variances = outline.total(lambda layer: layer.size * (PRODUCT if layer.single else MOVE / 4 * rows))
+        variances = places * outline.total(lambda layer: layer.size * (PRODUCT if layer.single else MOVE / 4 * rows))
         again = (curvatures - 1) * predict.products
     else:
         variances, again = MOVE / 4 * places * outputs * cost.rank, 0.0
     numbers = places * outputs ** (2 if reads == "covariances" else 1)
     scores = LINK * MOVE * temperatures * numbers
-    calls = LINK_CALLS * CALL / min(samples, outline.batch)
+    calls = turns * LINK_CALLS * CALL / min(samples, outline.batch)
     more = again + (candidates - curvatures) * variances + candidates * (scores + calls)
     return (predict + Work(products=more)).times(samples / outline.samples)
 

@@ -12,7 +12,8 @@ from torch import nn
 import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing.fitting import Plan
-from lapwing.methods.cost import EIGEN, Work
+from lapwing.methods.cost import EIGEN, Outline, Work
+from lapwing.tangent import Tangent
 
 METHODS = [
     lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal"), lw.ELLA(10, 40),
@@ -240,6 +241,20 @@ def test_the_speed_of_the_machine_is_measured_once_for_a_list(monkeypatch):
     plans = lw.plan(mlp(), regression((12,)), [lw.Diagonal(), lw.KFAC()])
     assert len(speeds) == 1
     assert all(one.seconds > 0 for one in plans)
+
+
+def test_a_fisher_root_that_is_drawn_at_all_positions_is_counted():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 5, 1)).eval()
+
+    def drawn(side, params=lw.everything):
+        """The products of a pass beside the layers' own."""
+        x = torch.randn(3, 2, side, side)
+        outline = Outline.of(Tangent.survey(model, x, params), lw.Categorical(), x, 3)
+        return outline.over_data(lambda *_: 0.0).products
+
+    assert drawn(32) == 4 * drawn(16) > 0
+    assert drawn(12) == 0  # 720 outputs, whose root is exact
+    assert drawn(32, lw.last_layer) == 0  # each position is a sample
 
 
 def test_work_is_added_part_by_part():

@@ -74,6 +74,21 @@ def test_passes_of_a_tuning_are_near_those_of_the_fit(name, method, tuning):
     assert (with_tuning - alone) / 2.5 < planned.tuning_passes < 2.5 * (with_tuning - alone)
 
 
+@pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last_layer"])
+def test_passes_over_maps_are_near_those_of_the_fit(params):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 5, 1)).eval()
+    x, y = torch.randn(40, 2, 24, 24), torch.randint(5, (40, 24, 24))
+    data = list(zip(x.split(10), y.split(10), strict=True))
+    planned = lw.plan(model, data, lw.KFAC(), params=params)
+    alone, with_tuning = (
+        passes_of(model, data, lambda t=t: lw.fit(model, data, lw.KFAC(), params=params, **t))
+        for t in ({"tune": None}, {})
+    )
+    assert alone / 2.5 < planned.passes < 2.5 * alone
+    assert (with_tuning - alone) / 2.5 < planned.tuning_passes < 2.5 * (with_tuning - alone)
+
+
 def test_held_out_data_that_choose_between_two_fits_are_planned_as_both():
     model, data, held_out = problem("mlp", 200, 150)
     both, alone = lw.plan(model, data, validation=held_out), lw.plan(model, data)

@@ -11,6 +11,8 @@ import contextlib
 import copy
 import logging
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -355,7 +357,7 @@ def test_memory_that_does_not_suffice_for_one_sample(memory: dict[str, int]) -> 
     model = network(2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     memory["samples"] = 0
-    with pytest.raises(lw.LapwingError, match="does not suffice for one sample of Sequential at a time"):
+    with pytest.raises(lw.LapwingError, match="The fit ran out of memory: a tensor"):
         lw.fit(model, [(torch.randn(9, 4), torch.arange(9) % 3)], lw.KFAC(), params=EVERY)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
@@ -374,8 +376,9 @@ def test_memory_that_no_chunk_takes() -> None:
         tangent.record(torch.randn(9, 4))  # takes all at once, whatever the limit
         compute()
 
-    with pytest.raises(lw.LapwingError, match="does not suffice"):
+    with pytest.raises(torch.OutOfMemoryError):
         tangent.retried(record_and_compute)
+    assert tangent.chunk_length() > 9  # other inputs are cut as before
 
 
 def test_a_fit_whose_memory_no_chunk_takes() -> None:
@@ -387,13 +390,39 @@ def test_a_fit_whose_memory_no_chunk_takes() -> None:
     assert "DefaultCPUAllocator" in str(found.value.__cause__)
 
 
+LITTLE_MEMORY = """
+import resource, torch, lapwing as lw
+posterior = lw.fit(torch.nn.Linear(4, 3).eval(), (torch.randn(40, 4), torch.arange(40) % 3), lw.KFAC(), memory=2**24)
+few, many = torch.ones(5, 4), torch.zeros(2**22, 4)
+probs = posterior.predict(few).probs
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
+for call in posterior.predict, posterior.latent, lambda x: posterior.update((x, torch.zeros(2**22, dtype=torch.int64))):
+    try:
+        call(many)
+    except lw.LapwingError as error:
+        print(error)
+assert torch.equal(posterior.predict(few).probs, probs)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of the address space is Linux's")
+def test_predictions_and_updates_whose_memory_no_chunk_takes() -> None:
+    out = subprocess.run([sys.executable, "-c", LITTLE_MEMORY], check=True, capture_output=True, text=True).stdout
+    messages = out.splitlines()
+    assert [message.split(" ran out of memory: a tensor")[0] for message in messages] == [
+        "The prediction", "The prediction", "The update"
+    ]  # fmt: skip
+    assert all(" GiB that this process may use, beside what is there. P" in message for message in messages)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"), [("GPU", "of 3.00 GiB did not fit into the GPU"), ("Python", "a tensor did not fit into the")]
 )
 def test_memory_errors_say_what_did_not_fit(kind: str, words: str) -> None:
-    with pytest.raises(lw.LapwingError, match=words), memory_errors():
+    with pytest.raises(lw.LapwingError, match=words), memory_errors("The fit", "Pass a smaller memory=..."):
         raise NO_MEMORY[kind]
-    with pytest.raises(RuntimeError, match="^another$"), memory_errors():
+    with pytest.raises(RuntimeError, match="^another$"), memory_errors("The fit", "Pass a smaller memory=..."):
         raise RuntimeError("another")
 
 
