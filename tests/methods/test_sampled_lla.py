@@ -247,6 +247,22 @@ def test_draws_of_a_network_that_interpolates(noise, count):
     assert ratio.max() < high
 
 
+@pytest.mark.parametrize("preconditioner", [None, lw.Full()], ids=["None", "Full"])
+@pytest.mark.parametrize("per_block", [False, True])
+def test_directions_without_data_keep_the_prior(per_block, preconditioner):
+    """`N z = N Δ⁻¹ b` for directions `Δ N` that G does not see, whatever the tolerance and the way of the prior."""
+    problem = setup("mlp")
+    method = lw.SampledLLA(5, lw.ConjugateGradients(preconditioner=preconditioner), em_steps=4, per_block=per_block)
+    fitted = problem.fit(method, prior_precision=None, tune=None)
+    assert len(fitted.history["precision"]) > 1
+    delta = problem.expand(fitted.history["precision"][-1])
+    values, vectors = torch.linalg.eigh(problem.G)
+    unseen = vectors[:, values < 1e-10 * values.max()]
+    assert unseen.shape[1] > 5
+    wanted = right_hand_sides(problem, 5, delta, 1.0) @ unseen
+    close((draws_of(fitted) * delta) @ unseen, wanted, 1e-7)
+
+
 # --- what is made of them --------------------------------------------------------------------------------------------
 
 

@@ -279,20 +279,22 @@ class LinearSystem:
         return {name: noise.div_(prior[name].sqrt()) for name, noise in prior_noise(self.problem, count)}
 
     def start(self, draws: Vectors, products: Vectors, before: Tensor) -> Generator[Pass, Any, None]:
-        """Turns draws Z at the precisions `before`, and `G Z`, into a start at these, in place.
+        """Turns draws Z at the precisions `before`, and `G Z`, into a start at the present ones, in place.
 
-        Both `Δ(Z - Z₀)` lie in the range of Jᵀ, so that the data alone move the start. Precisions that change by one
-        factor scale Z; others take Z₀, and a pass.
+        `Δ(Z - Z₀)` lies in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block and c its geometric mean,
+        Z becomes `f²/c Z + (1 - f/c) Z₀`: `f Z` where all blocks have one f, else it takes a pass.
         """
         factors = (before / self.precision).sqrt()
         if torch.equal(factors, factors[:1].expand_as(factors)):
             for value in (*draws.values(), *products.values()):
                 value.mul_(float(factors[0]))
             return
-        for name, value in self.prior_draws(self.count).items():
-            draws[name][: self.count] = value
-        for name, value in (yield from self.products(draws)).items():
-            products[name] = value
+        shares = factors / factors.log().mean().exp()
+        prior_draws = self.prior_draws(self.count).items()
+        for (name, prior_draw), factor, share in zip(prior_draws, factors.tolist(), shares.tolist(), strict=True):
+            draws[name][: self.count].mul_(factor * share).add_(prior_draw, alpha=1 - share)
+        products.clear()
+        products.update((yield from self.products(draws)))
 
     def products(self, vectors: Vectors) -> Generator[Pass, Any, Vectors]:
         """Yields the pass that gives `G V`; returns that."""
