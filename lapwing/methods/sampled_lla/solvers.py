@@ -55,11 +55,11 @@ class ConjugateGradients:
 
     An error e of z moves it by at most `√(eᵀ A e)` standard deviations `√(jᵀ A⁻¹ j)`, for any j. That length is at most
     `√(rᵀ Δ⁻¹ r)` of the residual r, and about that of the latest step: iterations end where the smaller one is below
-    the tolerance. It is an estimate, which slow convergence exceeds: 0.27 after 48 iterations, and 0.6 at σ² = 1e-10.
+    the tolerance. That is an estimate: in slow solves errors were 0.3 in place of 0.2, and up to 2 at σ² = 1e-10.
 
-    Draws start at those of the prior, `Δ^(-1/2) ε₀`, and without a preconditioner stay exact in directions that the data
-    do not determine, however small σ² is. In float32 a direction that the data narrow more than some thousand times is
-    beyond rounding; iterations then run out, and a warning says so.
+    Draws start at those of the prior, `Δ^(-1/2) ε₀`. Without a preconditioner they stay exact in directions that the
+    data do not determine, however small σ² is. In float32 a direction that the data narrow more than some thousand
+    times is lost to rounding: the draws are useless, and a warning says so.
 
     The draws are one block: each iteration gives S directions, and every draw goes along all of them, so that S times
     as much of the curvature is used per pass as by separate draws. (O'Leary 1980; the residual's factors are kept

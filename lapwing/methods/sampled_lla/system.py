@@ -281,7 +281,7 @@ class LinearSystem:
     def start(self, draws: Vectors, products: Vectors, before: Tensor) -> Generator[Pass, Any, None]:
         """Turns draws Z at the precisions `before`, and `G Z`, into a start at the present ones, in place.
 
-        `Δ(Z - Z₀)` lies in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block and c its geometric mean,
+        `Δ(Z - Z₀)` lies in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block, c its geometric mean,
         Z becomes `f²/c Z + (1 - f/c) Z₀`: `f Z` where all blocks have one f, else it takes a pass.
         """
         factors = (before / self.precision).sqrt()
