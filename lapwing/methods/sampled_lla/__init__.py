@@ -77,9 +77,9 @@ class SampledLLA(Method):
         LapwingError: for numbers out of range, another label or solver, or draws that do not fit the memory budget.
 
     Cost: a pass for the right-hand sides and first products, then about as many as the solver has iterations, for each
-    of the solves (3 to 9 where δ is open); with `per_block` one more for each later solve. A pass is C backward passes and products of S vectors with J. Memory of six numbers per weight
-    and draw while fitting, one afterwards: 11 million weights in float32 take 1.4 GB a copy for 32 draws. A prediction
-    takes S products with J.
+    of the solves (3 to 9 where δ is open); with `per_block` one more for each later solve. A pass is C backward passes
+    and products of S vectors with J. Memory of six numbers per weight and draw while fitting, one afterwards: 11
+    million weights in float32 take 1.4 GB a copy for 32 draws. A prediction takes S products with J.
 
     Example:
         >>> import torch, lapwing as lw
