@@ -121,7 +121,7 @@ def test_preconditioners_change_the_way_not_the_end(preconditioner):
 def test_more_draws_than_weights():
     """A block of directions that spans everything takes one step; its Gram matrices are singular."""
     problem = setup("mlp_scalar")
-    fitted = problem.fit(lw.SampledLLA(50, EXACTLY), tune=None)
+    fitted = problem.fit(lw.SampledLLA(50, lw.ConjugateGradients(tolerance=1e-9)), tune=None)
     assert fitted.history["iterations"].tolist() == [1.0]
     close(draws_of(fitted), solved(problem, 50), 1e-8)
 
@@ -202,6 +202,65 @@ def test_many_outputs_sample_the_fisher(monkeypatch):
     shuffled = DataLoader(TensorDataset(problem.x, problem.y), 3, shuffle=True)
     with pytest.raises(lw.LapwingError, match="shuffle=False"):
         problem.fit(method, tune=None, loader=shuffled)
+
+
+def interpolating() -> tuple[nn.Module, Tensor, Tensor]:
+    """A network of one output that fits its 60 rows to 1e-12."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    y = x[:, :1].sin() + 0.1 * torch.randn(60, 1, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    parameters, damping = dict(net.named_parameters()), 1e-2
+
+    def residual(values: dict[str, Tensor]) -> Tensor:
+        return (torch.func.functional_call(net, values, (x,)) - y)[:, 0]
+
+    values = {name: value.detach() for name, value in parameters.items()}
+    while residual(values).abs().max() > 1e-12:  # Levenberg and Marquardt
+        J = torch.cat([j.flatten(1) for j in torch.func.jacrev(residual)(values).values()], 1)
+        step = J.T @ torch.linalg.solve(J @ J.T + damping * torch.eye(60).double(), residual(values))
+        parts = step.split([value.numel() for value in values.values()])
+        moved = {name: v - part.view_as(v) for (name, v), part in zip(values.items(), parts, strict=True)}
+        lower = residual(moved).norm() < residual(values).norm()
+        values, damping = (moved, max(damping / 3, 1e-15)) if lower else (values, 4 * damping)
+    with torch.no_grad():
+        for name, value in parameters.items():
+            value.copy_(values[name])
+    return net.eval(), x, y
+
+
+@pytest.mark.parametrize("count", [4, 32, 500])
+@pytest.mark.parametrize("noise", [1e-4, 1e-10])
+def test_draws_of_a_network_that_interpolates(noise, count):
+    """Variances at 12 inputs: each is Full's times a χ² of S degrees over S."""
+    net, x, y = interpolating()
+    test = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    options = {"likelihood": lw.Gaussian(noise), "prior_precision": 1.0, "params": lw.everything, "tune": None}
+    full = lw.fit(net, [(x, y)], lw.Full(), **options).latent(test).variance
+    fitted = lw.fit(net, [(x, y)], lw.SampledLLA(count, em_steps=0), **options)
+    chi_square = torch.distributions.Chi2(torch.tensor(float(count))).sample((100_000,)) / count
+    low, high = chi_square.quantile(torch.tensor([1e-4, 1 - 1e-4]))
+    ratio = fitted.latent(test).variance / full
+    assert low < ratio.min()
+    assert ratio.max() < high
+
+
+@pytest.mark.parametrize("preconditioner", [None, lw.Full()], ids=["None", "Full"])
+@pytest.mark.parametrize("per_block", [False, True])
+def test_directions_without_data_keep_the_prior(per_block, preconditioner):
+    """`N z = N Δ⁻¹ b` for directions `Δ N` that G does not see, whatever the tolerance and the way of the prior."""
+    problem = setup("mlp")
+    method = lw.SampledLLA(5, lw.ConjugateGradients(preconditioner=preconditioner), em_steps=4, per_block=per_block)
+    fitted = problem.fit(method, prior_precision=None, tune=None)
+    assert len(fitted.history["precision"]) > 1
+    delta = problem.expand(fitted.history["precision"][-1])
+    values, vectors = torch.linalg.eigh(problem.G)
+    unseen = vectors[:, values < 1e-10 * values.max()]
+    assert unseen.shape[1] > 5
+    wanted = right_hand_sides(problem, 5, delta, 1.0) @ unseen
+    close((draws_of(fitted) * delta) @ unseen, wanted, 1e-7)
 
 
 # --- what is made of them --------------------------------------------------------------------------------------------
@@ -302,10 +361,10 @@ def test_em_with_an_open_noise_variance():
     net, x, y = regression()
     for options in ({}, {"data_size": 180}, {"temperature": 2.0}):
         full = lw.fit(net, [(x, y)], lw.Full(), tune=lw.Evidence(), **options)
-        fitted = lw.fit(net, [(x, y)], MANY, **options)
+        fitted = lw.fit(net, [(x, y)], MANY, tune=None, **options)
         assert fitted.prior_precision == pytest.approx(full.prior_precision, rel=0.06)
         assert fitted.noise_variance == pytest.approx(full.noise_variance, rel=0.04)
-    given = lw.fit(net, [(x, y)], MANY, prior_precision=2.0)
+    given = lw.fit(net, [(x, y)], MANY, prior_precision=2.0, tune=None)
     full = lw.fit(net, [(x, y)], lw.Full(), prior_precision=2.0, tune=lw.Evidence())
     assert given.prior_precision == 2.0
     assert given.noise_variance == pytest.approx(full.noise_variance, rel=0.04)
@@ -313,7 +372,7 @@ def test_em_with_an_open_noise_variance():
 
 def test_without_em():
     net, x, y = regression()
-    fitted = lw.fit(net, [(x, y)], lw.SampledLLA(4, em_steps=0))
+    fitted = lw.fit(net, [(x, y)], lw.SampledLLA(4, em_steps=0), tune=None)
     assert fitted.prior_precision == 1.0
     assert fitted.noise_variance == pytest.approx(float((net(x) - y).detach().square().mean()))
     assert len(fitted.history["iterations"]) == 1

@@ -8,7 +8,6 @@ backward passes).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -108,21 +107,22 @@ class PositionedRoot:
         before.copy_(now)
 
 
-class _Products(SumPass[BlockSums]):
-    """What both passes share: records of `RᵀJ`, and sums of transposed products, (S, P_block) by block."""
+class CurvatureProducts(SumPass[BlockSums]):
+    """`G Z` at unit noise, (S, P_block) by block, for Z (S, P_block) by block."""
 
-    def __init__(self, problem: Problem, root: PositionedRoot, count: int) -> None:
-        self._problem, self._root, self._count = problem, root, count
+    label = "products with the curvature"
+
+    def __init__(self, problem: Problem, root: PositionedRoot, vectors: Vectors, sums: int | None = None) -> None:
+        """Takes Z, and how many vectors the pass sums; None for as many as Z has."""
+        ranks.agree("vectors", vectors.values())
+        self._problem, self._root, self._vectors = problem, root, vectors
+        self._count = sums or len(next(iter(vectors.values())))
         tangent = problem.tangent
         widest = max(block.matrix_shape[1] for block in tangent.blocks)
-        self._scratch = 2 * count * (root.columns + widest)
+        self._scratch = 2 * self._count * (root.columns + widest)
         # half precision rounds forward and backward mode apart: both products then come from one record
         same = all(p.dtype == tangent.dtype for p in tangent.parameters.values())
         self._either_mode = same and (tangent.positions is None or not tangent.positions.direct)
-
-    @abstractmethod
-    def cotangents(self, record: Record, start: int, first: int) -> Tensor:
-        """Returns u (B, R, S) of a record, whose first row is row `first` of a batch that begins at sample `start`."""
 
     def init(self) -> BlockSums:
         return BlockSums(self._problem.block_zeros(self._count))
@@ -140,32 +140,29 @@ class _Products(SumPass[BlockSums]):
                 for name, value in state.blocks.items():
                     value += record[name].vjp(u)
 
-
-class CurvatureProducts(_Products):
-    """`G Z` at unit noise, (S, P_block) by block, for Z (S, P_block) by block."""
-
-    label = "products with the curvature"
-
-    def __init__(self, problem: Problem, root: PositionedRoot, vectors: Vectors) -> None:
-        super().__init__(problem, root, len(next(iter(vectors.values()))))
-        ranks.agree("vectors", vectors.values())
-        self._vectors = vectors
-
     def cotangents(self, record: Record, start: int, first: int) -> Tensor:
-        """Returns `RᵀJ Z` (B, R, S)."""
+        """Returns `RᵀJ Z` (B, R, S) of a record that begins at row `first` of a batch, the batch at sample `start`."""
         if self._either_mode:
             return record.jvp(self._vectors)
         return total(record[name].jvp(vectors.to(record.dtype)) for name, vectors in self._vectors.items())
 
 
-class DataNoise(_Products):
-    """`JᵀR ε` (S, P_block) by block, for standard normal ε: one a sample position, column of R and right-hand side."""
+class FirstProducts(CurvatureProducts):
+    """`JᵀR ε` and `G Z`, (2S, P_block) by block, for standard normal ε: one a sample position, column of R and draw."""
 
     label = "right-hand sides"
 
+    def __init__(self, problem: Problem, root: PositionedRoot, vectors: Vectors) -> None:
+        self._draws = len(next(iter(vectors.values())))
+        super().__init__(problem, root, vectors, 2 * self._draws)
+
     def cotangents(self, record: Record, start: int, first: int) -> Tensor:
+        """Returns ε beside `RᵀJ Z`, (B, R, 2S)."""
+        return torch.cat([self._noise(record, start, first), super().cotangents(record, start, first)], -1)
+
+    def _noise(self, record: Record, start: int, first: int) -> Tensor:
         """Returns ε (B, R, S), the same for a position whatever the batch it comes in."""
-        shape, seed, tangent = (record.cotangents, self._count), self._problem.seed, self._problem.tangent
+        shape, seed, tangent = (record.cotangents, self._draws), self._problem.seed, self._problem.tangent
         if tangent.positions is None or not tangent.positions.direct:
             numbers = range(start + first, start + first + record.samples)
             noise = [torch.randn(shape, generator=generator_at(seed, n, NOISE), dtype=torch.float64) for n in numbers]
@@ -255,9 +252,10 @@ class LinearSystem:
         """Returns Δ, (P_block,) or (1,) by block."""
         tangent = self.problem.tangent
         deltas = self.precision.to(tangent.device, tangent.dtype)[:, None].unbind()
+        prior = {block.name: delta for block, delta in zip(tangent.blocks, deltas, strict=True)}
         if self.features is None:
-            return dict(zip(self.noise, deltas, strict=True))
-        return {name: delta * self.features[name] for name, delta in zip(self.noise, deltas, strict=True)}
+            return prior
+        return {name: delta * self.features[name] for name, delta in prior.items()}
 
     def trace(self) -> Tensor:
         """Returns the estimate `E‖JᵀRε‖²` of tr G, or of that between features."""
@@ -274,6 +272,29 @@ class LinearSystem:
             for name, noise in prior_noise(self.problem, self.count)
         }
         return sides if self.extra is None else {name: torch.cat([b, self.extra[name]]) for name, b in sides.items()}
+
+    def prior_draws(self, count: int) -> Vectors:
+        """Returns `Z₀ = Δ^(-1/2) ε₀`, (S, P_block) by block."""
+        prior = self.prior()
+        return {name: noise.div_(prior[name].sqrt()) for name, noise in prior_noise(self.problem, count)}
+
+    def start(self, draws: Vectors, products: Vectors, before: Tensor) -> Generator[Pass, Any, None]:
+        """Turns draws Z at the precisions `before`, and `G Z`, into a start at the present ones, in place.
+
+        `Δ(Z - Z₀)` lies in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block, c its geometric mean,
+        Z becomes `f²/c Z + (1 - f/c) Z₀`: `f Z` where all blocks have one f, else it takes a pass.
+        """
+        factors = (before / self.precision).sqrt()
+        if torch.equal(factors, factors[:1].expand_as(factors)):
+            for value in (*draws.values(), *products.values()):
+                value.mul_(float(factors[0]))
+            return
+        shares = factors / factors.log().mean().exp()
+        prior_draws = self.prior_draws(self.count).items()
+        for (name, prior_draw), factor, share in zip(prior_draws, factors.tolist(), shares.tolist(), strict=True):
+            draws[name][: self.count].mul_(factor * share).add_(prior_draw, alpha=1 - share)
+        products.clear()
+        products.update((yield from self.products(draws)))
 
     def products(self, vectors: Vectors) -> Generator[Pass, Any, Vectors]:
         """Yields the pass that gives `G V`; returns that."""
