@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..covariance import Draws, PriorCovariance
 from ..errors import LapwingError
+from ..jacobian.blocks import join, split
 from ..likelihoods import aligned_targets, curvature_weights
 from ..linalg import doubled
 from ..network import batches
@@ -115,6 +116,8 @@ def leave_one_out(
     mode and not at the network's weights, which need not be one. A sample is left out with all its outputs, and with
     its copies, which would predict its target. Errors count besides variances, since the model has no
     noise that outputs share.
+
+    Output biases have their trained value for μ0: targets far from 0 would else ask for a wide prior of all weights.
 
     Weights that explain all targets but no noise would leave nothing to posteriors that see less, so σ² is at least
     what leaves a tenth of the targets to it (`MAX_EXPLAINED`).
@@ -288,13 +291,30 @@ def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, 
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     mean = posterior.prior.mean if treated else {}
     offset = {name: (value - mean.get(name, 0.0)).to(tangent.widest)[None] for name, value in tangent.mean().items()}
-    labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
+    by_parameter = split(tangent.blocks, offset)
+    for name in _output_biases(tangent, parts[0][0]):
+        by_parameter[name] = torch.zeros_like(by_parameter[name])
+    labels = residuals[samples, turns] + doubled(anchors.inner(join(tangent.blocks, by_parameter))[0])
     gram = anchors.gram(weights, tangent.widest)
     same = _copies(gram, targets[chosen], times)
     counts = every_weight[samples, turns]
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
     values, vectors = torch.linalg.eigh(roots[:, None] * gram * roots)
     return _Process(values.clamp_min(0), vectors, roots * labels, counts, same, prior_fixed, tangent.size)
+
+
+def _output_biases(tangent: Tangent, inputs: Any) -> list[str]:
+    """Returns the names of parameters that add the same numbers to the outputs of all samples."""
+    inputs = batches.take(inputs, slice(0, min(20, batches.size(inputs))))
+    outputs, names = tangent.outputs_of(inputs), []
+    for name, value in tangent.parameters.items():
+        if value.ndim != 1 or len(value) > tangent.outputs or len(outputs) == 1:
+            continue
+        without = tangent.call_with({name: torch.zeros_like(value)}, batches.plain(inputs, tangent.device))
+        added, largest = outputs - without, max(float(outputs.abs().max()), float(without.abs().max()))
+        if float((added - added[0]).abs().max()) <= 8 * torch.finfo(value.dtype).eps * largest:
+            names.append(name)
+    return names
 
 
 def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
