@@ -48,6 +48,9 @@ HIGHEST_RAISED = 0.0
 MAX_EXPLAINED = 0.9
 """Of the targets, copies aside, the weights explain at most this part, the noise the others."""
 
+OTHER_SCALE = 5.0
+"""Outputs whose targets and residuals are more than so many times those of another output are warned of."""
+
 TABLE = 2**20
 """Inputs of at most so many real numbers are one batch."""
 
@@ -300,7 +303,26 @@ def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, 
     counts = every_weight[samples, turns]
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
     values, vectors = torch.linalg.eigh(roots[:, None] * gram * roots)
+    if posterior.likelihood.noise_ratios is None:
+        _warn_of_scales(targets, residuals, every_weight)
     return _Process(values.clamp_min(0), vectors, roots * labels, counts, same, prior_fixed, tangent.size)
+
+
+def _warn_of_scales(targets: Tensor, residuals: Tensor, weights: Tensor) -> None:
+    """Warns where one noise variance stands for outputs of other scales: in targets and residuals, each (N, C)."""
+    totals = weights.sum(0)
+    counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
+    squares = (weights * residuals.square()).sum(0) / counts
+    means = (weights * targets).sum(0) / counts
+    variances = (weights * (targets - means).square()).sum(0) / counts
+    large, small = int(squares.argmax()), int(torch.where(totals > 0, squares, math.inf).argmin())
+    if all(float(part[large]) > OTHER_SCALE**2 * float(part[small]) for part in (squares, variances)):
+        log.warning(
+            "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "
+            "intervals of the latter too wide. Pass likelihood=lw.Gaussian(noise_ratios=y.var(0).tolist()), or train "
+            "on standardised targets and use prediction.scaled(mean, std).",
+            large, float(squares[large] / squares[small]) ** 0.5, small,
+        )  # fmt: skip
 
 
 def _output_biases(tangent: Tangent, inputs: Any) -> list[str]:
