@@ -53,11 +53,12 @@ def first_held_out(validation: Any, loader: Iterable[Any], first: tuple[Any, Any
             "validation=(x_val, y_val)."
         )
     sizes = ranks.gathered("the size of the held-out data", _size(validation))
-    if None not in sizes and sum(sizes) < FEW and getattr(held_out[1], "ndim", 1) < 3:  # not of maps
+    count = sum(FEW if size is None else size for size in sizes)
+    if count < FEW and getattr(held_out[1], "ndim", 1) < 3:  # not of maps
         log.warning(
             "%d held-out samples are too few to tell how wide predictions are. Pass a few hundred, or leave "
             "validation= out, so that the training data tell it.",
-            sum(sizes),
+            count,
         )  # fmt: skip
     return held_out
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..covariance import Draws, PriorCovariance
 from ..errors import LapwingError
 from ..jacobian.blocks import join, split
-from ..likelihoods import aligned_targets, curvature_weights
+from ..likelihoods import Gaussian, aligned_targets, curvature_weights
 from ..linalg import doubled
 from ..network import batches
 from ..network.eager import parameters_of
@@ -303,7 +303,7 @@ def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, 
     counts = every_weight[samples, turns]
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
     values, vectors = torch.linalg.eigh(roots[:, None] * gram * roots)
-    if posterior.likelihood.noise_ratios is None:
+    if isinstance(posterior.likelihood, Gaussian) and posterior.likelihood.noise_ratios is None:
         _warn_of_scales(targets, residuals, every_weight)
     return _Process(values.clamp_min(0), vectors, roots * labels, counts, same, prior_fixed, tangent.size)
 
