@@ -92,7 +92,7 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
             assert chosen >= score(fitted.prior_precision * factor, fitted.noise_variance) - 2e-2
 
 
-@pytest.mark.parametrize("classes", [1, 3, 1000])
+@pytest.mark.parametrize("classes", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_network_that_is_too_unsure_is_told_of_in_place_of_the_edge(classes, dtype, caplog):
     torch.manual_seed(0)
