@@ -681,6 +681,12 @@ def test_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> None:
     refused(lambda: fit([(X, Y, torch.rand(8))]), "positional arguments", "needs sample_weights=True")
 
 
+def test_a_trainer_is_no_loader() -> None:
+    trainer = type("Trainer", (), {"get_train_dataloader": lambda self: [(X, Y)]})()
+    refused(lambda: fit(trainer), "not a Trainer", "fit_trainer(trainer)")
+    refused(lambda: fit([(X, Y)], validation=trainer), "not a Trainer", "trainer.get_train_dataloader()")
+
+
 def test_targets_of_several_heads_and_samples_one_by_one() -> None:
     parts = "does not show what its inputs and targets are", "one head at a time"
     line = "forward=lambda model, inputs: model(inputs)[...]"
