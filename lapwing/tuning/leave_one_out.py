@@ -295,7 +295,7 @@ def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, 
     mean = posterior.prior.mean if treated else {}
     offset = {name: (value - mean.get(name, 0.0)).to(tangent.widest)[None] for name, value in tangent.mean().items()}
     by_parameter = split(tangent.blocks, offset)
-    for name in _output_biases(tangent, parts[0][0]):
+    for name in _output_biases(tangent, inputs):
         by_parameter[name] = torch.zeros_like(by_parameter[name])
     labels = residuals[samples, turns] + doubled(anchors.inner(join(tangent.blocks, by_parameter))[0])
     gram = anchors.gram(weights, tangent.widest)
@@ -325,14 +325,20 @@ def _warn_of_scales(targets: Tensor, residuals: Tensor, weights: Tensor) -> None
         )  # fmt: skip
 
 
-def _output_biases(tangent: Tangent, inputs: Any) -> list[str]:
-    """Returns the names of parameters that add the same numbers to the outputs of all samples."""
-    inputs = batches.take(inputs, slice(0, min(20, batches.size(inputs))))
-    outputs, names = tangent.outputs_of(inputs), []
+def _output_biases(tangent: Tangent, parts: Sequence[Any]) -> list[str]:
+    """Returns the names of parameters that add the same numbers to the outputs of all samples, of which 8 are seen."""
+    inputs: list[Any] = []
+    for part in parts:
+        left = 8 - sum(batches.size(every) for every in inputs)
+        if left > 0:
+            some = batches.take(part, slice(0, min(left, batches.size(part))))
+            inputs.append(batches.plain(some, tangent.device))
+    outputs, names = torch.cat([tangent.outputs_of(some) for some in inputs]), []
     for name, value in tangent.parameters.items():
         if value.ndim != 1 or len(value) > tangent.outputs or len(outputs) == 1:
             continue
-        without = tangent.call_with({name: torch.zeros_like(value)}, batches.plain(inputs, tangent.device))
+        zero = {name: torch.zeros_like(value)}
+        without = torch.cat([tangent.call_with(zero, some) for some in inputs])
         added, largest = outputs - without, max(float(outputs.abs().max()), float(without.abs().max()))
         if float((added - added[0]).abs().max()) <= 8 * torch.finfo(value.dtype).eps * largest:
             names.append(name)

@@ -442,7 +442,7 @@ def test_an_offset_of_the_targets_changes_no_width(given, dtype):
         moved[3].bias += offset.to(dtype)
     method = {"method": lw.KFAC(), "likelihood": "gaussian"} | given
     widths = [
-        lw.fit(network, [(x[:50], targets[:50]), (x[50:], targets[50:])], **method).predict(x[:5]).std
+        lw.fit(network, [(x[:1], targets[:1]), (x[1:], targets[1:])], **method).predict(x[:5]).std
         for network, targets in ((model, y), (moved, y + moved(x).detach().float() - model(x).detach().float()))
     ]
     torch.testing.assert_close(widths[1], widths[0], rtol=0.05 if dtype == torch.bfloat16 else 1e-3, atol=0.0)
