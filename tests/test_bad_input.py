@@ -678,7 +678,13 @@ def test_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> None:
     refused(lambda: fit([(X, Y)], forward=lambda model: model(X)), "forward(model, inputs)", "TypeError", line)
     refused(lambda: posterior.predict((X, Y)), "model(*inputs)", "without targets", line)
     refused(lambda: posterior.predict({"foo": X}), "model(**inputs)", "'foo'", line)
-    refused(lambda: fit([(X, Y, torch.rand(8))]), "positional arguments", "pass sample_weights=True")
+    refused(lambda: fit([(X, Y, torch.rand(8))]), "positional arguments", "needs sample_weights=True")
+
+
+def test_a_trainer_is_no_loader() -> None:
+    trainer = type("Trainer", (), {"get_train_dataloader": lambda self: [(X, Y)]})()
+    refused(lambda: fit(trainer), "not a Trainer", "fit_trainer(trainer)")
+    refused(lambda: fit([(X, Y)], validation=trainer), "not a Trainer", "trainer.get_train_dataloader()")
 
 
 def test_targets_of_several_heads_and_samples_one_by_one() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Tenso
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..network import batches, ranks
+from ..network.loaders import known_size, sampler_size
 from ..posterior import Posterior
 from ..tangent import Tangent, everything
 from ..tuning.held_out import sample_scores
@@ -31,8 +32,12 @@ GAIN = 2e-3
 """All weights must gain so many nats a held-out sample, since their predictions cost more."""
 
 
+FEW = 30
+"""Fewer held-out samples are warned of."""
+
+
 def first_held_out(validation: Any, loader: Iterable[Any], first: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Returns the first batch of held-out data; warns where they are the training data.
+    """Returns the first batch of held-out data; warns where they are the training data, or few.
 
     Args:
         validation: a loader.
@@ -47,6 +52,14 @@ def first_held_out(validation: Any, loader: Iterable[Any], first: tuple[Any, Any
             "error bars come out too narrow and its probabilities too sure. Pass data that it was not trained on: "
             "validation=(x_val, y_val)."
         )
+    sizes = ranks.gathered("the size of the held-out data", _size(validation))
+    count = sum(FEW if size is None else size for size in sizes)
+    if count < FEW and getattr(held_out[1], "ndim", 1) < 3:  # not of maps
+        log.warning(
+            "%d held-out samples are too few to tell how wide predictions are. Pass a few hundred, or leave "
+            "validation= out, so that the training data tell it.",
+            count,
+        )  # fmt: skip
     return held_out
 
 
@@ -132,6 +145,11 @@ def _same_dataset(one: Any, other: Any) -> bool:
     if not all(isinstance(loader, DataLoader) for loader in loaders) or one.dataset is not other.dataset:
         return False
     return all(type(loader.sampler) in (RandomSampler, SequentialSampler) for loader in loaders)
+
+
+def _size(loader: Any) -> int | None:
+    """Returns how many samples a loader shows; None where it does not say."""
+    return sampler_size(loader) if isinstance(loader, DataLoader) else known_size(loader)
 
 
 def _tensors(loader: Any, first: tuple[Any, Any]) -> Sequence[Tensor]:

@@ -38,6 +38,8 @@ def check_labels(
     if shape != (batch,):
         if shape == (batch, 1):
             line = "Write `y.squeeze(1)`"
+        elif shape == (batch, classes) and _several_at_once(labels):
+            line = "Write `likelihood='bernoulli'` for several labels that may hold at once"
         elif shape == (batch, classes):
             line = "Write `y.argmax(1)` for one-hot labels or class probabilities"
         else:
@@ -117,6 +119,17 @@ def check_counts(name: str, outputs_shape: torch.Size, device: torch.device, tar
             f"{name} accepts counts, whole numbers from 0 up, but {_where(bad, targets)} none. Write "
             '`likelihood="gaussian"` for real targets, or correct them.'
         )
+
+
+def _several_at_once(labels: Tensor) -> bool:
+    """Whether integer labels (B, C) are 0 and 1, and not one 1 in each row."""
+    whole = not labels.dtype.is_floating_point and not labels.dtype.is_complex
+    return whole and bool(((labels == 0) | (labels == 1)).all()) and bool((labels.sum(1) != 1).any())
+
+
+def _are_whole(targets: Tensor) -> bool:
+    """Whether real targets are whole numbers, as class labels are."""
+    return not targets.is_meta and not targets.dtype.is_complex and bool((targets == targets.round()).all())
 
 
 def is_soft(outputs_shape: torch.Size, targets: Tensor) -> bool:
@@ -217,6 +230,8 @@ def check_target_shape(name: str, outputs_shape: torch.Size, device: torch.devic
         if outputs > 1 and shape in ((batch,), (batch, 1)) and not dtype.is_floating_point:
             integers = "`y.long()` and " if dtype == torch.bool else ""
             line = f'Write {integers}`likelihood="categorical"` for class labels'
+        elif outputs > 1 and shape in ((batch,), (batch, 1)) and _are_whole(targets):
+            line = "Write `y.long()` for class labels, or give the network one output, `torch.nn.Linear(features, 1)`"
         elif outputs > 1 and shape in ((batch,), (batch, 1)):
             line = "Give the network one output, `torch.nn.Linear(features, 1)`, or pass one target for each output"
         elif len(shape) > 0 and shape[0] == batch and targets.numel() == batch * outputs:
@@ -275,6 +290,10 @@ def _range_line(labels: Tensor, bad: Tensor, classes: int) -> str:
         return "Write `y = y - 1` for labels that count from 1"
     if classes == 2 and bool((labels.abs() == 1).all()):
         return "Write `y = (y + 1) // 2` for labels of -1 and 1"
+    ignored, one = "", int(wrong[0])
+    if bool((wrong == one).all()) and one != classes:
+        ignored = f", or pass `likelihood=lw.Categorical(ignore_index={one})` if that label does not count"
     if low >= 0:
-        return f"Give the network {high + 1} outputs, `torch.nn.Linear(features, {high + 1})`, or correct the labels"
-    return f"Drop those rows with `keep = (y >= 0) & (y < {classes}); x, y = x[keep], y[keep]`"
+        line = f"Give the network {high + 1} outputs, `torch.nn.Linear(features, {high + 1})`"
+        return line + (ignored or ", or correct the labels")
+    return f"Drop those rows with `keep = (y >= 0) & (y < {classes}); x, y = x[keep], y[keep]`{ignored}"

@@ -210,6 +210,11 @@ def check_loader(loader: Any, purpose: str) -> None:
     """Raises for what is not a loader, inputs without targets and a list of tensors included."""
     one_batch = type(loader) in (tuple, list) and any(isinstance(part, Tensor) or is_array(part) for part in loader)
     other = isinstance(loader, (Tensor, Mapping, str, bytes, type)) or is_array(loader)
+    if hasattr(loader, "get_train_dataloader"):
+        raise LapwingError(
+            f"{purpose} needs an iterable of (inputs, targets) batches, not a {type(loader).__name__}. Write "
+            "lapwing.integrations.huggingface.fit_trainer(trainer), or pass trainer.get_train_dataloader()."
+        )
     if one_batch or other or not hasattr(loader, "__iter__"):
         raise LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write (x, y) for a data "

@@ -133,7 +133,7 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
     if isinstance(error, TypeError):
         line = "Pass what this call takes, without targets, or forward=lambda model, inputs: model(...)."
         if isinstance(inputs, tuple) and len(inputs) == 2 == len(leaves):
-            line = f"For batches (inputs, targets, weights) pass sample_weights=True. {line}"
+            line = f"{line} A fit to batches (inputs, targets, weights) needs sample_weights=True."
     elif other and "type" in str(error):
         line = f"Its weights have the dtype {short(weight)}. Pass inputs of the same dtype: write x.to({weight})"
         line += "." if leaves[0].is_floating_point() else f", or x.astype('{short(weight)}') of an array."

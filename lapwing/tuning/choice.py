@@ -31,6 +31,9 @@ PLATEAU = 1e-4
 TEMPERATURES = evenly(0.0, 1.5, 16)
 """Candidates for log10 of the logit temperature T. Below 1 it would sharpen the means beside a huge spread."""
 
+SHARPER = -0.1
+"""log10 of a temperature that is scored beside, for a warning: where it is surely better, the network is too unsure."""
+
 WIDER = 1e-3
 """A wider spread than the best may cost so many nats a sample, however large the standard error is."""
 
@@ -125,7 +128,8 @@ def _best_point(
         return [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
 
     open_temperature = bool(temperatures) and posteriors[0].logit_temperature == 1
-    scores = sample_scores(posteriors, candidates, loader, temperatures if open_temperature else ())
+    scores = sample_scores(posteriors, candidates, loader, [SHARPER, *temperatures] if open_temperature else ())
+    sharper, scores = scores[:, :, 0], scores[:, :, 1:] if open_temperature else scores
     means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
     table, places = means.max(-1)
     which, at = _highest(table)
@@ -135,8 +139,9 @@ def _best_point(
         widest = widest_of_equals(chosen, at, tolerance)
         exponent = _refined(exponents, row, at) if widest == at else exponents[widest]
         at = widest
-        if at in (0, len(exponents) - 1):
-            _warn_of_edge(best, exponents, row, at, exponent)
+    unsure = open_temperature and _warn_of_unsure(best, sharper[which], scores[which, at])
+    if exponent is not None and at in (0, len(exponents) - 1) and not unsure:
+        _warn_of_edge(best, exponents, row, at, exponent)
     if open_temperature:
         tops = [_refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]
         top = tops[at] if exponent is None else _between(exponents, tops, at, exponent)
@@ -236,6 +241,30 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
         best.method, 10**chosen,
         f" (1e{exponents[at]:g} beside the mean squared held-out residual)" if beside else "", advice,
     )  # fmt: skip
+
+
+def _warn_of_unsure(best: Posterior, sharper: Tensor, scores: Tensor) -> bool:
+    """Warns, and returns whether, held-out data surely prefer a temperature below 1, which no fit chooses.
+
+    Args:
+        best: names the network.
+        sharper: scores of the candidates at that temperature (points, N).
+        scores: of the chosen candidate at the other temperatures (temperatures, N).
+    """
+    means = (sharper.mean(-1, dtype=torch.float64), scores.mean(-1, dtype=torch.float64))
+    others = [
+        part[int(mean.nan_to_num(-math.inf).argmax())] for part, mean in zip((sharper, scores), means, strict=True)
+    ]
+    gain = float((others[0] - others[1]).double().mean())
+    unsure = gain > 2 * WIDER and _surely_better(*others)
+    if unsure:
+        log.warning(
+            "%s is less sure than its held-out accuracy bears: logits divided by %.2g gain %.2g nats a sample. "
+            "validation= does not sharpen them. Where calibration matters most, write "
+            "lw.fit(model, held_out, lw.TemperatureScaling()).",
+            type(best.tangent.model).__name__, 10**SHARPER, gain,
+        )  # fmt: skip
+    return unsure
 
 
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..covariance import Draws, PriorCovariance
 from ..errors import LapwingError
-from ..likelihoods import aligned_targets, curvature_weights
+from ..jacobian.blocks import join, split
+from ..likelihoods import Gaussian, aligned_targets, curvature_weights
 from ..linalg import doubled
 from ..network import batches
 from ..network.eager import parameters_of
@@ -46,6 +47,9 @@ HIGHEST_RAISED = 0.0
 
 MAX_EXPLAINED = 0.9
 """Of the targets, copies aside, the weights explain at most this part, the noise the others."""
+
+OTHER_SCALE = 5.0
+"""Outputs whose targets and residuals are more than so many times those of another output are warned of."""
 
 TABLE = 2**20
 """Inputs of at most so many real numbers are one batch."""
@@ -115,6 +119,8 @@ def leave_one_out(
     mode and not at the network's weights, which need not be one. A sample is left out with all its outputs, and with
     its copies, which would predict its target. Errors count besides variances, since the model has no
     noise that outputs share.
+
+    Output biases have their trained value for μ0: targets far from 0 would else ask for a wide prior of all weights.
 
     Weights that explain all targets but no noise would leave nothing to posteriors that see less, so σ² is at least
     what leaves a tenth of the targets to it (`MAX_EXPLAINED`).
@@ -288,13 +294,55 @@ def _process(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, 
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     mean = posterior.prior.mean if treated else {}
     offset = {name: (value - mean.get(name, 0.0)).to(tangent.widest)[None] for name, value in tangent.mean().items()}
-    labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
+    by_parameter = split(tangent.blocks, offset)
+    for name in _output_biases(tangent, inputs):
+        by_parameter[name] = torch.zeros_like(by_parameter[name])
+    labels = residuals[samples, turns] + doubled(anchors.inner(join(tangent.blocks, by_parameter))[0])
     gram = anchors.gram(weights, tangent.widest)
     same = _copies(gram, targets[chosen], times)
     counts = every_weight[samples, turns]
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
     values, vectors = torch.linalg.eigh(roots[:, None] * gram * roots)
+    if isinstance(posterior.likelihood, Gaussian) and posterior.likelihood.noise_ratios is None:
+        _warn_of_scales(targets, residuals, every_weight)
     return _Process(values.clamp_min(0), vectors, roots * labels, counts, same, prior_fixed, tangent.size)
+
+
+def _warn_of_scales(targets: Tensor, residuals: Tensor, weights: Tensor) -> None:
+    """Warns where one noise variance stands for outputs of other scales: in targets and residuals, each (N, C)."""
+    totals = weights.sum(0)
+    counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
+    squares = (weights * residuals.square()).sum(0) / counts
+    means = (weights * targets).sum(0) / counts
+    variances = (weights * (targets - means).square()).sum(0) / counts
+    large, small = int(squares.argmax()), int(torch.where(totals > 0, squares, math.inf).argmin())
+    if all(float(part[large]) > OTHER_SCALE**2 * float(part[small]) for part in (squares, variances)):
+        log.warning(
+            "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "
+            "intervals of the latter too wide. Pass likelihood=lw.Gaussian(noise_ratios=y.var(0).tolist()), or train "
+            "on standardised targets and use prediction.scaled(mean, std).",
+            large, float(squares[large] / squares[small]) ** 0.5, small,
+        )  # fmt: skip
+
+
+def _output_biases(tangent: Tangent, parts: Sequence[Any]) -> list[str]:
+    """Returns the names of parameters that add the same numbers to the outputs of all samples, of which 8 are seen."""
+    inputs: list[Any] = []
+    for part in parts:
+        left = 8 - sum(batches.size(every) for every in inputs)
+        if left > 0:
+            some = batches.take(part, slice(0, min(left, batches.size(part))))
+            inputs.append(batches.plain(some, tangent.device))
+    outputs, names = torch.cat([tangent.outputs_of(some) for some in inputs]), []
+    for name, value in tangent.parameters.items():
+        if value.ndim != 1 or len(value) > tangent.outputs or len(outputs) == 1:
+            continue
+        zero = {name: torch.zeros_like(value)}
+        without = torch.cat([tangent.call_with(zero, some) for some in inputs])
+        added, largest = outputs - without, max(float(outputs.abs().max()), float(without.abs().max()))
+        if float((added - added[0]).abs().max()) <= 8 * torch.finfo(value.dtype).eps * largest:
+            names.append(name)
+    return names
 
 
 def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:

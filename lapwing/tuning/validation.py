@@ -132,7 +132,7 @@ class Validation(_OnHeldOutData):
             return Work()
         samples = self.held_out_samples(outline.tangent.model)
         points = self.points if outline.prior_open else len(NOISES) if open_noise else 1
-        candidates, temperatures = points * (1 + len(self.ranks)), len(TEMPERATURES) if tempered else 1
+        candidates, temperatures = points * (1 + len(self.ranks)), 1 + len(TEMPERATURES) if tempered else 1
         work = scoring_work(outline, cost, samples, candidates, temperatures)
         if open_noise:
             work += Work(1).times(samples / outline.samples)

@@ -148,7 +148,7 @@ def test_inputs_that_require_gradients_are_refused() -> None:
 def test_a_regression_is_told_to_hold_data_out(caplog: pytest.LogCaptureFixture) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    x = torch.randn(20, 4)
+    x = torch.randn(40, 4)
     model, data = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).eval()), [(x, x[:, :1])]
     with caplog.at_level(logging.WARNING, "lapwing"):
         lw.fit(model, data)

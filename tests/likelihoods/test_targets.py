@@ -10,8 +10,14 @@ from lapwing.likelihoods import Bernoulli, Categorical, ClassPrediction, Gaussia
 
 LABELS = [
     # outputs' shape, labels, what the message must say
-    ((4, 3), torch.tensor([0, -1, 2, -1]), ["labels 0 to 2", "2 of 4", "index 1: -1", "keep = (y >= 0)"]),
+    (
+        (4, 3),
+        torch.tensor([0, -1, 2, -1]),
+        ["labels 0 to 2", "2 of 4", "index 1: -1", "keep = (y >= 0)", "ignore_index=-1"],
+    ),
     ((4, 3), torch.tensor([0, 1, -1, 2]), ["1 of 4", "index 2: -1", "keep = (y >= 0) & (y < 3)"]),
+    ((4, 3), torch.tensor([0, 255, 1, 255]), ["2 of 4", "index 1: 255", "lw.Categorical(ignore_index=255)"]),
+    ((4, 3), torch.tensor([0, 5, 1, 7]), ["2 of 4", "features, 8)`, or correct the labels"]),
     ((4, 3), torch.tensor([1, 2, 3, 3]), ["2 of 4", "index 2: 3", "y = y - 1"]),
     ((4, 2), torch.tensor([-1, 1, 1, -1]), ["2 of 4", "index 0: -1", "y = (y + 1) // 2"]),
     ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.int32), ["1 of 4", "index 1: 7", "torch.int32", "features, 8)"]),
@@ -21,6 +27,7 @@ LABELS = [
     ((4, 3), torch.tensor([0.0, float("nan"), 1.0, float("nan")]), ["2 of 4", "NaN", "index 1", "~y.isnan()"]),
     ((4, 3), torch.tensor([[0], [1], [2], [0]]), ["(4,)", "(4, 1)", "torch.int64", "y.squeeze(1)"]),
     ((4, 3), torch.eye(3, dtype=torch.long)[[0, 1, 2, 0]], ["(4,)", "(4, 3)", "y.argmax(1)"]),
+    ((4, 3), torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0], [1, 1, 1]]), ["(4, 3)", "likelihood='bernoulli'"]),
     ((4, 3), torch.tensor([0, 1]), ["(4,)", "(2,)", "one label for each input"]),
     ((4, 1), torch.tensor([0, 1, 0, 1]), ["at least 2 outputs", "(4, 1)", "'bernoulli'", "features, 2)"]),
     ((4, 5, 3), torch.zeros(4, 5, dtype=torch.long), ["(4, 5, 3)", "(4, 5)", "f.reshape(-1, C)"]),
@@ -34,7 +41,12 @@ TARGETS = [
         torch.tensor([[0.0, 1], [1, float("inf")], [0, 0], [0, 0]]),
         ["1 of 8", "(1, 1): inf", "isfinite().all(1)"],
     ),
-    ((4, 2), torch.zeros(4), ["(4, 2)", "(4,)", "torch.float32", "torch.nn.Linear(features, 1)"]),
+    ((4, 2), torch.tensor([0.0, 1, 1, 0]), ["(4, 2)", "(4,)", "y.long()", "torch.nn.Linear(features, 1)"]),
+    (
+        (4, 2),
+        torch.full((4,), 0.5),
+        ["(4, 2)", "(4,)", "torch.float32", "Give the network one output, `torch.nn.Linear"],
+    ),
     ((4, 3), torch.zeros(4, dtype=torch.long), ["(4, 3)", "(4,)", "torch.int64", '"categorical"']),
     ((4, 1), torch.zeros(3, 1), ["(4, 1) or (4,)", "(3, 1)", "one target for each output"]),
     ((4, 1), torch.zeros(4, 2), ["(4, 1) or (4,)", "(4, 2)"]),

@@ -361,7 +361,9 @@ def process(model, loader, pairs, mean):
             parameters
         )
         row = torch.cat([part.flatten() for part in slope.values()])
-        weights = torch.cat([part.flatten() for part in parameters.values()]) - mean
+        weights = torch.cat(
+            [0 * part if name == "2.bias" else part.flatten() - mean for name, part in parameters.items()]
+        )  # of the outputs: its trained value is its prior mean
         rows.append(row)
         labels.append(targets[n, c] - model(one)[0, c].detach() + row @ weights)
     return torch.stack(rows), torch.stack(labels)
@@ -426,6 +428,40 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
     assert (found.curve == 1) is (count == 30)
     assert found.width == pytest.approx(found.curve * max(sum(variances), sum(errors)) / len(pairs), rel=1e-6)
     assert found.variance == pytest.approx(sum(variances) / len(pairs), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("given", [{}, {"prior_precision": 1.0}, {"params": lw.last_layer}, {"method": lw.Full()}])
+def test_an_offset_of_the_targets_changes_no_width(given, dtype):
+    x = torch.randn(150, 3, dtype=dtype)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh(), nn.Linear(2, 2)).to(dtype).eval()
+    y = model(x).detach().float() + 0.3 * torch.randn(150, 2)
+    moved = copy.deepcopy(model)
+    offset = torch.tensor([64.0, -16.0])
+    with torch.no_grad():
+        moved[3].bias += offset.to(dtype)
+    method = {"method": lw.KFAC(), "likelihood": "gaussian"} | given
+    widths = [
+        lw.fit(network, [(x[:1], targets[:1]), (x[1:], targets[1:])], **method).predict(x[:5]).std
+        for network, targets in ((model, y), (moved, y + moved(x).detach().float() - model(x).detach().float()))
+    ]
+    torch.testing.assert_close(widths[1], widths[0], rtol=0.05 if dtype == torch.bfloat16 else 1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_outputs_of_other_scales_are_warned_of(scale, caplog):
+    x = torch.randn(60, 3)
+    model = nn.Linear(3, 2).eval()
+    with torch.no_grad():
+        model.weight[1] *= scale
+    y = model(x).detach() + torch.tensor([0.1, 0.1 * scale]) * torch.randn(60, 2)
+    ratios = y.var(0).tolist()
+    for likelihood, warned in (("gaussian", scale > 1), (lw.Gaussian(noise_ratios=ratios), False)):
+        caplog.clear()
+        prediction = lw.fit(model, [(x[:30], y[:30]), (x[30:], y[30:])], likelihood=likelihood).predict(x)
+        assert ("output 1 are" in caplog.text and "noise_ratios=y.var(0).tolist()" in caplog.text) is warned
+    low, high = prediction.interval(0.9)
+    assert 0.8 < float(((low <= y) & (y <= high)).float().mean(0).min()) < 1.0
 
 
 def test_batches_change_nothing_of_what_is_left_out(monkeypatch):

@@ -92,6 +92,26 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
             assert chosen >= score(fitted.prior_precision * factor, fitted.noise_variance) - 2e-2
 
 
+@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_network_that_is_too_unsure_is_told_of_in_place_of_the_edge(classes, dtype, caplog):
+    torch.manual_seed(0)
+    x, model = torch.randn(900, 3, dtype=dtype), torch.nn.Linear(3, classes).to(dtype).eval()
+    with torch.no_grad():
+        model.weight.mul_(6.0)
+        logits = model(x).float()
+    y = torch.distributions.Bernoulli(logits=logits).sample().bool()
+    if classes > 1:
+        y = torch.distributions.Categorical(logits=logits).sample()
+    for factor, unsure in ((0.4, True), (1.0, False), (2.0, False)):
+        caplog.clear()
+        loader, held_out = [(x[:300], y[:300])], [(x[300:500], y[300:500]), (x[500:], y[500:])]
+        posterior = lw.fit(model, loader, lw.Diagonal(), validation=held_out, forward=lambda m, i, f=factor: f * m(i))
+        assert ("Linear is less sure than its held-out accuracy bears" in caplog.text) is unsure
+        assert posterior.logit_temperature >= 1
+        assert not (unsure and "edge of its range" in caplog.text)
+
+
 @pytest.mark.parametrize(
     ("decades", "told"),
     [

@@ -39,6 +39,16 @@ def test_a_regression_keeps_its_default_method():
     assert posterior.tangent.size == 25
 
 
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_few_held_out_samples_are_warned_of_once(outputs, caplog):
+    model, x, y = data(outputs)
+    for count, times in ((29, 1), (30, 0)):
+        caplog.clear()
+        held_out = [(x[40:50], y[40:50]), (x[50 : 40 + count], y[50 : 40 + count])]
+        lw.fit(model, [(x[:40], y[:40])], validation=held_out)
+        assert sum("29 held-out samples are too few" in one.getMessage() for one in caplog.records) == times
+
+
 def test_training_data_are_noticed(caplog):
     model, x, y = data()
     loader, dataset = [(x[:20], y[:20]), (x[20:40], y[20:40])], TensorDataset(x[:40], y[:40])
