@@ -247,6 +247,17 @@ def test_draws_of_a_network_that_interpolates(noise, count):
     assert ratio.max() < high
 
 
+@pytest.mark.parametrize("noise", [1e-6, 1e-10])
+def test_in_float32_the_noise_is_held_where_rounding_would_drown_the_draws(noise, caplog):
+    net, x, y = interpolating()
+    test = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    options = {"likelihood": lw.Gaussian(noise), "prior_precision": 1.0, "params": lw.everything, "tune": None}
+    full = lw.fit(net, [(x, y)], lw.Full(), **options).latent(test).variance
+    fitted = lw.fit(net.float(), [(x.float(), y.float())], lw.SampledLLA(64, em_steps=0), **options)
+    assert "float64 for the noise variance itself" in caplog.text
+    assert 0.7 < (fitted.latent(test.float()).variance.double() / full).mean() < 1.5
+
+
 @pytest.mark.parametrize("preconditioner", [None, lw.Full()], ids=["None", "Full"])
 @pytest.mark.parametrize("per_block", [False, True])
 def test_directions_without_data_keep_the_prior(per_block, preconditioner):

@@ -23,7 +23,7 @@ from ..problem import Problem
 from ..state import State
 from .linearised_mode import LinearisedMode
 from .solvers import ConjugateGradients, Solved, Solving, StochasticGradient
-from .system import FirstProducts, LinearSystem, PositionedRoot, inner_by_block
+from .system import FirstProducts, LinearSystem, PositionedRoot, inner, inner_by_block
 
 log = logging.getLogger("lapwing")
 
@@ -119,7 +119,7 @@ class SampledLLA(Method):
             f"six numbers for each of {size} weights and each draw", "take fewer draws or parameters",
         )  # fmt: skip
         system, start, products = yield from self._system(problem)
-        steps = _steps(problem, self.per_block)
+        steps, most = _steps(problem, self.per_block), _largest_scale(system, start, products)
         mode = LinearisedMode(problem, self.linearised_mode and self.em_steps > 0 and steps.open_precision)
         for vectors in (start, products):
             for name, value in vectors.items():
@@ -135,7 +135,8 @@ class SampledLLA(Method):
             left, start, products = self.em_steps - state.done, state.solution, state.products
             before = state.before
             del state
-            system = replace(system, precision=steps.precision, scale=problem.scale_at(steps.noise_variance))
+            wanted = problem.scale_at(steps.noise_variance)
+            system = replace(system, precision=steps.precision, scale=min(wanted, most * float(steps.precision.min())))
             yield from system.start(start, products, before)
             solving = self._solve(system, steps.noise_variance, mode, start, products)
             del start, products
@@ -150,6 +151,12 @@ class SampledLLA(Method):
             done = self.em_steps - left + 1
             state = _Solves(steps, mode.offset, solved.solution, solved.products, system.precision, history, done)
             del solved, solution, products
+        if system.scale < wanted:
+            log.warning(
+                "The draws of SampledLLA have %.3g times the noise variance: at less, rounding of %s would drown them. "
+                "Fit the network and its data in float64 for the noise variance itself.",
+                wanted / system.scale, str(problem.tangent.dtype).removeprefix("torch."),
+            )  # fmt: skip
         worst = float(solved.errors[: self.draws].max())
         if worst > self.solver.tolerance:
             log.warning(
@@ -216,6 +223,20 @@ class SampledLLA(Method):
             curvature = yield from prior_covariance(self.solver.preconditioner, problem, "preconditioner")
         scale = problem.curvature_scale()
         return replace(system, noise=noise, curvature=curvature, scale=scale), start, products
+
+
+def _largest_scale(system: LinearSystem, start: Vectors, products: Vectors) -> float:
+    """Returns s/δ above which rounding is larger than what a regression's data leave of the prior's variance.
+
+    That is `1/(ε λ)`, ε the dtype's rounding and `λ = Σ λ_i² / Σ λ_i` of G at unit precision, from `G Z₀`.
+    """
+    if system.problem.noise_variance() is None:
+        return math.inf
+    prior = system.prior()
+    squares = total(doubled(v).square().div_(doubled(prior[name])).sum() for name, v in products.items())
+    largest = float(squares / inner(start, products).sum()) * float(system.precision.min())
+    epsilon = torch.finfo(system.problem.tangent.dtype).eps
+    return 1 / (epsilon * largest) if largest > 0 else math.inf
 
 
 def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:

@@ -58,8 +58,8 @@ class ConjugateGradients:
     the tolerance. That is an estimate: in slow solves errors were 0.3 in place of 0.2, and up to 2 at σ² = 1e-10.
 
     Draws start at those of the prior, `Δ^(-1/2) ε₀`. Without a preconditioner they stay exact in directions that the
-    data do not determine, however small σ² is. In float32 a direction that the data narrow more than some thousand
-    times is lost to rounding: the draws are useless, and a warning says so.
+    data do not determine, however small σ² is. Where rounding would drown them, in float32 where the data narrow a
+    direction more than some thousand times, they are solved for at a larger σ², and a warning says so.
 
     The draws are one block: each iteration gives S directions, and every draw goes along all of them, so that S times
     as much of the curvature is used per pass as by separate draws. (O'Leary 1980; the residual's factors are kept
