@@ -24,7 +24,6 @@ import lapwing as lw
 from benchmarks.defaults import measures
 from benchmarks.defaults.__main__ import CACHE
 from benchmarks.defaults.networks import CELLS, Cell
-from benchmarks.defaults.run import commit
 from benchmarks.measure import write
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import MarginalTerm
@@ -116,7 +115,7 @@ def main() -> None:
         if not cell.family.startswith("tables"):
             rows += rows_of(cell)
             print(cell.name, *(round(row["nll"], 4) for row in rows[-2 * len(LINKS) :]), flush=True)
-    print(table(rows), write("defaults_links", {"commit": commit(), "rows": rows}, 0), sep="\n")
+    print(table(rows), write("defaults_links", {"rows": rows}, 0), sep="\n")
 
 
 if __name__ == "__main__":

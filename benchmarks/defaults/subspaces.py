@@ -18,7 +18,6 @@ import lapwing as lw
 from benchmarks.defaults import measures
 from benchmarks.defaults.__main__ import CACHE
 from benchmarks.defaults.networks import CELLS, Cell
-from benchmarks.defaults.run import commit
 from benchmarks.measure import write
 from papers.common.data import batched
 
@@ -77,7 +76,7 @@ def main() -> None:
         if cell.family.startswith("tables") and cell.family.endswith("small"):
             rows += rows_of(cell)
             print(cell.name, *(round(row["nll"], 4) for row in rows[-len(METHODS) * len(TUNINGS) :]), flush=True)
-    print(table(rows), write("defaults_subspaces", {"commit": commit(), "rows": rows}, 0), sep="\n")
+    print(table(rows), write("defaults_subspaces", {"rows": rows}, 0), sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from lapwing.methods import problem as problem_module
 from lapwing.methods.problem import root_positions
 from lapwing.methods.sampled_lla import system as sampled_system
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
-from lapwing.methods.sampled_lla.system import CurvatureProducts, DataNoise, PositionedRoot
+from lapwing.methods.sampled_lla.system import CurvatureProducts, FirstProducts, PositionedRoot, prior_noise
 from lapwing.methods.subset_of_data import chosen_places
 from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla import positions as valla_positions
@@ -269,11 +269,11 @@ def test_noise_of_positions_is_the_same_wherever_chunks_end(monkeypatch):
     monkeypatch.setattr(sampled_system, "AT_ONCE", 5)
     model, loader, _ = case("1x1")
     problem = problem_of(model, loader[0], lw.last_layer)
-    noise = DataNoise(problem, PositionedRoot(problem), 2)
+    first_products = FirstProducts(problem, PositionedRoot(problem), dict(prior_noise(problem, 2)))
 
     def between(first: int, stop: int, start: int = 7) -> Tensor:
         record: Any = SimpleNamespace(cotangents=3, samples=stop - first, sizes=(3, 4), dtype=F64)
-        return noise.cotangents(record, start, first)
+        return first_products._noise(record, start, first)
 
     whole = between(0, 36)
     assert len(whole.unique()) == whole.numel() == 36 * 3 * 2
