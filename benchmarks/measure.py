@@ -117,9 +117,13 @@ def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS,
 
 
 def commit() -> str:
-    """Returns the commit of the checkout, with a plus where files differ from it, or nothing outside a checkout."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    """Returns the commit of the checkout, with a plus where lapwing differs from it, or nothing outside a checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "lapwing"))
 
 
 def compact(values: Any) -> str:
