@@ -55,8 +55,9 @@ class Weighting:
         """Returns w as a matrix (O, I) without the column of the bias, and that column (O,), if there is a bias."""
         layout = outputs, inputs, bias
         if layout not in self._layouts:
-            whole = self.flat.reshape(outputs, inputs)
-            self._layouts[layout] = (whole[:, :-1].contiguous(), whole[:, -1].contiguous()) if bias else (whole, None)
+            weights = self.at(lambda flat: flat.reshape(outputs, inputs)[:, : inputs - bias]).contiguous()
+            last = self.at(lambda flat: flat.reshape(outputs, inputs)[:, -1]).contiguous() if bias else None
+            self._layouts[layout] = weights, last
         return self._layouts[layout]
 
 
