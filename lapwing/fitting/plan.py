@@ -32,7 +32,7 @@ from ..network.probe import PROBED_SAMPLES
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.anchors import output_width
-from ..tuning import Tuning, Validation
+from ..tuning import BoundedEvidence, Tuning, Validation
 from .default_method import check_method, method_and_tangent
 from .options import DEFAULT_TUNING, check_numbers, check_tuning
 from .runner import Runner
@@ -230,8 +230,11 @@ def _tuning_work(tune: Tuning | None, outline: Outline, cost: Cost) -> Work | No
     """Returns the work of tuning a fit, as a part of each sample's; None where the tuning does not state it."""
     if tune is not None and cost.tuned:
         return tune.work(outline, cost)
-    if isinstance(tune, Validation) and outline.likelihood.logit_temperature == 1:  # beside a prior of the method's own
-        return tune.work(replace(outline, prior_open=False), cost)
+    beside = replace(outline, prior_open=False)  # a prior of the method's own
+    tempered = isinstance(tune, Validation) and outline.likelihood.logit_temperature == 1
+    if tempered or (outline.likelihood.needs_noise and isinstance(tune, (BoundedEvidence, Validation))):
+        assert tune is not None
+        return tune.work(beside, cost)
     return Work()
 
 

@@ -155,11 +155,12 @@ def test_scores_grow_with_the_held_out_samples_that_a_loader_shows():
     assert counted == once
 
 
-def test_a_method_with_a_prior_of_its_own_has_its_temperature_tuned():
-    for name, tuned in (("mlp", True), ("regression", False)):
+def test_beside_a_prior_of_the_methods_own_a_temperature_or_a_width_is_tuned():
+    for name, by_default in (("mlp", False), ("regression", True)):
         model, data, held_out = problem(name, 100, 50)
-        assert lw.plan(model, data, lw.MeanField(5)).tuning_passes == 0
-        assert (lw.plan(model, data, lw.MeanField(5), validation=held_out).tuning_passes > 0) == tuned
+        assert (lw.plan(model, data, lw.MeanField(5)).tuning_passes > 0) == by_default
+        assert lw.plan(model, data, lw.MeanField(5), tune=None).tuning_passes == 0
+        assert lw.plan(model, data, lw.MeanField(5), validation=held_out).tuning_passes > 0
 
 
 def test_solves_are_planned_with_all_their_iterations():
