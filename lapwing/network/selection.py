@@ -112,7 +112,7 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
         chosen = tuple(name for name, value in parameters.items() if params(name, value))
     except TypeError as error:
         raise LapwingError(
-            f"params={shown(params)} raised TypeError ({error}). Pass a function of a name and a parameter: write "
+            f"params={shown(params)} raised TypeError ({str(error).splitlines()[0]}). Pass a function of a name and a parameter: write "
             "params=lambda name, parameter: name.startswith('head')."
         ) from error
     check_real(chosen, parameters)

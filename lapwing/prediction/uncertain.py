@@ -144,7 +144,7 @@ def _check_numbers(spread: Tensor | float | None) -> None:
     """Raises for variances that are negative, infinite or NaN."""
     try:
         values = torch.as_tensor(spread).detach()
-    except (ValueError, OverflowError):  # an integer of more digits than a tensor holds
+    except (ValueError, OverflowError, RuntimeError):  # an integer of more digits than a tensor holds
         values = torch.tensor(math.inf)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     bad = ~(torch.isfinite(values) & (values >= 0))

@@ -15,6 +15,8 @@ from torch import Tensor, distributed, nn
 import lapwing as lw
 from tests import ranks, sharded
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 needs a GPU")
+
 
 @pytest.mark.slow
 def test_a_sharded_network_has_the_last_layer_of_a_whole_one(tmp_path: Path) -> None:

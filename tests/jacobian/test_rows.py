@@ -67,6 +67,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, bool]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_autograds(name):
+    if name == "instance-norm-tracked" and torch.__version__ < "2.7":
+        pytest.skip("instance norm of torch 2.6 writes its statistics in evaluation too")
     build, shape, family, has_matrix = CASES[name]
     torch.manual_seed(0)
     x = torch.randn(9, *shape, dtype=torch.float64)
