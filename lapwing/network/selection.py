@@ -112,8 +112,8 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
         chosen = tuple(name for name, value in parameters.items() if params(name, value))
     except TypeError as error:
         raise LapwingError(
-            f"params={shown(params)} raised TypeError ({str(error).splitlines()[0]}). Pass a function of a name and a parameter: write "
-            "params=lambda name, parameter: name.startswith('head')."
+            f"params={shown(params)} raised TypeError ({str(error).splitlines()[0]}). Pass a function of a name and a "
+            "parameter: write params=lambda name, parameter: name.startswith('head')."
         ) from error
     check_real(chosen, parameters)
     names = tuple(name for name in chosen if parameters[name].is_floating_point())
