@@ -231,31 +231,32 @@ def interpolating() -> tuple[nn.Module, Tensor, Tensor]:
     return net.eval(), x, y
 
 
-@pytest.mark.parametrize("count", [4, 32, 500])
-@pytest.mark.parametrize("noise", [1e-4, 1e-10])
-def test_draws_of_a_network_that_interpolates(noise, count):
-    """Variances at 12 inputs: each is Full's times a χ² of S degrees over S."""
+def beside_full(noise: float, count: int, dtype: torch.dtype) -> Tensor:
+    """Returns variances of draws at 12 inputs over those of Full in float64, of a network that interpolates."""
     net, x, y = interpolating()
     test = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     options = {"likelihood": lw.Gaussian(noise), "prior_precision": 1.0, "params": lw.everything, "tune": None}
     full = lw.fit(net, [(x, y)], lw.Full(), **options).latent(test).variance
-    fitted = lw.fit(net, [(x, y)], lw.SampledLLA(count, em_steps=0), **options)
+    fitted = lw.fit(net.to(dtype), [(x.to(dtype), y.to(dtype))], lw.SampledLLA(count, em_steps=0), **options)
+    return fitted.latent(test.to(dtype)).variance.double() / full
+
+
+@pytest.mark.parametrize("count", [4, 32, 500])
+@pytest.mark.parametrize("noise", [1e-4, 1e-10])
+def test_draws_of_a_network_that_interpolates(noise, count):
+    """Variances are Full's times a χ² of S degrees over S."""
     chi_square = torch.distributions.Chi2(torch.tensor(float(count))).sample((100_000,)) / count
     low, high = chi_square.quantile(torch.tensor([1e-4, 1 - 1e-4]))
-    ratio = fitted.latent(test).variance / full
+    ratio = beside_full(noise, count, torch.float64)
     assert low < ratio.min()
     assert ratio.max() < high
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-10])
 def test_in_float32_the_noise_is_held_where_rounding_would_drown_the_draws(noise, caplog):
-    net, x, y = interpolating()
-    test = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    options = {"likelihood": lw.Gaussian(noise), "prior_precision": 1.0, "params": lw.everything, "tune": None}
-    full = lw.fit(net, [(x, y)], lw.Full(), **options).latent(test).variance
-    fitted = lw.fit(net.float(), [(x.float(), y.float())], lw.SampledLLA(64, em_steps=0), **options)
+    ratio = beside_full(noise, 64, torch.float32)
     assert "float64 for the noise variance itself" in caplog.text
-    assert 0.7 < (fitted.latent(test.float()).variance.double() / full).mean() < 1.5
+    assert 0.7 < ratio.mean() < 1.5
 
 
 @pytest.mark.parametrize("preconditioner", [None, lw.Full()], ids=["None", "Full"])

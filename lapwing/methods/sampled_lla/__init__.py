@@ -233,7 +233,7 @@ def _largest_scale(system: LinearSystem, start: Vectors, products: Vectors) -> f
     if system.problem.noise_variance() is None:
         return math.inf
     prior = system.prior()
-    squares = total(doubled(v).square().div_(doubled(prior[name])).sum() for name, v in products.items())
+    squares = inner(products, {name: v / prior[name] for name, v in products.items()}).sum()
     largest = float(squares / inner(start, products).sum()) * float(system.precision.min())
     epsilon = torch.finfo(system.problem.tangent.dtype).eps
     return 1 / (epsilon * largest) if largest > 0 else math.inf
