@@ -178,7 +178,7 @@ def carry(fused: Fused, values: Mapping[str, Value], activations: str, layout: L
     ends_with_relu = fused.node.target is aten.relu.default
     if ends_with_relu and len(fused.body) == 1 and activations == "linear":
         mean = source.mean.relu()
-        return Moments(mean, source.variance * (mean > 0), source.correlation)
+        return Moments(mean, aten.threshold_backward.default(source.variance, mean, 0), source.correlation)
     if activations == "linear" or fused.statistics:
         result = Moments(*fused.moments(source.mean, source.variance, values))
     elif ends_with_relu:
