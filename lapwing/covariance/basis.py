@@ -13,6 +13,7 @@ from torch import Tensor
 from ..contents import FLOATS, Entry, Mismatch, check_json, is_count, is_positive, largest
 from ..linalg import row_products, total
 from ..tangent import Anchors, Block, Record, Tangent, Vectors
+from .base import same_ratios
 
 
 class Basis(ABC):
@@ -144,6 +145,17 @@ class ImplicitBasis(Basis):
         """From the NTK of each block among the anchors. Cost: as their Gram matrix."""
         squares = torch.tensor([scale**2 for scale in self.scales.values()], device=self.coefficients.device)
         return squares[:, None, None] * self.anchors.grams(self.coefficients, self.dtype)
+
+    def prior_gram(self, precision: Tensor) -> Tensor:
+        """Returns `W Δ Wᵀ`: `c I` where `Δ = c D⁻¹`, since the fit makes `T J̃ D J̃ᵀ Tᵀ = I`; else from `grams`.
+
+        So the Gram matrix of the anchors, which takes as long as the rest of a large fit, is not made a second time.
+        """
+        ratios = precision * torch.tensor([*self.scales.values()]).to(precision)
+        per_block = precision.requires_grad and len(precision) > 1
+        if per_block or not same_ratios(ratios, torch.ones_like(ratios)):
+            return super().prior_gram(precision)
+        return ratios[0] * torch.eye(self.rank, dtype=torch.float64, device=precision.device)
 
     @property
     def scratch_per_row(self) -> int:

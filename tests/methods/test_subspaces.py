@@ -100,6 +100,9 @@ def test_all_ways_to_the_span_agree(name, residual, ratios, monkeypatch):
         monkeypatch.undo()
         assert type(other.covariance.basis) is kind
         assert other.covariance.rank == rank
+        for prior in (other.prior.precision, 1.0 + torch.arange(len(problem.blocks)).double()):
+            grams = torch.einsum("b,bkl->kl", prior, other.covariance.basis.grams)
+            close(other.covariance.basis.prior_gram(prior), grams, 1e-7)
         wanted = by_rows.covariance.to_dense()
         close(other.covariance.to_dense(), wanted, 1e-6)
         close(other.latent(problem.test).covariance, by_rows.latent(problem.test).covariance, 1e-6)
