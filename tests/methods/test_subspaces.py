@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing import linalg
 from lapwing.covariance import ExplicitBasis, ImplicitBasis, LowRank, Subspace
 from lapwing.covariance.dense import concatenate, cut
 from lapwing.methods import subspace
@@ -305,24 +304,6 @@ class TestHardCases:
             problem.fit(lw.OptimalSubspace(3, "prior", at=problem.x[:0]))
 
 
-@pytest.mark.parametrize("shape", [(30, 200), (200, 30), (40, 40), (1, 9), (9, 1), (4, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_directions_by_slices_are_those_of_the_svd(shape, dtype, monkeypatch):
-    """Singular values over nine decades, of which a Gram matrix in float64 would lose the last."""
-    monkeypatch.setattr(linalg, "SLICE_NUMBERS", 400)
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(side, min(shape), generator=generator, dtype=torch.float64) for side in shape)
-    decades = 10 ** -torch.linspace(0, 9, min(shape), dtype=torch.float64)
-    rows = ((torch.linalg.qr(left)[0] * decades) @ torch.linalg.qr(right)[0].T).to(dtype)
-    for rank in (None, 1, 20):
-        whole, found = (linalg.orthonormal_rows(rows, rank, whole=way) for way in (True, False))
-        assert found.shape == whole.shape
-        noise = 1e-5 if dtype == torch.float32 else 1e-6
-        torch.testing.assert_close((found.double() @ whole.T).abs(), torch.eye(len(whole)).double(), rtol=0, atol=noise)
-        torch.testing.assert_close(found @ found.T, torch.eye(len(whole)).to(found.dtype), rtol=0, atol=noise)
-    assert linalg.orthonormal_rows(torch.zeros(shape), whole=False).shape == (0, shape[1])
-
-
 def one_dimension(width: int, samples: int) -> tuple[torch.nn.Module, list[tuple[Tensor, Tensor]]]:
     """A deep network in one dimension: its rows span directions over many decades, all within the noise's reach."""
     torch.manual_seed(0)
@@ -365,11 +346,6 @@ def test_rows_that_do_not_fit_lose_no_direction(method, width, samples):
     small, large = (lw.fit(model, data, method, memory=memory, **options) for memory in (2**24, 2**30))
     x = torch.linspace(-4, 4, 50)[:, None]
     torch.testing.assert_close(small.latent(x).variance, large.latent(x).variance, rtol=5e-2, atol=0)
-
-
-def test_gradients_that_are_not_finite_get_a_sentence():
-    with pytest.raises(lw.LapwingError, match="has 2 NaN or infinite entries"):
-        linalg.orthonormal_rows(torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]]))
 
 
 class Scaled(torch.nn.Module):

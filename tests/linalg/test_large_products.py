@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing import linalg
-from lapwing.linalg import linear, matmul
+from lapwing.linalg import large_products, linear, matmul
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 B, I, O = 96, 257, 193  # 4.7 million multiply-adds: enough
@@ -17,11 +16,11 @@ def way(request, monkeypatch):
     """Products as this machine takes them, and by oneDNN whoever made it."""
     if request.param == "oneDNN":
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-        monkeypatch.setattr(linalg, "_maker", lambda: "AuthenticAMD")
-        linalg.onednn.cache_clear()
-        assert linalg.onednn() is not None
+        monkeypatch.setattr(large_products, "_maker", lambda: "AuthenticAMD")
+        large_products.onednn.cache_clear()
+        assert large_products.onednn() is not None
     yield
-    linalg.onednn.cache_clear()
+    large_products.onednn.cache_clear()
 
 
 def _layouts(rows, columns):
@@ -82,14 +81,14 @@ def _lacking(*_):
 
 def test_torch_alone_where_the_operator_is_missing_or_wrong_or_no_faster(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(linalg, "_maker", lambda: "GenuineIntel")
-    assert linalg.onednn.__wrapped__() is None
-    monkeypatch.setattr(linalg, "_maker", lambda: "AuthenticAMD")
+    monkeypatch.setattr(large_products, "_maker", lambda: "GenuineIntel")
+    assert large_products.onednn.__wrapped__() is None
+    monkeypatch.setattr(large_products, "_maker", lambda: "AuthenticAMD")
     for operator in (_lacking, lambda x, *_: x):
         monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", operator, raising=False)
-        assert linalg.onednn.__wrapped__() is None
+        assert large_products.onednn.__wrapped__() is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert linalg.onednn.__wrapped__() is None
+    assert large_products.onednn.__wrapped__() is None
 
 
 class Product(nn.Module):
@@ -118,7 +117,9 @@ def test_what_is_exported_or_compiled_keeps_to_public_operators(way):
 def test_large_products_of_fits_and_predictions_suit(monkeypatch, method, samples):
     seen = []
     monkeypatch.setattr(
-        linalg, "suits_onednn", lambda x, w, suits=linalg.suits_onednn: seen.append(suits(x, w)) or seen[-1]
+        large_products,
+        "suits_onednn",
+        lambda x, w, suits=large_products.suits_onednn: seen.append(suits(x, w)) or seen[-1],
     )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)).eval()

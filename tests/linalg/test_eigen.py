@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing import linalg
-from lapwing.linalg import eigen_in_place
+from lapwing.linalg import accumulation_dtype, eigen, eigen_in_place
 from tests import oracle
 
 SIZE = 60
@@ -17,22 +16,22 @@ SIZE = 60
 @pytest.fixture
 def ranges(monkeypatch):
     """Takes the range of matrices of any width; lists for each whether it was whole."""
-    taken, inner = [], linalg._range_in_place
+    taken, inner = [], eigen._range_in_place
 
     def noted(*args):
         values = inner(*args)
         taken.append(values is not None)
         return values
 
-    monkeypatch.setattr(linalg, "WIDE", 0)
-    monkeypatch.setattr(linalg, "_range_in_place", noted)
+    monkeypatch.setattr(eigen, "WIDE", 0)
+    monkeypatch.setattr(eigen, "_range_in_place", noted)
     return taken
 
 
 def squares(rank, dtype=torch.float64):
     """Two sums of so many squares of whole numbers, exact in any dtype, their upper triangles unset."""
     rows = torch.randint(-3, 4, (2, rank, SIZE), generator=torch.Generator().manual_seed(rank)).to(dtype)
-    sums = torch.zeros(2, SIZE, SIZE, dtype=linalg.accumulation_dtype(dtype))
+    sums = torch.zeros(2, SIZE, SIZE, dtype=accumulation_dtype(dtype))
     sums += rows.to(sums.dtype).mT @ rows.to(sums.dtype)
     return sums.double()
 
@@ -50,7 +49,7 @@ def check(lower, rank, claimed, dtype):
     values, vectors = torch.linalg.eigh(lower)
     values[..., : SIZE - rank] = 0
     given = lower.tril() + torch.full_like(lower, 1e6).triu(1)  # the upper triangle is not read
-    found_values, found_vectors = eigen_in_place(given, claimed, linalg.accumulation_dtype(dtype))
+    found_values, found_vectors = eigen_in_place(given, claimed, accumulation_dtype(dtype))
     assert (found_values.diff() >= 0).all()
     assert (found_values >= 0).all()
     close(found_vectors.mT @ found_vectors, torch.eye(SIZE).double().expand(2, -1, -1), 1e-12)
@@ -145,7 +144,7 @@ def test_posteriors_are_those_of_whole_factors(make, samples, method, ranges, mo
     new = torch.randn(5, *shape).double()
     fitted = lw.fit(model, data, method, params=lw.everything, prior_precision=1.0)
     assert any(ranges)
-    monkeypatch.setattr(linalg, "WIDE", 10**9)
+    monkeypatch.setattr(eigen, "WIDE", 10**9)
     whole = lw.fit(model, data, method, params=lw.everything, prior_precision=1.0)
     for structure, other in zip(*(p.covariance.structures.values() for p in (fitted, whole)), strict=True):
         if isinstance(method, lw.EKFAC):
@@ -167,7 +166,7 @@ def test_float32_networks_and_weights_of_samples(weighted, ranges, monkeypatch):
     data = data if weighted else [batch[:2] for batch in data]
     fitted = lw.fit(model, data, lw.KFAC(), prior_precision=0.1, sample_weights=weighted)
     assert any(ranges)
-    monkeypatch.setattr(linalg, "WIDE", 10**9)
+    monkeypatch.setattr(eigen, "WIDE", 10**9)
     whole = lw.fit(model, data, lw.KFAC(), prior_precision=0.1, sample_weights=weighted)
     new = torch.randn(5, SIZE)
     close(fitted.latent(new).covariance, whole.latent(new).covariance, 1e-5)

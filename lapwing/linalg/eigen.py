@@ -1,0 +1,146 @@
+"""Eigenpairs of PSD matrices, in float64: of the whole matrix, or of the range of one that is a sum of few squares."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .draws import seeded
+from .large_products import linear
+from .sums import STRIP, mirror, row_products
+from .values import check_finite, double_device, doubled
+
+log = logging.getLogger("lapwing")
+
+WIDE = 256
+"""Matrices of low rank are reduced to their range from this width on."""
+
+SPARE = 8
+"""Columns of a random sketch beyond the rank; as many again check that they were enough."""
+
+
+def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64, rounding noise below zero clamped to 0.
+
+    Args:
+        matrix: (..., n, n), symmetric positive semi-definite up to rounding.
+
+    Returns:
+        λ (..., n) ascending and U (..., n, n), float64.
+
+    Raises:
+        LapwingError: if the matrix holds NaN or infinite entries.
+
+    Cost: time O(n³), memory O(n²).
+    """
+    check_finite(matrix)
+    matrix = doubled(matrix)
+    values, vectors = _eigh((matrix + matrix.mT) / 2)
+    return values.clamp_min(0.0), vectors
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decomposes the lower triangles of symmetric matrices, on the CPU where the device fails."""
+    try:
+        return torch.linalg.eigh(matrix)
+    except RuntimeError as error:  # it does not converge, or runs out of memory
+        if matrix.device.type == "cpu":
+            raise
+        log.info("eigh of %s failed on %s, and goes on on the CPU: %s", tuple(matrix.shape), matrix.device, error)
+    values, vectors = torch.linalg.eigh(matrix.cpu())
+    return values.to(matrix.device), vectors.to(matrix.device)
+
+
+def eigen_in_place(
+    lower: Tensor, rank: int | None = None, summed: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Decomposes PSD matrices as `symmetric_eigen`, in their own memory on the CPU.
+
+    Another device may fail, and must not have overwritten the matrix then.
+
+    A matrix that is a sum of few squares is reduced to its range, which its product with a random matrix spans (Halko,
+    Martinsson and Tropp 2011). Where the rank was too low, all eigenpairs are taken, and are right.
+
+    Args:
+        lower: (..., n, n), contiguous, of which the lower triangle is read; may be overwritten by U. In float64, or in
+            any dtype where it `is_reduced`.
+        rank: how many squares `x xᵀ` a matrix is the sum of. Its other eigenvalues are rounding noise, and become 0.
+        summed: the dtype that it was summed in.
+
+    Returns:
+        λ (..., n) ascending in float64, and U (..., n, n) in the dtype of the matrix.
+
+    Raises:
+        LapwingError: if it holds NaN or infinite entries.
+
+    Cost: time O(n³), or O(n² rank) where n is large and the rank low; memory the workspace of LAPACK, 16 n² bytes, or
+    O(n rank).
+    """
+    check_finite(lower)
+    size = lower.shape[-1]
+    rank, noise = size if rank is None else min(rank, size), 10 * math.sqrt(size) * torch.finfo(summed).eps
+    if is_reduced(size, rank):
+        parts = [_reduced(matrix, rank, noise) for matrix in lower.reshape(-1, size, size)]
+        return torch.stack(parts).reshape(lower.shape[:-1]), lower
+    if lower.device.type != "cpu":
+        values, matrix = _eigh(lower)
+    else:
+        values, matrix = lower.new_empty(lower.shape[:-1]), lower.mT  # columns lie in memory as LAPACK takes them
+        torch.linalg.eigh(matrix, "U", out=(values, matrix))
+    return _without_noise(values, rank, noise), matrix
+
+
+def _without_noise(values: Tensor, rank: int, noise: float) -> Tensor:
+    """Returns λ (..., n), changed in place, where those beyond the rank are 0 if they may be rounding noise."""
+    others = values.clamp_min_(0.0)[..., : values.shape[-1] - rank]
+    others.masked_fill_(others <= noise * values[..., -1:], 0.0)
+    return values
+
+
+def is_reduced(size: int, rank: int) -> bool:
+    """Whether the range of a matrix of this size and rank is found faster than all its eigenpairs."""
+    return size >= WIDE and 3 * (rank + 2 * SPARE) <= 2 * size
+
+
+def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:
+    """Returns λ (n,), and writes U over one matrix (n, n), whose rank may be higher."""
+    mirror(matrix)
+    values = _range_in_place(matrix, rank, noise)
+    if values is not None:
+        return _without_noise(values, rank, noise)
+    values, vectors = _eigh(doubled(matrix))
+    matrix[:] = vectors.to(matrix)
+    return values.clamp_min_(0.0)
+
+
+def _range_in_place(matrix: Tensor, rank: int, noise: float) -> Tensor | None:
+    """Returns λ (n,), and writes U over a symmetric matrix (n, n) of low rank; None where its rank is higher.
+
+    All but the last columns of a sketch `M Ω` span the range, and these add to it no more than noise. The reflections
+    `I - W Vᵀ` that make the sketch triangular turn unit vectors into an orthonormal basis, first of the sketch.
+    """
+    size, count, within, device = len(matrix), rank + 2 * SPARE, rank + SPARE, double_device(matrix.device)
+    random = torch.randn(size, count, generator=seeded(None, device), dtype=torch.float64, device=device)
+    v, scales = torch.geqrf(row_products(matrix, random.T))
+    del random
+    triangle = v[:count].triu()
+    if torch.linalg.vector_norm(triangle[within:, within:]) > noise * torch.linalg.vector_norm(triangle[:, within:]):
+        return None
+    used = scales != 0  # what is 0 already is not reflected
+    v.tril_(-1).diagonal().copy_(used)
+    inverse = (v.T @ v).triu_(1)
+    inverse.diagonal().copy_(torch.where(used, 1 / scales, 1.0))
+    w = torch.linalg.solve_triangular(inverse, v, upper=True, left=False)
+    inside = -w @ v[:count].T
+    inside.diagonal().add_(1.0)
+    values, vectors = _eigh(inside.T @ row_products(matrix, inside.T))
+    columns, (w, v) = size - count, (x.to(matrix) for x in (w, v[count:]))
+    for part, rows in zip(matrix.split(STRIP), w.split(STRIP), strict=True):
+        part[:, :columns] = -linear(rows, v)
+    matrix.diagonal(-count).add_(1.0)
+    matrix[:, columns:] = (inside @ vectors).to(matrix)
+    return F.pad(values, (columns, 0))

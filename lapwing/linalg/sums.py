@@ -1,0 +1,66 @@
+"""Sums of tensors, of squares `xᵀ x` as one triangle, and of products in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from .large_products import linear
+from .values import SLICE_NUMBERS, double_device, doubled
+
+TRIANGLE_COLUMNS = 96, 256
+"""Of a symmetric product at least and at most so many columns are taken at once, a third of all in between."""
+
+STRIP = 256
+"""Rows of a wide matrix that are taken at once."""
+
+
+def total(terms: Iterable[Tensor]) -> Tensor:
+    """Returns the sum of one or more tensors, added in order."""
+    return reduce(torch.add, terms)
+
+
+def add_squares(sums: Tensor, values: Tensor) -> None:
+    """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n): its lower triangle, all that `mirrored` reads.
+
+    Cost: half the products of the whole matrix, by blocks of columns; memory of x once more.
+    """
+    size = sums.shape[-1]
+    least, most = TRIANGLE_COLUMNS
+    if 3 * size <= 4 * least:
+        sums.baddbmm_(values.mT, values)
+        return
+    width = min(most, max(least, -(-size // 3)))
+    for matrix, x in zip(sums, values.mT.contiguous(), strict=True):  # its rows are cut as products take them fastest
+        for start in range(0, size, width):
+            part = slice(start, min(start + width, size))
+            matrix[start:, part] += linear(x[start:], x[part])
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """Returns the symmetric matrices whose lower triangles are those of (..., n, n)."""
+    return lower.tril() + lower.tril(-1).mT
+
+
+def mirror(lower: Tensor) -> None:
+    """Copies the lower triangle of a matrix (n, n) over the upper one."""
+    for start in range(0, len(lower), STRIP):
+        part = slice(start, start + STRIP)
+        lower[part, part] = mirrored(lower[part, part])
+        lower[:start, part] = lower[part, :start].T
+
+
+def row_products(first: Tensor, second: Tensor) -> Tensor:
+    """Returns `x yᵀ` (M, N) in float64 for x (M, P) and y (N, P), a slice of columns at a time.
+
+    Cost: time O(M N P), memory of 2¹⁹ numbers of each, or of one column, beside the result.
+    """
+    device = double_device(first.device)
+    products = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)
+    length = max(1, SLICE_NUMBERS // max(1, len(first), len(second)))
+    for x, y in zip(first.split(length, -1), second.split(length, -1), strict=True):
+        products.addmm_(doubled(x), doubled(y).T)
+    return products
