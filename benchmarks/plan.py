@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ import lapwing as lw
 from benchmarks.cost import cnn, mlp
 from benchmarks.measure import RESULTS, write
 from benchmarks.streamlined_cost import vit
+from lapwing.fitting import speed
 from papers.common.data import available
 from papers.common.networks import ResNet20, cifar_resnet20
 from papers.ella.memory import resnet18
@@ -132,7 +132,7 @@ def data(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
 def child(name: str, kind: str, labels: list[str]) -> None:
     """Prints a line of JSON for each method: its plan, and what its fit took; of `kind` "peaks" no seconds."""
     torch.set_num_threads(1)
-    import_module("lapwing.fitting.plan").clock = time.process_time
+    speed.clock = time.process_time
     small, few = data("regression")
     model, batches = data(name)
     for label in labels:

@@ -1,6 +1,6 @@
 """`lw.fit`: it reads the arguments, runs the method's passes over the data, and tunes what is open.
 
-It imports `tuning`, `methods` and what is below them. Begin with `fit.py`, then `runner.py`.
+It imports `tuning`, `methods` and what is below them. Begin with `fit.py`, then `runner.py`; of plans with `plan.py`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ from .checkpoint import checkpoint_of
 from .default_method import check_method, method_and_tangent, params_of, price
 from .further import continued
 from .options import DEFAULT_TUNING, check_data_size, check_numbers, check_tuning
-from .plan import check_room
 from .result import check_noise, checked, posteriors_of
+from .room import check_room
 from .runner import Runner
 from .same_fit import check_same_options
 from .sharded import check_last_layer, with_features

@@ -2,60 +2,34 @@
 
 from __future__ import annotations
 
-import math
-import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from ..environment import memory_limit
 from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..linalg import linear, seeded
-from ..methods import KFAC, Diagonal, Method, Outline, Work
-from ..methods.cost import CALL, EIGEN, MOVE, Cost
+from ..methods import KFAC, Method, Outline, Work
+from ..methods.cost import Cost
 from ..network import batches
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.eager import outside_modes
 from ..network.loaders import WeightedLoader, first_batch, known_size
-from ..network.probe import PROBED_SAMPLES
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
-from ..tangent.anchors import output_width
 from ..tuning import BoundedEvidence, Tuning, Validation
 from .default_method import check_method, method_and_tangent
+from .network_cost import NetworkCost
 from .options import DEFAULT_TUNING, check_numbers, check_tuning
+from .room import advice_on_memory, with_holes
 from .runner import Runner
+from .speed import Speed
 from .validation import all_weights, check_held_out
-
-RECORD_CALLS, LAYER_CALLS = 100, 8
-"""Operations of one batch beside those of the network: to record it, and to contract each layer."""
-
-FIT_CALLS, SURVEY_SAMPLES = 20_000, 60
-"""What any fit takes: operations of the checks and the search for the prior precision, and the survey's forward passes
-of a sample."""
-
-HOLES, HEAP = 0.5, 2**26
-"""What the allocator of a CPU keeps beside live tensors: so much of their bytes, up to so many bytes. glibc gives back
-blocks above 2²⁵ bytes when they are freed; smaller ones leave holes in its heap. Measured by `benchmarks/plan.py`."""
-
-PROBED_COLUMNS = 2, 8
-"""Two records of one sample, with so many cotangents, show what each of them takes."""
-
-PROBE_SECONDS, PROBE_SIDE = 0.1, 512
-"""How long forward passes are timed, and the side of the matrices that time the machine."""
-
-clock = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -172,12 +146,12 @@ def plan(
     def count() -> int:
         return known_size(loader) or runner.shown() or data_size or runner.count()
 
-    speed: _Speed | None = None
+    speed: Speed | None = None
 
     def planned(method: Method, tangent: Tangent, compared: bool = False) -> Plan:
         """Returns the plan of one fit; `compared` with another on the held-out data."""
         nonlocal speed
-        network = _Network.of(tangent, inputs)
+        network = NetworkCost.of(tangent, inputs)
         prior_open = weight_decay is None and not Prior.read(tangent, prior_precision).fixed
         outline = replace(
             Outline.of(tangent, likelihood, inputs, count(), prior_open),
@@ -186,18 +160,16 @@ def plan(
         cost = method.cost(outline)
         if cost is None:
             return Plan(repr(method), tangent.size, tangent.outputs)
-        speed = speed or _Speed.of(tangent, islice(training, 2))
+        speed = speed or Speed.of(tangent, islice(training, 2))
         tuning = _tuning_work(tune, outline, cost)
         if compared and tuning is not None and isinstance(tune, Validation):
             tuning += cost.predict.times(tune.held_out_samples(model) / outline.samples)
-        peak = max(cost.peak, network.survey)
-        if tangent.device.type == "cpu":
-            peak += min(int(HOLES * peak), HEAP)
         return Plan(
             repr(method), tangent.size, tangent.outputs, network.passes(cost.fit),
-            None if tuning is None else network.passes(tuning), network.passes(cost.predict), cost.kept, peak,
+            None if tuning is None else network.passes(tuning), network.passes(cost.predict), cost.kept,
+            with_holes(max(cost.peak, network.survey), tangent.device),
             None if tuning is None else network.seconds(cost.fit + tuning, speed, outline.samples),
-            _advice(method, cost, outline), cost.note,
+            advice_on_memory(method, cost, outline), cost.note,
         )  # fmt: skip
 
     def chosen(method: Method | None) -> Plan:
@@ -248,189 +220,6 @@ def _of_both(narrow: Plan, wide: Plan) -> Plan:
         f"{wide.parameters:,} trained weights: fit, tune and seconds are of both, the rest is of the larger."
     )
     return replace(wide, **sums, **sizes, note=note)
-
-
-def check_room(method: Method, outline: Outline) -> None:
-    """Raises where the peak of a fit exceeds the memory of its device, and names a method that does not."""
-    cost = method.cost(outline)
-    advice = None if cost is None else _advice(method, cost, outline)
-    if advice is not None:
-        raise LapwingError(advice)
-
-
-def _advice(method: Method, cost: Cost, outline: Outline) -> str | None:
-    """Returns what is wrong where the peak of a fit exceeds the memory of its device, and what to use instead.
-
-    All memory that this process may use counts, since what others hold of it may be given back; of a GPU what is free.
-    """
-    device = outline.tangent.device
-    if cost.peak <= outline.tangent.memory:
-        return None
-    available, where = memory_limit(), "this process may use"
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        available, where = torch.cuda.mem_get_info(device)[0] + cached, "the GPU has free"
-    if cost.peak <= available:
-        return None
-    instead = "Treat fewer weights: write params=lw.last_layer."
-    for other in (Diagonal(), KFAC()):
-        peak = other.cost(outline).peak
-        if peak <= available:
-            line = f"lw.{type(other).__name__}(){', params=lw.last_layer' * outline.tangent.treats_output_alone}"
-            instead = f"Use {line}, which needs {peak / 2**30:.3g} GiB."
-    return (
-        f"{shown(method)} needs {cost.peak / 2**30:.3g} GiB for {outline.tangent.size} weights, and {where} "
-        f"{available / 2**30:.3g} GiB. {instead}"
-    )
-
-
-@dataclass(frozen=True)
-class _Speed:
-    """How fast the machine is.
-
-    Attributes:
-        forward: seconds of a forward pass of one sample.
-        product: seconds of a multiply-add of a large product.
-        decomposition: seconds of a multiply-add as `EIGEN` counts them.
-    """
-
-    forward: float
-    product: float
-    decomposition: float
-
-    @classmethod
-    def of(cls, tangent: Tangent, data: Iterable[Any]) -> _Speed:
-        """Returns the fastest of some runs: others may use the machine too."""
-        spent, samples = 0.0, 0
-        for batch in data:
-            inputs, _ = batches.split(batch, tangent.device)
-            if not batches.size(inputs):
-                continue
-            spent += _fastest(partial(tangent.outputs_of, inputs), tangent.device, PROBE_SECONDS / 2)
-            samples += batches.size(inputs)
-        device, side = tangent.device, PROBE_SIDE
-        x = torch.randn(side, side, device=device, dtype=tangent.dtype, generator=seeded(None, device))
-        gram = x.double() @ x.double().T
-        product = _fastest(lambda: linear(x, x), device)
-        decomposition = _fastest(lambda: torch.linalg.eigh(gram), device)
-        return cls(spent / samples, product / side**3, decomposition / (EIGEN * side**3))
-
-
-def _fastest(run: Callable[[], Any], device: torch.device, seconds: float = 0.0) -> float:
-    """Returns the seconds of the fastest of two runs, and of as many more as take so long."""
-    best, end = math.inf, clock() + seconds
-    for number in range(100):
-        start = clock()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, clock() - start)
-        if number and clock() > end:
-            break
-    return best
-
-
-@dataclass(frozen=True)
-class _Network:
-    """What one sample takes, in multiply-adds.
-
-    Attributes:
-        forward: a forward pass.
-        recorded: a record, without backward passes.
-        backward: a backward pass.
-        activations: the bytes that a record holds.
-        gradients: the bytes that each cotangent adds to it.
-        patches: the bytes that layers add to it.
-        survey: the bytes that the survey holds: two graphs of a few samples, their gradients, and those of the weights.
-    """
-
-    forward: float
-    recorded: float
-    backward: float
-    activations: int
-    gradients: int
-    patches: int
-    survey: int
-
-    @classmethod
-    def of(cls, tangent: Tangent, inputs: Any) -> _Network:
-        """Counts the operations of one sample: of a forward pass, and of records with few and more cotangents."""
-        samples = batches.size(inputs)
-        one = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device)
-        with _Operations() as forward:
-            tangent.outputs_of(one)
-        width, (few, more) = output_width(tangent, one), PROBED_COLUMNS
-        counted = {}
-        for columns in PROBED_COLUMNS:
-            with _Operations() as counted[columns]:
-                record = tangent.record(one, torch.zeros(1, width, columns, device=tangent.device))
-                written, activations = counted[columns].written, counted[columns].peak
-                for name in record:
-                    record[name]  # takes the gradients
-                del record
-        backward = (counted[more].work - counted[few].work) / (more - few)
-        calls = counted[few].calls + RECORD_CALLS + LAYER_CALLS * len(tangent.blocks)
-        recorded = counted[few].work - few * backward + CALL * calls / samples
-        gradients = (counted[more].peak - counted[few].peak) // (more - few)
-        patches = max(0, counted[few].peak - few * gradients - activations)
-        survey = min(samples, PROBED_SAMPLES) * (2 * written + 3 * gradients)
-        survey += tangent.dtype.itemsize * (tangent.size + 3 * max(block.size for block in tangent.blocks))
-        return cls(
-            forward.work + CALL * forward.calls / samples, recorded, backward, activations, gradients, patches, survey
-        )  # fmt: skip
-
-    def passes(self, work: Work) -> float:
-        """Returns work in forward passes."""
-        return (self._of_network(work) + work.products + work.decompositions) / self.forward
-
-    def seconds(self, work: Work, speed: _Speed, samples: int) -> float:
-        """Returns the seconds of work on so many samples."""
-        each = self._of_network(work) * speed.forward / self.forward + work.products * speed.product
-        each += work.decompositions * speed.decomposition
-        once = FIT_CALLS * CALL * speed.product + SURVEY_SAMPLES * speed.forward
-        return each * samples + once
-
-    def _of_network(self, work: Work) -> float:
-        return work.records * self.recorded + work.backwards * self.backward
-
-
-class _Operations(TorchDispatchMode):
-    """Counts operations: their multiply-adds and the numbers they write (`work`), and how many there are (`calls`).
-
-    Attributes:
-        written: the bytes of the tensors they make.
-        peak: of those that live at the same time at most.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry  # not needed to import lapwing
-
-        super().__init__()
-        self.work, self.calls, self.written, self.peak, self._flops = 0.0, 0, 0, 0, flop_registry
-        self._live: dict[weakref.ref, int] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import it, for seconds
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        out = function(*args, **kwargs)
-        self.calls += 1
-        flops = self._flops.get(function.overloadpacket)
-        if flops is not None:
-            self.work += flops(*args, **kwargs, out_val=out) / 2
-        if not function.is_view:
-            written = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
-            self.work += MOVE * sum(value.numel() for value in written)
-            before = {value.untyped_storage() for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
-            for storage in {value.untyped_storage() for value in written} - before:
-                self._live[weakref.ref(storage, self._live.pop)] = storage.nbytes()
-                self.written += storage.nbytes()
-            self.peak = max(self.peak, sum(self._live.values()))
-        return out
 
 
 def _table(plans: Sequence[Plan]) -> str:

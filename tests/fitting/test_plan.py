@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ from torch import nn
 
 import lapwing as lw
 from benchmarks.measure import LiveBytes
-from lapwing.fitting import Plan
+from lapwing.fitting import Plan, room
+from lapwing.fitting.speed import Speed
 from lapwing.methods.cost import EIGEN, Outline, Work
 from lapwing.tangent import Tangent
 
@@ -74,7 +74,7 @@ NETWORKS = {"mlp": (mlp, (12,)), "cnn": (cnn, (2, 6, 6)), "transformer": (transf
 @pytest.fixture
 def live_only(monkeypatch):
     """Peaks of live tensors, without what the allocator keeps beside them."""
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "HEAP", 0)
+    monkeypatch.setattr(room, "HEAP", 0)
 
 
 def regression(shape, samples=120, batch=50, outputs=3):
@@ -132,12 +132,12 @@ def test_gradients_above_the_budget_are_taken_in_groups():
 
 def test_on_a_cpu_the_allocator_keeps_as_much_again_up_to_a_limit(monkeypatch):
     torch.manual_seed(0)
-    module, call, peaks = import_module("lapwing.fitting.plan"), (mlp(), regression((12,)), lw.Diagonal()), []
+    call, peaks = (mlp(), regression((12,)), lw.Diagonal()), []
     for limit in (0, 1000, 2**30):
-        monkeypatch.setattr(module, "HEAP", limit)
+        monkeypatch.setattr(room, "HEAP", limit)
         peaks.append(lw.plan(*call).peak_bytes)
     live = peaks[0]
-    assert peaks == [live, live + 1000, live + int(module.HOLES * live)]
+    assert peaks == [live, live + 1000, live + int(room.HOLES * live)]
 
 
 @pytest.mark.usefixtures("live_only")
@@ -194,8 +194,7 @@ def test_passes_are_of_the_order_of_one_and_a_backward_pass_for_each_output():
 
 def test_kfac_of_many_outputs_is_priced_with_its_decomposition(monkeypatch):
     torch.manual_seed(0)
-    speed = import_module("lapwing.fitting.plan")._Speed
-    monkeypatch.setattr(speed, "of", lambda *_: speed(0.0, 0.0, 1e-9))
+    monkeypatch.setattr(Speed, "of", lambda *_: Speed(0.0, 0.0, 1e-9))
     data = [(torch.randn(8, 4), torch.arange(8))]
     for outputs in (900, 2000):  # the Fisher root has C - 1 columns, and above 1 000 outputs one that is drawn
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, outputs)).eval()
@@ -224,8 +223,7 @@ def test_several_plans_print_as_a_table_and_a_method_without_a_cost_says_so():
 
 def test_seconds_grow_with_the_data_and_stand_in_the_table(monkeypatch):
     torch.manual_seed(0)
-    speed = import_module("lapwing.fitting.plan")._Speed
-    monkeypatch.setattr(speed, "of", lambda *_: speed(1e-6, 1e-10, 1e-9))  # others use the machine too
+    monkeypatch.setattr(Speed, "of", lambda *_: Speed(1e-6, 1e-10, 1e-9))  # others use the machine too
     few, many = (
         lw.plan(mlp(), regression((12,), samples), lw.Diagonal(), likelihood=lw.Gaussian(1.0)) for samples in (50, 5000)
     )
@@ -235,9 +233,8 @@ def test_seconds_grow_with_the_data_and_stand_in_the_table(monkeypatch):
 
 def test_the_speed_of_the_machine_is_measured_once_for_a_list(monkeypatch):
     torch.manual_seed(0)
-    module, speeds = import_module("lapwing.fitting.plan"), []
-    of = module._Speed.of
-    monkeypatch.setattr(module._Speed, "of", lambda *args: speeds.append(of(*args)) or speeds[-1])
+    speeds, of = [], Speed.of
+    monkeypatch.setattr(Speed, "of", lambda *args: speeds.append(of(*args)) or speeds[-1])
     plans = lw.plan(mlp(), regression((12,)), [lw.Diagonal(), lw.KFAC()])
     assert len(speeds) == 1
     assert all(one.seconds > 0 for one in plans)
@@ -301,20 +298,20 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
     planned = lw.plan(wide, data, lw.KFAC(), memory=2**24)
     needed = planned.peak_bytes
     assert planned.advice is None
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: needed - 1)
+    monkeypatch.setattr(room, "memory_limit", lambda: needed - 1)
     with pytest.raises(lw.LapwingError, match=r"KFAC.* GiB for 48003 weights, and .* Use lw.Diagonal\(\)"):
         lw.fit(wide, data, lw.KFAC(), memory=2**24)
     head, call = nn.Sequential(nn.Linear(12, 3000)).eval(), ([(data[0][0], torch.arange(50))], lw.KFAC())
     half = lw.plan(head, *call, params=lw.last_layer, memory=2**24).peak_bytes // 2
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: half)
+    monkeypatch.setattr(room, "memory_limit", lambda: half)
     with pytest.raises(lw.LapwingError, match=r"Use lw.Diagonal\(\), params=lw.last_layer, which needs"):
         lw.fit(head, *call, params=lw.last_layer, memory=2**24)
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: needed - 1)
+    monkeypatch.setattr(room, "memory_limit", lambda: needed - 1)
     plans = lw.plan(wide, data, [lw.Diagonal(), lw.KFAC()], memory=2**24)
     assert plans[0].advice is None
     assert "Use lw.Diagonal()" in str(plans).splitlines()[-1]
     assert str(plans[0]) == "\n".join(str(plans[0]).splitlines()[:3])
     lw.fit(model, data, lw.KFAC(), memory=2**24)
-    monkeypatch.setattr(import_module("lapwing.fitting.plan"), "memory_limit", lambda: 2**10)
+    monkeypatch.setattr(room, "memory_limit", lambda: 2**10)
     with pytest.raises(lw.LapwingError, match=r"params=lw.last_layer"):
         lw.fit(wide, data, lw.KFAC(), memory=2**24)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lapwing as lw
+from lapwing.fitting.network_cost import Operations
+from lapwing.fitting.speed import Speed
 from lapwing.methods.cost import CALL, EIGEN
 from lapwing.tuning import Tuning
 from tests.fitting.test_plan import cnn, mlp, regression
-
-PLAN = import_module("lapwing.fitting.plan")
 
 
 @pytest.fixture(autouse=True)
 def speed(monkeypatch):
     """One machine for all plans: others use this one too."""
-    monkeypatch.setattr(PLAN._Speed, "of", lambda *_: PLAN._Speed(1e-6, 1e-10, 1e-9))
+    monkeypatch.setattr(Speed, "of", lambda *_: Speed(1e-6, 1e-10, 1e-9))
 
 
 def labelled(shape, samples):
@@ -30,7 +28,7 @@ def labelled(shape, samples):
     return list(zip(x.split(50), y.split(50), strict=True))
 
 
-class Counted(PLAN._Operations):
+class Counted(Operations):
     """Operations of a program, with the eigenpairs that no count of products shows."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
