@@ -21,8 +21,9 @@ from ..network.progress import tracked
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
 from .held_out import SOME_POSITIONS, mean_variances, scoring_work, spread_costs
-from .leave_one_out import MAX_ROWS, leave_one_out
+from .leave_one_out import leave_one_out
 from .search import evenly
+from .training_kernel import MAX_ROWS
 
 log = logging.getLogger("lapwing")
 

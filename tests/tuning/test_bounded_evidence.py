@@ -19,7 +19,8 @@ from lapwing.errors import LapwingError
 from lapwing.network import batches
 from lapwing.tuning import Training
 from lapwing.tuning.bounded_evidence import BoundedEvidence, crossing, spread
-from lapwing.tuning.leave_one_out import LeaveOneOut, learning_curve, leave_one_out
+from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
+from lapwing.tuning.leave_one_out import leave_one_out
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -374,7 +375,7 @@ def process(model, loader, pairs, mean):
     ("outputs", "most", "twice"), [(1, 1000, 0), (2, 1000, 0), (3, 1000, 9), (3, 45, 0), (3, 60, 0)]
 )
 def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, most, twice, delta, monkeypatch):
-    monkeypatch.setattr("lapwing.tuning.leave_one_out.MAX_ROWS", most)
+    monkeypatch.setattr("lapwing.tuning.training_kernel.MAX_ROWS", most)
     torch.manual_seed(0)
     x = torch.randn(30, 4, dtype=torch.float64)
     x[30 - twice :] = x[:twice]  # samples that tell each other's targets
@@ -474,7 +475,7 @@ def test_batches_change_nothing_of_what_is_left_out(monkeypatch):
     loader = list(zip(x.split([12, 0, 11, 7]), y.split([12, 0, 11, 7]), strict=True))
     posterior = lw.fit(model, loader, lw.KFAC(), likelihood="gaussian", tune=None)
     joined = leave_one_out(posterior, loader)
-    monkeypatch.setattr("lapwing.tuning.leave_one_out.TABLE", 1)
+    monkeypatch.setattr("lapwing.tuning.training_kernel.TABLE", 1)
     for parts in (loader, [(x, y)]):
         apart = leave_one_out(posterior, parts)
         assert vars(apart) == pytest.approx(vars(joined), rel=1e-9)
@@ -520,7 +521,7 @@ def test_a_part_of_the_data_tells_the_width_of_all(monkeypatch):
     model, loader, _ = overfitted(rows=400, steps=100)
     posterior = lw.fit(model, loader, lw.Diagonal(), tune=None)
     whole = leave_one_out(posterior, loader)
-    monkeypatch.setattr("lapwing.tuning.leave_one_out.MAX_ROWS", 100)
+    monkeypatch.setattr("lapwing.tuning.training_kernel.MAX_ROWS", 100)
     part = leave_one_out(posterior, loader, 400)
     assert part.samples == 100
     assert part.curve < 0.95

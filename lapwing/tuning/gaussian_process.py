@@ -1,0 +1,223 @@
+"""The Gaussian process of the linearised network on some samples: its evidence, and what it predicts of each left out.
+
+Its kernel is decomposed once. All is a function of δσ² then, at the best δ there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .search import ascend, best_of_grid, evenly
+
+RANGE = (-10.0, 6.0)
+"""Decades of δσ², relative to the mean eigenvalue of the kernel, that are searched."""
+
+MAX_EXPLAINED = 0.9
+"""Of the targets, copies aside, the weights explain at most this part, the noise the others."""
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """The exact Gaussian process of the linearised network on some training samples, at its own best δ and σ².
+
+    Attributes:
+        width: s, the mean variance of a target that all N samples but its own predict, or the mean squared error if
+            that is more.
+        variance: the mean variance alone, by the n samples of the kernel.
+        training_variance: `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior of these, which has seen the targets too.
+        curve: by how much N samples narrow predictions, against n.
+        precision: δ, as a multiple of the prior's where that is fixed.
+        noise_variance: σ².
+        samples: n.
+        weights: how many weights count.
+        drawn: the mean variance at the δ and σ² of a posterior of exact draws; 0 of others.
+    """
+
+    width: float
+    variance: float
+    training_variance: float
+    curve: float
+    precision: float
+    noise_variance: float
+    samples: int
+    weights: int
+    drawn: float = 0.0
+
+    def unseen(self, training_variance: float) -> float:
+        """Returns how wide a posterior's predictions of unseen targets are, at this δ and σ², by its training variance.
+
+        The exact posterior tells inputs that it has seen from others. Those that are wider than it at inputs that they
+        have seen, such as KFAC, do so in part, by measurement a quarter of the way on a logarithmic scale. Others leave
+        out directions, and are about as wide everywhere.
+        """
+        if self.curve == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
+            return self.variance
+        if self.curve * self.training_variance < training_variance < self.curve * self.variance:
+            return training_variance**0.75 * (self.curve * self.variance) ** 0.25
+        return training_variance
+
+
+@dataclass(frozen=True)
+class Process:
+    """The Gaussian process of M pairs of a sample and an output, at δ = 1; δσ² is `10^log10` of the kernel's mean.
+
+    Attributes:
+        values: eigenvalues of the kernel `√w JJᵀ √w` (M,), of each output relative to its noise.
+        vectors: its eigenvectors (M, M).
+        labels: `√w r` (M,), in the same unit.
+        counts: w (M,), how many targets each pair stands for.
+        same: which samples are left out at once with each (n, n).
+        prior_fixed: whether δ is the user's.
+        weights: how many weights count.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    labels: Tensor
+    counts: Tensor
+    same: Tensor
+    prior_fixed: bool
+    weights: int
+
+    @property
+    def samples(self) -> int:
+        """n, each with as many pairs."""
+        return len(self.same)
+
+    @cached_property
+    def groups(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs that are left out at once, as of `_groups`."""
+        return _groups(self.same, len(self.labels) // self.samples)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Squared labels in the eigenbasis (M,)."""
+        return (self.vectors.T @ self.labels).square()
+
+    @cached_property
+    def total(self) -> float:
+        """Σ w, the number of targets."""
+        return float(self.counts.sum())
+
+    @property
+    def more(self) -> float:
+        """Targets without a row of their own."""
+        return self.total - len(self.counts)
+
+    @cached_property
+    def unit(self) -> float:
+        """The kernel's mean eigenvalue."""
+        return float(self.values.sum()) / self.total or 1.0
+
+    def at(self, log10: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the eigenvalues of `δC`, and the best 1/δ there."""
+        spectrum = self.values + self.unit * 10**log10
+        if self.prior_fixed:
+            return spectrum, torch.ones_like(log10)
+        return spectrum, ((self.squares / spectrum).sum() / self.total).clamp_min(1e-24)  # 0: nothing to explain
+
+    def evidence(self, log10: Tensor) -> Tensor:
+        """Returns the log marginal likelihood, up to a constant."""
+        spectrum, scale = self.at(log10)
+        fit = -0.5 * (self.squares / (scale * spectrum) + (scale * spectrum).log()).sum()
+        return fit - 0.5 * self.more * (scale * self.unit * 10**log10).log() if self.more else fit
+
+    def lowest(self) -> float:
+        """Returns the first log10 of a grid where the weights explain at most `MAX_EXPLAINED` of the targets."""
+        grid = evenly(*RANGE, 65)
+        explained = [float((self.values / (self.values + self.unit * 10**end)).sum()) / self.total for end in grid]
+        copies = self.counts.unflatten(0, (self.samples, -1)).amax(1)
+        single = copies / (self.same.to(copies.dtype) @ copies).clamp_min(1.0)
+        limit = MAX_EXPLAINED * float(single.sum() / copies.sum())  # of copies one counts
+        return grid[sum(part > limit for part in explained)]
+
+    def best(self) -> Tensor:
+        """Returns the log10 of most evidence."""
+        low, values = self.lowest(), self.values
+        grid, best = best_of_grid(lambda log10: float(self.evidence(values.new_tensor(log10))), low, RANGE[1], 65)
+        start = values.new_tensor(grid[best : best + 1])
+        return ascend(lambda point: self.evidence(point[0]), start, [low], RANGE[1:])[0]
+
+    def left_out(self, log10: Tensor, size: float, inverse: float | None = None) -> LeaveOneOut:
+        """Returns the leave-one-out predictions for N samples, at the best 1/δ or at this one."""
+        spectrum, scale = self.at(log10)
+        scale = scale if inverse is None else log10.new_tensor(inverse)
+        noise = float(scale * self.unit * 10**log10)
+        spectrum = scale * spectrum
+        variance, error = _left_out_moments(spectrum, self.vectors, self.labels, self.groups)
+        variance, error = (variance + self.more * noise) / self.total, error / self.total
+        curve = learning_curve(scale * self.values, noise, size / self.samples, self.total)
+        training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
+        return LeaveOneOut(
+            curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, self.samples,
+            self.weights,
+        )  # fmt: skip
+
+
+def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float) -> float:
+    """Returns by how much more samples narrow predictions of unseen targets, at most 1.
+
+    The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)` (Sollich 1999, equation 10, with the spectrum of the
+    kernel for that of all inputs). The result is κ at the factor over κ at 1.
+
+    Args:
+        values: λ, eigenvalues of the kernel of n samples (M,).
+        noise_variance: σ².
+        factor: N/n.
+        total: the number of targets.
+    """
+    if factor <= 1:
+        return 1.0
+    widths = []
+    for more in (factor, 1.0):
+        low, high = noise_variance, noise_variance + float(values.sum()) / total
+        for _ in range(60):
+            middle = (low + high) / 2
+            rises = noise_variance + float((values / (1 + more * values / middle)).sum()) / total > middle
+            low, high = (middle, high) if rises else (low, middle)
+        widths.append(high)
+    return widths[0] / widths[1]
+
+
+def _groups(same: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns pairs that are left out at once, by how many they are: (G, k) of indices, and of whose moments count.
+
+    Args:
+        same: which samples are left out at once with each (N, N).
+        times: how many pairs a sample has, side by side.
+    """
+    distinct, group_of = same.unique(dim=0, return_inverse=True)
+    sizes, inside = distinct.sum(1), torch.arange(times, device=same.device)
+    groups = []
+    for size in sizes.unique().tolist():
+        of_size = (sizes == size).nonzero()
+        members = distinct[of_size[:, 0]].nonzero()[:, 1].unflatten(0, (-1, size))
+        rows = (members[..., None] * times + inside).flatten(1)
+        groups.append((rows, (group_of[members] == of_size).repeat_interleave(times, 1)))
+    return groups
+
+
+def _left_out_moments(
+    spectrum: Tensor, vectors: Tensor, labels: Tensor, groups: list[tuple[Tensor, Tensor]]
+) -> tuple[float, float]:
+    """Returns the sums of the variances and of the squared errors of targets that are left out.
+
+    Args:
+        spectrum: eigenvalues of C (M,).
+        vectors: eigenvectors of C (M, M).
+        labels: r (M,).
+        groups: which pairs are left out at once.
+    """
+    root = vectors / spectrum.sqrt()  # of C⁻¹
+    weighted = root @ (root.T @ labels)
+    variance = error = 0.0
+    for rows, counted in groups:
+        part = root[rows]  # (G, k, M)
+        left = torch.linalg.inv(part @ part.mT)
+        variance += float(left.diagonal(dim1=1, dim2=2)[counted].sum())
+        error += float((left @ weighted[rows][..., None])[..., 0][counted].square().sum())
+    return variance, error

@@ -1,0 +1,153 @@
+"""The kernel of training samples and their labels: what the exact linearised model of a regression is made of."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..covariance import PriorCovariance
+from ..jacobian.blocks import join, split
+from ..likelihoods import Gaussian, aligned_targets, curvature_weights
+from ..linalg import doubled
+from ..network import batches
+from ..posterior import Posterior
+from ..tangent import Tangent
+from ..tangent.anchors import Anchors
+from .gaussian_process import Process
+
+log = logging.getLogger("lapwing")
+
+MAX_ROWS = 2000
+"""The kernel is built of at most so many pairs of a sample and an output."""
+
+OTHER_SCALE = 5.0
+"""Outputs whose targets and residuals are more than so many times those of another output are warned of."""
+
+TABLE = 2**20
+"""Inputs of at most so many real numbers are one batch."""
+
+SAME_SAMPLE = 0.98
+"""Cosine between the gradients of two samples from which on they are copies, if their targets are equal too."""
+
+SAME_INPUT = 0.9999
+"""The same where equal targets tell nothing: rounded ones, ratings, counts."""
+
+MANY_EQUAL = 0.01
+"""Targets are taken for rounded where so large a part of the pairs below `SAME_SAMPLE` have equal ones."""
+
+
+def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]]) -> Process:
+    """Returns the process of samples spread over the parts, of some outputs of each where there are too many."""
+    targets, residuals, every_weight = (
+        torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
+    )
+    treated = tangent is posterior.tangent
+    given = posterior.prior.fixed and isinstance(posterior.covariance, PriorCovariance)  # not by the method
+    outputs, prior_fixed = residuals.shape[1], given and treated
+    count = min(len(residuals), max(20, MAX_ROWS // outputs))
+    times = min(outputs, MAX_ROWS // count)
+    chosen = torch.arange(count) * len(residuals) // count
+    samples = chosen.repeat_interleave(times)
+    turns = torch.arange(len(samples)) % outputs
+    inputs = tuple(inputs for inputs, *_ in parts)
+    if len(residuals) * tangent.bytes_per_sample(times, tangent.widest) <= tangent.memory // 16:
+        inputs = _joined(inputs)
+    anchors = Anchors(tangent, inputs, samples, turns)
+    precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
+    weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
+    mean = posterior.prior.mean if treated else {}
+    offset = {name: (value - mean.get(name, 0.0)).to(tangent.widest)[None] for name, value in tangent.mean().items()}
+    by_parameter = split(tangent.blocks, offset)
+    for name in _output_biases(tangent, inputs):
+        by_parameter[name] = torch.zeros_like(by_parameter[name])
+    labels = residuals[samples, turns] + doubled(anchors.inner(join(tangent.blocks, by_parameter))[0])
+    gram = anchors.gram(weights, tangent.widest)
+    same = _copies(gram, targets[chosen], times)
+    counts = every_weight[samples, turns]
+    roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
+    values, vectors = torch.linalg.eigh(roots[:, None] * gram * roots)
+    if isinstance(posterior.likelihood, Gaussian) and posterior.likelihood.noise_ratios is None:
+        _warn_of_scales(targets, residuals, every_weight)
+    return Process(values.clamp_min(0), vectors, roots * labels, counts, same, prior_fixed, tangent.size)
+
+
+def _targets(
+    posterior: Posterior, inputs: Any, targets: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y, y - f and w, (B, C), in float64; zeros for targets that are missing."""
+    outputs = posterior.tangent.outputs_of(inputs)
+    posterior.likelihood.check(outputs, targets)
+    outputs = doubled(outputs)
+    targets, weights = targets.to(outputs.device), None if weights is None else weights.to(outputs.device)
+    every = curvature_weights(posterior.likelihood, outputs, targets, weights)
+    targets = aligned_targets("Gaussian", outputs, targets)
+    if every is None:
+        return targets, targets - outputs, torch.ones_like(targets)
+    every = every.double().expand_as(targets)
+    return targets.nan_to_num(), torch.where(every == 0, 0.0, targets - outputs), every
+
+
+def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns rows of a table as one batch, since the kernel goes through all pairs of batches; others as they are."""
+    tables = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+    few = len(tables) == len(parts) and sum(part.numel() for part in tables) <= TABLE
+    return (torch.cat(tables),) if few and len({(part.shape[1:], part.dtype) for part in tables}) == 1 else parts
+
+
+def _output_biases(tangent: Tangent, parts: Sequence[Any]) -> list[str]:
+    """Returns the names of parameters that add the same numbers to the outputs of all samples, of which 8 are seen."""
+    inputs: list[Any] = []
+    for part in parts:
+        left = 8 - sum(batches.size(every) for every in inputs)
+        if left > 0:
+            some = batches.take(part, slice(0, min(left, batches.size(part))))
+            inputs.append(batches.plain(some, tangent.device))
+    outputs, names = torch.cat([tangent.outputs_of(some) for some in inputs]), []
+    for name, value in tangent.parameters.items():
+        if value.ndim != 1 or len(value) > tangent.outputs or len(outputs) == 1:
+            continue
+        zero = {name: torch.zeros_like(value)}
+        without = torch.cat([tangent.call_with(zero, some) for some in inputs])
+        added, largest = outputs - without, max(float(outputs.abs().max()), float(without.abs().max()))
+        if float((added - added[0]).abs().max()) <= 8 * torch.finfo(value.dtype).eps * largest:
+            names.append(name)
+    return names
+
+
+def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
+    """Returns which samples are copies of which, themselves included (N, N), by `JJᵀ` (M, M) and y (N, C).
+
+    Samples of which only some outputs are in the kernel cannot be compared, and have no copies.
+    """
+    count, outputs = targets.shape
+    alone = torch.eye(count, dtype=torch.bool, device=gram.device)
+    if times < outputs:
+        return alone
+    kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
+    size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
+    cosine, equal = kernel / (size * size[:, None]), (targets == targets[:, None]).all(-1)
+    others = cosine < SAME_SAMPLE
+    rounded = (equal & others).sum() > MANY_EQUAL * others.sum()
+    return alone | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
+
+
+def _warn_of_scales(targets: Tensor, residuals: Tensor, weights: Tensor) -> None:
+    """Warns where one noise variance stands for outputs of other scales: in targets and residuals, each (N, C)."""
+    totals = weights.sum(0)
+    counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
+    squares = (weights * residuals.square()).sum(0) / counts
+    means = (weights * targets).sum(0) / counts
+    variances = (weights * (targets - means).square()).sum(0) / counts
+    large, small = int(squares.argmax()), int(torch.where(totals > 0, squares, math.inf).argmin())
+    if all(float(part[large]) > OTHER_SCALE**2 * float(part[small]) for part in (squares, variances)):
+        log.warning(
+            "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "
+            "intervals of the latter too wide. Pass likelihood=lw.Gaussian(noise_ratios=y.var(0).tolist()), or train "
+            "on standardised targets and use prediction.scaled(mean, std).",
+            large, float(squares[large] / squares[small]) ** 0.5, small,
+        )  # fmt: skip
