@@ -26,7 +26,8 @@ from .passes import (
 )
 from .problem import FisherRoot, Problem
 from .sampled_lla import SampledLLA
-from .sampled_lla.solvers import ConjugateGradients, StochasticGradient
+from .sampled_lla.conjugate_gradients import ConjugateGradients
+from .sampled_lla.stochastic_gradient import StochasticGradient
 from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights

@@ -21,8 +21,10 @@ from ..diagonal import SquaredSums
 from ..passes import FitResult, Landmark, Method, Pass, Passes, prior_covariance
 from ..problem import Problem
 from ..state import State
+from .conjugate_gradients import ConjugateGradients
 from .linearised_mode import LinearisedMode
-from .solvers import ConjugateGradients, Solved, Solving, StochasticGradient
+from .solver import Solved, Solving
+from .stochastic_gradient import StochasticGradient
 from .system import FirstProducts, LinearSystem, PositionedRoot, inner, inner_by_block
 
 log = logging.getLogger("lapwing")
