@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import PriorCovariance
-from ..errors import LapwingError, check_flag
+from ..errors import check_flag
 from ..likelihoods import Likelihood, resolve
-from ..likelihoods.inferred import check_logits, inferred_likelihood
+from ..likelihoods.inferred import inferred_likelihood
 from ..methods import KFAC, FisherRoot, Method, Outline, Problem
 from ..methods.problem import root_positions
 from ..network import batches, ranks
@@ -35,8 +35,8 @@ from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import checkpoint_of
 from .default_method import check_method, method_and_tangent, params_of, price
 from .further import continued
-from .options import DEFAULT_TUNING, check_data_size, check_numbers, check_tuning
-from .result import check_noise, checked, posteriors_of
+from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
+from .result import checked, posteriors_of
 from .room import check_room
 from .runner import Runner
 from .same_fit import check_same_options
@@ -201,10 +201,9 @@ def fit(
         check_room(method, outline)
         if reason is not None:
             log.info("%s %s", reason, price(method, outline))
-        _check_logits(tangent, likelihood, inputs)
+        check_fit(method, outline, tune, inputs, validation is not None)
         precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay
         prior = Prior.read(tangent, precision, prior_mean)
-        check_noise(likelihood, tangent)
         ranks.check_same_network(tangent.model, tangent.state())
         traces = tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise)
         return runner, method, Problem(
@@ -254,11 +253,6 @@ def _run(
     count, start = length_of(training) or 0, time.perf_counter()
     expect(method.expected_batches(count) + (0 if tune is None else tune.expected_batches(count)))
     result = runner.run(method, problem)
-    if result.logit_temperature is not None and held_out:
-        raise LapwingError(
-            f"{type(method).__name__} takes its temperature from the data of the fit, and validation= is not used. "
-            f"Write lw.fit(model, held_out, lw.{type(method).__name__}())."
-        )
     whole, parts = posteriors_of(runner, method, problem, result)
     before, shown_data = time.perf_counter(), Training(training, parts, runner.count())
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
@@ -298,15 +292,6 @@ def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> No
             "predicts the token that follows, write lw.fit(model, NextTokens(loader)) with "
             "lapwing.integrations.huggingface.NextTokens."
         )
-
-
-def _check_logits(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> None:
-    """Raises for outputs that are probabilities where the likelihood takes logits."""
-    if likelihood.activation is not None:
-        weight = next(iter(tangent.parameters.values()))
-        outputs = tangent.outputs_of(batches.plain(batches.take(inputs, slice(0, 16)), tangent.device))
-        rows = outputs if tangent.positions is None else tangent.positions.rows(outputs)
-        check_logits(likelihood, rows, weight.dtype)
 
 
 def _root(tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:

@@ -1,4 +1,4 @@
-"""Checks of what the user passes to `lw.fit`, before anything is computed."""
+"""Checks of what the user passes to `lw.fit` and `lw.plan`, before anything is computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from ..errors import LapwingError, is_positive, shown
+from ..likelihoods import Likelihood
+from ..likelihoods.inferred import check_logits
+from ..methods import Method, Outline
+from ..network import batches
 from ..network.loaders import check_seed
+from ..posterior.prior import check_range
+from ..tangent import Tangent
 from ..tuning import BoundedEvidence, Tuning
 
 DEFAULT_TUNING = BoundedEvidence()
@@ -67,3 +73,42 @@ def check_data_size(data_size: int, count: int) -> None:
             f"data_size={data_size} is below the {count} samples that the loader shows. Leave data_size out, or give "
             "the size of the whole training set."
         )
+
+
+def check_fit(method: Method, outline: Outline, tune: Tuning | None, inputs: Any, held_out: bool) -> None:
+    """Raises where method, network, likelihood and tuning do not go together, once the network is surveyed.
+
+    Args:
+        method: of the fit.
+        outline: of the network and the likelihood.
+        tune: the tuning; None where there is none.
+        inputs: of the first batch.
+        held_out: whether the tuning is by `validation=`.
+    """
+    tangent, likelihood = outline.tangent, outline.likelihood
+    method.check(tangent, likelihood)
+    if held_out and method.chooses_temperature:
+        name = type(method).__name__
+        raise LapwingError(
+            f"{name} takes its temperature from the data of the fit, and validation= is not used. Write lw.fit(model, "
+            f"held_out, lw.{name}())."
+        )
+    if tune is not None:
+        tune.check(method, outline)
+    _check_outputs(tangent, likelihood, inputs)
+    check_noise(likelihood, tangent)
+
+
+def check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
+    """Raises for a noise variance that the weights' dtype cannot express."""
+    if likelihood.noise_variance is not None:
+        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
+
+
+def _check_outputs(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> None:
+    """Raises for outputs that are probabilities where the likelihood takes logits."""
+    if likelihood.activation is not None:
+        weight = next(iter(tangent.parameters.values()))
+        outputs = tangent.outputs_of(batches.plain(batches.take(inputs, slice(0, 16)), tangent.device))
+        rows = outputs if tangent.positions is None else tangent.positions.rows(outputs)
+        check_logits(likelihood, rows, weight.dtype)

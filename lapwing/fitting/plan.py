@@ -25,11 +25,11 @@ from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Tuning, Validation
 from .default_method import check_method, method_and_tangent
 from .network_cost import NetworkCost
-from .options import DEFAULT_TUNING, check_numbers, check_tuning
+from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
 from .room import advice_on_memory, with_holes
 from .runner import Runner
 from .speed import Speed
-from .validation import all_weights, check_held_out
+from .validation import all_weights, check_batch, check_held_out
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,12 @@ def plan(
         A frozen `Plan`, or a tuple of them where `method` is a list. Both print as a table.
 
     Raises:
-        LapwingError: for bad input, as `lw.fit`.
+        LapwingError: for what `lw.fit` refuses by its arguments and the first batch, with the same sentence. What
+            exceeds the memory of the machine is no error here: the plan has `advice`.
 
-    Cost: that of a survey, three runs on one sample with up to eight backward passes, and a fifth of a second or one
-        forward pass of each of two batches. Loaders without a length are read to count their samples, held-out data
-        anew for each fit.
+    Cost: that of a survey, three runs on one sample with up to eight backward passes, a forward pass of the first
+        batch, and a fifth of a second or one forward pass of each of two batches. Loaders without a length are read to
+        count their samples, held-out data anew for each fit.
 
     Example:
         >>> import torch, lapwing as lw
@@ -141,6 +142,8 @@ def plan(
     training = WeightedLoader(loader) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
     runner = Runner(training)
+    if data_size is not None:
+        check_data_size(data_size, known_size(loader) or runner.shown() or 0)
     survey = partial(Tangent.survey, model, inputs, forward=forward, memory=memory, targets=targets)
 
     def count() -> int:
@@ -151,12 +154,14 @@ def plan(
     def planned(method: Method, tangent: Tangent, compared: bool = False) -> Plan:
         """Returns the plan of one fit; `compared` with another on the held-out data."""
         nonlocal speed
+        precision = prior_precision if weight_decay is None else (data_size or count()) * weight_decay
+        outline = Outline.of(tangent, likelihood, inputs, count(), not Prior.read(tangent, precision).fixed)
+        check_fit(method, outline, tune, inputs, validation is not None)
+        check_batch(tangent, likelihood, inputs, targets)
         network = NetworkCost.of(tangent, inputs)
-        prior_open = weight_decay is None and not Prior.read(tangent, prior_precision).fixed
         outline = replace(
-            Outline.of(tangent, likelihood, inputs, count(), prior_open),
-            activations=network.activations, gradients=network.gradients, patches=network.patches,
-        )  # fmt: skip
+            outline, activations=network.activations, gradients=network.gradients, patches=network.patches
+        )
         cost = method.cost(outline)
         if cost is None:
             return Plan(repr(method), tangent.size, tangent.outputs)

@@ -6,20 +6,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance
 from ..errors import LapwingError
-from ..likelihoods import Likelihood
 from ..linalg import is_finite
 from ..methods import FitResult, Method, Problem
 from ..network import ranks
 from ..network.stamp import Stamp
 from ..posterior import Posterior
-from ..posterior.prior import check_range
-from ..tangent import Tangent
-from .options import check_data_size
+from .options import check_data_size, check_noise
 from .runner import Runner
 
 log = logging.getLogger("lapwing")
@@ -98,9 +94,3 @@ def _agreed(posterior: Posterior) -> Posterior:
     if not isinstance(posterior.covariance, PriorCovariance):
         return posterior.with_noise(noise)
     return posterior.at(posterior.prior.precision.new_tensor(precision), noise)
-
-
-def check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
-    """Raises for a noise variance that the weights' dtype cannot express."""
-    if likelihood.noise_variance is not None:
-        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)

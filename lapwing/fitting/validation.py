@@ -65,16 +65,21 @@ def first_held_out(validation: Any, loader: Iterable[Any], first: tuple[Any, Any
 
 def check_held_out(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
     """Raises where the network does not take held-out inputs, or the likelihood their targets: before the passes."""
-    inputs, targets = batches.split((inputs, targets), tangent.device)
     try:
-        tangent.check(inputs)
-        outputs = tangent.outputs_of(inputs)
-        if tangent.positions is not None:
-            places = tangent.positions.places(len(targets), tangent.positions.sizes(outputs.shape))
-            outputs, targets = tangent.positions.rows(outputs), places.targets(targets, tangent.outputs)
-        likelihood.check(outputs, targets)
+        check_batch(tangent, likelihood, inputs, targets)
     except LapwingError as error:
         raise LapwingError(f"The held-out data do not fit. {error}") from error
+
+
+def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
+    """Raises where the network does not take inputs, or the likelihood their targets."""
+    inputs, targets = batches.split((inputs, targets), tangent.device)
+    tangent.check(inputs)
+    outputs = tangent.outputs_of(inputs)
+    if tangent.positions is not None:
+        places = tangent.positions.places(len(targets), tangent.positions.sizes(outputs.shape))
+        outputs, targets = tangent.positions.rows(outputs), places.targets(targets, tangent.outputs)
+    likelihood.check(outputs, targets)
 
 
 def all_weights(tangent: Tangent, inputs: Any, samples: int) -> Tangent | None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
 from ..errors import LapwingError, check_choice
+from ..likelihoods import Likelihood
 from ..linalg import add_squares, mirrored
+from ..tangent import Tangent
 from .cost import DOUBLE, EIGEN, Cost, Layer, Outline, Work, singular
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
@@ -51,16 +53,20 @@ class Full(Method):
         """Checks the label."""
         check_choice("Full", "form", self.form, ("auto", "primal", "dual"))
 
-    def passes(self, problem: Problem) -> Passes:
-        """Yields one pass, for the GGN or for all rows."""
-        size = problem.tangent.size
-        rows = problem.count() * problem.root.columns
-        positions = problem.tangent.positions
-        if self.form == "dual" and positions is not None:
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
+        """Raises for the dual form at positions."""
+        if self.form == "dual" and tangent.positions is not None:
             raise LapwingError(
                 "Full(form='dual') keeps rows of a fixed number of outputs, and these outputs have positions. Write "
                 "lw.Full(form='primal')."
             )
+
+    def passes(self, problem: Problem) -> Passes:
+        """Yields one pass, for the GGN or for all rows."""
+        self.check(problem.tangent, problem.likelihood)
+        size = problem.tangent.size
+        rows = problem.count() * problem.root.columns
+        positions = problem.tangent.positions
         if positions is not None or self.form == "primal" or (self.form == "auto" and rows >= size):
             problem.require("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
             return (yield from run_curvature_pass(DenseCurvature(problem)))

@@ -12,13 +12,14 @@ from torch import Tensor
 from ..covariance import Covariance, ExplicitBasis
 from ..covariance.dense import cut
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
+from ..likelihoods import Likelihood
 from ..linalg import doubled, placed
 from ..network import batches
-from ..tangent import Anchors, Vectors
+from ..tangent import Anchors, Tangent, Vectors
 from ..tangent.anchors import output_width
 from .cost import DOUBLE, EIGEN, WORKSPACE, Cost, Layer, Outline, Work
 from .kfac import KFAC
-from .passes import Method, Pass, Passes, prior_covariance
+from .passes import Method, Pass, Passes, check_within, prior_covariance
 from .problem import Problem
 from .rows import anchors_at, choose
 from .subspace import Residual, leading_of, on_basis, on_rows_cost, record_dtype
@@ -72,8 +73,19 @@ class OptimalSubspace(Method):
                 "method. Write curvature=lw.KFAC()."
             )
 
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
+        """Raises for a curvature without a prior, or inputs that are no batch."""
+        if isinstance(self.curvature, Method):
+            check_within(self.curvature, "curvature", tangent, likelihood)
+        if self.at is not None and (batches.is_loader(self.at) or not batches.size(self.at)):
+            raise LapwingError(
+                "OptimalSubspace(at=...) needs one batch of inputs, without targets and with at least one sample, "
+                f"not {batches.describe(self.at)}. Write at=x."
+            )
+
     def passes(self, problem: Problem) -> Passes:
         """Yields the passes of Ψ_approx, one for the inputs of the subset, and one for the curvature on their span."""
+        self.check(problem.tangent, problem.likelihood)
         approximate = None
         if isinstance(self.curvature, Method):
             curvature = yield from prior_covariance(self.curvature, problem, "curvature")
@@ -113,11 +125,6 @@ class OptimalSubspace(Method):
         width = problem.tangent.outputs
         if self.at is not None:
             count = batches.size(self.at)
-            if batches.is_loader(self.at) or not count:
-                raise LapwingError(
-                    "OptimalSubspace(at=...) needs one batch of inputs, without targets and with at least one sample, "
-                    f"not {batches.describe(self.at)}. Write at=x."
-                )
             every = output_width(problem.tangent, self.at)
             samples = torch.arange(count).repeat_interleave(every)
             return Anchors(problem.tangent, (self.at,), samples, torch.arange(every).repeat(count))

@@ -291,7 +291,8 @@ class FitResult:
         summary: of the samples whose curvature and evidence these are, if the method chose them; None for all.
         data_factor: a factor of both, beside the N/n of `data_size`.
         tangent: the network at the mean that the method moved to, a copy of the user's; None leaves it where it is.
-        logit_temperature: T that the method chose; None leaves it to the tuning.
+        logit_temperature: T that the method chose, which it declares by `chooses_temperature`; None leaves it to the
+            tuning.
     """
 
     covariance: Covariance
@@ -333,9 +334,29 @@ class Method(ABC):
     treats_last_layer: ClassVar[bool] = False
     """Whether `lw.fit` treats the last layer in place of everything where `params` is None."""
 
+    makes_prior: ClassVar[bool] = True
+    """Whether its covariance is a `PriorCovariance`, so that other methods can take it at any prior."""
+
+    chooses_temperature: ClassVar[bool] = False
+    """Whether it takes the logit temperature from the data of the fit, so that held-out data have nothing to choose."""
+
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:
         """Yields passes, receives their finished states, and returns the covariance or a `FitResult`."""
+
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:  # noqa: B027 (most methods fit any network)
+        """Raises for a network or a likelihood that the method is not for. `lw.plan` calls it, and `passes` begins so.
+
+        Raises:
+            LapwingError: says what is wrong and what to do.
+        """
+
+    def allows_early_stopping(self) -> bool:
+        """Returns False where the prior is open and first parts of the data have no covariance of their own.
+
+        They have one by a final `CurvaturePass` over all data. `EarlyStopping` is refused where they have none.
+        """
+        return True
 
     def cost(self, outline: Outline) -> Cost | None:
         """Returns what the fit and its predictions take, counted from shapes; None where that is not known."""
@@ -358,8 +379,18 @@ def prior_covariance(method: Method, problem: Problem, option: str) -> Generator
     result = yield from method.passes(problem)
     covariance = result.covariance if isinstance(result, FitResult) else result
     if not isinstance(covariance, PriorCovariance):
-        raise LapwingError(
-            f"{option}={shown(method)} makes a {type(covariance).__name__}, whose prior cannot be changed. Write "
-            f"{option}=lw.KFAC()."
-        )
+        raise _without_prior(method, option)
     return covariance
+
+
+def check_within(method: Method, option: str, tangent: Tangent, likelihood: Likelihood) -> None:
+    """Raises where the method cannot be another one's option, by what it declares."""
+    method.check(tangent, likelihood)
+    if not method.makes_prior:
+        raise _without_prior(method, option)
+
+
+def _without_prior(method: Method, option: str) -> LapwingError:
+    return LapwingError(
+        f"{option}={shown(method)} makes a covariance whose prior cannot be changed. Write {option}=lw.KFAC()."
+    )

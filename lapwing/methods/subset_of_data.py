@@ -59,6 +59,10 @@ class SubsetOfData(Method):
         check_choice("SubsetOfData", "sampling", self.sampling, ("uniform", "balanced"))
         check_choice("SubsetOfData", "rescale", self.rescale, (False, True))
 
+    def allows_early_stopping(self) -> bool:
+        """Returns False: the subset alone has a curvature."""
+        return False
+
     def passes(self, problem: Problem) -> Passes:
         """Yields the passes of another method, each on the subset alone."""
         whole = problem.count()

@@ -12,9 +12,10 @@ from torch import Tensor
 from ..covariance import Covariance, LowRank, LowRankWithResidual
 from ..covariance.basis import CoordinateBasis
 from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
+from ..likelihoods import Likelihood
 from ..linalg import doubled
 from ..posterior import Posterior
-from ..tangent import Block
+from ..tangent import Block, Tangent
 from .cost import DOUBLE, MOVE, Cost, Layer, Outline, Work
 from .diagonal import SquaredSums
 from .passes import Method, Pass, Passes
@@ -82,15 +83,21 @@ class SubsetOfWeights(Method):
         by = repr(self.by) if isinstance(self.by, str) else f"<{getattr(self.by, 'method', type(self.by).__name__)}>"
         return f"SubsetOfWeights(size={self.size}, by={by}, residual={self.residual!r})"
 
-    def passes(self, problem: Problem) -> Passes:
-        """Yields a pass for the diagonal of G if that chooses the weights, then one for their curvature."""
-        tangent, size = problem.tangent, self.size
-        if size > tangent.size:
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
+        """Raises for more weights than are treated, and for a posterior over others."""
+        if self.size > tangent.size:
             raise LapwingError(
                 f"{shown(self)} asks for more weights than the {tangent.size} treated ones of "
                 f"{type(tangent.model).__name__}. Write SubsetOfWeights(size={tangent.size}), or lw.Full() for all of "
                 "them."
             )
+        if not isinstance(self.by, str):
+            _check_same_weights(tangent.blocks, self.by.covariance.blocks)
+
+    def passes(self, problem: Problem) -> Passes:
+        """Yields a pass for the diagonal of G if that chooses the weights, then one for their curvature."""
+        tangent, size = problem.tangent, self.size
+        self.check(tangent, problem.likelihood)
         problem.require(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
         scores = yield from self._scores(problem)
         picked = scores.argsort(descending=True, stable=True)[:size]
@@ -109,7 +116,7 @@ class SubsetOfWeights(Method):
         predict = outline.prediction(_written, factor) + picked.times(outline.tangent.outputs)
         if self.by == "diagonal":
             fit += outline.over_data(Layer.squares, sums=True)
-        return Cost(fit, predict, kept, kept + max(80 * size**2, outline.chunk(dtype, 3 * columns * size)))
+        return Cost(fit, predict, kept, kept + max(80 * size**2, outline.chunk(dtype, 3 * columns * size)), rank=size)
 
     def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""
@@ -124,9 +131,7 @@ class SubsetOfWeights(Method):
             return torch.cat([mean[block.name].abs() for block in tangent.blocks])
         if isinstance(self.by, str):
             return torch.randperm(tangent.size, generator=problem.generator()).to(tangent.device)
-        covariance = self.by.covariance
-        _check_same_weights(tangent.blocks, covariance.blocks)
-        variances = covariance.diagonal()
+        variances = self.by.covariance.diagonal()
         return torch.cat([variances[block.name].to(tangent.device) for block in tangent.blocks])
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
-from ..likelihoods import apply_weights
+from ..likelihoods import Likelihood, apply_weights
 from ..linalg import doubled
+from ..tangent import Tangent
 from .passes import Batch, FitResult, Method, Passes, SumPass
 from .problem import Problem
 from .state import State
@@ -49,14 +50,20 @@ class TemperatureScaling(Method):
     """
 
     treats_last_layer: ClassVar[bool] = True
+    makes_prior: ClassVar[bool] = False
+    chooses_temperature: ClassVar[bool] = True
+
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
+        """Raises for a regression."""
+        if likelihood.logit_temperature is None:
+            raise LapwingError(
+                f"TemperatureScaling is for classifiers: it divides logits, and the {likelihood.name} likelihood has "
+                "none. For a regression write lw.fit(model, loader, validation=held_out)."
+            )
 
     def passes(self, problem: Problem) -> Passes:
         """Yields one pass for the likelihoods of all candidates."""
-        if problem.likelihood.logit_temperature is None:
-            raise LapwingError(
-                f"TemperatureScaling is for classifiers: it divides logits, and the {problem.likelihood.name} "
-                "likelihood has none. For a regression write lw.fit(model, loader, validation=held_out)."
-            )
+        self.check(problem.tangent, problem.likelihood)
         scores = (yield _Scores(problem)).sums
         at = int(scores.argmax())
         chosen = float(TEMPERATURES[at])

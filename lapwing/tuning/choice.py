@@ -55,6 +55,16 @@ def check_grid(tuning: str, decades: Any, points: Any) -> None:
         )
 
 
+def check_ranks(ranks: Any, method: str, is_subspace: bool) -> None:
+    """Raises for ranks that are not whole numbers from 1 up, and for those of what is no subspace; none are fine."""
+    numbers = isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) and rank > 0 for rank in ranks)
+    if not (isinstance(ranks, tuple) and not ranks) and not (numbers and is_subspace):
+        raise LapwingError(
+            f"ranks={shown(ranks)} of {method} are not ranks from 1 up of a subspace. Leave ranks out, or fit "
+            "lw.ELLA(rank=20) with ranks=(5, 10)."
+        )
+
+
 def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     """Returns the posterior on its first directions, for each rank below its own; itself last.
 
@@ -64,12 +74,8 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     if isinstance(ranks, tuple) and not ranks:
         return [posterior]
     covariance = posterior.covariance
-    numbers = isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) and rank > 0 for rank in ranks)
-    if not numbers or not isinstance(covariance, Subspace):
-        raise LapwingError(
-            f"ranks={shown(ranks)} of {posterior.method} are not ranks from 1 up of a subspace. Leave ranks out, or "
-            "fit lw.ELLA(rank=20) with ranks=(5, 10)."
-        )
+    check_ranks(ranks, posterior.method, isinstance(covariance, Subspace))
+    assert isinstance(covariance, Subspace)
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
 

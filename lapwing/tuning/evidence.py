@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
+from ..methods import Method
 from ..methods.cost import Cost, Outline, Work
 from ..network.eager import outside_modes
 from ..posterior import Posterior
@@ -60,6 +61,13 @@ class Tuning(ABC):
     def expected_batches(self, count: int) -> int:
         """Returns how many batches the tuning goes through, where the training data have `count`."""
         return 0
+
+    def check(self, method: Method, outline: Outline) -> None:  # noqa: B027 (most tunings tune any method)
+        """Raises for a method that the tuning is not for: `lw.fit` and `lw.plan` call it before any pass.
+
+        Raises:
+            LapwingError: says what is wrong and what to do.
+        """
 
     def work(self, outline: Outline, cost: Cost) -> Work | None:
         """Returns what tuning a fit takes, as a part of each sample's work; None where that is not known."""
@@ -117,6 +125,18 @@ class Evidence(Tuning):
         """Returns none: it goes through no data."""
         return Work()
 
+    def check(self, method: Method, outline: Outline) -> None:
+        """Raises where a rank is to be chosen, and the method has none."""
+        cost = None if self.rank_gap is None else method.cost(outline)
+        if cost is not None and cost.tuned and cost.rank is None:
+            raise self._without_rank(repr(method))
+
+    def _without_rank(self, method: str) -> LapwingError:
+        return LapwingError(
+            f"rank_gap={self.rank_gap} needs a subspace, and {method} has no rank. Leave rank_gap out, or fit "
+            "lw.ELLA(rank=20)."
+        )
+
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:
         """Returns the posterior at the maximum of the evidence."""
@@ -124,10 +144,7 @@ class Evidence(Tuning):
         if self.rank_gap is None:
             return best
         if not isinstance(covariance, Subspace):
-            raise LapwingError(
-                f"rank_gap={self.rank_gap} needs a subspace, and {posterior.method} has no rank. Leave rank_gap out, "
-                "or fit lw.ELLA(rank=20)."
-            )
+            raise self._without_rank(posterior.method)
         enough = _value(best) - self.rank_gap
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:

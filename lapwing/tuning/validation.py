@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..errors import LapwingError, check_choice, check_count, shown
+from ..methods import Method
 from ..methods.cost import Cost, Outline, Work
 from ..network import batches, ranks
 from ..network.data import as_loader, check_data
@@ -21,7 +22,7 @@ from ..network.loaders import known_size, sampler_size
 from ..network.progress import length_of
 from ..posterior import Posterior
 from .bounded_evidence import leave_one_out_work, trained_product
-from .choice import NOISES, TEMPERATURES, best_of, check_grid, chosen_numbers, scores_of_links, with_ranks
+from .choice import NOISES, TEMPERATURES, best_of, check_grid, check_ranks, chosen_numbers, scores_of_links, with_ranks
 from .evidence import Training, Tuning
 from .held_out import no_batch, scoring_work
 
@@ -124,6 +125,15 @@ class Validation(_OnHeldOutData):
                 "lw.Validation(loader, tolerance=0.25), or 0.0 for the best score."
             )
 
+    def check(self, method: Method, outline: Outline) -> None:
+        """Raises where ranks are to be chosen among, and the method has none."""
+        if isinstance(self.ranks, tuple) and not self.ranks:
+            return
+        cost, likelihood = method.cost(outline), outline.likelihood
+        chooses = likelihood.needs_noise or (likelihood.logit_temperature == 1 and not method.chooses_temperature)
+        if cost is None or cost.tuned or chooses:
+            check_ranks(self.ranks, repr(method), cost is None or cost.rank is not None)
+
     def work(self, outline: Outline, cost: Cost) -> Work:
         """Returns what scoring held-out data takes, as a part of each training sample's work."""
         likelihood, open_noise = outline.likelihood, outline.likelihood.needs_noise
@@ -208,6 +218,14 @@ class EarlyStopping(_OnHeldOutData):
         check_choice("lw.EarlyStopping", "form", self.form, ("published", "scaled"))
         check_count("lw.EarlyStopping", "prefixes", self.prefixes)
 
+    def check(self, method: Method, outline: Outline) -> None:
+        """Raises where first parts of the data have no covariance, or ranks are to be chosen among without a rank."""
+        if not method.allows_early_stopping():
+            raise _without_prefixes(repr(method))
+        cost = None if isinstance(self.ranks, tuple) and not self.ranks else method.cost(outline)
+        if cost is not None and cost.tuned:
+            check_ranks(self.ranks, repr(method), cost.rank is not None)
+
     def work(self, outline: Outline, cost: Cost) -> Work:
         """Returns what the curvatures of parts take, and their scores, as a part of each training sample's work."""
         samples = self.held_out_samples(outline.tangent.model)
@@ -221,10 +239,7 @@ class EarlyStopping(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior of the best part of the data, at the best δ and rank."""
         if not training.prefixes:
-            raise LapwingError(
-                f"The fit of {posterior.method} kept no sums of the first samples. Use a method that sums a curvature "
-                "over data: write lw.fit(model, loader, lw.ELLA(), tune=lw.EarlyStopping(validation_loader))."
-            )
+            raise _without_prefixes(posterior.method)
         whole = posterior.samples * posterior.data_factor
         candidates = []
         for part in (*training.prefixes, posterior):
@@ -237,3 +252,10 @@ class EarlyStopping(_OnHeldOutData):
         text = f"{best.samples} of {posterior.samples} samples"
         log.info("Early stopping chose %s", text)
         return replace(best, method=f"{posterior.method}, curvature of the first {text}")
+
+
+def _without_prefixes(method: str) -> LapwingError:
+    return LapwingError(
+        f"The fit of {method} kept no sums of the first samples. Use a method that sums a curvature over data: write "
+        "lw.fit(model, loader, lw.ELLA(), tune=lw.EarlyStopping(validation_loader))."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ class MeanField(Method):
         torch.Size([64, 3])
     """
 
+    makes_prior: ClassVar[bool] = False
     steps: int = 300
     learning_rate: float = 1e-4
     std_rate: float = 1e-2

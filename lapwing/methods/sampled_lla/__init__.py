@@ -6,19 +6,20 @@ import logging
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ...covariance import Draws
 from ...errors import LapwingError, check_choice, check_count, shown
+from ...likelihoods import Likelihood
 from ...linalg import doubled, total
 from ...network import ranks
-from ...tangent import Vectors
+from ...tangent import Tangent, Vectors
 from ..cost import MOVE, Cost, Layer, Outline, Work
 from ..diagonal import SquaredSums
-from ..passes import FitResult, Landmark, Method, Pass, Passes, prior_covariance
+from ..passes import FitResult, Landmark, Method, Pass, Passes, check_within, prior_covariance
 from ..problem import Problem
 from ..state import State
 from .conjugate_gradients import ConjugateGradients
@@ -93,6 +94,7 @@ class SampledLLA(Method):
         True
     """
 
+    makes_prior: ClassVar[bool] = False
     draws: int = 32
     solver: ConjugateGradients | StochasticGradient = ConjugateGradients()  # noqa: RUF009 (frozen)
     em_steps: int = 8
@@ -113,8 +115,14 @@ class SampledLLA(Method):
             )
         check_choice("SampledLLA", "prior", self.prior, ("isotropic", "g"))
 
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
+        """Raises for a preconditioner without a prior."""
+        if self.solver.preconditioner is not None:
+            check_within(self.solver.preconditioner, "preconditioner", tangent, likelihood)
+
     def passes(self, problem: Problem) -> Passes:
         """Yields passes for right-hand sides and preconditioner, then solves and steps of EM in turn."""
+        self.check(problem.tangent, problem.likelihood)
         size = problem.tangent.size
         problem.require(
             f"SampledLLA(draws={self.draws})", 6 * size * self.draws * problem.tangent.dtype.itemsize,

@@ -1,4 +1,4 @@
-"""Stochastic gradients on batches: the draws of sampled LLA by Nesterov steps, for data of which a pass is expensive."""
+"""Stochastic gradients on batches: the draws of sampled LLA by Nesterov steps, where a pass over the data is long."""
 
 from __future__ import annotations
 

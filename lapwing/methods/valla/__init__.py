@@ -13,14 +13,15 @@ import torch
 
 from ...covariance import Basis, LowRankWithResidual
 from ...errors import LapwingError, check_choice, check_count, check_positive, shown
+from ...likelihoods import Likelihood
 from ...network import batches, ranks
-from ...tangent import Anchors
+from ...tangent import Anchors, Tangent
 from ..cost import Cost, Outline, Work
 from ..passes import Batch, IteratePass, Method, Passes
 from ..problem import Problem
 from ..state import State
 from ..subspace import ProjectedCurvature, on_basis, on_rows_cost, span_of_anchors
-from .points import INITIALS, POOL, STEPS, InducingPoints, Initial, inducing_points
+from .points import INITIALS, POOL, STEPS, InducingPoints, Initial, anchors_of, inducing_points
 
 
 class VallaFit(ABC):
@@ -29,6 +30,10 @@ class VallaFit(ABC):
     def expected_batches(self, count: int) -> int:
         """Returns how many batches it goes through, as far as that is known, where the loader has `count`."""
         return count
+
+    def allows_early_stopping(self) -> bool:
+        """Returns whether the curvature is a sum over the data, or the prior chosen: as of `Method`."""
+        return False
 
     @abstractmethod
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
@@ -48,6 +53,10 @@ class ClosedForm(VallaFit):
         >>> lw.VaLLA(50, fit=lw.ClosedForm())
         VaLLA(inducing_points=50, fit=ClosedForm(), initial='kmeans')
     """
+
+    def allows_early_stopping(self) -> bool:
+        """Returns True: the curvature is a sum."""
+        return True
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields a pass for the curvature on the span of the rows."""
@@ -146,6 +155,15 @@ class VaLLA(Method):
                 "lw.NaturalGradient(steps=100), lw.VariationalBound() or lw.AlphaDivergence(). Write "
                 "VaLLA(fit=lw.ClosedForm())."
             )
+
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
+        """Raises for inducing points that the network does not take, and outputs that it does not have."""
+        if isinstance(self.inducing_points, InducingPoints):
+            anchors_of(tangent, self.inducing_points)
+
+    def allows_early_stopping(self) -> bool:
+        """Returns whether the fit does."""
+        return self.fit.allows_early_stopping()
 
     def passes(self, problem: Problem) -> Passes:
         """Yields a pass for the inducing points, then those of the fit."""

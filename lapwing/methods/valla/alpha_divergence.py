@@ -83,6 +83,10 @@ class AlphaDivergence(VallaFit):
                 "targets) batches. Write AlphaDivergence(validation=[(x_val, y_val)])."
             )
 
+    def allows_early_stopping(self) -> bool:
+        """Returns True: the prior is chosen here, and the tuning left out with a warning."""
+        return True
+
     def expected_batches(self, count: int) -> int:
         """Returns the steps."""
         return self.steps

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import LapwingError
 from ...network import batches, nesting
-from ...tangent import Anchors
+from ...tangent import Anchors, Tangent
 from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
 from ..problem import Problem
@@ -75,7 +75,7 @@ class InducingPoints:
 def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Initial) -> Generator[Pass, Any, Anchors]:
     """Yields the pass that shows some samples, where points are not given; returns rows of J at M pairs."""
     if isinstance(wanted, InducingPoints):
-        return _of_user(problem, wanted)
+        return anchors_of(problem.tangent, wanted)
     pool = _Pool(max(POOL, 20 * wanted), wanted, problem.tangent.memory)
     state = yield pool
     groups = [nesting.unflatten(*state.flattened(start)) for start in sorted(int(key) for key in state.nests)]
@@ -118,9 +118,9 @@ def movable(anchors: Anchors) -> bool:
     return all(leaf.is_floating_point() for group in anchors.inputs for leaf in batches.tensors(group))
 
 
-def _of_user(problem: Problem, points: InducingPoints) -> Anchors:
+def anchors_of(tangent: Tangent, points: InducingPoints) -> Anchors:
     """Returns anchors at points that the user gave, checked against the network."""
-    tangent, outputs = problem.tangent, points.outputs
+    outputs = points.outputs
     leaves, nest = nesting.flatten(batches.plain(points.inputs, tangent.device))
     inputs = nesting.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
     tangent.check(inputs, "the inducing points")
