@@ -197,11 +197,12 @@ def fit(
         """Returns what a fit by a method begins with, once the network and the prior are looked at."""
         runner = Runner(training, prefixes, data_size, file)
         method, tangent, reason = method_and_tangent(model, survey, method, params, likelihood, runner.count)
-        outline = Outline.of(tangent, likelihood, inputs, runner.shown() or batches.size(inputs))
+        least = runner.shown() or known_size(loader) or batches.size(inputs)
+        outline = Outline.of(tangent, likelihood, inputs, least)
+        check_fit(method, outline, tune, inputs, validation is not None)
         check_room(method, outline)
         if reason is not None:
             log.info("%s %s", reason, price(method, outline))
-        check_fit(method, outline, tune, inputs, validation is not None)
         precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay
         prior = Prior.read(tangent, precision, prior_mean)
         ranks.check_same_network(tangent.model, tangent.state())

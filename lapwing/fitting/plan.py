@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..methods import KFAC, Method, Outline, Work
+from ..methods import (
+    EKFAC,
+    ELLA,
+    KFAC,
+    Diagonal,
+    Full,
+    MeanField,
+    Method,
+    OptimalSubspace,
+    Outline,
+    SampledLLA,
+    SubsetOfData,
+    SubsetOfWeights,
+    VaLLA,
+    Work,
+)
 from ..methods.cost import Cost
 from ..network import batches
 from ..network.batches import Forward
@@ -23,13 +38,19 @@ from ..network.loaders import WeightedLoader, first_batch, known_size
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Tuning, Validation
-from .default_method import check_method, method_and_tangent
+from .default_method import check_method, method_and_tangent, params_of
 from .network_cost import NetworkCost
 from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
 from .room import advice_on_memory, with_holes
 from .runner import Runner
 from .speed import Speed
 from .validation import all_weights, check_batch, check_held_out
+
+METHODS: tuple[Method | None, ...] = (
+    None, Diagonal(), KFAC(), EKFAC(), Full(), ELLA(), OptimalSubspace(), SubsetOfWeights(size=100), VaLLA(),
+    SubsetOfData(), SampledLLA(), MeanField(),
+)  # fmt: skip
+"""What `plan(model, loader, "all")` plans: the default, and every method that `fit` takes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +69,7 @@ class Plan:
             the workspace of decompositions and what the allocator keeps are counted, tuning is left out.
         seconds: of the fit on this machine, its decompositions and the tuning included. Loading the data is left out.
         advice: what to use instead where the peak exceeds the memory of the machine.
-        note: what the numbers leave open: where they are the most, and where they are of two fits.
+        note: what the numbers leave open: where they are the most, where they are of two fits, and why there are none.
     """
 
     method: str
@@ -80,7 +101,7 @@ class Plans(tuple[Plan, ...]):
 def plan(
     model: nn.Module,
     loader: Any,
-    method: Method | Sequence[Method | None] | None = None,
+    method: Method | Sequence[Method | None] | Literal["all"] | None = None,
     *,
     likelihood: str | Likelihood | None = None,
     params: Predicate | LastLayer | None = None,
@@ -100,13 +121,14 @@ def plan(
     a guide to within a factor of about two. So are seconds, for which forward passes of the first two batches, a
     product and a decomposition are timed.
 
-    The arguments are those of `lw.fit`, and `method` may be a list of methods. A prior precision that is passed is not
-    tuned, and `data_size` counts where the loader does not know its length. Where `validation` has a classifier fitted
-    twice, time is that of both fits and of the comparison, and memory, weights and predictions are those of the larger
-    posterior.
+    The arguments are those of `lw.fit`, and `method` may be a list of methods. "all" plans the default and every method
+    with its own default options (`lapwing.fitting.plan.METHODS`), and says of one that `lw.fit` refuses why. A prior
+    precision that is passed is not tuned, and `data_size` counts where the loader does not know its length. Where
+    `validation` has a classifier fitted twice, time is that of both fits and of the comparison, and memory, weights and
+    predictions are those of the larger posterior.
 
     Returns:
-        A frozen `Plan`, or a tuple of them where `method` is a list. Both print as a table.
+        A frozen `Plan`, or a tuple of them where `method` is a list or "all". Both print as a table.
 
     Raises:
         LapwingError: for what `lw.fit` refuses by its arguments and the first batch, with the same sentence. What
@@ -126,12 +148,12 @@ def plan(
     check_flag("lw.plan", "sample_weights", sample_weights)
     check_numbers(prior_precision, weight_decay, 1.0, data_size, 0)
     check_tuning(tune, validation)
-    several = isinstance(method, (list, tuple))
-    methods: Any = method if several else [method]
+    every, single = isinstance(method, str) and method == "all", not isinstance(method, (list, tuple))
+    methods: Any = METHODS if every else [method] if single else method
     if not len(methods):
         raise LapwingError(
-            f"method={shown(method)} names no method. Write lw.plan(model, loader, [lw.KFAC(), lw.Diagonal()]), or "
-            "leave it out for the default."
+            f"method={shown(method)} names no method. Write lw.plan(model, loader, [lw.KFAC(), lw.Diagonal()]) or "
+            'lw.plan(model, loader, "all"), or leave it out for the default.'
         )
     loader = as_loader(loader, model)
     first = first_batch(loader)
@@ -149,58 +171,110 @@ def plan(
     def count() -> int:
         return known_size(loader) or runner.shown() or data_size or runner.count()
 
+    planner = _Planner(
+        model, training, (inputs, targets), likelihood, params, prior_precision, weight_decay, data_size, tune,
+        validation, survey, count,
+    )  # fmt: skip
+    plans = Plans(map(planner.attempted if every else planner.chosen, methods))
+    return plans[0] if single and not every else plans
+
+
+@dataclass
+class _Planner:
+    """Plans the methods of one call of `plan`, which share surveys, counts and the speed of the machine.
+
+    Attributes:
+        first: inputs and targets of the first batch.
+        survey: `Tangent.survey` of the network on it.
+        count: returns N.
+        surveyed: what `survey` returned, by the parameters that are treated and whether it may warn.
+        counted: a network and what it takes, by the identity of the former.
+        speed: that of the machine, once it is timed.
+    """
+
+    model: nn.Module
+    training: Any
+    first: tuple[Any, Any]
+    likelihood: Likelihood
+    params: Predicate | LastLayer | None
+    prior_precision: float | Mapping[str, float] | None
+    weight_decay: float | None
+    data_size: int | None
+    tune: Tuning | None
+    validation: Any
+    survey: Callable[..., Tangent]
+    count: Callable[[], int]
+    surveyed: dict[tuple[int, bool], Tangent] = field(default_factory=dict)
+    counted: dict[int, tuple[Tangent, NetworkCost]] = field(default_factory=dict)
     speed: Speed | None = None
 
-    def planned(method: Method, tangent: Tangent, compared: bool = False) -> Plan:
+    def attempted(self, method: Method | None) -> Plan:
+        """Returns the plan of what `lw.fit` would do with the method, or of why it would refuse."""
+        try:
+            return self.chosen(method)
+        except LapwingError as error:
+            tangent = self._survey(params_of(method, self.params), warn=False)
+            return Plan(repr(method), tangent.size, tangent.outputs, note=str(error))
+
+    def chosen(self, method: Method | None) -> Plan:
+        """Returns the plan of what `lw.fit` would do with the method."""
+        is_default = method is None and self.params is None
+        check_method(method)
+        method, tangent, _ = method_and_tangent(
+            self.model, self._survey, method, self.params, self.likelihood, self.count
+        )
+        if self.validation is not None:
+            check_held_out(tangent, self.likelihood, *batches.split(first_batch(self.validation)))
+        if not is_default or self.validation is None or self.likelihood.logit_temperature is None:
+            return self._planned(method, tangent)
+        wide = self._of_all_weights(tangent)
+        narrow = self._planned(method, tangent, compared=wide is not None)
+        return narrow if wide is None else _of_both(narrow, wide)
+
+    def _survey(self, params: Predicate | LastLayer, warn: bool = True) -> Tangent:
+        key = id(params), warn
+        if key not in self.surveyed:
+            self.surveyed[key] = self.survey(params=params, warn=warn)
+        return self.surveyed[key]
+
+    def _planned(self, method: Method, tangent: Tangent, compared: bool = False) -> Plan:
         """Returns the plan of one fit; `compared` with another on the held-out data."""
-        nonlocal speed
-        precision = prior_precision if weight_decay is None else (data_size or count()) * weight_decay
-        outline = Outline.of(tangent, likelihood, inputs, count(), not Prior.read(tangent, precision).fixed)
-        check_fit(method, outline, tune, inputs, validation is not None)
-        check_batch(tangent, likelihood, inputs, targets)
-        network = NetworkCost.of(tangent, inputs)
+        (inputs, targets), samples, tune = self.first, self.count(), self.tune
+        precision = self.prior_precision
+        if self.weight_decay is not None:
+            precision = (self.data_size or samples) * self.weight_decay
+        outline = Outline.of(tangent, self.likelihood, inputs, samples, not Prior.read(tangent, precision).fixed)
+        check_fit(method, outline, tune, inputs, self.validation is not None)
+        check_batch(tangent, self.likelihood, inputs, targets)
+        if id(tangent) not in self.counted:
+            self.counted[id(tangent)] = tangent, NetworkCost.of(tangent, inputs)
+        network = self.counted[id(tangent)][1]
         outline = replace(
             outline, activations=network.activations, gradients=network.gradients, patches=network.patches
         )
         cost = method.cost(outline)
         if cost is None:
             return Plan(repr(method), tangent.size, tangent.outputs)
-        speed = speed or Speed.of(tangent, islice(training, 2))
+        self.speed = self.speed or Speed.of(tangent, islice(self.training, 2))
         tuning = _tuning_work(tune, outline, cost)
         if compared and tuning is not None and isinstance(tune, Validation):
-            tuning += cost.predict.times(tune.held_out_samples(model) / outline.samples)
+            tuning += cost.predict.times(tune.held_out_samples(self.model) / samples)
         return Plan(
             repr(method), tangent.size, tangent.outputs, network.passes(cost.fit),
             None if tuning is None else network.passes(tuning), network.passes(cost.predict), cost.kept,
             with_holes(max(cost.peak, network.survey), tangent.device),
-            None if tuning is None else network.seconds(cost.fit + tuning, speed, outline.samples),
+            None if tuning is None else network.seconds(cost.fit + tuning, self.speed, samples),
             advice_on_memory(method, cost, outline), cost.note,
         )  # fmt: skip
 
-    def chosen(method: Method | None) -> Plan:
-        """Returns the plan of what `lw.fit` would do with the method."""
-        is_default = method is None and params is None
-        check_method(method)
-        method, tangent, _ = method_and_tangent(model, survey, method, params, likelihood, count)
-        if validation is not None:
-            check_held_out(tangent, likelihood, *batches.split(first_batch(validation)))
-        if not is_default or validation is None or likelihood.logit_temperature is None:
-            return planned(method, tangent)
-        wide = of_all_weights(tangent)
-        narrow = planned(method, tangent, compared=wide is not None)
-        return narrow if wide is None else _of_both(narrow, wide)
-
-    def of_all_weights(last: Tangent) -> Plan | None:
+    def _of_all_weights(self, last: Tangent) -> Plan | None:
         """Returns the plan of the fit that held-out data compare with that of the last layer; None without it."""
-        whole = all_weights(last, inputs, count())
+        whole = all_weights(last, self.first[0], self.count())
         try:
-            wide = None if whole is None else planned(KFAC(), whole, compared=True)
+            wide = None if whole is None else self._planned(KFAC(), whole, compared=True)
         except LapwingError:  # of a prior that names the last layer alone: then `lw.fit` leaves it out too
             return None
         return None if wide is None or wide.advice is not None else wide
-
-    plans = Plans(map(chosen, methods))
-    return plans if several else plans[0]
 
 
 def _tuning_work(tune: Tuning | None, outline: Outline, cost: Cost) -> Work | None:

@@ -15,7 +15,7 @@ blocks above 2²⁵ bytes when they are freed; smaller ones leave holes in its h
 
 
 def check_room(method: Method, outline: Outline) -> None:
-    """Raises where the peak of a fit exceeds the memory of its device, and names a method that does not."""
+    """Raises where a fit exceeds the memory of its device, and names a method that does not, or its budget."""
     cost = method.cost(outline)
     advice = None if cost is None else advice_on_memory(method, cost, outline)
     if advice is not None:
@@ -23,7 +23,14 @@ def check_room(method: Method, outline: Outline) -> None:
 
 
 def advice_on_memory(method: Method, cost: Cost, outline: Outline) -> str | None:
-    """Returns what is wrong where the peak of a fit exceeds the memory of its device, and what to use instead.
+    """Returns what is wrong where a fit exceeds the memory of its device or its budget, and what to use instead."""
+    beyond = _beyond_machine(method, cost, outline)
+    refusals = [beyond, *(need.refusal(outline.tangent.memory) for need in cost.needs)]
+    return next((refusal for refusal in refusals if refusal is not None), None)
+
+
+def _beyond_machine(method: Method, cost: Cost, outline: Outline) -> str | None:
+    """Returns what is wrong where the peak exceeds what the device has.
 
     All memory that this process may use counts, since what others hold of it may be given back; of a GPU what is free.
     """

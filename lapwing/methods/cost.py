@@ -17,7 +17,7 @@ from ..likelihoods import Likelihood
 from ..linalg import is_reduced
 from ..network import batches
 from ..tangent import Tangent
-from .problem import EXACT_FISHER_OUTPUTS, root_columns, root_positions
+from .problem import EXACT_FISHER_OUTPUTS, Need, root_columns, root_positions
 
 MOVE = 40
 """What reading, changing and writing one number costs, in multiply-adds of a matrix product."""
@@ -94,6 +94,7 @@ class Cost:
         tuned: whether a tuning follows: the method does not choose the prior itself.
         note: a sentence on what the numbers leave open.
         rank: K of a subspace, on which all candidates of a tuning share one projection; None for other structures.
+        needs: what has to fit the memory budget whole.
     """
 
     fit: Work
@@ -103,6 +104,7 @@ class Cost:
     tuned: bool = True
     note: str | None = None
     rank: int | None = None
+    needs: tuple[Need, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..linalg import add_squares, mirrored
 from ..tangent import Tangent
 from .cost import DOUBLE, EIGEN, Cost, Layer, Outline, Work, singular
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
-from .problem import Problem
+from .problem import Need, Problem
 from .state import State
 from .subspace import orthonormal_span, projection
 
@@ -64,34 +64,41 @@ class Full(Method):
     def passes(self, problem: Problem) -> Passes:
         """Yields one pass, for the GGN or for all rows."""
         self.check(problem.tangent, problem.likelihood)
-        size = problem.tangent.size
         rows = problem.count() * problem.root.columns
-        positions = problem.tangent.positions
-        if positions is not None or self.form == "primal" or (self.form == "auto" and rows >= size):
-            problem.require("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
-            return (yield from run_curvature_pass(DenseCurvature(problem)))
-        needed = 16 * rows * size
-        problem.require("Full(form='dual')", needed, f"{rows} rows of {size} weights", "use lw.KFAC() or fewer samples")
-        return (yield from run_curvature_pass(AllRows(problem, rows)))
+        problem.require(self._need(problem.tangent, rows))
+        curvature = DenseCurvature(problem) if self._is_primal(problem.tangent, rows) else AllRows(problem, rows)
+        return (yield from run_curvature_pass(curvature))
+
+    def _is_primal(self, tangent: Tangent, rows: int) -> bool:
+        """Whether the GGN is kept, and not all rows of J."""
+        return tangent.positions is not None or self.form == "primal" or (self.form == "auto" and rows >= tangent.size)
+
+    def _need(self, tangent: Tangent, rows: int) -> Need:
+        size = tangent.size
+        if self._is_primal(tangent, rows):
+            return Need("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
+        what = f"{rows} rows of {size} weights"
+        return Need("Full(form='dual')", 16 * rows * size, what, "use lw.KFAC() or fewer samples")
 
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of all rows, and of the eigenpairs of their sum of squares or of their singular vectors."""
         size, rows = outline.tangent.size, outline.samples * outline.columns
         fit, predict = outline.over_data(Layer.rows, DOUBLE), outline.prediction(Layer.rows, DOUBLE)
-        at_positions = outline.tangent.positions is not None
-        if at_positions or self.form == "primal" or (self.form == "auto" and rows >= size):
+        needs = (self._need(outline.tangent, rows),)
+        if self._is_primal(outline.tangent, rows):
             kept = outline.stored(DenseCovariance, {})
             fit += Work(products=DOUBLE / 2 * outline.columns * size**2) + outline.decomposed(EIGEN * size**3)
             predict += Work(products=DOUBLE * outline.tangent.outputs * size**2)
             chunk = outline.chunk(torch.float64, 2 * outline.columns * size)
-            return Cost(fit, predict, kept, 8 * size**2 + max(32 * size**2, chunk))  # the sum, its copies and LAPACK's
+            peak = 8 * size**2 + max(32 * size**2, chunk)  # the sum, its copies and LAPACK's
+            return Cost(fit, predict, kept, peak, needs=needs)
         rank, numbers = min(rows, size), rows * size
         basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}
         kept = outline.stored(LowRankWithResidual, basis, torch.float64)
         fit += outline.decomposed(singular(rows, size))
         scratch = max(12 * numbers, 8 * rows * rank) + 80 * rank**2
         peak = 8 * numbers + max(kept + scratch, outline.chunk(torch.float64))
-        return Cost(fit, projection(outline, rank, "prior"), kept, peak, rank=rank)
+        return Cost(fit, projection(outline, rank, "prior"), kept, peak, rank=rank, needs=needs)
 
 
 @dataclass

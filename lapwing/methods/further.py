@@ -26,7 +26,7 @@ from ..network import ranks
 from .full import AllRows, DenseCurvature, DenseSum
 from .kfac import Factors, _FactorPass
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
-from .problem import Problem
+from .problem import Need, Problem
 from .state import S
 from .subspace import ProjectedCurvature, ProjectionPass
 
@@ -129,7 +129,8 @@ class _MoreRows(AllRows):
     def __init__(self, problem: Problem, rows: ExplicitBasis, curvature: torch.Tensor) -> None:
         count = problem.count() * problem.root.columns
         needed = 16 * (count + rows.rank) * problem.tangent.size
-        problem.require("The dual form of Full", needed, f"{count + rows.rank} rows", "fit lw.Full(form='primal')")
+        what, instead = f"{count + rows.rank} rows", "fit lw.Full(form='primal')"
+        problem.require(Need("The dual form of Full", needed, what, instead))
         super().__init__(problem, count)
         self._former, self._former_curvature = rows, curvature
 

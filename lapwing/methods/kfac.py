@@ -20,7 +20,7 @@ from ..network import ranks
 from ..tangent import Tangent
 from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
-from .problem import Problem
+from .problem import Need, Problem
 from .state import BlockSums, State
 
 SHARED = 2**24
@@ -84,19 +84,23 @@ class KFAC(Method):
                 eigen += EIGEN * block.size**3
                 scratch = max(scratch, 2 * WORKSPACE * block.size**2)
         fit = outline.over_data(Layer.factors, sums=True) + outline.decomposed(eigen)
-        return Cost(fit, outline.prediction(_in_eigenbasis), kept, kept + scratch)
+        predict, needs = outline.prediction(_in_eigenbasis), (self._need(outline.tangent),)
+        return Cost(fit, predict, kept, kept + scratch, needs=needs)
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
         """Returns block name -> "factored", or what the block gets that no Kronecker product covers."""
         return {block.name: "factored" if block.matrix is not None else self.uncovered for block in tangent.blocks}
 
+    def _need(self, tangent: Tangent) -> Need:
+        kinds = self._kinds(tangent)
+        dense = sum(block.size**2 for block in tangent.blocks if kinds[block.name] == "dense")
+        method = f"{type(self).__name__}(uncovered='dense')"
+        return Need(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
+
     def _factor_pass(self, problem: Problem) -> _FactorPass:
         """Returns the factor pass, after a check that dense blocks fit."""
-        blocks, kinds = problem.tangent.blocks, self._kinds(problem.tangent)
-        dense = sum(block.size**2 for block in blocks if kinds[block.name] == "dense")
-        method = f"{type(self).__name__}(uncovered='dense')"
-        problem.require(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
-        return _FactorPass(problem, kinds, self.weight_sharing == "reduce")
+        problem.require(self._need(problem.tangent))
+        return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
 
 
 class EKFAC(KFAC):

@@ -20,7 +20,7 @@ from ..tangent.anchors import output_width
 from .cost import DOUBLE, EIGEN, WORKSPACE, Cost, Layer, Outline, Work
 from .kfac import KFAC
 from .passes import Method, Pass, Passes, check_within, prior_covariance
-from .problem import Problem
+from .problem import Need, Problem
 from .rows import anchors_at, choose
 from .subspace import Residual, leading_of, on_basis, on_rows_cost, record_dtype
 
@@ -118,7 +118,19 @@ class OptimalSubspace(Method):
             fit += outline.once(2 * count * outline.total(Layer.rotated))
         scratch = 16 * count * size + min(tangent.memory // 2, 16 * count * size) if fits else tangent.memory
         peak = max(first.peak, first.kept + cost.kept + scratch + WORKSPACE * count**2, first.kept + cost.peak)
-        return replace(cost, fit=first.fit + cost.fit + fit + outline.decomposed(EIGEN * count**3), peak=peak)
+        dtype = tangent.dtype if self.residual is None else torch.float64
+        return replace(
+            cost, fit=first.fit + cost.fit + fit + outline.decomposed(EIGEN * count**3), peak=peak,
+            needs=first.needs + self._needs(tangent, count, dtype),
+        )  # fmt: skip
+
+    def _needs(self, tangent: Tangent, count: int, dtype: torch.dtype) -> tuple[Need, ...]:
+        """Returns the needs of the directions, and of the Gram matrix of M rows."""
+        directions = min(self.rank, count) * tangent.size * dtype.itemsize
+        return (
+            Need(f"OptimalSubspace(rank={self.rank})", directions, f"{self.rank} directions", "ask for a lower rank"),
+            Need(f"OptimalSubspace(rows={count})", 16 * count**2, "the rows' Gram matrix", "ask for fewer rows"),
+        )
 
     def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
         """Returns all outputs of the given inputs, or of training inputs chosen at random."""
@@ -143,10 +155,8 @@ class OptimalSubspace(Method):
         """
         tangent, blocks = problem.tangent, problem.tangent.blocks
         dtype = record_dtype(problem, self.residual)
-        needed = min(self.rank, len(anchors)) * tangent.size * dtype.itemsize
-        problem.require(f"OptimalSubspace(rank={self.rank})", needed, f"{self.rank} directions", "ask for a lower rank")
-        name, gram_bytes = f"OptimalSubspace(rows={len(anchors)})", 16 * len(anchors) ** 2
-        problem.require(name, gram_bytes, "the rows' Gram matrix", "ask for fewer rows")
+        for need in self._needs(tangent, len(anchors), dtype):
+            problem.require(need)
         fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
         precise = torch.float64 if fits else dtype
         all_rows = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None

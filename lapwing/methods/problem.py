@@ -27,6 +27,33 @@ POSITION_DRAWS = 8
 """So many columns are drawn for an input whose outputs have positions, each with noise at all positions at once."""
 
 
+@dataclass(frozen=True)
+class Need:
+    """Tensors that a method cannot cut into chunks, and that have to fit the memory budget.
+
+    Attributes:
+        method: the method, with the option that they come from.
+        bytes: their size.
+        what: they are.
+        instead: what else the user may do, as an order.
+    """
+
+    method: str
+    bytes: int
+    what: str
+    instead: str
+
+    def refusal(self, memory: int) -> str | None:
+        """Returns what is wrong and what to do, or None where they fit."""
+        if self.bytes <= memory:
+            return None
+        return (
+            f"{self.method} needs {self.bytes / 2**20:,.0f} MiB for {self.what}, and the memory budget is "
+            f"{memory / 2**20:,.0f} MiB. Pass memory={2 ** (self.bytes - 1).bit_length()} if the machine has it, or "
+            f"{self.instead}."
+        )
+
+
 def root_positions(tangent: Tangent) -> int:
     """Returns at how many positions of an input the Fisher root is taken at once."""
     positions = tangent.positions
@@ -199,11 +226,8 @@ class Problem:
         """Returns zeros (*shape, P_block) for each block."""
         return {block.name: self.zeros(*shape, block.size) for block in self.tangent.blocks}
 
-    def require(self, method: str, needed: int, what: str, instead: str) -> None:
-        """Raises if a method's tensors do not fit the memory budget."""
-        if needed > self.tangent.memory:
-            raise LapwingError(
-                f"{method} needs {needed / 2**20:,.0f} MiB for {what}, and the memory budget is "
-                f"{self.tangent.memory / 2**20:,.0f} MiB. Pass memory={2 ** (needed - 1).bit_length()} if the machine "
-                f"has it, or {instead}."
-            )
+    def require(self, need: Need) -> None:
+        """Raises if what a method cannot cut into chunks does not fit the memory budget."""
+        refusal = need.refusal(self.tangent.memory)
+        if refusal is not None:
+            raise LapwingError(refusal)

@@ -15,7 +15,7 @@ from .cost import Cost, Outline
 from .ella import ELLA
 from .full import Full
 from .passes import Batch, FitResult, Method, Passes, SumPass
-from .problem import Problem
+from .problem import Need, Problem
 from .rows import choose, choose_balanced, class_labels
 from .state import DataSummary, State
 
@@ -79,9 +79,7 @@ class SubsetOfData(Method):
         )
         method = self._exact(small.tangent, len(places), small.root.columns)
         if isinstance(method, ELLA):
-            rows = len(places) * small.tangent.width
-            needed, what = 16 * rows**2, f"the Gram matrix of {rows} rows"
-            problem.require(f"SubsetOfData(size={len(places)})", needed, what, "ask for a smaller size")
+            problem.require(_need(len(places), small.tangent.width))
         passes = method.passes(small)
         state: State | None = None
         while True:
@@ -103,8 +101,10 @@ class SubsetOfData(Method):
         """Returns the cost of the other method on the subset, as a part of all data."""
         points = min(self.size, outline.samples)
         small = replace(outline, samples=points, batch=min(points, outline.batch))
-        cost = self._exact(small.tangent, points, small.columns).cost(small)
-        return replace(cost, fit=cost.fit.times(points / outline.samples))
+        method = self._exact(small.tangent, points, small.columns)
+        cost = method.cost(small)
+        needs = (_need(points, small.tangent.width),) if isinstance(method, ELLA) else cost.needs
+        return replace(cost, fit=cost.fit.times(points / outline.samples), needs=needs)
 
     def _exact(self, tangent: Tangent, points: int, columns: int) -> Full | ELLA:
         """Returns the method that gives the exact posterior of the points within the memory budget."""
@@ -113,6 +113,12 @@ class SubsetOfData(Method):
             return Full()
         rank = size if at_positions else points * tangent.outputs  # later inputs may have more positions
         return ELLA(rank=rank, rows="all", residual="prior")
+
+
+def _need(points: int, width: int) -> Need:
+    rows = points * width
+    what = f"the Gram matrix of {rows} rows"
+    return Need(f"SubsetOfData(size={points})", 16 * rows**2, what, "ask for a smaller size")
 
 
 def chosen_places(total: int, count: int, generator: torch.Generator, labels: Tensor | None) -> Tensor:

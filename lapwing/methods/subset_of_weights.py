@@ -19,7 +19,7 @@ from ..tangent import Block, Tangent
 from .cost import DOUBLE, MOVE, Cost, Layer, Outline, Work
 from .diagonal import SquaredSums
 from .passes import Method, Pass, Passes
-from .problem import Problem
+from .problem import Need, Problem
 from .subspace import Residual, on_basis, record_dtype
 
 LABELS = ("diagonal", "magnitude", "random")
@@ -98,11 +98,15 @@ class SubsetOfWeights(Method):
         """Yields a pass for the diagonal of G if that chooses the weights, then one for their curvature."""
         tangent, size = problem.tangent, self.size
         self.check(tangent, problem.likelihood)
-        problem.require(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
+        problem.require(self._need())
         scores = yield from self._scores(problem)
         picked = scores.argsort(descending=True, stable=True)[:size]
         basis = CoordinateBasis(tangent.blocks, picked, record_dtype(problem, self.residual))
         return (yield from on_basis(problem, basis, self.residual))
+
+    def _need(self) -> Need:
+        size = self.size
+        return Need(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
 
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of a pass for the diagonal, where that chooses, and of one for the chosen columns of J."""
@@ -116,7 +120,8 @@ class SubsetOfWeights(Method):
         predict = outline.prediction(_written, factor) + picked.times(outline.tangent.outputs)
         if self.by == "diagonal":
             fit += outline.over_data(Layer.squares, sums=True)
-        return Cost(fit, predict, kept, kept + max(80 * size**2, outline.chunk(dtype, 3 * columns * size)), rank=size)
+        peak = kept + max(80 * size**2, outline.chunk(dtype, 3 * columns * size))
+        return Cost(fit, predict, kept, peak, rank=size, needs=(self._need(),))
 
     def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +17,10 @@ from ..network import ranks
 from ..tangent import Anchors
 from .cost import DOUBLE, EIGEN, MOVE, WORKSPACE, Cost, Outline, Work, singular
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
-from .problem import Problem
+from .problem import Need, Problem
 from .state import State
+
+log = logging.getLogger("lapwing")
 
 Residual = Literal["prior"] | None
 
@@ -57,11 +60,11 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
         return ExplicitBasis(cut(tangent.blocks, directions.mul_(root.to(directions.device)).to(root)))
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
-    needed = 16 * len(anchors) ** 2
-    problem.require(f"The span of {len(anchors)} rows of J", needed, "their Gram matrix", "ask for fewer rows")
+    problem.require(_need(len(anchors)))
     precise = torch.float64 if not explicit else dtype
     coefficients = leading_of(lambda dtype: anchors.gram(scales, dtype), rank, precise)
     if not explicit:
+        log.info(_too_many_directions(rank, tangent.size, dtype, tangent.memory))
         return ImplicitBasis(anchors, coefficients, scales)
     fits = rank * tangent.size * torch.float64.itemsize <= tangent.memory
     combined = anchors.combine(coefficients if fits else coefficients.to(dtype))
@@ -77,6 +80,20 @@ def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
     """Says whether rows (M, P) fit the budget, and with them what `orthonormal_span` takes fits it twice."""
     return count * size * dtype.itemsize <= memory and (
         16 * count * size <= memory or 48 * min(count, size) ** 2 <= memory
+    )
+
+
+def _need(count: int) -> Need:
+    return Need(f"The span of {count} rows of J", 16 * count**2, "their Gram matrix", "ask for fewer rows")
+
+
+def _too_many_directions(rank: int, size: int, dtype: torch.dtype, memory: int) -> str:
+    """Returns why a fit and its predictions are slow, and what to do."""
+    needed = rank * size * dtype.itemsize
+    return (
+        f"{rank} directions of {size:,} weights take {needed / 2**30:.3g} GiB, and the memory budget is "
+        f"{memory / 2**30:.3g} GiB. So rows of J stand for them, which are computed again for each batch. Pass "
+        f"memory={2 ** (needed - 1).bit_length()} if the machine has it, or a lower rank."
     )
 
 
@@ -102,6 +119,7 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
     tangent, size = outline.tangent, outline.tangent.size
     dtype = tangent.dtype if residual is None else torch.float64
     rank, memory, extra = min(rank, count, size), tangent.memory, dict[str, Any]()
+    needs, note = tuple[Need, ...](), None
     fit = Work(1, 1).times(count / outline.samples)  # each row is a forward and a backward pass
     predict = projection(outline, rank, residual)
     if _fit(count, size, dtype, memory):
@@ -111,11 +129,13 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
         span, beside = rows + max(outline.row_chunk(count, dtype), svd + 56 * least**2), 0
         fit += outline.decomposed(singular(count, size))
     else:  # pairs of chunks of rows, each recorded again
+        needs = (_need(count),)
         length = tangent.chunk_length(1, dtype) // 2
         fit = fit.times(1 + count / (2 * max(1, length)))
         fit += outline.once(count**2 * size) + outline.decomposed(EIGEN * count**3)
         span, beside = 0, WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
         if rank * size * dtype.itemsize > memory:
+            note = _too_many_directions(rank, size, dtype, memory)
             chunks = count / min(outline.batch, tangent.chunk_length(outline.columns, dtype))
             fit, predict = fit + Work(chunks, chunks), predict + Work(chunks, chunks)
             extra = {"scales": dict.fromkeys(outline.layers, 1.0), "rows": count, "nests": []}
@@ -128,7 +148,8 @@ def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) ->
     length = min(outline.batch, tangent.chunk_length(outline.columns, dtype))
     fit += Work(products=MOVE * rank * size / length)  # the directions, read for each chunk
     fit += outline.over_data(lambda layer, columns: layer.projected(columns, rank), DOUBLE if residual else 1)
-    return Cost(fit, predict, kept, max(span, kept + max(beside, chunk, 80 * rank**2)), rank=rank)
+    peak = max(span, kept + max(beside, chunk, 80 * rank**2))
+    return Cost(fit, predict, kept, peak, note=note, rank=rank, needs=needs)
 
 
 def projection(outline: Outline, rank: int, residual: Residual) -> Work:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch import nn
 import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing.fitting import Plan, room
+from lapwing.fitting.plan import METHODS as METHODS_OF_ALL
+from lapwing.fitting.runner import Runner
 from lapwing.fitting.speed import Speed
 from lapwing.methods.cost import EIGEN, Outline, Work
 from lapwing.tangent import Tangent
@@ -155,6 +159,8 @@ def test_an_implicit_basis_keeps_inputs_in_place_of_directions():
     planned, exact, _ = compared(wide, regression((12,), 40), lw.SubsetOfData(20), memory=2**24)
     assert planned.kept_bytes == exact
     assert exact < 8 * 60 * planned.parameters / 100
+    assert "So rows of J stand for them" in planned.note
+    assert lw.plan(wide, regression((12,), 40), lw.SubsetOfData(20), memory=2**26).note is None
 
 
 def test_other_dtypes_tied_weights_and_the_last_layer():
@@ -219,6 +225,69 @@ def test_several_plans_print_as_a_table_and_a_method_without_a_cost_says_so():
     assert first.split()[-1] == "Diagonal()"
     assert second.split()[2:] == ["?", "?", "?", "?", "?", "?", "Mine()"]
     assert len(str(plans[0]).splitlines()) == 3
+
+
+def test_all_methods_are_planned_from_one_survey(monkeypatch):
+    surveys, survey = [], Tangent.survey
+    monkeypatch.setattr(Tangent, "survey", lambda *args, **options: surveys.append(1) or survey(*args, **options))
+    model, data = cnn(), regression((2, 6, 6))
+    plans = lw.plan(model, data, "all")
+    assert len(surveys) <= 3
+    assert [plan.method for plan in plans[1:]] == [repr(method) for method in METHODS_OF_ALL[1:]]
+    for plan, method in zip(plans, METHODS_OF_ALL, strict=True):
+        alone = lw.plan(model, data, method)
+        assert (plan.passes, plan.kept_bytes, plan.peak_bytes) == (alone.passes, alone.kept_bytes, alone.peak_bytes)
+
+
+def test_among_all_methods_one_that_is_refused_says_why():
+    plans = lw.plan(nn.Linear(12, 3).eval(), regression((12,)), "all")
+    (few,) = (plan for plan in plans if "SubsetOfWeights" in plan.method)
+    assert few.passes is None
+    assert "asks for more weights than the 39 treated ones" in few.note
+    assert few.note in str(plans)
+
+
+@dataclass
+class Named:
+    """A predicate without a hash."""
+
+    prefix: str
+
+    def __call__(self, name: str, _: Any) -> bool:
+        """Whether the name begins with the prefix."""
+        return name.startswith(self.prefix)
+
+
+def test_predicates_need_no_hash():
+    plans = lw.plan(mlp(), regression((12,)), [lw.KFAC(), lw.Diagonal()], params=Named("0"))
+    assert [plan.parameters for plan in plans] == [520, 520]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (lw.Full("primal"), "Full needs 18,988 MiB for a dense covariance of 28803 weights, and the memory budget is"),
+        (lw.Full(), "Full(form='dual') needs 659 MiB for 1500 rows of 28803 weights, and the memory budget is 16 MiB."),
+        (lw.KFAC(uncovered="dense"), "KFAC(uncovered='dense') needs "),
+        (lw.OptimalSubspace(200), "OptimalSubspace(rank=200) needs "),
+        (lw.OptimalSubspace(4, lw.Full("primal")), "Full needs "),
+        (lw.SampledLLA(64), "SampledLLA(draws=64) needs "),
+        (lw.SubsetOfWeights(2000), "SubsetOfWeights(size=2000) needs "),
+        (lw.ELLA(2, 5000), "The span of 1500 rows of J needs "),
+        (lw.SubsetOfData(500), "SubsetOfData(size=500) needs "),
+    ],
+)
+def test_what_exceeds_the_budget_is_advice_of_the_plan_and_refused_by_the_fit_before_any_pass(
+    method, message, monkeypatch
+):
+    monkeypatch.delattr(Runner, "run")
+    monkeypatch.setattr(room, "memory_limit", lambda: 2**50)
+    model = nn.Sequential(nn.Linear(12, 1600), nn.LayerNorm(1600), nn.ReLU(), nn.Linear(1600, 3)).eval()
+    data, options = regression((12,), 500), {"memory": 2**24, "likelihood": lw.Gaussian(0.1)}
+    advice = lw.plan(model, data, method, **options).advice
+    assert advice.startswith(message)
+    with pytest.raises(lw.LapwingError, match=re.escape(advice)):
+        lw.fit(model, data, method, **options)
 
 
 def test_seconds_grow_with_the_data_and_stand_in_the_table(monkeypatch):

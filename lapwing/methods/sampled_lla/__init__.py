@@ -20,7 +20,7 @@ from ...tangent import Tangent, Vectors
 from ..cost import MOVE, Cost, Layer, Outline, Work
 from ..diagonal import SquaredSums
 from ..passes import FitResult, Landmark, Method, Pass, Passes, check_within, prior_covariance
-from ..problem import Problem
+from ..problem import Need, Problem
 from ..state import State
 from .conjugate_gradients import ConjugateGradients
 from .linearised_mode import LinearisedMode
@@ -123,11 +123,7 @@ class SampledLLA(Method):
     def passes(self, problem: Problem) -> Passes:
         """Yields passes for right-hand sides and preconditioner, then solves and steps of EM in turn."""
         self.check(problem.tangent, problem.likelihood)
-        size = problem.tangent.size
-        problem.require(
-            f"SampledLLA(draws={self.draws})", 6 * size * self.draws * problem.tangent.dtype.itemsize,
-            f"six numbers for each of {size} weights and each draw", "take fewer draws or parameters",
-        )  # fmt: skip
+        problem.require(self._need(problem.tangent))
         system, start, products = yield from self._system(problem)
         steps, most = _steps(problem, self.per_block), _largest_scale(system, start, products)
         mode = LinearisedMode(problem, self.linearised_mode and self.em_steps > 0 and steps.open_precision)
@@ -183,6 +179,12 @@ class SampledLLA(Method):
         """Returns those of the right-hand sides and of two solves; how many there will be only the fit shows."""
         return count + (1 + (self.em_steps > 0)) * self.solver.expected_batches(count)
 
+    def _need(self, tangent: Tangent) -> Need:
+        return Need(
+            f"SampledLLA(draws={self.draws})", 6 * tangent.size * self.draws * tangent.dtype.itemsize,
+            f"six numbers for each of {tangent.size} weights and each draw", "take fewer draws or parameters",
+        )  # fmt: skip
+
     def cost(self, outline: Outline) -> Cost | None:
         """Returns the cost at all iterations of all solves, which is the most; None with a preconditioner of none."""
         draws, tangent, prepared = self.draws, outline.tangent, self.solver.preconditioner
@@ -203,7 +205,8 @@ class SampledLLA(Method):
             fit += product.times(2 * solves)
         which = "its solve" if solves == 1 else f"{solves} solves"
         note = f"SampledLLA takes this at most, for all iterations of {which}; it mostly ends far sooner."
-        return Cost(fit, predict, kept, max(before.peak, peak), False, note)
+        needs = (*before.needs, self._need(tangent))
+        return Cost(fit, predict, kept, max(before.peak, peak), False, note, needs=needs)
 
     def _solve(
         self, system: LinearSystem, noise: float | None, mode: LinearisedMode, start: Vectors, products: Vectors

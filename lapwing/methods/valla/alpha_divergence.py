@@ -19,7 +19,7 @@ from ...network import batches, ranks
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..passes import Batch, FitResult, Passes
-from ..problem import Problem
+from ..problem import Need, Problem
 from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
@@ -147,11 +147,11 @@ class AlphaSteps(MovingSteps):
         if not state.taken:
             tangent, samples = self.problem.tangent, batches.size(batch.inputs)
             outputs = tangent.outputs * picked_count(tangent.width // tangent.outputs, tangent.outputs)
-            self.problem.require(
+            self.problem.require(Need(
                 f"AlphaDivergence with {outputs} outputs", 4 * 8 * samples * outputs**2,
                 f"the output covariances of {samples} samples and their gradients",
                 "give smaller batches, or write VaLLA(fit=lw.NaturalGradient())",
-            )  # fmt: skip
+            ))  # fmt: skip
             self._evaluate(state)
         super().step(state, batch, generator)
         if state.taken % self._fit.every == 0 or state.taken == self.steps:
