@@ -21,7 +21,16 @@ from ..errors import LapwingError
 from ..linalg import check_draws, doubled, is_finite, nonnegative, psd_root, seeded, total
 from ..network.eager import full_precision
 from .positions import Described
-from .terms import DenseTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, standard_deviation
+from .terms import (
+    DenseTerm,
+    FactoredTerm,
+    MarginalTerm,
+    SelectedTerm,
+    Term,
+    concatenate,
+    multiplied_out,
+    standard_deviation,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,10 +101,14 @@ class Latent(Described):
     def compact(self, covariances: bool) -> Latent:
         """Returns a detached float64 copy that keeps covariances, or variances alone."""
         if covariances:
-            term: Term = DenseTerm(doubled(self.covariance.detach()))
+            term: Term = DenseTerm(doubled(self.covariance.detach()), doubled(self.centred_variance.detach()))
         else:
             term = MarginalTerm(doubled(self.variance.detach()), doubled(self.centred_variance.detach()))
         return replace(self, mean=doubled(self.mean.detach()), terms=(term,))
+
+    def to_keep(self) -> Latent:
+        """Returns the latent with wide factors multiplied out, for memory where many inputs are kept."""
+        return replace(self, terms=multiplied_out(self.terms))
 
     def with_checks(self) -> Latent:
         """Returns the latent for the user: moments that are not finite are refused when they are read."""
@@ -117,11 +130,13 @@ class Latent(Described):
             count = len(part.mean)
             if count == samples:
                 return part
+            part = part.to_keep()
             if whole is None and not any(rows.requires_grad for rows in part._rows):
                 whole = part._with_rows([rows.new_empty(samples, *rows.shape[1:]) for rows in part._rows])
             if whole is None or [term.layout for term in whole.terms] != [term.layout for term in part.terms]:
                 done = [] if whole is None else [whole._with_rows([rows[:start] for rows in whole._rows])]
-                return Latent.concatenate([*done, part, *parts])  # gradients, or texts of other lengths
+                others = (other.to_keep() for other in parts)
+                return Latent.concatenate([*done, part, *others])  # gradients, or texts of other lengths
             for all_rows, rows in zip(whole._rows, part._rows, strict=True):
                 all_rows[start : start + count] = rows
             start += count

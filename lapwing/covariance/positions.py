@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 class Described:
     """A latent that prints as its kind and the shape of its moments, and not as tensors."""
 
+    def to_keep(self: Any) -> Any:
+        """Returns the latent in the form in which those of many inputs are kept."""
+        return self
+
     def __repr__(self: Any) -> str:
         return f"{type(self).__name__}(mean and variance {tuple(self.mean.shape)})"
 
@@ -82,6 +86,9 @@ class LatentAtPositions(Described):
     def compact(self, covariances: bool) -> LatentAtPositions:
         """Returns a detached float64 copy that keeps covariances, or variances alone."""
         return replace(self, rows=self.rows.compact(covariances))
+
+    def to_keep(self) -> LatentAtPositions:
+        return replace(self, rows=self.rows.to_keep())
 
     def with_checks(self) -> LatentAtPositions:
         """Returns the latent for the user: moments that are not finite are refused."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +103,10 @@ class FactoredTerm(Term):
         scale = self.factor.new_ones(len(self.factor), self.factor.shape[-1]) if self.scale is None else self.scale
         return FactoredTerm(self.factor, scale * factor)
 
+    def multiplied_out(self) -> DenseTerm:
+        """Returns the matrix, and beside it the centred variance, which would cancel digits if the matrix gave it."""
+        return DenseTerm(self.dense(), self.centred_variance())
+
     def _weighted(self, values: Tensor) -> Tensor:
         """Returns `X diag(s)` for X (B, C, K)."""
         return values if self.scale is None else values * self.scale.unsqueeze(1)
@@ -170,21 +175,24 @@ class EigenTerm(Term):
         if self.basis is None:
             return EigenTerm(None, self.scale.gather(1, outputs))
         rows = self.basis.index_select(0, outputs.flatten()).view(*outputs.shape, -1)  # (B, k, C)
-        return DenseTerm((rows * self.scale.unsqueeze(1)) @ rows.mT)
+        return FactoredTerm(rows, self.scale).multiplied_out()
 
 
 @dataclass(frozen=True)
 class DenseTerm(Term):
-    """A matrix (B, C, C)."""
+    """A matrix (B, C, C), and the centred variance (B, C) where it is known more precisely than from the matrix."""
 
     matrix: Tensor
+    centred: Tensor | None = None
 
     def variance(self) -> Tensor:
         """Returns the diagonal, a view."""
         return self.matrix.diagonal(dim1=-2, dim2=-1)
 
     def centred_variance(self) -> Tensor:
-        """Returns the diagonal, less twice the mean of each row, and the mean of all."""
+        """Returns what is known, or the diagonal, less twice the mean of each row, and the mean of all."""
+        if self.centred is not None:
+            return self.centred
         rows = self.matrix.mean(-1)  # (B, C)
         return self.variance() - 2 * rows + rows.mean(-1, keepdim=True)
 
@@ -192,7 +200,12 @@ class DenseTerm(Term):
         return self.matrix
 
     def scaled(self, factor: float) -> DenseTerm:
-        return DenseTerm(self.matrix * factor)
+        return DenseTerm(self.matrix * factor, None if self.centred is None else self.centred * factor)
+
+    def __add__(self, other: DenseTerm) -> DenseTerm:
+        known = self.centred is not None or other.centred is not None
+        centred = self.centred_variance() + other.centred_variance() if known else None
+        return DenseTerm(self.matrix + other.matrix, centred)
 
 
 @dataclass(frozen=True)
@@ -271,27 +284,43 @@ def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
         return (*terms, term)
     others, dense = terms[:-1], terms[-1]
     if isinstance(term, DenseTerm):
-        return (*others, DenseTerm(dense.matrix + term.matrix))
+        return (*others, dense + term)
     return (*others, term, dense)
+
+
+def multiplied_out(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """Returns a sum whose factors are one matrix (B, C, C) where they have more than C columns together."""
+    factors = [term for term in terms if isinstance(term, FactoredTerm)]
+    if not factors or sum(term.factor.shape[-1] for term in factors) <= factors[0].factor.shape[1]:
+        return tuple(terms)
+    matrices = (term.multiplied_out() if isinstance(term, FactoredTerm) else term for term in terms)
+    return reduce(add_term, matrices, ())
 
 
 def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
     """Joins the terms of consecutive chunks of samples; where the kinds differ, as for shorter texts, to a matrix."""
     if len({tuple(type(term) for term in terms) for terms in parts}) > 1:
-        return (DenseTerm(torch.cat([total(term.dense() for term in terms) for terms in parts])),)
+        return (_as_matrix(parts),)
     return tuple(map(_joined, zip(*parts, strict=True)))
 
 
 def _joined(terms: Sequence[Term]) -> Term:
     """Joins one term of each chunk."""
     if len({term.layout for term in terms}) > 1:  # factors of other widths
-        return DenseTerm(torch.cat([term.dense() for term in terms]))
+        return _as_matrix([[term] for term in terms])
     return terms[0].with_rows(*map(torch.cat, zip(*(term.rows for term in terms), strict=True)))
+
+
+def _as_matrix(parts: Sequence[Sequence[Term]]) -> DenseTerm:
+    """Joins the terms of consecutive chunks of samples to one matrix and the centred variances."""
+    matrices = torch.cat([total(term.dense() for term in terms) for terms in parts])
+    return DenseTerm(matrices, torch.cat([total(term.centred_variance() for term in terms) for terms in parts]))
 
 
 def factored_or_dense(factor: Tensor) -> Term:
     """Returns `F Fᵀ` as the factor (B, C, K), or multiplied out where the matrix has fewer numbers."""
-    return DenseTerm(factor @ factor.mT) if factor.shape[-1] > factor.shape[-2] else FactoredTerm(factor)
+    term = FactoredTerm(factor)
+    return term.multiplied_out() if factor.shape[-1] > factor.shape[-2] else term
 
 
 def of_both(function: Callable[[Any], Any], first: Any, second: Any) -> tuple[Any, Any]:

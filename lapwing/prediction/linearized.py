@@ -23,7 +23,7 @@ from ..covariance import (
     Term,
 )
 from ..covariance.positions import LatentAtPositions
-from ..covariance.terms import DenseTerm, selected
+from ..covariance.terms import DenseTerm, multiplied_out, selected
 from ..errors import LapwingError, is_whole, plain_numbers, shown
 from ..network import batches
 from ..network.gate import Checked
@@ -254,7 +254,7 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
     outputs = selection.of(mean)
     if late:
         terms = tuple(term.selected(outputs) for term in terms)
-    return SelectedLatent(mean.gather(1, outputs), terms, outputs=outputs, every_mean=mean)
+    return SelectedLatent(mean.gather(1, outputs), multiplied_out(terms), outputs=outputs, every_mean=mean)
 
 
 def _of_weights(

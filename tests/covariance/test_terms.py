@@ -8,7 +8,17 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.covariance import JointLatent, Latent, LatentDraws
-from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, ScaleTerm, Term, add_term
+from lapwing.covariance.terms import (
+    DenseTerm,
+    EigenTerm,
+    FactoredTerm,
+    MarginalTerm,
+    ScaleTerm,
+    Term,
+    add_term,
+    multiplied_out,
+)
+from lapwing.covariance.terms import concatenate as join_terms
 
 F64 = torch.float64
 
@@ -27,6 +37,7 @@ TERMS = {
     "eigen": EigenTerm(torch.linalg.qr(normal(3, 3))[0], normal(4, 3).abs()),
     "diagonal": EigenTerm(None, normal(4, 3).abs()),
     "dense": DenseTerm(normal(4, 3, 3) @ normal(4, 3, 3).mT),
+    "multiplied out": FactoredTerm(normal(4, 3, 5), normal(4, 5).abs()).multiplied_out(),
     "one output": FactoredTerm(normal(1, 1, 2)),
 }
 
@@ -61,6 +72,39 @@ def test_matrices_are_added_up_at_the_end() -> None:
         terms = add_term(terms, term)
     assert [type(term) for term in terms] == [FactoredTerm, FactoredTerm, DenseTerm]
     close(terms[-1].dense(), 2 * dense.dense())
+
+
+def test_factors_are_multiplied_out_where_they_are_wider_than_the_matrix() -> None:
+    wide, narrow, eigen = TERMS["factored and scaled"], TERMS["factored"], TERMS["eigen"]
+    assert multiplied_out((narrow, eigen)) == (narrow, eigen)
+    for terms in ((narrow, narrow), (wide,), (wide, eigen, TERMS["dense"])):
+        found = multiplied_out(terms)
+        assert not any(isinstance(term, FactoredTerm) for term in found)
+        assert sum(rows[0].numel() for term in found for rows in term.rows) <= 3 * 3 + 3 + 3
+        whole, latent = Latent(normal(4, 3), terms), Latent(normal(4, 3), found)
+        close(latent.covariance, whole.covariance)
+        close(latent.centred_variance, whole.centred_variance)
+
+
+@pytest.mark.parametrize("term", ["multiplied out", "selected", "joined"])
+def test_what_a_softmax_sees_keeps_its_digits_beside_a_large_common_movement(term: str) -> None:
+    """In float32 a matrix with entries of 1e6 has an error of .1 in each, and centred variances here are about 1."""
+    factor = torch.cat([1e3 * torch.ones(4, 3, 1, dtype=F64), normal(4, 3, 4)], -1)
+    expected = FactoredTerm(factor).centred_variance()
+    single = factor.float()
+    if term == "selected":
+        basis, scale = torch.linalg.qr(torch.cat([torch.ones(3, 1, dtype=F64), normal(3, 2)], 1))[0], torch.rand(4, 3)
+        scale[:, 0] = 1e6
+        expected = EigenTerm(basis, scale.double()).centred_variance()
+        found = EigenTerm(basis.float(), scale).selected(torch.arange(3).expand(4, -1))
+    elif term == "joined":
+        (found,) = join_terms([(FactoredTerm(single[:2]),), (FactoredTerm(single[2:]).multiplied_out(),)])
+    else:
+        found = multiplied_out((FactoredTerm(single),))[0].scaled(1.0)
+    assert isinstance(found, DenseTerm)
+    torch.testing.assert_close(found.centred_variance().double(), expected, rtol=1e-3, atol=1e-6)
+    latent = Latent(normal(4, 3), (found,)).compact(True)
+    torch.testing.assert_close(latent.centred_variance, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_marginals_have_no_covariance() -> None:

@@ -52,6 +52,7 @@ def test_the_latent_is_a_slice_of_that_of_all_outputs(method, params):
         batches = posterior.latent([setup.x[:4], setup.x[4:8], setup.x[8:]], via=way)
         assert batches.outputs.equal(index)
         close(batches.covariance, latent.covariance)
+        assert sum(rows[0].numel() for term in batches.terms for rows in term.rows) <= 2 * 2 + 2 + 2  # no wide factor
 
 
 @pytest.mark.parametrize("name", ["tied", "shared_module", "vit", "cnn_bn_inplace", "custom_parameter"])
