@@ -31,7 +31,7 @@ from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, S, State
 from ..network import batches, ranks
-from ..network.loaders import WeightedLoader, other_size, sampler_size
+from ..network.loaders import WeightedLoader, known_size, other_size, sampler_size
 from ..network.progress import Stage, length_of, stage, tracked
 from .checkpoint import Checkpoint
 from .standing import Standing, rest_of
@@ -79,10 +79,13 @@ class Runner:
         """Returns n, how many samples the loader shows, without going through it; None where that is not known."""
         if self._share is not None:
             return self._share.total
-        loader = self._loader.loader if isinstance(self._loader, WeightedLoader) else self._loader
-        if not self._at.expected and isinstance(loader, DataLoader):
-            return sampler_size(loader)
+        if not self._at.expected and isinstance(self._plain_loader, DataLoader):
+            return sampler_size(self._plain_loader)
         return self._at.expected or None
+
+    @property
+    def _plain_loader(self) -> Any:
+        return self._loader.loader if isinstance(self._loader, WeightedLoader) else self._loader
 
     def count(self) -> int:
         """Returns n: as the loader says, else the samples so far where N is given, else by going through the loader."""
@@ -170,6 +173,9 @@ class Runner:
         if self._checkpoint is None:
             return at
         at = self._checkpoint.begin(step.label, at, problem.tangent.device, self._is_joint(step))
+        before, shown = at.expected or at.start, known_size(self._plain_loader)
+        if shown is not None and before > shown:
+            raise other_size(shown, "now", before)
         if isinstance(step, Landmark):
             self._visits[step.label] = at.taken
         for name, numbers in at.generators.items():

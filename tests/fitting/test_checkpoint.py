@@ -287,6 +287,26 @@ def test_a_checkpoint_of_another_network_or_other_data_is_refused(tmp_path: Path
         lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
 
 
+@pytest.mark.parametrize("left", [5, 10**9])
+def test_a_loader_with_fewer_samples_than_the_checkpoint_has_is_refused(left: int, tmp_path: Path) -> None:
+    """Else KFAC of all samples would pass for that of a few, amid the pass and after it."""
+    model, every = pieces(size=2)
+
+    class Ending(lw.Validation):
+        def tune(self, *_: Any) -> Any:
+            raise Killed
+
+    options = {"method": lw.KFAC(), "prior_precision": 1.0, "checkpoint": tmp_path / "fit", "every": 1}
+    with pytest.raises(Killed):
+        lw.fit(model, Loader(every, left), **options, tune=Ending(HELD_OUT))
+    x, y = (torch.cat(parts) for parts in zip(*every[:1], strict=True))
+    for loader in (every[:1], DataLoader(TensorDataset(x, y), 2)):
+        with pytest.raises(
+            lw.LapwingError, match=r"The loader showed \d at first and shows 2 samples now\. Every pass"
+        ):
+            lw.fit(model, loader, **options, tune=lw.Validation(HELD_OUT))
+
+
 def test_passes_of_another_fit_do_not_enter_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two fits that began at one path: the one whose file was replaced goes on without, and nothing is mixed."""
     model, every = pieces()
