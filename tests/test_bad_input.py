@@ -313,7 +313,7 @@ def test_an_empty_loader(posterior: lw.Posterior) -> None:
     short = DataLoader(TensorDataset(X, Y), batch_size=20, drop_last=True)
     refused(lambda: fit(short), "loader, of type DataLoader", "no batch", "drop_last=True")
     refused(lambda: fit([(X[:0], Y[:0])]), "has no samples", "length")
-    refused(lambda: posterior.predict([]), "0 batches", "Pass a tensor")
+    refused(lambda: posterior.predict([]), "loader, of type list", "no batch", "length")
     refused(
         lambda: fit([(X, Y)], tune=lw.Validation([])), "validation data", "no batch", "lw.Validation([(x_val, y_val)])"
     )
@@ -956,7 +956,7 @@ def test_arguments_of_a_posterior(posterior: lw.Posterior) -> None:
     refused(lambda: posterior.predict(X, link="probit"), "link='probit'", "link=Probit()")
     refused(lambda: posterior.predict(X, link=lw.Probit), "Probit (a class", "link=Probit()")
     refused(lambda: posterior.predict(X, link=lw.SampledLink(), generator=3), "generator=3", "manual_seed(0)")
-    refused(lambda: posterior.latent([X, X], joint=True), "2 batches", "joint", "Pass a tensor")
+    refused(lambda: posterior.latent([X, X], joint=True), "loader has no joint latent", "Pass a tensor")
     for bad in (0, -1, 1.5, None, True):
         refused(lambda bad=bad: posterior.sample(bad), f"n={bad!r}", "from 1 to", "posterior.sample(5")
     for bad in ("a", -1, 2**70):

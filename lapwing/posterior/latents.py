@@ -39,15 +39,18 @@ def latent_of(
     if not batches.is_loader(x):
         return _latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
     check_progress(progress)
+    if joint:
+        raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with progress_bar(progress):
         expect(length_of(x) or 0)
         parts = [
             _latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False).to_keep()
             for batch in tracked(x, "predictions")
         ]
-    if joint or not parts:
+    if not parts:
         raise LapwingError(
-            f"A loader of {len(parts)} batches has no {'joint ' if joint else ''}latent. Pass a tensor of all inputs."
+            f"The loader, of type {type(x).__name__}, yields no batch. Check the dataset's length, and that it can be "
+            "gone through again."
         )
     kind: Any = type(parts[0])
     return kind.concatenate(parts).with_checks()
