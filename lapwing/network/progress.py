@@ -166,7 +166,8 @@ def _shows_bar(progress: Any) -> bool:
     """
     if ranks.rank() or sys.stderr is None or getattr(sys.stderr, "closed", False):  # in services, and under pythonw
         return False
-    return sys.stderr.isatty() or _in_notebook() if progress is None else progress is True
+    terminal = getattr(sys.stderr, "isatty", bool)()  # what stands in for it may have `write` alone
+    return terminal or _in_notebook() if progress is None else progress is True
 
 
 def _in_notebook() -> bool:

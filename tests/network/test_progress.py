@@ -94,6 +94,8 @@ def test_no_bar_without_a_terminal(bars: list[Bar], monkeypatch: pytest.MonkeyPa
     lw.fit(model, loader, progress=False)
     monkeypatch.setattr(sys, "stderr", None)
     lw.fit(model, loader, progress=True)
+    monkeypatch.setattr(sys, "stderr", type("Writer", (), {"write": lambda self, text: None})())  # no isatty
+    lw.fit(model, loader)
     assert not bars
 
 
