@@ -13,6 +13,8 @@ import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
 
+__all__ = ["LaplaceModel"]
+
 _model: Any = extra("botorch.models.model")
 _posteriors = extra("botorch.posteriors.gpytorch")
 _distributions = import_module("gpytorch.distributions")  # which BoTorch brings

@@ -18,6 +18,8 @@ from ..errors import LapwingError, extra, shown
 from ..tangent import Tangent
 from ._modes import eval_mode
 
+__all__ = ["NextTokens", "TokenScores", "fit_trainer", "score_tokens"]
+
 IGNORED = -100
 """The label of tokens that do not count."""
 

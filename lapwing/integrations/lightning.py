@@ -10,6 +10,8 @@ import lapwing as lw
 from ..errors import LapwingError, extra
 from ._modes import eval_mode
 
+__all__ = ["LaplaceCallback"]
+
 _Callback: Any = extra("lightning.pytorch").Callback
 
 

@@ -17,6 +17,8 @@ import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
 
+__all__ = ["LaplaceClassifier", "LaplaceRegressor"]
+
 base: Any = extra("sklearn.base", "sklearn")
 split_arrays = extra("sklearn.model_selection", "sklearn").train_test_split
 check_random_state = extra("sklearn.utils", "sklearn").check_random_state
