@@ -108,22 +108,22 @@ def test_the_measure_counts_what_is_made() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(2, 2, 1), (3, 2), (5,), (1, 4)])
+@pytest.mark.parametrize("width", [4, 25])
 @pytest.mark.parametrize("gradient", [False, True])
-def test_chunks_are_gathered(lengths: tuple[int, ...], gradient: bool) -> None:
+def test_chunks_are_gathered(lengths: tuple[int, ...], gradient: bool, width: int) -> None:
     torch.manual_seed(0)
     basis = torch.randn(3, 3)
     whole = Latent(
-        torch.randn(5, 3), (FactoredTerm(torch.randn(5, 3, 4), torch.rand(5, 4)), EigenTerm(basis, torch.rand(5, 3)))
+        torch.randn(5, 3),
+        (FactoredTerm(torch.randn(5, 3, width), torch.rand(5, width)), EigenTerm(basis, torch.rand(5, 3))),
     )
     if gradient:
         whole.mean.requires_grad_()
     found = Latent.gather(iter(parts(whole, lengths)), 5)
     torch.testing.assert_close(found.mean, whole.mean)
     torch.testing.assert_close(found.covariance, whole.covariance)
-    whole_batch = len(lengths) == 1  # the factor is wider than the matrix: of one chunk it stays, of several it goes
-    assert [type(term) for term in found.terms] == (
-        [FactoredTerm, EigenTerm] if whole_batch else [EigenTerm, DenseTerm]
-    )
+    of_chunks = [EigenTerm, DenseTerm] if width > 8 * 3 and len(lengths) > 1 else [FactoredTerm, EigenTerm]
+    assert [type(term) for term in found.terms] == of_chunks
     assert found.mean.requires_grad == gradient
 
 

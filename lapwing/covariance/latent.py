@@ -32,6 +32,9 @@ from .terms import (
     standard_deviation,
 )
 
+WIDE = 8
+"""Factors with so many times more columns than outputs are multiplied out; below it that costs more than it spares."""
+
 
 @dataclass(frozen=True, repr=False)
 class Latent(Described):
@@ -108,7 +111,7 @@ class Latent(Described):
 
     def to_keep(self) -> Latent:
         """Returns the latent with wide factors multiplied out, for memory where many inputs are kept."""
-        return replace(self, terms=multiplied_out(self.terms))
+        return replace(self, terms=multiplied_out(self.terms, WIDE))
 
     def with_checks(self) -> Latent:
         """Returns the latent for the user: moments that are not finite are refused when they are read."""

@@ -288,10 +288,13 @@ def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
     return (*others, term, dense)
 
 
-def multiplied_out(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Returns a sum whose factors are one matrix (B, C, C) where they have more than C columns together."""
+def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:
+    """Returns a sum whose factors are one matrix (B, C, C) where they have more than so many times C columns together.
+
+    Cost: C products for each number of the factors.
+    """
     factors = [term for term in terms if isinstance(term, FactoredTerm)]
-    if not factors or sum(term.factor.shape[-1] for term in factors) <= factors[0].factor.shape[1]:
+    if not factors or sum(term.factor.shape[-1] for term in factors) <= times * factors[0].factor.shape[1]:
         return tuple(terms)
     matrices = (term.multiplied_out() if isinstance(term, FactoredTerm) else term for term in terms)
     return reduce(add_term, matrices, ())
