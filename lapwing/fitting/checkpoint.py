@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import LapwingError, check_count, shown
 from ..network import ranks
-from ..posterior.storage import place_of, read, temporary_pattern, write
+from ..posterior.storage import check_writable, place_of, read, temporary_pattern, write
 from .same_fit import agree, described, repeated_first_batch
 from .standing import Entry, Standing
 
@@ -111,9 +111,10 @@ class Checkpoint:
             fit: what else the fit is of, by the names that a message shows.
 
         Raises:
-            LapwingError: for a loader that shows other samples the second time, and for a file that is damaged, or of
-                another fit.
+            LapwingError: for a folder that cannot be written to, a loader that shows other samples the second time, and
+                a file that is damaged, or of another fit.
         """
+        check_writable(self._target)
         fit = {**fit, "the first batch": repeated_first_batch(loader)}
         if ranks.several():
             fit["the number of processes"] = ranks.size()

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,6 +233,14 @@ def place_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     if not stat.S_ISREG(mode):
         raise LapwingError(f"{target} is not an ordinary file. Pass the name of one, such as 'posterior.safetensors'.")
     return target, stat.S_IMODE(mode)
+
+
+def check_writable(target: Path) -> None:
+    """Raises where no file can be made beside the target: files are written under another name, and then renamed."""
+    try:
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise _unwritable(target, error) from error
 
 
 def temporary_pattern(target: Path) -> str:

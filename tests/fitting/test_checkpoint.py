@@ -307,6 +307,13 @@ def test_a_loader_with_fewer_samples_than_the_checkpoint_has_is_refused(left: in
             lw.fit(model, loader, **options, tune=lw.Validation(HELD_OUT))
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that root cannot write to")
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_fit() -> None:
+    model, every = pieces()
+    with pytest.raises(lw.LapwingError, match="The file /proc/fit cannot be written: "):
+        lw.fit(model, Loader(every), lw.KFAC(), checkpoint="/proc/fit")
+
+
 def test_passes_of_another_fit_do_not_enter_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two fits that began at one path: the one whose file was replaced goes on without, and nothing is mixed."""
     model, every = pieces()
