@@ -141,7 +141,7 @@ def predict(tangent: Tangent, covariance: Covariance, x: Tensor) -> Tensor:
     return latent.covariance
 
 
-def case(name: str, rounds: int = 2) -> dict[str, Any]:
+def case(name: str, rounds: int = 5) -> dict[str, Any]:
     """Returns floors, costs and their ratios of one network and method."""
     kind, _, label = name.partition("-")
     torch.manual_seed(SEED)

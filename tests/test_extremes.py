@@ -294,3 +294,22 @@ def test_numbers_that_float32_cannot_express_are_refused(bad: float) -> None:
             ask()
     double = lw.fit(network().double(), [(x.double(), y.double())], prior_precision=1e-44)
     assert double.predict(x.double()).variance.isfinite().all()
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.Diagonal()], ids=str)
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("delta", [1e-8, 1e-4])
+def test_class_probabilities_do_not_lose_digits_to_the_shift_of_all_logits(
+    method: lw.Method, params: str, delta: float
+) -> None:
+    """A shift of all logits has the prior's variance, 1/δ, and no part in the probabilities."""
+    problem = Problem(1.0, 3, True, params)
+    model, test = copy.deepcopy(problem.model).double(), problem.test.double()
+    options = {"params": PARAMS[params], "prior_precision": delta, "tune": None}
+    posterior = lw.fit(problem.model, [(problem.x, problem.y)], method, **options)
+    precise = lw.fit(model, [(problem.x.double(), problem.y)], method, **options)
+    for via in (lw.Linearized(), lw.Streamlined()):
+        wanted = precise.predict(test, via=via).probs.float()
+        torch.testing.assert_close(posterior.predict(problem.test, via=via).probs, wanted, rtol=0, atol=2e-5)
+    deployed = lw.deploy(posterior, problem.test)(problem.test)
+    torch.testing.assert_close(deployed, wanted, rtol=0, atol=2e-5)

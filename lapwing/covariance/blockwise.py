@@ -35,6 +35,9 @@ class _Layer(LayerBlock):
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         return self._structure.push(self._weights, self._shape[1:], mean, variance, full)
 
+    def covariances(self, mean: Tensor, variance: Tensor | None) -> Term:
+        return self._structure.covariances(self._weights, self._shape[1:], mean, variance)
+
     def rotation(self) -> tuple[Tensor | None, Tensor] | None:
         return self._structure.rotation(self._weights, self._shape)
 

@@ -155,6 +155,10 @@ class KroneckerBlock(Structure):
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
     ) -> Tensor:
+        rotated = self.covariances(weights, shape, mean, variance)
+        return rotated.dense() if full else rotated.variance()
+
+    def covariances(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None) -> EigenTerm:
         """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: Streamlined Prediction's equation 10, exact."""
         assert self.inputs is not None  # tokens have no moments
         basis = self.inputs[0]
@@ -163,8 +167,7 @@ class KroneckerBlock(Structure):
             moment = moment + (
                 variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
             )
-        rotated = EigenTerm(self.outputs[0], moment @ weights[0].T)
-        return rotated.dense() if full else rotated.variance()
+        return EigenTerm(self.outputs[0], moment @ weights[0].T)
 
     def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
         return self.inputs, self.outputs.square() @ weights

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..jacobian.jacobian import SLICE_BYTES
+from .terms import DenseTerm, Term
 
 MATRIX_SIDE = 4096
 """A layer with at most so many weights may have its covariance written out, 64 MiB, where that saves work."""
@@ -27,6 +28,10 @@ class LayerBlock(ABC):
                 certain input.
             full: whether to return covariances (B, O, O), or variances (B, O).
         """
+
+    def covariances(self, mean: Tensor, variance: Tensor | None) -> Term:
+        """Returns `push` with covariances, as a term that knows centred variances as well as it can."""
+        return DenseTerm(self.push(mean, variance, True))
 
     def rotation(self) -> tuple[Tensor | None, Tensor] | None:
         """Returns V (G, I, Q) and s (G, O, Q) with `Var[W a]_j = Σ_q (Vᵀ a)_q² s_jq` for certain a, in each group.

@@ -67,6 +67,10 @@ class Structure(ABC):
     ) -> Tensor:
         """Returns `LayerBlock.push` for a weight of shape (O, I)."""
 
+    def covariances(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None) -> Term:
+        """Returns `LayerBlock.covariances` for a weight of shape (O, I)."""
+        return DenseTerm(self.push(weights, shape, mean, variance, True))
+
     def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor] | None:
         """Returns `LayerBlock.rotation` for a weight of shape (G, O, I)."""
         return None

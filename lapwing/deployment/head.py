@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import Covariance, LayerBlock
-from ..covariance.terms import DenseTerm, EigenTerm
+from ..covariance.terms import EigenTerm, Term
 from ..errors import LapwingError
 from ..prediction.streamlined.moments import Moments, Value, mean_of, total_of, variance_of
 from ..prediction.streamlined.operations import Kind, is_a
@@ -112,7 +112,7 @@ def read_head(
     if isinstance(layer.bias, Moments) and not shared:
         alone = bias_alone(site)
         if alone is not None:
-            added = _marginals(alone.covariance.push(w.new_ones(1, 1), None, True), centred)
+            added = _marginals(alone.covariance.covariances(w.new_ones(1, 1), None), centred)
         else:
             added = _of_independent(layer.bias.variance[None], centred)
         shift = total_of([shift, added[0]])
@@ -134,7 +134,7 @@ def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -
     if rotation is not None and rotation[0] is None:  # diagonal: the outputs are independent
         return _of_independent(covariance.push(rows, None, False), centred)
     parts = rows.split(max(1, _NUMBERS // outputs**2))
-    return torch.cat([_marginals(covariance.push(part, None, True), centred) for part in parts])
+    return torch.cat([_marginals(covariance.covariances(part, None), centred) for part in parts])
 
 
 def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> tuple[Tensor | None, Tensor]:
@@ -153,10 +153,9 @@ def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> t
     return rows, _spread(covariance, rows, w.shape[0], centred).T.contiguous()
 
 
-def _marginals(matrix: Tensor, centred: bool) -> Tensor:
-    """Returns the variances of covariances (N, O, O), those of the centred outputs behind them: (N, O) or (N, 2 O)."""
-    dense = DenseTerm(matrix)
-    return torch.cat([dense.variance(), dense.centred_variance()], -1) if centred else dense.variance()
+def _marginals(term: Term, centred: bool) -> Tensor:
+    """Returns the variances of N covariances of O outputs, and those of the centred ones: (N, O) or (N, 2 O)."""
+    return torch.cat([term.variance(), term.centred_variance()], -1) if centred else term.variance()
 
 
 def _of_independent(variance: Tensor, centred: bool) -> Tensor:
@@ -212,6 +211,10 @@ class _WithBasis(LayerBlock):
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         """Returns what the covariance gives."""
         return self._covariance.push(mean, variance, full)
+
+    def covariances(self, mean: Tensor, variance: Tensor | None) -> Term:
+        """Returns the same, as a term."""
+        return self._covariance.covariances(mean, variance)
 
     def rotation(self) -> tuple[Tensor | None, Tensor] | None:
         """Returns the basis of the covariance, or one of its quadratic forms."""

@@ -233,7 +233,8 @@ def _end(program: Program) -> tuple[Step, ...]:
 
 def _whole(output: Moments) -> tuple[Tensor, Tensor, Tensor]:
     """Returns means, variances and centred variances of an output that is not a layer's."""
-    term = EigenTerm(None, output.variance) if output.covariance is None else DenseTerm(output.covariance)
+    matrix = output.covariance
+    term = EigenTerm(None, output.variance) if matrix is None else DenseTerm(matrix, output.centred)
     return output.mean, term.variance(), term.centred_variance()
 
 

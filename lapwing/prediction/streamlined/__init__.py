@@ -9,7 +9,6 @@ insides.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from ...covariance import Covariance, Latent
 from ...covariance.positions import LatentAtPositions
-from ...covariance.terms import DenseTerm
+from ...covariance.terms import concatenate
 from ...errors import LapwingError, is_one_of, shown
+from ...linalg import is_finite
 from ...network import batches
 from ...network.eager import outside_modes, without_compiled
 from ...network.gate import check_mode
@@ -184,21 +184,22 @@ class Streamlined(Way):
         # under the lock of without_compiled: other threads swap parameters
         with torch.set_grad_enabled(wants_gradient((inputs, variances))), without_compiled():
             places = tuple(sorted(variances))
-            means, covariances = [], []
+            means, parts = [], []
             for rows, chunk in batches.chunks(inputs, self._chunk_length(tangent, covariance, inputs, places)):
                 program = self.program(tangent, covariance, chunk, places)
-                mean, matrix = program.run(chunk, {place: v[rows] for place, v in variances.items()})
+                mean, term = program.run(chunk, {place: v[rows] for place, v in variances.items()})
                 means.append(mean)
-                covariances.append(matrix)
-        mean, matrix = torch.cat(means), torch.cat(covariances)  # (B, C), (B, C, C)
+                parts.append([term])
+        mean, (term,) = torch.cat(means), concatenate(parts)  # of (B, C)
         batches.check_outputs(mean, "these inputs")
-        if not math.isfinite(matrix.sum().item()) and not matrix.isfinite().all():
+        if not all(map(is_finite, term.rows)):
             raise LapwingError(
                 f"The streamlined variances of {type(tangent.model).__name__} at {batches.describe(inputs)} are NaN or "
                 "infinite: this posterior is so wide that they overflow between the layers. Take one with a larger "
                 "prior precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
             )
-        return Latent(mean.to(tangent.dtype).reshape(matrix.shape[:2]), (DenseTerm(matrix.to(tangent.dtype)),))
+        mean = mean.to(tangent.dtype).reshape(term.variance().shape)
+        return Latent(mean, (term.to(mean),))
 
     def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_mode(tangent.model)

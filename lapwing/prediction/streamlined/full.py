@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ...covariance import Covariance
+from ...covariance.terms import DenseTerm, Term
 from ...errors import LapwingError
 from ...network import batches
 from .axes import read_axes
@@ -109,7 +110,7 @@ class FullProgram:
         """What the largest step holds for one sample, estimated: a few covariances of its tensors."""
         return 4 * self._program.largest**2 * self._program.dtype.itemsize
 
-    def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
         """Carries means and covariances to the output.
 
         Args:
@@ -118,7 +119,7 @@ class FullProgram:
                 (B, n, n).
 
         Returns:
-            Means (B, C) and covariances (B, C, C); of outputs with positions (B, T C) and (B T, C, C).
+            Means (B, C) and covariances of B samples; of outputs with positions (B, T C), and those of B T.
         """
         program, samples = self._program, batches.size(inputs)
         start = program.start(inputs, variances)
@@ -137,7 +138,7 @@ class FullProgram:
         if width is not None:  # within each position
             matrix = matrix.unflatten(2, (-1, width)).unflatten(1, (-1, width)).diagonal(dim1=1, dim2=3)
             matrix = matrix.movedim(-1, 1).flatten(0, 1)
-        return values[output], matrix
+        return values[output], DenseTerm(matrix)
 
     def _run_call(
         self, place: int, call: Call, values: dict[str, Any], known: dict[tuple[str, str], Tensor], samples: int

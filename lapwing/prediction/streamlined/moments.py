@@ -78,6 +78,7 @@ class Moments:
         correlation: ρ, of a shape that expands to the mean's. None: positions are independent.
         origin: for values of an attention, where they come from (`rules.attention.Origin`), if an option asks for it.
         covariance: (B, n, n) within a sample of n numbers, at the end of a network; None elsewhere.
+        centred: variances (B, n) of the numbers less their average, where they are known better than by the covariance.
     """
 
     mean: Tensor
@@ -85,11 +86,13 @@ class Moments:
     correlation: Tensor | None = None
     origin: Any = field(default=None, repr=False, compare=False)
     covariance: Tensor | None = None
+    centred: Tensor | None = None
 
     @classmethod
-    def joint(cls, mean: Tensor, covariance: Tensor) -> Moments:
+    def joint(cls, mean: Tensor, covariance: Tensor, centred: Tensor | None = None) -> Moments:
         """Returns the moments of a tensor with covariances (B, n, n) within each sample."""
-        return cls(mean, covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape), covariance=covariance)
+        variance = covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape)
+        return cls(mean, variance, covariance=covariance, centred=centred)
 
     @property
     def common(self) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ...covariance import Covariance
+from ...covariance.terms import DenseTerm, EigenTerm, Term
 from ...errors import LapwingError
 from ...network import batches
 from ...tangent import Block, Tangent
@@ -192,7 +193,7 @@ class Program:
                 self._frees[place].append(name)
         self._casts: dict[str, tuple[Any, Tensor]] = {}
 
-    def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
         """Carries moments to the output.
 
         Args:
@@ -200,8 +201,8 @@ class Program:
             variances: place of an uncertain input among the leaves -> its variances, in its shape.
 
         Returns:
-            Means (B, C) and covariances (B, C, C), diagonal unless the last layer gives others; of outputs with
-            positions (B, T C) and (B T, C, C).
+            Means (B, C) and covariances of B samples, diagonal unless the last layer gives others; of outputs with
+            positions (B, T C), and those of B T.
         """
         samples = batches.size(inputs)
         values = self.start(inputs, variances)
@@ -211,9 +212,9 @@ class Program:
                 values.pop(name, None)
         output: Moments = values[self.graph.output]
         if output.covariance is not None:
-            return output.mean, output.covariance
+            return output.mean, DenseTerm(output.covariance, output.centred)
         variance = output.variance if self.width is None else output.variance.reshape(-1, self.width)
-        return output.mean, torch.diag_embed(variance)
+        return output.mean, EigenTerm(None, variance)
 
     def start(self, inputs: Any, variances: Mapping[int, Tensor]) -> dict[str, Value]:
         """Returns the values of all placeholders, treated parameters and uncertain inputs with their moments."""
@@ -264,7 +265,9 @@ class Program:
             if step.fused is not None:
                 return carry_covariance(step.fused, source, read) if self.way.activations == "linear" else None
             mean = run(node, {**read, name: source.mean}, self.dtype)
-            return Moments.joint(mean, source.covariance) if mean.numel() == source.mean.numel() else None
+            if mean.numel() != source.mean.numel():
+                return None
+            return Moments.joint(mean, source.covariance, source.centred)
         if not is_a(node, Kind.LINEAR):
             return None
         site = self.sites[node.name]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from ....covariance.terms import DenseTerm, EigenTerm, Term
 from ..moments import Moments, Value, layer_correlation, mean_of, total_of, variance_of
 from ..operations import Kind, Operation, aten, numbered, register_aten
 from ..sites import Site, Treated
@@ -157,20 +158,23 @@ def linear_with_covariances(site: Site, arguments: dict[str, Any], samples: int)
         return None
     mean, variance, w = mean_of(layer.x), variance_of(layer.x), layer.matrix
     shape, mean = (*mean.shape[:-1], -1), mean.reshape(samples, -1)
-    parts = []
+    terms: list[Term] = []
     if variance is not None:
         variance = variance.reshape(samples, -1)
-        parts.append((w * variance[:, None, :]) @ w.mT)  # (B, O, O)
+        through = (w * variance[:, None, :]) @ w.mT  # (B, O, O)
+        terms.append(DenseTerm(through, variance @ (w - w.mean(0)).square().mT))
     if layer.treated is not None:
         spread = F.pad(variance, (0, 1)) if variance is not None and layer.bias_is_shared else variance
-        parts.append(layer.treated.covariance.push(layer.rows(mean), spread, True))
+        terms.append(layer.treated.covariance.covariances(layer.rows(mean), spread))
     if isinstance(layer.bias, Moments) and not layer.bias_is_shared:
         alone = bias_alone(site)
         if alone is not None:
-            parts.append(alone.covariance.push(mean.new_ones(1, 1), None, True).expand(samples, -1, -1))
+            terms.append(alone.covariance.covariances(mean.new_ones(1, 1), None))
         else:
-            parts.append(torch.diag_embed(layer.bias.variance).expand(samples, -1, -1))
-    return Moments.joint(F.linear(mean, w, mean_of(layer.bias)).reshape(shape), total_of(parts))
+            terms.append(EigenTerm(None, layer.bias.variance[None]))
+    matrix = total_of(term.dense() for term in terms).expand(samples, -1, -1)
+    centred = total_of(term.centred_variance() for term in terms).expand(samples, -1)
+    return Moments.joint(F.linear(mean, w, mean_of(layer.bias)).reshape(shape), matrix, centred)
 
 
 def has_one_position(layer: Layer, samples: int) -> bool:
