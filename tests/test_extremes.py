@@ -296,7 +296,11 @@ def test_numbers_that_float32_cannot_express_are_refused(bad: float) -> None:
     assert double.predict(x.double()).variance.isfinite().all()
 
 
-@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.Diagonal()], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [lw.Full(), lw.Full("dual"), lw.KFAC(), lw.Diagonal(), lw.VaLLA(40), lw.SubsetOfWeights(20), lw.ELLA(20)],
+    ids=lambda method: type(method).__name__ + getattr(method, "form", ""),
+)
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("delta", [1e-8, 1e-4])
 def test_class_probabilities_do_not_lose_digits_to_the_shift_of_all_logits(

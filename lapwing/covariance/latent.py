@@ -109,8 +109,8 @@ class Latent(Described):
             term = MarginalTerm(doubled(self.variance.detach()), doubled(self.centred_variance.detach()))
         return replace(self, mean=doubled(self.mean.detach()), terms=(term,))
 
-    def to_keep(self) -> Latent:
-        """Returns the latent with wide factors multiplied out, for memory where many inputs are kept."""
+    def without_wide_factors(self) -> Latent:
+        """Returns the latent with wide factors multiplied out, which takes less memory for many inputs."""
         return replace(self, terms=multiplied_out(self.terms, WIDE))
 
     def with_checks(self) -> Latent:
@@ -133,12 +133,12 @@ class Latent(Described):
             count = len(part.mean)
             if count == samples:
                 return part
-            part = part.to_keep()
+            part = part.without_wide_factors()
             if whole is None and not any(rows.requires_grad for rows in part._rows):
                 whole = part._with_rows([rows.new_empty(samples, *rows.shape[1:]) for rows in part._rows])
             if whole is None or [term.layout for term in whole.terms] != [term.layout for term in part.terms]:
                 done = [] if whole is None else [whole._with_rows([rows[:start] for rows in whole._rows])]
-                others = (other.to_keep() for other in parts)
+                others = (other.without_wide_factors() for other in parts)
                 return Latent.concatenate([*done, part, *others])  # gradients, or texts of other lengths
             for all_rows, rows in zip(whole._rows, part._rows, strict=True):
                 all_rows[start : start + count] = rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..jacobian.jacobian import SLICE_BYTES
-from .terms import DenseTerm, Term
+from .terms import DenseTerm, EigenTerm, Term
 
 MATRIX_SIDE = 4096
 """A layer with at most so many weights may have its covariance written out, 64 MiB, where that saves work."""
@@ -67,6 +67,19 @@ class FactorLayer(LayerBlock):
         if not self._removed:
             return diagonal + pushed
         return diagonal - pushed if full else (diagonal - pushed).clamp_min(0)
+
+    def covariances(self, mean: Tensor, variance: Tensor | None) -> DenseTerm:
+        """Returns `push` with covariances, and the centred variances that the factor of centred outputs gives."""
+        centred = self._centred.push(mean, variance, False)
+        if self._variances is not None:
+            diagonal = push_diagonal(self._variances.to(mean.dtype), mean, variance, False)
+            alone = EigenTerm(None, diagonal).centred_variance()
+            centred = alone - centred if self._removed else alone + centred
+        return DenseTerm(self.push(mean, variance, True), centred)
+
+    @cached_property
+    def _centred(self) -> FactorLayer:
+        return FactorLayer(self._factor - self._factor.mean(1, keepdim=True))
 
     @cached_property
     def _matrix(self) -> Tensor:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Described:
     """A latent that prints as its kind and the shape of its moments, and not as tensors."""
 
-    def to_keep(self: Any) -> Any:
-        """Returns the latent in the form in which those of many inputs are kept."""
+    def without_wide_factors(self: Any) -> Any:
+        """Returns the latent with wide factors multiplied out; most have none."""
         return self
 
     def __repr__(self: Any) -> str:
@@ -87,8 +87,8 @@ class LatentAtPositions(Described):
         """Returns a detached float64 copy that keeps covariances, or variances alone."""
         return replace(self, rows=self.rows.compact(covariances))
 
-    def to_keep(self) -> LatentAtPositions:
-        return replace(self, rows=self.rows.to_keep())
+    def without_wide_factors(self) -> LatentAtPositions:
+        return replace(self, rows=self.rows.without_wide_factors())
 
     def with_checks(self) -> LatentAtPositions:
         """Returns the latent for the user: moments that are not finite are refused."""

@@ -199,6 +199,12 @@ class DenseTerm(Term):
     def dense(self) -> Tensor:
         return self.matrix
 
+    def to(self, outputs: Tensor) -> DenseTerm:
+        """Returns the term in the dtype of the outputs, centred before digits are lost."""
+        if self.matrix.dtype == outputs.dtype:
+            return self
+        return DenseTerm(self.matrix.to(outputs), self.centred_variance().to(outputs))
+
     def scaled(self, factor: float) -> DenseTerm:
         return DenseTerm(self.matrix * factor, None if self.centred is None else self.centred * factor)
 

@@ -38,7 +38,7 @@ from ..network.loaders import WeightedLoader, first_batch, known_size
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import BoundedEvidence, Tuning, Validation
-from .default_method import check_method, method_and_tangent, params_of
+from .default_method import check_method, method_and_tangent
 from .network_cost import NetworkCost
 from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
 from .room import advice_on_memory, with_holes
@@ -68,13 +68,14 @@ class Plan:
         peak_bytes: what the fit holds at most beside the weights: the network's activations on one chunk of samples,
             the workspace of decompositions and what the allocator keeps are counted, tuning is left out.
         seconds: of the fit on this machine, its decompositions and the tuning included. Loading the data is left out.
-        advice: what to use instead where the peak exceeds the memory of the machine.
-        note: what the numbers leave open: where they are the most, where they are of two fits, and why there are none.
+        advice: what to do where the peak exceeds the memory of the machine, or a part that is never cut the budget.
+        note: what the numbers leave open: where they are the most, where they are of two fits, where a larger budget
+            makes the fit cheaper, and why there are none.
     """
 
     method: str
-    parameters: int
-    outputs: int
+    parameters: int | None = None
+    outputs: int | None = None
     passes: float | None = None
     tuning_passes: float | None = None
     predict_passes: float | None = None
@@ -132,7 +133,7 @@ def plan(
 
     Raises:
         LapwingError: for what `lw.fit` refuses by its arguments and the first batch, with the same sentence. What
-            exceeds the memory of the machine is no error here: the plan has `advice`.
+            exceeds the memory of the machine or the budget is no error here: the plan has `advice`.
 
     Cost: that of a survey, three runs on one sample with up to eight backward passes, a forward pass of the first
         batch, and a fifth of a second or one forward pass of each of two batches. Loaders without a length are read to
@@ -165,7 +166,7 @@ def plan(
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
     runner = Runner(training)
     if data_size is not None:
-        check_data_size(data_size, known_size(loader) or runner.shown() or 0)
+        check_data_size(data_size, known_size(loader) or 0)
     survey = partial(Tangent.survey, model, inputs, forward=forward, memory=memory, targets=targets)
 
     def count() -> int:
@@ -176,6 +177,8 @@ def plan(
         validation, survey, count,
     )  # fmt: skip
     plans = Plans(map(planner.attempted if every else planner.chosen, methods))
+    if len(planner.refused) == len(plans):  # it is not the method
+        raise planner.refused[0]
     return plans[0] if single and not every else plans
 
 
@@ -190,6 +193,7 @@ class _Planner:
         surveyed: what `survey` returned, by the parameters that are treated and whether it may warn.
         counted: a network and what it takes, by the identity of the former.
         speed: that of the machine, once it is timed.
+        refused: why methods are not planned.
     """
 
     model: nn.Module
@@ -207,14 +211,15 @@ class _Planner:
     surveyed: dict[tuple[int, bool], Tangent] = field(default_factory=dict)
     counted: dict[int, tuple[Tangent, NetworkCost]] = field(default_factory=dict)
     speed: Speed | None = None
+    refused: list[LapwingError] = field(default_factory=list)
 
     def attempted(self, method: Method | None) -> Plan:
         """Returns the plan of what `lw.fit` would do with the method, or of why it would refuse."""
         try:
             return self.chosen(method)
         except LapwingError as error:
-            tangent = self._survey(params_of(method, self.params), warn=False)
-            return Plan(repr(method), tangent.size, tangent.outputs, note=str(error))
+            self.refused.append(error)
+            return Plan("the default" if method is None else repr(method), note=f"{error}")
 
     def chosen(self, method: Method | None) -> Plan:
         """Returns the plan of what `lw.fit` would do with the method."""
@@ -318,4 +323,5 @@ def _row(one: Plan) -> tuple[str, ...]:
     passes = ["?" if count is None else f"{count:,.1f}" for count in counts]
     sizes = ["?" if size is None else f"{size / 2**20:,.2f}" for size in (one.kept_bytes, one.peak_bytes)]
     seconds = "?" if one.seconds is None else f"{one.seconds:,.2f}"
-    return f"{one.parameters:,}", f"{one.outputs:,}", *passes, seconds, *sizes, one.method
+    counts_of_network = ["?" if count is None else f"{count:,}" for count in (one.parameters, one.outputs)]
+    return *counts_of_network, *passes, seconds, *sizes, one.method

@@ -1,4 +1,4 @@
-"""The only Cholesky, eigendecomposition, QR and large products of the package, on tensors alone.
+"""Cholesky, eigendecompositions, QR and large products, with what guards and speeds them, on tensors alone.
 
 It imports `environment` and `errors`. Begin with `values.py`, which says where float64 lives; `eigen.py` has the
 decompositions of KFAC, `factorisations.py` those of subspaces, and `large_products.py` what most of the time goes to.

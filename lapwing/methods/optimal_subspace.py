@@ -121,7 +121,7 @@ class OptimalSubspace(Method):
         dtype = tangent.dtype if self.residual is None else torch.float64
         return replace(
             cost, fit=first.fit + cost.fit + fit + outline.decomposed(EIGEN * count**3), peak=peak,
-            needs=first.needs + self._needs(tangent, count, dtype),
+            needs=first.needs + self._needs(tangent, count, dtype), note=first.note,
         )  # fmt: skip
 
     def _needs(self, tangent: Tangent, count: int, dtype: torch.dtype) -> tuple[Need, ...]:

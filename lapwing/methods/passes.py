@@ -334,7 +334,7 @@ class Method(ABC):
     treats_last_layer: ClassVar[bool] = False
     """Whether `lw.fit` treats the last layer in place of everything where `params` is None."""
 
-    makes_prior: ClassVar[bool] = True
+    can_change_prior: ClassVar[bool] = True
     """Whether its covariance is a `PriorCovariance`, so that other methods can take it at any prior."""
 
     chooses_temperature: ClassVar[bool] = False
@@ -352,9 +352,10 @@ class Method(ABC):
         """
 
     def allows_early_stopping(self) -> bool:
-        """Returns False where the prior is open and first parts of the data have no covariance of their own.
+        """Returns whether `EarlyStopping` may fit the first n samples for several n.
 
-        They have one by a final `CurvaturePass` over all data. `EarlyStopping` is refused where they have none.
+        It may where the last pass is a `CurvaturePass` over all data, which sums their curvature on the way, or where
+        the method chooses the prior itself, and no tuning follows.
         """
         return True
 
@@ -386,7 +387,7 @@ def prior_covariance(method: Method, problem: Problem, option: str) -> Generator
 def check_within(method: Method, option: str, tangent: Tangent, likelihood: Likelihood) -> None:
     """Raises where the method cannot be another one's option, by what it declares."""
     method.check(tangent, likelihood)
-    if not method.makes_prior:
+    if not method.can_change_prior:
         raise _without_prior(method, option)
 
 

@@ -34,8 +34,8 @@ class Need:
     Attributes:
         method: the method, with the option that they come from.
         bytes: their size.
-        what: they are.
-        instead: what else the user may do, as an order.
+        what: what they are, such as "their Gram matrix".
+        instead: what else the user may do, such as "ask for fewer rows".
     """
 
     method: str

@@ -50,7 +50,7 @@ class TemperatureScaling(Method):
     """
 
     treats_last_layer: ClassVar[bool] = True
-    makes_prior: ClassVar[bool] = False
+    can_change_prior: ClassVar[bool] = False
     chooses_temperature: ClassVar[bool] = True
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:

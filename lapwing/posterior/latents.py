@@ -44,7 +44,7 @@ def latent_of(
     with progress_bar(progress):
         expect(length_of(x) or 0)
         parts = [
-            _latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False).to_keep()
+            _latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False).without_wide_factors()
             for batch in tracked(x, "predictions")
         ]
     if not parts:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..covariance import PriorCovariance
 from ..jacobian.blocks import join, split
 from ..likelihoods import Gaussian, aligned_targets, curvature_weights
-from ..linalg import doubled
+from ..linalg import doubled, symmetric_eigen
 from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Tangent
@@ -70,10 +70,10 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     same = _copies(gram, targets[chosen], times)
     counts = every_weight[samples, turns]
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
-    values, vectors = torch.linalg.eigh(roots[:, None] * gram * roots)
+    values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
     if isinstance(posterior.likelihood, Gaussian) and posterior.likelihood.noise_ratios is None:
         _warn_of_scales(targets, residuals, every_weight)
-    return Process(values.clamp_min(0), vectors, roots * labels, counts, same, prior_fixed, tangent.size)
+    return Process(values, vectors, roots * labels, counts, same, prior_fixed, tangent.size)
 
 
 def _targets(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import lapwing as lw
 from benchmarks.measure import LiveBytes
@@ -245,6 +246,45 @@ def test_among_all_methods_one_that_is_refused_says_why():
     assert few.passes is None
     assert "asks for more weights than the 39 treated ones" in few.note
     assert few.note in str(plans)
+
+
+class Complex(nn.Module):
+    """A trunk that lapwing does not treat, and a last layer that it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.waves = nn.Parameter(torch.randn(12, 8, dtype=torch.complex64))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        """Returns (B, 3)."""
+        return self.head((x + 0j).matmul(self.waves).abs())
+
+
+def test_among_all_methods_some_are_planned_where_others_do_not_take_the_network():
+    classes = [(x, torch.arange(len(x)) % 3) for x, _ in regression((12,))]
+    default, *others = lw.plan(Complex().eval(), classes, "all")
+    assert default.parameters == 27
+    assert all(one.parameters is None and "complex64" in one.note for one in others)
+
+
+def test_what_is_wrong_for_every_method_is_an_error():
+    held_out = [(torch.randn(9, 5), torch.randn(9, 3))]
+    with pytest.raises(lw.LapwingError, match="The held-out data do not fit"):
+        lw.plan(mlp(), regression((12,)), "all", validation=held_out)
+
+
+def test_a_data_size_below_what_a_sampler_draws_is_planned_where_a_collate_function_drops_samples():
+    x, y = regression((12,), 60, 60)[0]
+    loader = DataLoader(TensorDataset(x, y), 20, collate_fn=lambda rows: default_collate(rows[::2]))
+    assert lw.plan(mlp(), loader, lw.KFAC(), data_size=30, prior_precision=1.0, tune=None).passes
+
+
+def test_an_optimal_subspace_that_is_refused_has_no_hint_of_rows_computed_again():
+    wide = nn.Sequential(nn.Linear(12, 1600), nn.ReLU(), nn.Linear(1600, 3)).eval()
+    plan = lw.plan(wide, regression((12,), 500), lw.OptimalSubspace(200), memory=2**24)
+    assert plan.advice.startswith("OptimalSubspace(rank=200) needs")
+    assert plan.note is None
 
 
 @dataclass

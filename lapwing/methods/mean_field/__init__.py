@@ -70,7 +70,7 @@ class MeanField(Method):
         torch.Size([64, 3])
     """
 
-    makes_prior: ClassVar[bool] = False
+    can_change_prior: ClassVar[bool] = False
     steps: int = 300
     learning_rate: float = 1e-4
     std_rate: float = 1e-2

@@ -89,7 +89,7 @@ class SampledLLA(Method):
         True
     """
 
-    makes_prior: ClassVar[bool] = False
+    can_change_prior: ClassVar[bool] = False
     draws: int = 32
     solver: ConjugateGradients | StochasticGradient = ConjugateGradients()  # noqa: RUF009 (frozen)
     em_steps: int = 8

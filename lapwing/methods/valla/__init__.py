@@ -167,6 +167,7 @@ class VaLLA(Method):
 
     def passes(self, problem: Problem) -> Passes:
         """Yields a pass for the inducing points, then those of the fit."""
+        self.check(problem.tangent, problem.likelihood)
         anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
         return (yield from self.fit.passes(problem, anchors))
 
