@@ -302,14 +302,11 @@ def test_numbers_that_float32_cannot_express_are_refused(bad: float) -> None:
     ids=lambda method: type(method).__name__ + getattr(method, "form", ""),
 )
 @pytest.mark.parametrize("params", PARAMS)
-@pytest.mark.parametrize("delta", [1e-8, 1e-4])
-def test_class_probabilities_do_not_lose_digits_to_the_shift_of_all_logits(
-    method: lw.Method, params: str, delta: float
-) -> None:
+def test_class_probabilities_do_not_lose_digits_to_the_shift_of_all_logits(method: lw.Method, params: str) -> None:
     """A shift of all logits has the prior's variance, 1/δ, and no part in the probabilities."""
     problem = Problem(1.0, 3, True, params)
     model, test = copy.deepcopy(problem.model).double(), problem.test.double()
-    options = {"params": PARAMS[params], "prior_precision": delta, "tune": None}
+    options = {"params": PARAMS[params], "prior_precision": 1e-7, "tune": None}
     posterior = lw.fit(problem.model, [(problem.x, problem.y)], method, **options)
     precise = lw.fit(model, [(problem.x.double(), problem.y)], method, **options)
     for via in (lw.Linearized(), lw.Streamlined()):
