@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..linalg import doubled
-from ..network.eager import full_precision
+from ..network.entry import full_precision
 from .latent import JointLatent, Latent, check_finite, generator_for
 from .positions import Described, LatentAtPositions
 from .terms import standard_deviation

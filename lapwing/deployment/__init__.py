@@ -19,7 +19,7 @@ from ..errors import LapwingError, check_choice, shown
 from ..likelihoods import Likelihood, Link
 from ..network import batches
 from ..network.data import with_tensors
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Streamlined, Way
 from .predictor import Predictor

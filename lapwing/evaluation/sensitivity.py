@@ -16,7 +16,7 @@ from ..likelihoods import Likelihood, Prediction, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..network import batches
 from ..network.batches import Forward
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import Untreated, certain_latent

@@ -22,7 +22,7 @@ from ..methods.problem import root_positions
 from ..network import batches, ranks
 from ..network.batches import Forward
 from ..network.data import as_loader
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..network.gate import sharded_modules
 from ..network.loaders import WeightedLoader, check_progress, known_size, warn_of_unseen_samples
 from ..network.progress import expect, length_of, with_progress

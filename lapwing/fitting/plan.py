@@ -33,7 +33,7 @@ from ..methods.cost import Cost
 from ..network import batches
 from ..network.batches import Forward
 from ..network.data import as_loader
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, first_batch, known_size
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent

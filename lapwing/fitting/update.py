@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import LapwingError, check_flag, shown
 from ..network import batches, ranks
 from ..network.data import as_loader
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress
 from ..network.sharded import Head
 from ..posterior import Posterior

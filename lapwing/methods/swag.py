@@ -18,7 +18,8 @@ from ..network import batches
 from ..network.batches import Forward
 from ..network.calling import call
 from ..network.data import as_loader
-from ..network.eager import outside_modes, parameters_of, uncompiled, without_compiled
+from ..network.eager import parameters_of, uncompiled, without_compiled
+from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress, check_seed, checked_batches, first_batch
 from ..network.progress import expect, length_of, tracked, with_progress
 from ..network.selection import select

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import LapwingError, is_out_of_memory
 from .batches import Forward, describe, short, size, tensors
-from .eager import network_precision
+from .entry import network_precision
 from .invoke import invoke
 from .module_state import preserved_state
 from .positions import Positions

@@ -2,15 +2,11 @@
 
 The mode is local to the thread and to the `with` block. What is not (the stance of `torch.compile`, what a network
 keeps of a pass in itself, parameters set for a call where `functional.py` must) is used under one lock and put back.
-
-The caller's autocast is for the network's own layers (`network_precision`). What lapwing contracts runs outside it, in
-the dtype of its tensors (`full_precision`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -18,31 +14,28 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from operator import is_
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import LapwingError
 from ..jacobian.plain_functions import INSTEAD, transformed
 from . import recurrent
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 LOCK = threading.RLock()
 """Held while any network runs or its parameters are looked up: several threads may use one posterior."""
 
 if hasattr(os, "register_at_fork"):  # so that no child waits for a thread that it does not have
     os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
-
-_CALLERS: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("callers_autocast", default=())
-"""Devices and dtypes of the autocast that the caller had switched on, while `full_precision` is within it."""
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -107,76 +100,30 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
         return dict(model.named_parameters())
 
 
-def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function outside the caller's autocast, which `network_precision` takes up again for the network."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-        if not devices:
-            return function(*args, **kwargs)
-        token = _CALLERS.set(tuple((device, torch.get_autocast_dtype(device)) for device in devices))
-        try:
-            with contextlib.ExitStack() as stack:
-                for device in devices:
-                    stack.enter_context(torch.autocast(device, enabled=False))
-                return function(*args, **kwargs)
-        finally:
-            _CALLERS.reset(token)
-
-    return wrapped
-
-
-def network_casts() -> bool:
-    """Whether the caller had autocast switched on, so that the network computes in less precision than its weights."""
-    return bool(_CALLERS.get())
-
-
-def network_precision() -> contextlib.AbstractContextManager[object]:
-    """Returns a context for a call of the network: the autocast that the caller had switched on, if any."""
-    active = _CALLERS.get()
-    if not active:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    for device, dtype in active:
-        stack.enter_context(torch.autocast(device, dtype=dtype))
-    return stack
-
-
-def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
-
-    In the latter's place it is as under `torch.no_grad()`; the network itself keeps the caller's autocast.
-
-    Raises:
-        LapwingError: from the wrapped function, within a transformation of torch.func or forward-mode differentiation.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with LOCK:  # levels of forward mode are those of all threads, and `jvp` holds the lock while it has one
-            within = transformed()
-        if within:
-            raise LapwingError(
-                "lapwing was called within a transformation of torch.func or forward-mode differentiation, which would "
-                "mix with its own. Write x.requires_grad_() and "
-                "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
-            )
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return full_precision(wrapped)
-
-
 class EagerMode(TorchFunctionMode):
     """Sees every torch function a network calls; opens `multi_head_attention_forward`, takes the math attention kernel.
 
     Gradients are derivatives: those of embeddings dense, as all arithmetic after them is, and not scaled; hooks that
     the network sets by `Tensor.register_hook` are not for our passes to call. An active function mode also keeps
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
+
+    Its end takes off what is above the caller's modes, and never one of these: an interruption within a call may have
+    left more or fewer modes than there were.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depths: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._depths.append(_len_torch_function_stack())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        depth = self._depths.pop()
+        while _len_torch_function_stack() > depth:
+            _pop_mode()
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Calls what is in `REPLACED` in its own way, and hands all functions but the attention's to `intercept`."""

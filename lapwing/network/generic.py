@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import vjp, vmap
 
 from ..errors import LapwingError
 from ..linalg import total
 from .batches import describe, take, tensors
-from .eager import LOCK, batching_quiet, network_casts
+from .eager import LOCK, batching_quiet
+from .entry import network_casts
 
 Network = Callable[[Mapping[str, Tensor], Any], Tensor]
 """Other values of some parameters by name, and inputs -> outputs (B, C)."""
@@ -137,7 +139,12 @@ def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
     """
     _load_rules()
     with LOCK:  # torch has one level of forward mode for all threads
-        return torch.func.jvp(function, primals, tangents)
+        before = forward_ad._current_level
+        try:
+            return torch.func.jvp(function, primals, tangents)
+        finally:
+            while forward_ad._current_level > before:  # an interruption came before torch left it
+                forward_ad.exit_dual_level()
 
 
 def forward_products(

@@ -23,7 +23,8 @@ from . import batches, ranks
 from .batches import Forward
 from .calling import output_tensor
 from .data import with_tensors
-from .eager import EagerMode, network_precision, outside_modes, uncompiled, without_compiled
+from .eager import EagerMode, uncompiled, without_compiled
+from .entry import network_precision, outside_modes
 from .gate import check_inputs, check_mode, sharded_modules
 from .invoke import invoke
 from .module_state import modules_of, preserved_state

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..covariance import Covariance, PriorCovariance
 from ..errors import LapwingError
-from ..network.eager import full_precision, parameters_of, uncompiled
+from ..network.eager import parameters_of, uncompiled
+from ..network.entry import full_precision
 from ..tangent import Tangent, join
 
 AFTER = " after a former posterior"

@@ -13,7 +13,7 @@ from ..covariance.positions import LatentAtPositions
 from ..errors import LapwingError, shown
 from ..network import batches
 from ..network.data import as_inputs, with_tensors
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..network.loaders import check_progress
 from ..network.progress import expect, length_of, progress_bar, tracked
 from ..network.sharded import features_of

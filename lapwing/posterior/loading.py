@@ -17,7 +17,7 @@ from ..likelihoods import Likelihood, resolve
 from ..likelihoods.registry import REGISTERED, options_of
 from ..linalg import double_device, placed
 from ..network.batches import Forward
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
 from ..tangent import Tangent
 from ..tangent.stored import from_json

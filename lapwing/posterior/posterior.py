@@ -17,7 +17,7 @@ from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, Link, Prediction
 from ..likelihoods.positions import predicted
 from ..linalg import check_memory
-from ..network.eager import full_precision, outside_modes
+from ..network.entry import full_precision, outside_modes
 from ..network.gate import check_mode
 from ..network.progress import with_progress
 from ..network.stamp import Stamp

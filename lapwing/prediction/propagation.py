@@ -13,7 +13,8 @@ from ..errors import LapwingError, shown
 from ..linalg import accumulation_dtype
 from ..network import batches
 from ..network.batches import Forward
-from ..network.eager import outside_modes, parameters_of
+from ..network.eager import parameters_of
+from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network
 from ..network.plan import Coverage, Plan
 from ..network.tracing import wants_gradient

@@ -21,7 +21,8 @@ from ..linalg import accumulation_dtype, double_device, doubled
 from ..network import batches
 from ..network.batches import Forward
 from ..network.calling import OutputsWithPositions, shaped_outputs
-from ..network.eager import outside_modes, parameters_of, without_compiled
+from ..network.eager import parameters_of, without_compiled
+from ..network.entry import outside_modes
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.plan import Coverage, Plan, Uses

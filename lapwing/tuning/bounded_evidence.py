@@ -14,7 +14,7 @@ from ..covariance import PriorCovariance
 from ..errors import LapwingError, check_count, check_positive
 from ..methods.cost import EIGEN, Cost, Layer, Outline, Work
 from ..network import batches, ranks
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..network.loaders import other_size
 from ..network.positions import Positions
 from ..network.progress import tracked

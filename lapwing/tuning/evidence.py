@@ -16,7 +16,7 @@ from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError, shown
 from ..methods import Method
 from ..methods.cost import Cost, Outline, Work
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..posterior import Posterior
 from .search import ascend, best_of_grid, golden_section
 

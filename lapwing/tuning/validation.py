@@ -17,7 +17,7 @@ from ..methods import Method
 from ..methods.cost import Cost, Outline, Work
 from ..network import batches, ranks
 from ..network.data import as_loader, check_data
-from ..network.eager import outside_modes
+from ..network.entry import outside_modes
 from ..network.loaders import known_size, sampler_size
 from ..network.progress import length_of
 from ..posterior import Posterior

@@ -15,7 +15,8 @@ from ...likelihoods import Likelihood
 from ...network import batches
 from ...network.batches import Forward
 from ...network.data import as_loader
-from ...network.eager import outside_modes, parameters_of, uncompiled
+from ...network.eager import parameters_of, uncompiled
+from ...network.entry import outside_modes
 from ...network.loaders import first_batch
 from ...network.selection import select
 from ...posterior import Posterior

@@ -22,7 +22,8 @@ from ...covariance.terms import concatenate
 from ...errors import LapwingError, is_one_of, shown
 from ...linalg import is_finite
 from ...network import batches
-from ...network.eager import outside_modes, without_compiled
+from ...network.eager import without_compiled
+from ...network.entry import outside_modes
 from ...network.gate import check_mode
 from ...network.tracing import wants_gradient
 from ...tangent import Tangent
