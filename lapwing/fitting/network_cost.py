@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..methods import Work
 from ..methods.cost import CALL, MOVE
 from ..network import batches
+from ..network.eager import OperationMode
 from ..network.probe import PROBED_SAMPLES
 from ..tangent import Tangent
 from ..tangent.anchors import output_width
@@ -94,7 +94,7 @@ class NetworkCost:
         return work.records * self.recorded + work.backwards * self.backward
 
 
-class Operations(TorchDispatchMode):
+class Operations(OperationMode):
     """Counts operations: their multiply-adds and the numbers they write (`work`), and how many there are (`calls`).
 
     Attributes:
@@ -102,18 +102,12 @@ class Operations(TorchDispatchMode):
         peak: of those that live at the same time at most.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
         from torch.utils.flop_counter import flop_registry  # not needed to import lapwing
 
         super().__init__()
         self.work, self.calls, self.written, self.peak, self._flops = 0.0, 0, 0, 0, flop_registry
         self._live: dict[weakref.ref, int] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import it, for seconds
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

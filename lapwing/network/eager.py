@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _pop_mode as _pop_operation_mode
+from torch.utils._python_dispatch import _push_mode as _push_operation_mode
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import LapwingError
@@ -161,6 +164,27 @@ class EagerMode(TorchFunctionMode):
     def stand_ins(self, args: tuple) -> tuple:
         """Returns the arguments as the function takes them: other tensors may stand in for some."""
         return args
+
+
+class OperationMode(TorchDispatchMode):
+    """Sees every operation that torch runs, by whatever code; used where nothing is compiled.
+
+    It leaves alone the switches by which torch's own modes of this kind stop `torch.compile`: an interruption would
+    leave them on.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import it, for seconds
+
+    def __enter__(self) -> Self:
+        _push_operation_mode(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _pop_operation_mode()
 
 
 class Draws(EagerMode):

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .batches import Forward, tensors
 from .calling import call
-from .eager import EagerMode, eager_math, swapped, without_compiled
+from .eager import EagerMode, OperationMode, eager_math, swapped, without_compiled
 from .module_state import preserved_state
 from .tracing import graph_leaves
 
@@ -62,14 +61,8 @@ class _WithoutGradients(StandIns):
         return out
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(OperationMode):
     """Notes which of some tensors any operation is called with, by whatever code."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import it, for seconds
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

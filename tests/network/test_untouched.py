@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch as python_dispatch
 
 import lapwing as lw
 from tests import oracle
@@ -54,6 +56,7 @@ def switches() -> dict[str, Any]:
     """Torch's global state."""
     from torch._dynamo.eval_frame import _stance
 
+    torch._C._vmapmode_increment_nesting()
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -65,7 +68,12 @@ def switches() -> dict[str, Any]:
             torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
         ],
-        "modes": torch._C._len_torch_function_stack(),
+        "modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
+        "dispatching": python_dispatch.is_in_torch_dispatch_mode(),
+        "levels": (
+            torch._C._functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level,
+            torch._C._vmapmode_decrement_nesting(),
+        ),
         "threads": torch.get_num_threads(),
         "stance": _stance.stance,
         "random": torch.get_rng_state(),
