@@ -25,6 +25,7 @@ from ..likelihoods.positions import predicted
 from ..network import batches
 from ..network.calling import shaped_outputs
 from ..network.data import as_inputs, as_loader
+from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress
 from ..network.positions import Positions
 from ..network.progress import expect, length_of, tracked, with_progress
@@ -116,6 +117,7 @@ class Comparison:
         return text.getvalue()
 
 
+@outside_modes
 @with_progress
 def compare(
     posteriors: Mapping[str, Candidate],

@@ -1,4 +1,4 @@
-"""What every public function does at its entry and its end: it leaves the caller's modes, and torch as it was.
+"""What public functions do at their entry and their end: they leave the caller's modes, and torch as it was.
 
 The caller's autocast is for the network's own layers (`network_precision`). What lapwing contracts runs outside it, in
 the dtype of its tensors (`full_precision`).
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -28,8 +28,8 @@ from .eager import LOCK
 
 _functorch: Any = torch._C._functorch
 
-_CALLERS: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("callers_autocast", default=())
-"""Devices and dtypes of the autocast that the caller had switched on, while `full_precision` is within it."""
+_AUTOCAST: ContextVar[tuple[str, ...]] = ContextVar("devices_of_autocast", default=())
+"""Devices for which the caller had switched autocast on, while `full_precision` is within it."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -83,40 +83,44 @@ def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments,
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         before = _state()
-        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        devices = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
         token = None
         try:
             if devices:
-                token = _CALLERS.set(tuple((device, torch.get_autocast_dtype(device)) for device in devices))
-                for device in devices:
-                    torch.set_autocast_enabled(device, False)
+                token = _AUTOCAST.set(devices)
+                _set_autocast(devices, False)
             return function(*args, **kwargs)
         except BaseException as error:
             _put_back(before, error)
             raise
         finally:
-            for device in devices:
-                torch.set_autocast_enabled(device, True)
+            _set_autocast(devices, True)
             if token is not None:
-                _CALLERS.reset(token)
+                _AUTOCAST.reset(token)
 
     return wrapped
 
 
+def _set_autocast(devices: tuple[str, ...], enabled: bool) -> None:
+    """Sets the switches; `torch.autocast` counts its blocks too, and an interruption would leave one counted."""
+    for device in devices:
+        torch.set_autocast_enabled(device, enabled)
+
+
 def network_casts() -> bool:
     """Whether the caller had autocast switched on, so that the network computes in less precision than its weights."""
-    return bool(_CALLERS.get())
+    return bool(_AUTOCAST.get())
 
 
-def network_precision() -> contextlib.AbstractContextManager[object]:
-    """Returns a context for a call of the network: the autocast that the caller had switched on, if any."""
-    active = _CALLERS.get()
-    if not active:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    for device, dtype in active:
-        stack.enter_context(torch.autocast(device, dtype=dtype))
-    return stack
+@contextlib.contextmanager
+def network_precision() -> Iterator[None]:
+    """Runs a call of the network under the autocast that the caller had switched on, if any."""
+    devices = tuple(device for device in _AUTOCAST.get() if not torch.is_autocast_enabled(device))
+    try:
+        _set_autocast(devices, True)
+        yield
+    finally:
+        _set_autocast(devices, False)
 
 
 def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -17,6 +17,7 @@ from ..likelihoods import LaplaceBridge, Link
 from ..linalg import doubled
 from ..network import batches
 from ..network.data import as_loader
+from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
 from .choice import check_grid
@@ -25,6 +26,7 @@ from .search import golden_section
 log = logging.getLogger("lapwing")
 
 
+@outside_modes
 def scale_factor(
     posterior: Posterior,
     loader: Any,

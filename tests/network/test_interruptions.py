@@ -124,6 +124,13 @@ def test_predictions(name: str) -> None:
     interruptions(model, lambda: predict(posterior))
 
 
+def test_comparisons_and_scale_factors() -> None:
+    model = network()
+    posterior = lw.fit(model, [(X, Y)], lw.Diagonal(), params=ALL, progress=False)
+    interruptions(model, lambda: lw.compare({"Diagonal": posterior, "network": model}, [(X, Y)], progress=False))
+    interruptions(model, lambda: lw.scale_factor(posterior, [(X, Y)], lw.Linearized(), points=5))
+
+
 @pytest.mark.parametrize("params", [lw.last_layer, ALL])
 def test_fits(params: Any) -> None:
     model = network()
