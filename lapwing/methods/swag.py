@@ -19,7 +19,7 @@ from ..network.batches import Forward
 from ..network.calling import call
 from ..network.data import as_loader
 from ..network.eager import parameters_of, uncompiled, without_compiled
-from ..network.entry import full_precision, outside_modes
+from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress, check_seed, checked_batches, first_batch
 from ..network.progress import expect, length_of, tracked, with_progress
 from ..network.selection import select
@@ -110,7 +110,6 @@ class SnapshotCollector:
             )
         self._take(state)
 
-    @full_precision
     @torch.no_grad()
     def _take(self, state: Mapping[str, Tensor]) -> None:
         buffers = dict(uncompiled(self.model).named_buffers())

@@ -15,24 +15,18 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _pop_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _pop_mode as _pop_operation_mode
-from torch.utils._python_dispatch import _push_mode as _push_operation_mode
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import LapwingError
 from ..jacobian.plain_functions import INSTEAD, transformed
 from . import recurrent
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 LOCK = threading.RLock()
 """Held while any network runs or its parameters are looked up: several threads may use one posterior."""
@@ -109,24 +103,7 @@ class EagerMode(TorchFunctionMode):
     Gradients are derivatives: those of embeddings dense, as all arithmetic after them is, and not scaled; hooks that
     the network sets by `Tensor.register_hook` are not for our passes to call. An active function mode also keeps
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` off their fast paths.
-
-    Its end takes off what is above the caller's modes, and never one of these: an interruption within a call may have
-    left more or fewer modes than there were.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._depths: list[int] = []
-
-    def __enter__(self) -> Self:
-        self._depths.append(_len_torch_function_stack())
-        super().__enter__()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        depth = self._depths.pop()
-        while _len_torch_function_stack() > depth:
-            _pop_mode()
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Calls what is in `REPLACED` in its own way, and hands all functions but the attention's to `intercept`."""
@@ -167,24 +144,13 @@ class EagerMode(TorchFunctionMode):
 
 
 class OperationMode(TorchDispatchMode):
-    """Sees every operation that torch runs, by whatever code; used where nothing is compiled.
-
-    It leaves alone the switches by which torch's own modes of this kind stop `torch.compile`: an interruption would
-    leave them on.
-    """
+    """Sees every operation that torch runs, by whatever code; used where nothing is compiled."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # which would import it, for seconds
-
-    def __enter__(self) -> Self:
-        _push_operation_mode(self)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        _pop_operation_mode()
 
 
 class Draws(EagerMode):
@@ -210,20 +176,15 @@ def without_compiled() -> Iterator[None]:
         if "torch._dynamo" not in sys.modules:
             yield
             return
-        dynamo: Any = sys.modules["torch._dynamo"].eval_frame
-        before = dynamo._stance
         try:
-            try:
-                stance = torch.compiler.set_stance("force_eager")
-            except RuntimeError as error:
-                raise LapwingError(
-                    "lapwing was called within a function that torch.compile compiles. Call it outside of that "
-                    "function, or compile lw.deploy(posterior, x)."
-                ) from error
-            with stance:
-                yield
-        finally:
-            dynamo._stance = before  # an interrupt may have come within set_stance
+            stance = torch.compiler.set_stance("force_eager")
+        except RuntimeError as error:
+            raise LapwingError(
+                "lapwing was called within a function that torch.compile compiles. Call it outside of that "
+                "function, or compile lw.deploy(posterior, x)."
+            ) from error
+        with stance:
+            yield
 
 
 @contextlib.contextmanager

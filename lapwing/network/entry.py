@@ -1,32 +1,22 @@
-"""What public functions do at their entry and their end: they leave the caller's modes, and torch as it was.
+"""Public functions run outside the caller's autocast and inference mode.
 
 The caller's autocast is for the network's own layers (`network_precision`). What lapwing contracts runs outside it, in
 the dtype of its tensors (`full_precision`).
-
-Ctrl-C may come between a context manager and its `with` block, in torch's own as well. Then its end never runs, or runs
-only once the exception is forgotten: a function mode of ours would see the caller's calls, and the network would keep
-what was set in it for a call. So what is open is closed, and torch's state put back, before the exception leaves
-(`_put_back`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
-from torch import overrides
-from torch.utils import _python_dispatch as dispatch
 
 from ..errors import LapwingError
 from ..jacobian.plain_functions import transformed
 from .eager import LOCK
-
-_functorch: Any = torch._C._functorch
 
 _AUTOCAST: ContextVar[tuple[str, ...]] = ContextVar("devices_of_autocast", default=())
 """Devices for which the caller had switched autocast on, while `full_precision` is within it."""
@@ -35,74 +25,26 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class _State(NamedTuple):
-    """What torch keeps for the thread that calls: modes, gradients, levels of torch.func."""
-
-    functions: list[Any]
-    dispatches: list[Any]
-    gradients: bool
-    transformations: int
-
-
-def _state() -> _State:
-    return _State(
-        overrides._get_current_function_mode_stack(),
-        dispatch._get_current_dispatch_mode_stack(),
-        torch.is_grad_enabled(),
-        _functorch.get_dynamic_layer_stack_depth(),
-    )
-
-
-def _put_back(before: _State, error: BaseException) -> None:
-    """Closes what an interruption has left open, and puts torch's state back; an ordinary error leaves nothing open."""
-    if isinstance(error, Exception) and before == _state():
-        return
-    traceback.clear_frames(error.__traceback__)  # closes generators, and with them the context managers that they are
-    _functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transformations)
-    for _ in range(torch._C._vmapmode_increment_nesting()):  # of batched gradients, within which nothing calls lapwing
-        torch._C._vmapmode_decrement_nesting()
-    _restore(before.functions, overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode)
-    _restore(before.dispatches, dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode)
-    torch.set_grad_enabled(before.gradients)
-
-
-def _restore(before: list[Any], stack: Callable[[], list], pop: Callable[[], Any], push: Callable[[Any], None]) -> None:
-    """Makes a stack of modes what it was."""
-    while stack() != before[: len(stack())]:
-        pop()
-    for mode in before[len(stack()) :]:
-        push(mode)
-
-
 def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function outside the caller's autocast, which `network_precision` takes up again for the network.
-
-    Whatever it raises, torch's state is then what it was.
-    """
+    """Runs a function outside the caller's autocast; `network_precision` switches it on again for the network."""
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        before = _state()
         devices = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
-        token = None
-        try:
-            if devices:
-                token = _AUTOCAST.set(devices)
-                _set_autocast(devices, False)
+        if not devices:
             return function(*args, **kwargs)
-        except BaseException as error:
-            _put_back(before, error)
-            raise
+        token = _AUTOCAST.set(devices)
+        _set_autocast(devices, False)
+        try:
+            return function(*args, **kwargs)
         finally:
             _set_autocast(devices, True)
-            if token is not None:
-                _AUTOCAST.reset(token)
+            _AUTOCAST.reset(token)
 
     return wrapped
 
 
 def _set_autocast(devices: tuple[str, ...], enabled: bool) -> None:
-    """Sets the switches; `torch.autocast` counts its blocks too, and an interruption would leave one counted."""
     for device in devices:
         torch.set_autocast_enabled(device, enabled)
 
@@ -116,8 +58,8 @@ def network_casts() -> bool:
 def network_precision() -> Iterator[None]:
     """Runs a call of the network under the autocast that the caller had switched on, if any."""
     devices = tuple(device for device in _AUTOCAST.get() if not torch.is_autocast_enabled(device))
+    _set_autocast(devices, True)
     try:
-        _set_autocast(devices, True)
         yield
     finally:
         _set_autocast(devices, False)

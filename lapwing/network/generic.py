@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.func import vjp, vmap
 
 from ..errors import LapwingError
@@ -139,12 +138,7 @@ def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
     """
     _load_rules()
     with LOCK:  # torch has one level of forward mode for all threads
-        before = forward_ad._current_level
-        try:
-            return torch.func.jvp(function, primals, tangents)
-        finally:
-            while forward_ad._current_level > before:  # an interruption came before torch left it
-                forward_ad.exit_dual_level()
+        return torch.func.jvp(function, primals, tangents)
 
 
 def forward_products(

@@ -426,16 +426,3 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_fit(
     monkeypatch.setattr(Path, "unlink", refuse)
     check_same(lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit"), expected)
     assert "The fit has ended, and its checkpoint cannot be removed: Permission denied. Delete it." in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file between open() and with
-@pytest.mark.parametrize(
-    ("kind", "count"), [("SIGKILL", 50), ("SIGKILL while saving", 100), ("KeyboardInterrupt", 200)]
-)
-def test_fits_files_and_networks_survive_kills_and_interruptions(kind: str, count: int) -> None:
-    from benchmarks import faults
-
-    tallies = faults.tried(kind, count, seed=1)
-    assert sum(tally.tried for tally in tallies.values()) >= count
-    assert all(tally.survived == tally.tried and not tally.lost for tally in tallies.values())

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils import _python_dispatch as python_dispatch
 
 import lapwing as lw
 from tests import oracle
@@ -56,7 +54,6 @@ def switches() -> dict[str, Any]:
     """Torch's global state."""
     from torch._dynamo.eval_frame import _stance
 
-    torch._C._vmapmode_increment_nesting()
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -70,11 +67,6 @@ def switches() -> dict[str, Any]:
             torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
         ],
         "modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
-        "dispatching": python_dispatch.is_in_torch_dispatch_mode(),
-        "levels": (
-            torch._C._functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level,
-            torch._C._vmapmode_decrement_nesting(),
-        ),
         "threads": torch.get_num_threads(),
         "stance": _stance.stance,
         "random": torch.get_rng_state(),
