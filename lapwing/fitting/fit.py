@@ -23,24 +23,21 @@ from ..network import batches, ranks
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.entry import outside_modes
-from ..network.gate import sharded_modules
 from ..network.loaders import WeightedLoader, check_progress, known_size, warn_of_unseen_samples
 from ..network.progress import expect, length_of, with_progress
-from ..network.sharded import Head
 from ..posterior import Posterior
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import checkpoint_of
-from .default_method import check_method, method_and_tangent, params_of, price
+from .default_method import check_method, method_and_tangent, price
 from .further import continued
 from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
 from .result import checked, posteriors_of
 from .room import check_room
 from .runner import Runner
 from .same_fit import check_same_options
-from .sharded import check_last_layer, with_features
 from .validation import check_held_out, first_held_out, with_all_weights
 
 log = logging.getLogger("lapwing")
@@ -171,11 +168,6 @@ def fit(
     file, seed = checkpoint_of(checkpoint, every), int(seed)
 
     # the data
-    if sharded_modules(model):
-        params = params_of(method, params)
-        check_last_layer(method, params)
-        model, loader, validation, tune = with_features(model, forward, loader, validation, tune, sample_weights)
-        forward, compares = None, False
     data = as_loader(loader, model)
     loader = ranks.share(data)
     first = ranks.joined_first_batch(loader)
@@ -187,7 +179,7 @@ def fit(
         check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-    _log_limits_of_evidence(model, likelihood, tune)
+    _log_limits_of_evidence(likelihood)
     if forward is None:
         _warn_of_own_tokens(inputs, targets, likelihood)
     prefixes = 0 if tune is None else tune.prefixes
@@ -266,18 +258,13 @@ def _run(
     return posterior
 
 
-def _log_limits_of_evidence(model: nn.Module, likelihood: Likelihood, tune: Tuning | None) -> None:
+def _log_limits_of_evidence(likelihood: Likelihood) -> None:
     """Logs what the evidence of this fit does not know."""
     if likelihood.plain is not likelihood:
         log.info(
             "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a pseudo-evidence",
             likelihood,
         )  # fmt: skip
-    if isinstance(model, Head) and likelihood.needs_noise and isinstance(tune, BoundedEvidence):
-        log.warning(
-            "The layers before the last are sharded, and the tuning of the noise takes them for fixed: what they have "
-            "memorised of the targets is not seen. Pass held-out data: validation=(x_val, y_val)."
-        )
 
 
 def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import LapwingError, check_flag, shown
-from ..network import batches, ranks
+from ..network import ranks
 from ..network.data import as_loader
 from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress
-from ..network.sharded import Head
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .further import with_further
@@ -31,8 +30,6 @@ def updated(
     check_flag("posterior.update", "sample_weights", sample_weights)
     loader = ranks.share(as_loader(loader, posterior.model))
     ranks.joined_first_batch(loader)
-    if isinstance(posterior.model, Head):
-        loader = ranks.share(posterior.model.features(loader, batches.weighted if sample_weights else batches.split))
     loader = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     whole = with_further(posterior, posterior.tangent, loader)
     return checked(whole if tune is None else tune.tune(whole, Training()))

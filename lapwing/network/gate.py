@@ -7,7 +7,6 @@ again.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +51,7 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
         )
     model = uncompiled(model)
     named = parameters_of(model)
-    sharded = sharded_modules(model)
+    sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
     _check_quantized(model, last_layer)
     if not named:
         raise LapwingError(
@@ -67,11 +66,9 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
             )
         if type(value).__name__ == "DTensor" or sharded:
             raise LapwingError(
-                f"The parameter {name} of {type(model).__name__} is a DTensor, sharded over processes by fully_shard "
-                "or tensor parallelism. Of a network under fully_shard lw.fit takes the last layer, with "
-                "params=lw.last_layer. For all else load the full state dict into a network without it: "
-                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True))."
+                f"The weights of {type(model).__name__} (such as {name}) are sharded over processes, and lapwing needs "
+                "whole weights: fit its last layer on its features as docs/scaling.md shows, or load its full state "
+                "dict into a network that is not sharded."
             )
         if value.is_inference():
             raise LapwingError(
@@ -80,15 +77,6 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
             )
     check_mode(model)
     return model
-
-
-def sharded_modules(model: Any) -> list[Any]:
-    """Returns the modules whose weights `fully_shard` has spread over processes."""
-    if "torch.distributed.fsdp" not in sys.modules or not isinstance(model, nn.Module):  # its import takes long
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def quantized_layers(model: nn.Module) -> list[str]:

@@ -1,8 +1,7 @@
 """Several processes: what the ranks of a `torch.distributed` process group tell one another while they fit.
 
 `lw.fit` opens `across_ranks`. Inside it the functions of this file are collective: every rank calls them in one order.
-Outside it, and in one process, they return what they are given. So predictions are not collective, but for those of a
-sharded network (`sharded.py`).
+Outside it, and in one process, they return what they are given. So predictions are not collective.
 
 Each collective begins with `gathered`, in which a rank may say that it has failed. So an exception on one rank ends the
 others at their next collective, and no rank waits for one that has given up.
@@ -49,7 +48,6 @@ class _Group:
     Attributes:
         rank: of this process.
         size: how many there are.
-        work: what they work on, for messages.
         sent: bytes that this rank has sent, counted as for a ring of ranks.
         collectives: how many.
         settled: whether every rank knows of the error that is being raised.
@@ -57,7 +55,6 @@ class _Group:
 
     rank: int
     size: int
-    work: str = "fit"
     sent: float = 0.0
     collectives: int = 0
     settled: bool = False
@@ -99,13 +96,11 @@ class _Group:
         for rank, reason in enumerate(failures):
             if reason is not None and failure is None:
                 self.settled = True
-                raise LapwingError(
-                    f"The {self.work} has failed in process {rank} of {self.size}, and ends here too: {reason}"
-                )
+                raise LapwingError(f"The fit has failed in process {rank} of {self.size}, and ends here too: {reason}")
         if failure is None and len(set(labels)) > 1:
             self.settled = True
             raise LapwingError(
-                f"The {self.size} processes are not at the same place of a {self.work}: "
+                f"The {self.size} processes are not at the same place of a fit: "
                 f"{', '.join(map(repr, labels))}. Call lw.fit with the same network, method and options in each of "
                 "them."
             )
@@ -134,18 +129,18 @@ _group: ContextVar[_Group | None] = ContextVar("lapwing_ranks", default=None)
 
 
 @contextlib.contextmanager
-def across_ranks(work: str = "fit") -> Iterator[None]:
+def across_ranks() -> Iterator[None]:
     """Lets the ranks of the process group work on one fit, where there is one of several ranks; also a decorator."""
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         yield
         return
     outer = _group.get()
-    group = outer or _Group(distributed.get_rank(), distributed.get_world_size(), work)
+    group = outer or _Group(distributed.get_rank(), distributed.get_world_size())
     token = _group.set(group)
     try:
-        group.gathered(f"the start of a {work}", None)
+        group.gathered("the start of a fit", None)
         yield
-        group.gathered(f"the end of a {work}", None)
+        group.gathered("the end of a fit", None)
     except BaseException as error:
         if not group.settled:
             with contextlib.suppress(LapwingError):

@@ -16,7 +16,6 @@ from ..network.data import as_inputs, with_tensors
 from ..network.entry import outside_modes
 from ..network.loaders import check_progress
 from ..network.progress import expect, length_of, progress_bar, tracked
-from ..network.sharded import features_of
 from ..network.tracing import wants_gradient
 from ..prediction import DefaultWay, Uncertain, Way
 from ..prediction.uncertain import placed, separate
@@ -35,7 +34,6 @@ def latent_of(
         )
     if not isinstance(x, Tensor):
         x = as_inputs(x, tangent.model)
-    x = features_of(tangent.model, x)
     if not batches.is_loader(x):
         return _latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
     check_progress(progress)

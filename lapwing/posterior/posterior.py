@@ -108,10 +108,7 @@ class Posterior:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The network that this is a posterior of: yours, for SWAG and MeanField a copy with other weights.
-
-        Of a network under `fully_shard` it is the last layer.
-        """
+        """The network that this is a posterior of: yours, for SWAG and MeanField a copy with other weights."""
         return self.tangent.model
 
     @property

@@ -1,9 +1,8 @@
-"""The last layer of a network that `fully_shard` has spread over processes is that of the same network in one."""
+"""Networks that `fully_shard` has spread over processes: the refusal, and the lines of docs/scaling.md to write."""
 
 from __future__ import annotations
 
-import copy
-import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,62 @@ import torch
 from torch import Tensor, distributed, nn
 
 import lapwing as lw
-from tests import ranks, sharded
+from tests import ranks
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 needs a GPU")
 
+PAGE = Path(lw.__file__).parents[1] / "docs" / "scaling.md"
+
+
+class Classifier(nn.Module):
+    """Blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+def network() -> nn.Module:
+    return Classifier().double().eval()
+
+
+def sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    fully_shard(model.blocks)
+    return fully_shard(model)
+
+
+def batches() -> tuple[list[ranks.Batches], Tensor]:
+    """Returns the batches of each of two ranks, and the inputs of a prediction."""
+    return ranks.shares(ranks.data(3, 40, 1), [[12, 9], [10, 9]]), ranks.data(3, 5, 2)[0]
+
+
+def by_recipe(rank: int, size: int) -> Tensor:
+    """Runs the lines of the page on one rank; the network was called before, as in a training."""
+    shares, x = batches()
+    model = sharded()
+    model(x)
+    names: dict[str, Any] = {"torch": torch, "lw": lw, "model": model, "loader": shares[rank], "test_inputs": x}
+    section = PAGE.read_text(encoding="utf-8").partition("### Sharded networks")[2]
+    (lines,) = re.findall(r"^```py\n(.*?)^```", section.partition("\n###")[0], re.MULTILINE | re.DOTALL)
+    exec(lines, names)
+    return names["probs"]
+
 
 @pytest.mark.slow
-def test_a_sharded_network_has_the_last_layer_of_a_whole_one(tmp_path: Path) -> None:
-    every = ranks.run(tmp_path, 2, [(sharded.fit,), (sharded.fail,)])
-    for rank, results in enumerate(every):
-        assert results is not None
-        torch.testing.assert_close(results[0], sharded.fit_alone(rank), rtol=1e-6, atol=1e-9)
-    (_, here), (_, there) = every  # type: ignore[misc]
-    assert there["while it loads"] == "OSError: the disk is gone"
-    assert "The fit has failed in process 1 of 2" in here["while it loads"]
-    assert "The prediction has failed in process 1 of 2" in here["while it predicts"]
-    assert here["then"] == there["then"] == "no error"
+def test_the_recipe_fits_the_last_layer_of_a_sharded_network(tmp_path: Path) -> None:
+    shares, x = batches()
+    expected = lw.fit(network(), [*shares[0], *shares[1]]).predict(x).probs
+    for probs in ranks.run(tmp_path, 2, [(by_recipe,)]):
+        assert probs is not None
+        torch.testing.assert_close(probs[0], expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.fixture
@@ -39,122 +78,10 @@ def group() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-class Tokens(nn.Module):
-    """Outputs (B, T, C) of an object, whose last layer may be tied to the embedding or called twice."""
-
-    def __init__(self, kind: str = "") -> None:
-        super().__init__()
-        self.kind, self.embedding, self.lm_head = kind, nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
-        self.middle, self.dropout = nn.Linear(5, 5), nn.Dropout()
-        if kind == "tied":
-            self.lm_head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Any:
-        h = self.dropout(self.middle(self.embedding(tokens)).tanh())
-        if self.kind == "conv":
-            return nn.functional.conv1d(h.mT, self.lm_head.weight[..., None]).mT
-        if self.kind == "scaled":
-            return 2 * self.lm_head(h)
-        if self.kind == "twice":
-            return self.lm_head(h + self.lm_head(h)[..., :5])
-        return self.lm_head(h)
-
-
-def shard(model: nn.Module, precision: torch.dtype | None = None) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = copy.deepcopy(model)
-    fully_shard(model.middle, mp_policy=MixedPrecisionPolicy(precision))
-    return fully_shard(model, mp_policy=MixedPrecisionPolicy(precision, output_dtype=precision and torch.float32))
-
-
-def tokens(dtype: torch.dtype = torch.float64, kind: str = "") -> tuple[nn.Module, list[Any]]:
-    model = Tokens(kind).to(dtype).eval()
-    y = torch.randint(7, (10, 4))
-    return model, [(torch.randint(7, (6, 4)), y[:6]), (torch.randint(7, (4, 4)), y[6:])]
-
-
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_outputs_with_positions(dtype: torch.dtype) -> None:
-    model, loader = tokens(dtype)
-    one, other = lw.fit(shard(model), loader), lw.fit(model, loader)
-    assert list(one.tangent.parameters) == list(other.tangent.parameters) == ["lm_head.weight"]
-    x = loader[0][0]
-    torch.testing.assert_close(one.predict(x).probs, other.predict(x).probs)
-    torch.testing.assert_close(one.latent(loader).variance, other.latent(loader).variance)
-
-
-@pytest.mark.usefixtures("group")
-def test_mixed_precision_fits_in_the_precision_of_the_network() -> None:
-    model, loader = tokens(torch.float32)
-    one, other = lw.fit(shard(model, torch.bfloat16), loader), lw.fit(copy.deepcopy(model).bfloat16(), loader)
-    torch.testing.assert_close(one.latent(loader).variance, other.latent(loader).variance)
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("kind", ["tied", "twice", "scaled", "conv"])
-def test_another_end_is_refused(kind: str) -> None:
-    model, loader = tokens(kind=kind)
-    model = shard(model)
-    with pytest.raises(lw.LapwingError, match="are not those of a torch.nn.Linear that is called last"):
-        lw.fit(model, loader)
-    assert all(type(value).__name__ == "DTensor" for value in model.parameters())
-
-
-@pytest.mark.usefixtures("group")
-def test_what_a_sharded_network_does_not_do_is_refused() -> None:
-    model, loader = tokens()
-    whole, model = model, shard(model)
-    for method in (lw.KFAC(), lw.SampledLLA(4)):
-        with pytest.raises(lw.LapwingError, match=rf"{type(method).__name__} .* pass params=lw.last_layer"):
-            lw.fit(model, loader, method)
-    with pytest.raises(lw.LapwingError, match=r"prior|DTensor"):
-        lw.fit(model, loader, prior=lw.fit(whole, loader))
-    posterior = lw.fit(model, loader)
-    with pytest.raises(lw.LapwingError, match="lapwing has lw.fit, posterior.update"):
-        posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)
-    with pytest.raises(lw.LapwingError, match="training mode"):
-        lw.fit(model.train(), loader)
-    model.eval()
-    with torch.no_grad():
-        model.middle.weight.mul_(2)
-    with pytest.raises(lw.LapwingError, match=r"middle.weight of FSDPTokens was written after the fit. Fit again."):
-        posterior.predict(loader[0][0])
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of a training with outputs that are views
-def test_a_network_can_be_trained_after_predictions_in_inference_mode() -> None:
-    model, loader = tokens()
-    model = shard(model)
-    posterior = lw.fit(model, loader)
-    expected = posterior.predict(loader[0][0]).probs
-    with torch.inference_mode():
-        torch.testing.assert_close(posterior.predict(loader[0][0]).probs, expected)
-    model.train()(loader[0][0]).square().sum().backward()
-    assert all(value.grad is not None for value in model.parameters())
-
-
-@pytest.mark.usefixtures("group")
-def test_inputs_that_require_gradients_are_refused() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model, x = fully_shard(nn.Sequential(nn.Linear(4, 3)).eval()), torch.randn(6, 4)
-    posterior = lw.fit(model, [(x, torch.arange(6) % 3)])
-    with pytest.raises(lw.LapwingError, match="Pass x.detach"):
-        posterior.predict(x.requires_grad_())
-
-
-@pytest.mark.usefixtures("group")
-def test_a_regression_is_told_to_hold_data_out(caplog: pytest.LogCaptureFixture) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    x = torch.randn(40, 4)
-    model, data = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).eval()), [(x, x[:, :1])]
-    with caplog.at_level(logging.WARNING, "lapwing"):
-        lw.fit(model, data)
-        assert "Pass held-out data" in caplog.text
-        caplog.clear()
-        lw.fit(model, data, validation=[(x + 1, x[:, :1])])
-    assert not caplog.text
+def test_a_sharded_network_is_refused_also_after_a_call_that_leaves_weights_whole() -> None:
+    (shares, x), model = batches(), sharded()
+    for _ in range(2):
+        with pytest.raises(lw.LapwingError, match=r"FSDPClassifier .* are sharded over processes.* docs/scaling.md"):
+            lw.fit(model, shares[0])
+        model(x)
