@@ -54,9 +54,7 @@ def everything(name: str, size: int) -> tuple[list[Batches], list[Batches]]:
     """Returns the training and the held-out batches of each rank for a case."""
     outputs, _ = ALL[name]
     x, y = data(outputs, 40, 1)
-    one_each = name == "StochasticGradient"  # which draws by place, and steps then have the places of the joined data
-    sizes = [[sum(own)] if own else [] for own in SHARES[size]] if one_each else SHARES[size]
-    return shares((x, y, 0.5 + (x[:, 0] > 0)), sizes), shares(data(outputs, 15, 3), HELD_OUT[size])
+    return shares((x, y, 0.5 + (x[:, 0] > 0)), SHARES[size]), shares(data(outputs, 15, 3), HELD_OUT[size])
 
 
 def in_steps(every: list[Batches]) -> Batches:
@@ -100,8 +98,6 @@ STEPS: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
         "method": lw.VaLLA(POINTS, lw.AlphaDivergence(steps=4, every=2, validation=held_out))}),
     "MeanField": (3, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),  # so that its draws do not count
     "MeanField of a regression": (1, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),
-    "StochasticGradient": (1, lambda held_out: {
-        "method": lw.SampledLLA(2, lw.StochasticGradient(steps=12, tolerance=0.99), em_steps=0)}),
 }  # fmt: skip
 """Fits by steps, each on the joined batches of the ranks."""
 

@@ -27,7 +27,6 @@ from .passes import (
 from .problem import FisherRoot, Problem
 from .sampled_lla import SampledLLA
 from .sampled_lla.conjugate_gradients import ConjugateGradients
-from .sampled_lla.stochastic_gradient import StochasticGradient
 from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights
@@ -42,6 +41,6 @@ __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",
     "Cost", "CurvaturePass", "DataSummary", "Diagonal", "FisherRoot", "FitResult", "Full", "InducingPoints",
     "IteratePass", "MeanField", "Method", "NaturalGradient", "OptimalSubspace", "Outline", "Pass", "Passes", "Problem",
-    "SampledLLA", "SnapshotCollector", "State", "StochasticGradient", "SubsetOfData", "SubsetOfWeights", "SumPass",
+    "SampledLLA", "SnapshotCollector", "State", "SubsetOfData", "SubsetOfWeights", "SumPass",
     "TemperatureScaling", "VaLLA", "VariationalBound", "Work", "run_curvature_pass",
 ]  # fmt: skip

@@ -175,8 +175,6 @@ def test_solves_are_planned_with_all_their_iterations():
     given = lw.plan(model, data, lw.SampledLLA(8), prior_precision=1.0)
     assert "of its solve;" in given.note
     assert given.passes < many.passes / 8
-    steps = lw.SampledLLA(8, lw.StochasticGradient(100, preconditioner=lw.KFAC()), prior="g", linearised_mode=True)
-    assert lw.plan(model, data, steps).passes > lw.plan(model, data, lw.KFAC()).passes
 
 
 def test_a_tuning_of_ones_own_without_its_work_says_so():

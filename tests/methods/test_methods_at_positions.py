@@ -310,8 +310,6 @@ def test_em_over_positions():
     full = lw.fit(model, data, lw.Full(), params=lw.last_layer, tune=lw.Evidence())
     assert fitted.noise_variance == pytest.approx(full.noise_variance, rel=0.1)
     assert fitted.predict(x).std.shape == model(x).shape
-    stochastic = lw.SampledLLA(4, lw.StochasticGradient(steps=20))
-    assert lw.fit(*case("tagger")[:2], stochastic).predict(case("tagger")[2]).probs.isfinite().all()
 
 
 # --- others ----------------------------------------------------------------------------------------------------------

@@ -459,48 +459,6 @@ def test_em_under_the_g_prior(preconditioner):
     assert fitted.prior_precision == pytest.approx(wanted, rel=0.06)
 
 
-# --- stochastic gradients --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preconditioner", [pytest.param(None, marks=pytest.mark.slow), lw.KFAC()])
-def test_stochastic_gradients_come_near(preconditioner):
-    problem = setup("mlp", samples=40)
-    loader = cut(problem.x, problem.y, (20, 20))
-    solver = lw.StochasticGradient(steps=600, learning_rate=0.3, preconditioner=preconditioner)
-    fitted = problem.fit(lw.SampledLLA(8, solver), tune=None, loader=loader)
-    wanted = solved(problem, 8)
-    assert (draws_of(fitted) - wanted).norm() < 0.05 * wanted.norm()
-    delta = torch.full((len(problem.theta),), 2.0).double()
-    b = right_hand_sides(problem, 8, delta, 1.0)
-    residual = (b - draws_of(fitted) @ (problem.G + torch.diag(delta))).norm(dim=1) / b.norm(dim=1)
-    close(fitted.history["residuals"], residual, 1e-8)
-
-
-def test_whole_batches_converge():
-    """Without noise in the gradients the draws are the solution."""
-    problem = setup("mlp")
-    solver = lw.StochasticGradient(steps=300, learning_rate=0.9, average=0.05)
-    fitted = problem.fit(lw.SampledLLA(2, solver), tune=None, loader=cut(problem.x, problem.y, (9,)))
-    close(draws_of(fitted), solved(problem, 2), 1e-2)
-
-
-@pytest.mark.slow
-def test_em_by_stochastic_gradients():
-    problem = setup("mlp", samples=40)
-    loader = cut(problem.x, problem.y, (20, 20))
-    full = problem.fit(lw.Full(), prior_precision=None)
-    method = lw.SampledLLA(100, lw.StochasticGradient(steps=150))
-    fitted = problem.fit(method, prior_precision=None, tune=None, loader=loader)
-    assert fitted.prior_precision == pytest.approx(full.prior_precision, rel=0.15)
-
-
-def test_steps_that_diverge_say_so():
-    problem = setup("mlp", samples=40)
-    method = lw.SampledLLA(3, lw.StochasticGradient(steps=200, learning_rate=50.0, clip=1e9))
-    with pytest.raises(lw.LapwingError, match=r"diverge.*learning_rate=12\.5"):
-        problem.fit(method, tune=None)
-
-
 # --- what is refused, and what is said -------------------------------------------------------------------------------
 
 
@@ -534,11 +492,6 @@ def test_options_out_of_range(options, says):
         (lw.ConjugateGradients, {"iterations": 0}),
         (lw.ConjugateGradients, {"tolerance": 1.0}),
         (lw.ConjugateGradients, {"preconditioner": "kfac"}),
-        (lw.StochasticGradient, {"steps": 1.5}),
-        (lw.StochasticGradient, {"momentum": 1.0}),
-        (lw.StochasticGradient, {"learning_rate": 0.0}),
-        (lw.StochasticGradient, {"average": 2.0}),
-        (lw.StochasticGradient, {"clip": -1.0}),
     ],
 )
 def test_solver_options_out_of_range(solver, options):

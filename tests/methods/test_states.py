@@ -106,7 +106,6 @@ def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> N
 MOVING = [
     lw.VaLLA(3, lw.NaturalGradient(steps=4, rate=0.3)), lw.VaLLA(3, lw.VariationalBound(steps=4)),
     lw.VaLLA(3, lw.AlphaDivergence(steps=4)), lw.MeanField(steps=4), lw.SubsetOfData(4),
-    lw.SampledLLA(2, lw.StochasticGradient(steps=4, tolerance=0.99), em_steps=0),
 ]  # fmt: skip
 
 

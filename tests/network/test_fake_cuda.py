@@ -445,7 +445,6 @@ WITHOUT_DOUBLE: dict[str, lw.Method | None] = {
     "AlphaDivergence": lw.VaLLA(4, lw.AlphaDivergence(steps=3)), "SampledLLA": lw.SampledLLA(3),
     "preconditioned": lw.SampledLLA(2, lw.ConjugateGradients(4, 0.5, lw.KFAC()), em_steps=1, per_block=True),
     "g-prior": lw.SampledLLA(2, lw.ConjugateGradients(4, 0.5), em_steps=1, prior="g", linearised_mode=True),
-    "StochasticGradient": lw.SampledLLA(2, lw.StochasticGradient(steps=4, tolerance=0.99), em_steps=0),
 }  # fmt: skip
 
 

@@ -22,11 +22,9 @@ from ..diagonal import SquaredSums
 from ..passes import FitResult, Landmark, Method, Pass, Passes, check_within, prior_covariance
 from ..problem import Need, Problem
 from ..state import State
-from .conjugate_gradients import ConjugateGradients
+from .conjugate_gradients import ConjugateGradients, Solved, Solving
 from .em import EvidenceSteps
 from .linearised_mode import LinearisedMode
-from .solver import Solved, Solving
-from .stochastic_gradient import StochasticGradient
 from .system import FirstProducts, LinearSystem, PositionedRoot, inner, inner_by_block
 
 log = logging.getLogger("lapwing")
@@ -56,11 +54,12 @@ class SampledLLA(Method):
     `prior_precision=` on held-out data for classifiers; solves are quick there (7 iterations in place of 45).
 
     Source: Antorán et al. 2023, Sampling-based Inference for Large Linear Models, with Application to Linearised
-    Laplace, sections 3 and 4, which solves for the draws by stochastic gradients, one by one.
+    Laplace, sections 3 and 4, which solves for the draws by stochastic gradients, one by one. Conjugate gradients
+    solve for all draws at once, to a tolerance.
 
     Args:
         draws: S.
-        solver: `ConjugateGradients(...)` or `StochasticGradient(...)`.
+        solver: options of the conjugate gradients.
         em_steps: solves after the first one, at most, to tune what is open; 0 keeps δ = 1 and σ² the mean squared
             residual.
         prior: "isotropic", or "g" for `Δ = δ g`, `g_p = G_pp / mean(G_pp)`: isotropic over features of equal second
@@ -91,7 +90,7 @@ class SampledLLA(Method):
 
     can_change_prior: ClassVar[bool] = False
     draws: int = 32
-    solver: ConjugateGradients | StochasticGradient = ConjugateGradients()  # noqa: RUF009 (frozen)
+    solver: ConjugateGradients = ConjugateGradients()  # noqa: RUF009 (frozen)
     em_steps: int = 8
     prior: Literal["isotropic", "g"] = "isotropic"
     per_block: bool = False
@@ -103,10 +102,10 @@ class SampledLLA(Method):
         check_count("SampledLLA", "em_steps", self.em_steps, (0,))
         for name in ("per_block", "linearised_mode"):
             check_choice("SampledLLA", name, getattr(self, name), (False, True))
-        if not isinstance(self.solver, (ConjugateGradients, StochasticGradient)):
+        if not isinstance(self.solver, ConjugateGradients):
             raise LapwingError(
-                f"SampledLLA(solver={shown(self.solver)}) is not an option: solver is lw.ConjugateGradients() or "
-                "lw.StochasticGradient(). Write SampledLLA(solver=lw.ConjugateGradients(tolerance=1e-3))."
+                f"SampledLLA(solver={shown(self.solver)}) is not an option: solver is lw.ConjugateGradients(). Write "
+                "SampledLLA(solver=lw.ConjugateGradients(tolerance=1e-3))."
             )
         check_choice("SampledLLA", "prior", self.prior, ("isotropic", "g"))
 
@@ -161,8 +160,9 @@ class SampledLLA(Method):
         worst = float(solved.errors[: self.draws].max())
         if worst > self.solver.tolerance:
             log.warning(
-                "The draws of SampledLLA were solved to %s of up to %.1e, not to %.1e; %s reaches it.",
-                self.solver.measure, worst, self.solver.tolerance, self.solver.more(),
+                "The draws of SampledLLA were solved to errors, in standard deviations, of up to %.1e, not to %.1e; "
+                "ConjugateGradients(iterations=%d) reaches it.",
+                worst, self.solver.tolerance, 2 * self.solver.iterations,
             )  # fmt: skip
         return FitResult(
             Draws(problem.tangent.blocks, {name: z.clone() for name, z in solution.items()}, system.precision),

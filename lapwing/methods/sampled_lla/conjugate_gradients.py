@@ -5,25 +5,45 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...errors import LapwingError, check_count
+from ...errors import LapwingError, check_count, is_positive, shown
 from ...linalg import symmetric_eigen
 from ...network import ranks
 from ...tangent import Vectors
 from ..cost import Outline
 from ..passes import Landmark, Method, Pass
 from ..state import State
-from .solver import Solved, Solving, check_solver, residual_of
 from .system import LinearSystem, gram, inner, recombine
 
 log = logging.getLogger("lapwing")
 
 NOISE = 1e-12
 """Relative eigenvalue of a Gram matrix, in float64, of which the direction is rounding noise."""
+
+
+class Solved(NamedTuple):
+    """The solution of a system.
+
+    Attributes:
+        solution: Z (S, P_block) by block.
+        products: `G Z` (S, P_block) by block, from a separate pass.
+        residuals: `‖b - A z‖ / ‖b‖` (S,) float64, of these products.
+        errors: estimated errors of the draws (S,) float64, in standard deviations of any prediction.
+        iterations: number of iterations.
+    """
+
+    solution: Vectors
+    products: Vectors
+    residuals: Tensor
+    errors: Tensor
+    iterations: int
+
+
+Solving = Generator[Pass, Any, Solved]
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,6 @@ class ConjugateGradients:
         ConjugateGradients(iterations=50, tolerance=0.001, preconditioner=Diagonal())
     """
 
-    measure: ClassVar[str] = "errors, in standard deviations,"
     iterations: int = 100
     tolerance: float = 0.2
     preconditioner: Method | None = None
@@ -73,7 +92,16 @@ class ConjugateGradients:
     def __post_init__(self) -> None:
         """Checks numbers and method."""
         check_count("ConjugateGradients", "iterations", self.iterations)
-        check_solver("ConjugateGradients", self.tolerance, self.preconditioner)
+        if not is_positive(self.tolerance) or not self.tolerance < 1:
+            raise LapwingError(
+                f"ConjugateGradients(tolerance={shown(self.tolerance)}) needs a number between 0 and 1. Write "
+                "ConjugateGradients(tolerance=0.01)."
+            )
+        if self.preconditioner is not None and not isinstance(self.preconditioner, Method):
+            raise LapwingError(
+                f"ConjugateGradients(preconditioner={shown(self.preconditioner)}) needs a method with a prior, or "
+                "None. Write preconditioner=lw.KFAC()."
+            )
 
     def expected_batches(self, count: int) -> int:
         """Returns those of ten iterations: how many there will be only the fit shows."""
@@ -82,10 +110,6 @@ class ConjugateGradients:
     def most_passes(self, outline: Outline) -> float:
         """Returns how many passes a solve takes at most, the one for the residual included."""
         return self.iterations + 1
-
-    def more(self) -> str:
-        """Returns what to write for a smaller residual."""
-        return f"ConjugateGradients(iterations={2 * self.iterations})"
 
     def solve(self, system: LinearSystem, start: Vectors, products: Vectors) -> Solving:
         """Yields passes; returns the solution.
@@ -97,7 +121,7 @@ class ConjugateGradients:
         """
         solution, state = start, None
         while True:
-            residual, norms = residual_of(system, solution, products)
+            residual, norms = _residual(system, solution, products)
             relative, bound = inner(residual, residual).sqrt() / norms, _bound(system, residual)
             _check_finite(relative)
             worst = ranks.decided("residuals", float(relative.max()))
@@ -184,6 +208,15 @@ class ConjugateState(State):
     taken: int
     began: int
     before: float
+
+
+def _residual(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor]:
+    """Returns `b - A Z` and `‖b‖` (S,), 1 where b is 0."""
+    residual = system.right_hand_sides()
+    norms, prior = inner(residual, residual).sqrt(), system.prior()
+    for name, b in residual.items():
+        b.add_(products[name], alpha=-system.scale).addcmul_(solution[name], prior[name], value=-1)
+    return residual, torch.where(norms > 0, norms, 1.0)
 
 
 def _bound(system: LinearSystem, residual: Vectors) -> Tensor:
