@@ -7,8 +7,7 @@ It may import every folder but `integrations`, and nothing but the package's `__
 from __future__ import annotations
 
 from . import metrics
-from .augmentation import StrongAugmentation
 from .comparison import Comparison, compare
 from .sensitivity import Sensitivities, sensitivity
 
-__all__ = ["Comparison", "Sensitivities", "StrongAugmentation", "compare", "metrics", "sensitivity"]
+__all__ = ["Comparison", "Sensitivities", "compare", "metrics", "sensitivity"]

@@ -176,7 +176,7 @@ class EarlyStopping(_OnHeldOutData):
     Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹` with `S_n` summed over the first n points: a wide
     posterior where the model is misspecified and that of all data too narrow. The sums on the way are kept, so all
     pairs (n, δ) are compared, not only the first n at which the score falls. Without validation data, strongly
-    augmented training images can stand in for it: `lapwing.evaluation.StrongAugmentation`.
+    augmented training images can replace it.
 
     Args:
         loader: held-out data in any form that `lw.fit` takes.

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lapwing import LapwingError
 from lapwing.errors import shown
-from lapwing.evaluation.augmentation import pixels, warp
 from lapwing.evaluation.metrics import real_tensor
 from lapwing.network import batches
+from papers.common.augmentation import pixels, warp
 
 Fill = float | Sequence[float] | Tensor
 

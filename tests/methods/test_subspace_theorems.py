@@ -14,9 +14,9 @@ from torch.func import functional_call
 
 import lapwing as lw
 from lapwing.covariance import ExplicitBasis, ImplicitBasis
-from lapwing.evaluation import StrongAugmentation
 from lapwing.network.generic import jvp
 from lapwing.tangent import record
+from papers.common.augmentation import StrongAugmentation
 from tests import oracle
 from tests.conformance import close, picked_rows, setup, subspace
 

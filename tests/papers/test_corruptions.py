@@ -15,8 +15,8 @@ from scipy import ndimage
 from torch import Tensor
 
 from lapwing.errors import LapwingError
-from lapwing.evaluation.augmentation import pixels, warp
 from papers.common import data, networks
+from papers.common.augmentation import pixels, warp
 from papers.common.corruptions import COMMON, CORRUPTIONS, DIGITS, checked, corrupt
 
 SEVERITIES = (1, 2, 3, 4, 5)

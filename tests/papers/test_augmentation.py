@@ -11,9 +11,8 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.errors import LapwingError
-from lapwing.evaluation import augmentation
-from lapwing.evaluation.augmentation import StrongAugmentation
-from papers.common import data, networks
+from papers.common import augmentation, data, networks
+from papers.common.augmentation import StrongAugmentation
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
