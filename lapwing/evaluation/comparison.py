@@ -28,7 +28,7 @@ from ..network.data import as_inputs, as_loader
 from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress
 from ..network.positions import Positions
-from ..network.progress import expect, length_of, tracked, with_progress
+from ..network.progress import tracked, with_progress
 from ..posterior import Posterior
 from ..prediction import Way
 from . import metrics
@@ -179,10 +179,7 @@ def compare(
     strangers = _foreign_sets(foreign, loader, network)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
-    candidates = _candidates(posteriors, loader)
-    shown_sets = [loader, *(x if batches.is_loader(x) else [x] for x in strangers.values())]
-    expect(len(candidates) * sum(length_of(part) or 0 for part in shown_sets))
-    for name, candidate in candidates.items():
+    for name, candidate in _candidates(posteriors, loader).items():
         parts, targets, cost = _run(candidate, tracked(loader, name), repeats)
         rows[name] = _row(parts, targets)
         for column, others in strangers.items():

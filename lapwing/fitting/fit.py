@@ -24,7 +24,7 @@ from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress, known_size, warn_of_unseen_samples
-from ..network.progress import expect, length_of, with_progress
+from ..network.progress import with_progress
 from ..posterior import Posterior
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
@@ -243,8 +243,7 @@ def _run(
         tune: the tuning; None for the defaults.
         held_out: whether it is by `validation=`.
     """
-    count, start = length_of(training) or 0, time.perf_counter()
-    expect(method.expected_batches(count) + (0 if tune is None else tune.expected_batches(count)))
+    start = time.perf_counter()
     result = runner.run(method, problem)
     whole, parts = posteriors_of(runner, method, problem, result)
     before, shown_data = time.perf_counter(), Training(training, parts, runner.count())

@@ -16,7 +16,6 @@ from ..methods.further import Further
 from ..network import batches, ranks
 from ..network.data import as_loader
 from ..network.loaders import WeightedLoader
-from ..network.progress import expect, length_of
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import AFTER, precision_product
@@ -55,7 +54,6 @@ def with_further(
         tangent, likelihood, FisherRoot(likelihood, tangent.outputs, generator), posterior.prior, traces, seed,
         runner.labels, runner.count, runner.summary, posterior.temperature,
     )  # fmt: skip
-    expect(length_of(loader) or 0)
     result = runner.run(Further(posterior.covariance, posterior.method), problem)
     summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
     whole = replace(

@@ -5,9 +5,10 @@ All that it must know to go on after an interruption is a `Standing`; `checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -32,9 +33,12 @@ from ..methods.rows import class_labels
 from ..methods.state import DataSummary, S, State
 from ..network import batches, ranks
 from ..network.loaders import WeightedLoader, known_size, other_size, sampler_size
-from ..network.progress import Stage, length_of, stage, tracked
+from ..network.progress import one_bar, tracked
 from .checkpoint import Checkpoint
 from .standing import Standing, rest_of
+
+Advance = Callable[[], Any]
+"""Counts one batch on the bar of a pass."""
 
 
 class Runner:
@@ -142,14 +146,13 @@ class Runner:
         """
         at, notes = self._at, not self._at.whole
         if not isinstance(step, Landmark):
-            count = length_of(self._loader) if isinstance(step, SumPass) else step.steps
-            with stage(step.label, count) as here:
+            total = length_hint(self._loader) or None if isinstance(step, SumPass) else step.steps
+            with one_bar(step.label, total, at.taken or at.batches) as advance:
                 if not at.finished:
-                    here.skip(at.taken or at.batches)
                     if isinstance(step, SumPass):
-                        self._sum(step, problem, here)
+                        self._sum(step, problem, advance)
                     else:
-                        self._iterate(step, problem, here)
+                        self._iterate(step, problem, advance)
         if not at.finished:
             at.finished = True
             if self._checkpoint is not None:
@@ -190,12 +193,12 @@ class Runner:
         self._at.generators = {name: generator.get_state() for name, generator in self._generators.items()}
         return self._at
 
-    def _sum(self, step: SumPass[Any], problem: Problem, here: Stage) -> None:
+    def _sum(self, step: SumPass[Any], problem: Problem, advance: Advance) -> None:
         at, notes = self._at, not self._at.whole and step.limit is None
         if notes and not at.batches:
             at.summary = DataSummary()
         with torch.no_grad():
-            for batch in self._batches(step, problem, here):
+            for batch in self._batches(step, problem, advance):
                 step.update(at.state, batch)
                 samples = batch.start + batches.size(batch.inputs)
                 if notes:
@@ -217,7 +220,7 @@ class Runner:
             )
         at.whole = at.whole or step.limit is None
 
-    def _iterate(self, step: IteratePass[Any], problem: Problem, here: Stage) -> None:
+    def _iterate(self, step: IteratePass[Any], problem: Problem, advance: Advance) -> None:
         if self._share is not None and not step.joins_processes:
             raise LapwingError(
                 f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use "
@@ -228,7 +231,7 @@ class Runner:
             notes = not at.whole and not at.rounds
             if notes and not at.batches:
                 at.summary = DataSummary()
-            for batch, counts in self._in_steps(step, problem, here):
+            for batch, counts in self._in_steps(step, problem, advance):
                 step.step(at.state, batch, generator)
                 at.taken += 1
                 if notes and counts:
@@ -239,7 +242,7 @@ class Runner:
             if notes and self._share is not None:
                 at.summary = self._whole(step, at.summary, problem)
             if ended:
-                here.advance()
+                advance()
                 return
             self._check_size(at.start, f"to the pass '{step.label}'")
             at.whole, at.rounds, at.batches, at.start = True, at.rounds + 1, 0, 0
@@ -299,15 +302,15 @@ class Runner:
             at.any_counted = any(ranks.gathered("labels that count", at.any_counted))
         at.state = self._whole(step, at.state, problem)
 
-    def _in_steps(self, step: IteratePass[Any], problem: Problem, here: Stage) -> Iterator[tuple[Batch, bool]]:
+    def _in_steps(self, step: IteratePass[Any], problem: Problem, advance: Advance) -> Iterator[tuple[Batch, bool]]:
         """Yields the batch of each step, and whether it counts.
 
         Of several ranks each goes on while any of them has a batch: one without has a sample of weight 0.
         """
         if self._share is None:
-            yield from ((batch, True) for batch in self._batches(step, problem, here))
+            yield from ((batch, True) for batch in self._batches(step, problem, advance))
             return
-        loaded, sizes, device = self._batches(step, problem, here), self._share.sizes, problem.tangent.device
+        loaded, sizes, device = self._batches(step, problem, advance), self._share.sizes, problem.tangent.device
         at, checkpoint, longest = self._at, self._checkpoint, max(map(len, sizes))
         first = at.taken - at.rounds * longest
         inputs, targets = batches.split(self._share.first, device)
@@ -326,7 +329,7 @@ class Runner:
             joined = sum(part[number] for part in sizes if number < len(part))
             yield replace(batch or nothing, joined=joined), batch is not None
 
-    def _batches(self, step: SumPass[Any] | IteratePass[Any], problem: Problem, here: Stage) -> Iterator[Batch]:
+    def _batches(self, step: SumPass[Any] | IteratePass[Any], problem: Problem, advance: Advance) -> Iterator[Batch]:
         """Goes through the loader once, or what is left of it, or as far as the pass needs."""
         at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
         stops = [stop - before for stop in self._stops()] if isinstance(step, SumPass) else []
@@ -354,7 +357,7 @@ class Runner:
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=at.rounds,
                 )  # fmt: skip
             at.start, at.batches = start + end, at.batches + 1
-            here.advance()
+            advance()
             if at.start == limit:
                 return
             if self._checkpoint is not None and not self._is_joint(step):

@@ -18,7 +18,7 @@ from ..network import batches
 from ..network.batches import Forward
 from ..network.eager import LOCK, parameters_of, uncompiled
 from ..network.loaders import check_progress, checked_batches, other_size
-from ..network.progress import progress_bar, tracked
+from ..network.progress import show_progress, tracked
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.prior import Prior
@@ -94,7 +94,7 @@ def constructed(
     likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory, targets=targets)
     summary = DataSummary()
-    with progress_bar(progress):
+    with show_progress(progress):
         for inputs, targets, weights in checked_batches(tangent.model, tracked(loader, "likelihood")):
             rows = Batch(tangent, inputs, targets, summary.samples, weights=weights).rows()
             if not summary.samples:

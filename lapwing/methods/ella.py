@@ -68,10 +68,6 @@ class ELLA(Method):
         basis = span_of_anchors(problem, anchors, self.rank, self.residual)
         return (yield from on_basis(problem, basis, self.residual))
 
-    def expected_batches(self, count: int) -> int:
-        """Returns those of the passes for the labels, the rows' inputs and the curvature."""
-        return 3 * count
-
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of the rows' span and of the curvature on it."""
         pairs = outline.samples * (outline.tangent.width if self.sampling == "uniform" else 1)

@@ -131,10 +131,6 @@ class EKFAC(KFAC):
         ranks.agree("the eigenbasis", [x for structure in structures.values() for x in structure.tensors().values()])
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
 
-    def expected_batches(self, count: int) -> int:
-        """Returns those of both passes."""
-        return 2 * count
-
     def cost(self, outline: Outline) -> Cost:
         """Returns KFAC's cost and that of the second pass."""
         factors = super().cost(outline)

@@ -94,12 +94,6 @@ class OptimalSubspace(Method):
         basis = ExplicitBasis(self.directions(problem, anchors, approximate))
         return (yield from on_basis(problem, basis, self.residual))
 
-    def expected_batches(self, count: int) -> int:
-        """Returns those of Ψ_approx, of the inputs of the subset and of the curvature."""
-        return count * (1 + (self.at is None)) + (
-            self.curvature.expected_batches(count) if isinstance(self.curvature, Method) else 0
-        )
-
     def cost(self, outline: Outline) -> Cost | None:
         """Returns the cost of Ψ_approx, of its products with the rows and their Gram matrix, and of the curvature."""
         tangent, size, outputs = outline.tangent, outline.tangent.size, outline.tangent.outputs

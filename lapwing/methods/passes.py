@@ -363,13 +363,6 @@ class Method(ABC):
         """Returns what the fit and its predictions take, counted from shapes; None where that is not known."""
         return None
 
-    def expected_batches(self, count: int) -> int:
-        """Returns how many batches the passes go through, as far as that is known, where the loader has `count`.
-
-        It is for the progress bar, whose total grows by those that come besides.
-        """
-        return count
-
 
 def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Pass, Any, PriorCovariance]:
     """Yields the passes of the method in another one's option; returns its covariance, whose prior can be changed.

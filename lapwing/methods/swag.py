@@ -21,7 +21,7 @@ from ..network.data import as_loader
 from ..network.eager import parameters_of, uncompiled, without_compiled
 from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress, check_seed, checked_batches, first_batch
-from ..network.progress import expect, length_of, tracked, with_progress
+from ..network.progress import tracked, with_progress
 from ..network.selection import select
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
@@ -258,7 +258,6 @@ class SWAG:
         network = copied(collector.model, "SWAG")
         put(network, {**collector.buffers, **collector.mean})
         if batch_norm == "refresh":
-            expect(2 * (length_of(loader) or 0))
             _refresh(network, tracked(loader, "batch norm statistics"), forward, seed)
         network.eval()
         method = f"SWAG(rank={len(collector.deviations)}, snapshots={collector.count}, scale={scale})"

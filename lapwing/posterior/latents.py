@@ -15,7 +15,7 @@ from ..network import batches
 from ..network.data import as_inputs, with_tensors
 from ..network.entry import outside_modes
 from ..network.loaders import check_progress
-from ..network.progress import expect, length_of, progress_bar, tracked
+from ..network.progress import show_progress, tracked
 from ..network.tracing import wants_gradient
 from ..prediction import DefaultWay, Uncertain, Way
 from ..prediction.uncertain import placed, separate
@@ -39,8 +39,7 @@ def latent_of(
     check_progress(progress)
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
-    with progress_bar(progress):
-        expect(length_of(x) or 0)
+    with show_progress(progress):
         parts = [
             _latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False).without_wide_factors()
             for batch in tracked(x, "predictions")

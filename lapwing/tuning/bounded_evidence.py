@@ -102,10 +102,6 @@ class BoundedEvidence(Tuning):
                 "lw.BoundedEvidence(points=17)."
             )
 
-    def expected_batches(self, count: int) -> int:
-        """Returns all of them, of which a part is looked at."""
-        return count
-
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the evidence's prior precision within the bound, or at the width of a regression."""

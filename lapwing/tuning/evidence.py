@@ -58,10 +58,6 @@ class Tuning(ABC):
         """Whether the tuning reads the lower bound of the evidence, by what is open."""
         return prior_open or noise_open
 
-    def expected_batches(self, count: int) -> int:
-        """Returns how many batches the tuning goes through, where the training data have `count`."""
-        return 0
-
     def check(self, method: Method, outline: Outline) -> None:  # noqa: B027 (most tunings tune any method)
         """Raises for a method that the tuning is not for: `lw.fit` and `lw.plan` call it before any pass.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from ..network import batches, ranks
 from ..network.data import as_loader, check_data
 from ..network.entry import outside_modes
 from ..network.loaders import known_size, sampler_size
-from ..network.progress import length_of
 from ..posterior import Posterior
 from .bounded_evidence import leave_one_out_work, trained_product
 from .choice import NOISES, TEMPERATURES, best_of, check_grid, check_ranks, chosen_numbers, scores_of_links, with_ranks
@@ -37,10 +35,6 @@ class _OnHeldOutData(Tuning):
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """Returns False: held-out data tune."""
         return False
-
-    def expected_batches(self, count: int) -> int:
-        """Returns those of the held-out data, where they are batches already."""
-        return 0 if isinstance(self.loader, (tuple, Mapping)) else length_of(self.loader) or 0
 
     def held_out_samples(self, model: nn.Module) -> int:
         """Returns how many samples the loader shows; one that does not say is gone through.

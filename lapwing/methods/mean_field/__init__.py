@@ -102,10 +102,6 @@ class MeanField(Method):
             problem.count() / summary.samples, moved,
         )  # fmt: skip
 
-    def expected_batches(self, count: int) -> int:
-        """Returns the steps, and those of the pass for the likelihood."""
-        return self.steps + count
-
     def cost(self, outline: Outline) -> Cost:
         """Returns the cost of the steps, each a forward and a backward pass with layers run twice."""
         tangent, share = outline.tangent, self.steps * outline.batch / outline.samples

@@ -170,10 +170,6 @@ class SampledLLA(Method):
             {"residuals": solved.residuals[: self.draws], **history},
         )  # fmt: skip
 
-    def expected_batches(self, count: int) -> int:
-        """Returns those of the right-hand sides and of two solves; how many there will be only the fit shows."""
-        return count + (1 + (self.em_steps > 0)) * self.solver.expected_batches(count)
-
     def _need(self, tangent: Tangent) -> Need:
         return Need(
             f"SampledLLA(draws={self.draws})", 6 * tangent.size * self.draws * tangent.dtype.itemsize,

@@ -103,10 +103,6 @@ class ConjugateGradients:
                 "None. Write preconditioner=lw.KFAC()."
             )
 
-    def expected_batches(self, count: int) -> int:
-        """Returns those of ten iterations: how many there will be only the fit shows."""
-        return min(10, self.iterations) * count
-
     def most_passes(self, outline: Outline) -> float:
         """Returns how many passes a solve takes at most, the one for the residual included."""
         return self.iterations + 1

@@ -27,10 +27,6 @@ from .points import INITIALS, POOL, STEPS, InducingPoints, Initial, anchors_of, 
 class VallaFit(ABC):
     """A way to fit A, and what else is open: `ClosedForm`, `NaturalGradient`, ..."""
 
-    def expected_batches(self, count: int) -> int:
-        """Returns how many batches it goes through, as far as that is known, where the loader has `count`."""
-        return count
-
     def allows_early_stopping(self) -> bool:
         """Returns whether the curvature is a sum over the data, or the prior chosen: as of `Method`."""
         return False
@@ -94,10 +90,6 @@ class NaturalGradient(VallaFit):
         check_count("NaturalGradient", "steps", self.steps)
         if self.rate is not None:
             check_positive("NaturalGradient", "rate", self.rate, 0.05, limit=1.0)
-
-    def expected_batches(self, count: int) -> int:
-        """Returns the steps that are taken."""
-        return self.steps if self.rate is not None else min(self.steps, count)
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields the steps on the span of the rows."""
@@ -170,10 +162,6 @@ class VaLLA(Method):
         self.check(problem.tangent, problem.likelihood)
         anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
         return (yield from self.fit.passes(problem, anchors))
-
-    def expected_batches(self, count: int) -> int:
-        """Returns those of the points, where they are not given, and of the fit."""
-        return count * (not isinstance(self.inducing_points, InducingPoints)) + self.fit.expected_batches(count)
 
     def cost(self, outline: Outline) -> Cost | None:
         """Returns the cost of clusters, of the points' rows and of the curvature on them; None where points move."""

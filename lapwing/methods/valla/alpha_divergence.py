@@ -87,10 +87,6 @@ class AlphaDivergence(VallaFit):
         """Returns True: the prior is chosen here, and the tuning left out with a warning."""
         return True
 
-    def expected_batches(self, count: int) -> int:
-        """Returns the steps."""
-        return self.steps
-
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields a pass for the residuals if σ² is open, then the steps."""
         steps = AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))

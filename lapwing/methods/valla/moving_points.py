@@ -224,10 +224,6 @@ class VariationalBound(VallaFit):
                 "lw.NaturalGradient(steps=100). Write VariationalBound(then=lw.ClosedForm())."
             )
 
-    def expected_batches(self, count: int) -> int:
-        """Returns the steps, and those of `then`."""
-        return self.steps + self.then.expected_batches(count)
-
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields a pass for the residuals if σ² is open, the steps, then the passes for A."""
         steps = BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
