@@ -110,7 +110,7 @@ def numbers(posterior: lw.Posterior) -> dict[str, Any]:
     prediction = posterior.predict(torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4))
     moments = torch.cat([prediction.mean, prediction.std]) if hasattr(prediction, "std") else prediction.probs
     chosen = posterior.prior.precision, posterior.noise_variance, posterior.logit_temperature
-    return {"chosen": chosen, "samples": posterior.samples, "method": posterior.method, "prediction": moments}
+    return {"chosen": chosen, "samples": posterior.samples, "method": str(posterior.method), "prediction": moments}
 
 
 def fitted(name: str, training: Batches, held_out: Batches) -> dict[str, Any]:

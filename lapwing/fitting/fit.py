@@ -34,7 +34,7 @@ from .checkpoint import checkpoint_of
 from .default_method import check_method, method_and_tangent, price
 from .further import continued
 from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
-from .result import checked, posteriors_of
+from .result import checked, posteriors_of, with_tuning
 from .room import check_room
 from .runner import Runner
 from .same_fit import check_same_options
@@ -249,10 +249,11 @@ def _run(
     before, shown_data = time.perf_counter(), Training(training, parts, runner.count())
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
         unused = "validation=" if held_out else f"tune={type(tune).__name__}"
-        return checked(_with_prior_of_method(whole, method, tune, shown_data, unused, problem.prior.fixed))
+        tuned = _with_prior_of_method(whole, method, tune, shown_data, unused, problem.prior.fixed)
+        return checked(tuned if tune is None else with_tuning(whole, tuned, tune))
     if tune is None:
         return checked(whole if whole.tuned else whole.with_defaults())
-    posterior = checked(problem.tangent.retried(lambda: tune.tune(whole, shown_data)))
+    posterior = checked(with_tuning(whole, problem.tangent.retried(lambda: tune.tune(whole, shown_data)), tune))
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
     return posterior
 

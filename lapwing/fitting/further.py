@@ -18,7 +18,7 @@ from ..network.data import as_loader
 from ..network.loaders import WeightedLoader
 from ..network.stamp import Stamp
 from ..posterior import Posterior
-from ..posterior.former import AFTER, precision_product
+from ..posterior.former import precision_product
 from ..posterior.prior import Prior
 from ..tangent import Tangent
 from .checkpoint import Checkpoint
@@ -134,7 +134,7 @@ def continued(
         whole = with_further(prior, tangent, training, checkpoint)
     return replace(
         whole, prior=Prior(prior.prior.precision, former.mean(), fixed=True), noise_fixed=True, history={},
-        method=prior.method.removesuffix(AFTER) + AFTER, stamp=Stamp.of(tangent.state()),
+        method=replace(prior.method, after_former=True), stamp=Stamp.of(tangent.state()),
     )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from ..linalg import is_finite
 from ..methods import FitResult, Method, Problem
 from ..network import ranks
 from ..network.stamp import Stamp
-from ..posterior import Posterior
+from ..posterior import MethodInfo, Posterior
+from ..tuning import Tuning
 from .options import check_data_size, check_noise
 from .runner import Runner
 
@@ -41,7 +42,7 @@ def posteriors_of(
         given = likelihood if isinstance(covariance, PriorCovariance) else problem.likelihood
         fitted = Posterior(
             tangent, covariance, likelihood, prior, dict(statistics), samples, factor, problem.temperature,
-            repr(method), not given.needs_noise, Stamp.of(tangent.state()), result.history,
+            MethodInfo.of(method), not given.needs_noise, Stamp.of(tangent.state()), result.history,
         )  # fmt: skip
         settled = fitted.noise_fixed and isinstance(covariance, PriorCovariance)
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
@@ -59,6 +60,11 @@ def posteriors_of(
     parts = sorted(runner.prefixes().items())
     unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
     return whole, tuple(posterior(*kept, samples, 1.0) for samples, kept in unscaled)
+
+
+def with_tuning(before: Posterior, tuned: Posterior, tune: Tuning) -> Posterior:
+    """Returns a tuned posterior that names its tuning; the same one if the tuning left it as it was."""
+    return tuned if tuned is before else replace(tuned, method=replace(tuned.method, tuning=repr(tune)))
 
 
 def checked(posterior: Posterior) -> Posterior:

@@ -12,7 +12,7 @@ from ..network.loaders import WeightedLoader, check_progress
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .further import with_further
-from .result import checked
+from .result import checked, with_tuning
 
 
 @outside_modes
@@ -32,7 +32,7 @@ def updated(
     ranks.joined_first_batch(loader)
     loader = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     whole = with_further(posterior, posterior.tangent, loader)
-    return checked(whole if tune is None else tune.tune(whole, Training()))
+    return checked(whole if tune is None else with_tuning(whole, tune.tune(whole, Training()), tune))
 
 
 Posterior.updating = staticmethod(updated)

@@ -20,7 +20,7 @@ from ..network.eager import LOCK, parameters_of, uncompiled
 from ..network.loaders import check_progress, checked_batches, other_size
 from ..network.progress import show_progress, tracked
 from ..network.stamp import Stamp
-from ..posterior import Posterior
+from ..posterior import MethodInfo, Posterior
 from ..posterior.prior import Prior
 from ..tangent import Tangent, join
 from .passes import Batch
@@ -66,7 +66,7 @@ def constructed(
     covariance: Callable[[Tangent], Covariance],
     first: Any,
     loader: Iterable[Any],
-    method: str,
+    method: MethodInfo,
     likelihood: str | Likelihood | None,
     forward: Forward | None,
     memory: int | None,
@@ -80,7 +80,7 @@ def constructed(
         covariance: returns Σ, without a prior.
         first: the first batch.
         loader: the training data.
-        method: the method's name and options.
+        method: how Σ was made.
         likelihood: None infers it; a noise variance that is None becomes the mean squared residual.
         forward: how the network is called.
         memory: budget in bytes.
@@ -101,7 +101,7 @@ def constructed(
                 check_logits(likelihood, rows["outputs"], next(tangent.model.parameters()).dtype)
             summary.add(likelihood, **rows)
     if not summary.samples:
-        raise other_size(0, f"to {method.partition('(')[0]}", None)
+        raise other_size(0, f"to {method.name}", None)
     noise_fixed = not likelihood.needs_noise
     if not noise_fixed:
         likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))

@@ -23,15 +23,13 @@ from ..covariance.dense import concatenate
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
 from ..network import ranks
+from ..posterior import MethodInfo
 from .full import AllRows, DenseCurvature, DenseSum
 from .kfac import Factors, _FactorPass
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Need, Problem
 from .state import S
 from .subspace import ProjectedCurvature, ProjectionPass
-
-FIXED = ("EKFAC", "SubsetOfData", "TemperatureScaling", "VaLLA")
-"""Methods whose curvature is no sum over data on a structure that stays."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,11 @@ class Further(Method):
 
     Args:
         covariance: of the data so far.
-        method: the name and options of the method that made it.
+        made_by: how it was made.
     """
 
     covariance: Covariance
-    method: str
+    made_by: MethodInfo
 
     def passes(self, problem: Problem) -> Passes:
         """Yields one pass over the further data.
@@ -55,11 +53,12 @@ class Further(Method):
         Raises:
             LapwingError: for a method whose curvature cannot go on.
         """
-        covariance, name = self.covariance, self.method.partition("(")[0]
-        if name in FIXED or not isinstance(covariance, PriorCovariance):
+        covariance, name = self.covariance, self.made_by.name
+        if not self.made_by.accepts_further_data or not isinstance(covariance, PriorCovariance):
             raise _refusal(name)
         if isinstance(covariance, Blockwise):
-            step: CurvaturePass[Any] = _with_factors(covariance, problem, "weight_sharing='reduce'" in self.method)
+            reduce = self.made_by.options.get("weight_sharing") == "reduce"
+            step: CurvaturePass[Any] = _with_factors(covariance, problem, reduce)
         elif isinstance(covariance, DenseCovariance):
             step = Onward(DenseCurvature(problem), DenseSum(covariance.curvature))
         elif isinstance(covariance, LowRankWithResidual) and covariance.rows is not None:

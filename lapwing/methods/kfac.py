@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -123,6 +123,8 @@ class EKFAC(KFAC):
         >>> lw.EKFAC()
         EKFAC(weight_sharing='expand', uncovered='diagonal')
     """
+
+    accepts_further_data: ClassVar[bool] = False
 
     def passes(self, problem: Problem) -> Passes:
         """Yields KFAC's pass, then one for the second moments."""

@@ -340,6 +340,9 @@ class Method(ABC):
     chooses_temperature: ClassVar[bool] = False
     """Whether it takes the logit temperature from the data of the fit, so that held-out data have nothing to choose."""
 
+    accepts_further_data: ClassVar[bool] = True
+    """Whether `Posterior.update` can add data: the curvature is a sum over the data, on a structure that stays."""
+
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:
         """Yields passes, receives their finished states, and returns the covariance or a `FitResult`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class SubsetOfData(Method):
         >>> lw.SubsetOfData(size=500)
         SubsetOfData(size=500, sampling='uniform', rescale=False)
     """
+
+    accepts_further_data: ClassVar[bool] = False
 
     size: int = 500
     sampling: Literal["uniform", "balanced"] = "uniform"

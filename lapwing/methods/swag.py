@@ -23,7 +23,7 @@ from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress, check_seed, checked_batches, first_batch
 from ..network.progress import tracked, with_progress
 from ..network.selection import select
-from ..posterior import Posterior
+from ..posterior import MethodInfo, Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .constructed import constructed, copied, put
 
@@ -260,7 +260,9 @@ class SWAG:
         if batch_norm == "refresh":
             _refresh(network, tracked(loader, "batch norm statistics"), forward, seed)
         network.eval()
-        method = f"SWAG(rank={len(collector.deviations)}, snapshots={collector.count}, scale={scale})"
+        options = {"rank": len(collector.deviations), "snapshots": collector.count, "scale": scale}
+        text = ", ".join(f"{name}={value}" for name, value in options.items())
+        method = MethodInfo("SWAG", f"SWAG({text})", options)
         return constructed(
             network, collector.names, lambda tangent: _covariance(collector, tangent, scale), first, loader, method,
             likelihood, forward, memory, progress,

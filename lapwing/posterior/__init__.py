@@ -8,6 +8,7 @@ of them.
 from __future__ import annotations
 
 from .loading import load
+from .method_info import MethodInfo
 from .posterior import Posterior
 
-__all__ = ["Posterior", "load"]
+__all__ = ["MethodInfo", "Posterior", "load"]

@@ -12,13 +12,11 @@ from ..errors import LapwingError
 from ..network.eager import parameters_of, uncompiled
 from ..network.entry import full_precision
 from ..tangent import Tangent, join
-
-AFTER = " after a former posterior"
-"""Ends the `method` of a posterior whose prior was another one."""
+from .method_info import MethodInfo
 
 
 @full_precision
-def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: str) -> Tensor:
+def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: MethodInfo) -> Tensor:
     """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights θ of another network: see `Posterior.penalty`."""
     parameters = tangent.parameters
     named = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
@@ -44,7 +42,7 @@ def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: str) -
     return value.to(tangent.dtype)
 
 
-def precision_product(covariance: Covariance, vectors: dict[str, Tensor], method: str) -> dict[str, Tensor]:
+def precision_product(covariance: Covariance, vectors: dict[str, Tensor], method: MethodInfo) -> dict[str, Tensor]:
     """Returns `Σ⁻¹ v`.
 
     Raises:

@@ -21,6 +21,7 @@ from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
 from ..tangent import Tangent
 from ..tangent.stored import from_json
+from .method_info import MethodInfo
 from .posterior import Posterior
 from .prior import Prior
 from .storage import HEADER, check_contents, read
@@ -135,8 +136,8 @@ def _rebuilt(
     likelihood = _likelihood(path, header["likelihood"], likelihood, statistics)
     return Posterior(
         tangent, covariance, likelihood, prior, statistics,
-        header["samples"], header["data_factor"], header["temperature"], header["method"], noise_fixed,
-        Stamp.of(tangent.state()), part("history/"),
+        header["samples"], header["data_factor"], header["temperature"], MethodInfo.from_json(header["method"]),
+        noise_fixed, Stamp.of(tangent.state()), part("history/"),
     )  # fmt: skip
 
 

@@ -25,8 +25,9 @@ from ..prediction import Way
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
-from .former import AFTER, penalty
+from .former import penalty
 from .latents import latent_of
+from .method_info import MethodInfo
 from .prior import Prior, check_positive, check_range
 from .storage import save
 
@@ -54,7 +55,7 @@ class Posterior:
         samples: n, how many training points were seen.
         data_factor: N/n.
         temperature: τ.
-        method: the method's name and options, as text.
+        method: how the posterior was made; `print(posterior.method)` shows the method and its options.
         noise_fixed: whether the user gave σ²; otherwise it is tuned.
         stamp: the state of the network that this is a posterior of.
         history: what the method tells of its fit: numbers by name, such as an objective step by step.
@@ -77,7 +78,7 @@ class Posterior:
     samples: int
     data_factor: float
     temperature: float
-    method: str
+    method: MethodInfo
     noise_fixed: bool
     stamp: Stamp = field(repr=False)
     history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
@@ -197,7 +198,7 @@ class Posterior:
         Raises:
             LapwingError: if the structure has no prior.
         """
-        if self.method.endswith(AFTER):
+        if self.method.after_former:
             raise LapwingError(
                 "The evidence of a posterior after a former one is not defined here: its curvature is of all data, "
                 "each at the weights of its time. Compare such posteriors on held-out data, by lw.compare."
@@ -349,9 +350,9 @@ class Posterior:
         effective = evidence = None
         if isinstance(self.covariance, PriorCovariance):
             effective = effective_parameters(self.covariance, self.prior)
-            evidence = None if self.method.endswith(AFTER) else self.log_marginal_likelihood()
+            evidence = None if self.method.after_former else self.log_marginal_likelihood()
         return Diagnosis(
-            self.method, self.tangent.size, self.samples, self.prior_precision, self.noise_variance,
+            str(self.method), self.tangent.size, self.samples, self.prior_precision, self.noise_variance,
             evidence, effective, str(self.tangent.coverage),
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -76,7 +77,7 @@ HEADER = {
     "given": (bool, bool),
     "samples": lambda samples: is_count(samples) and samples > 0,
     "data_factor": lambda factor: is_positive(factor) and factor >= 1,
-    "temperature": is_positive, "method": lambda method: type(method) is str, "forward": bool, "dtypes": dict,
+    "temperature": is_positive, "method": dict, "forward": bool, "dtypes": dict,
 }  # fmt: skip
 """What a file's header must be."""
 
@@ -113,7 +114,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "samples": posterior.samples,
         "data_factor": posterior.data_factor,
         "temperature": posterior.temperature,
-        "method": posterior.method,
+        "method": asdict(posterior.method),
         "forward": forward is not None,
         "dtypes": {name: str(value.dtype) for name, value in state.items()},
     }

@@ -74,7 +74,7 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     if isinstance(ranks, tuple) and not ranks:
         return [posterior]
     covariance = posterior.covariance
-    check_ranks(ranks, posterior.method, isinstance(covariance, Subspace))
+    check_ranks(ranks, str(posterior.method), isinstance(covariance, Subspace))
     assert isinstance(covariance, Subspace)
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]

@@ -140,7 +140,7 @@ class Evidence(Tuning):
         if self.rank_gap is None:
             return best
         if not isinstance(covariance, Subspace):
-            raise self._without_rank(posterior.method)
+            raise self._without_rank(str(posterior.method))
         enough = _value(best) - self.rank_gap
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:

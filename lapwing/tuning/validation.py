@@ -233,7 +233,7 @@ class EarlyStopping(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior of the best part of the data, at the best δ and rank."""
         if not training.prefixes:
-            raise _without_prefixes(posterior.method)
+            raise _without_prefixes(str(posterior.method))
         whole = posterior.samples * posterior.data_factor
         candidates = []
         for part in (*training.prefixes, posterior):
@@ -243,9 +243,8 @@ class EarlyStopping(_OnHeldOutData):
             candidates.extend(with_ranks(part, self.ranks))
         loader = ranks.share(as_loader(self.loader, posterior.model, "val"))
         best = best_of(candidates, self.decades, self.points, loader)
-        text = f"{best.samples} of {posterior.samples} samples"
-        log.info("Early stopping chose %s", text)
-        return replace(best, method=f"{posterior.method}, curvature of the first {text}")
+        log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
+        return replace(best, method=replace(posterior.method, first_samples=(best.samples, posterior.samples)))
 
 
 def _without_prefixes(method: str) -> LapwingError:

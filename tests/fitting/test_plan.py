@@ -184,7 +184,7 @@ def test_the_default_is_planned_as_it_is_fitted():
     model, data = mlp(), regression((12,))
     planned = lw.plan(model, data)
     posterior = lw.fit(model, data)
-    assert planned.method == posterior.method
+    assert planned.method == str(posterior.method)
     assert (planned.parameters, planned.outputs) == (posterior.tangent.size, 3)
     assert planned.kept_bytes == kept(posterior)
 

@@ -92,8 +92,8 @@ def test_the_default_of_a_classifier_is_said_with_its_price(frozen, backward, ou
 def test_what_was_asked_for_is_done():
     model, loader, _ = trained()
     assert lw.fit(model, loader, params=lw.last_layer).tangent.size == 21
-    assert lw.fit(model, loader, lw.KFAC()).method.startswith("KFAC")
-    assert lw.fit(model, loader, params=lw.everything).method.startswith("KFAC")
+    assert lw.fit(model, loader, lw.KFAC()).method.name == "KFAC"
+    assert lw.fit(model, loader, params=lw.everything).method.name == "KFAC"
     labels = [(x, (y[:, 0] > 0).long()) for x, y in loader]
     head = nn.Sequential(model[0], nn.Tanh(), nn.Linear(20, 2)).eval()
     assert lw.fit(head, labels).tangent.size == 42
@@ -124,7 +124,7 @@ def test_dear_weights_are_said(caplog, monkeypatch):
     monkeypatch.setattr("lapwing.fitting.default_method.MAX_WEIGHTS", 100)
     with caplog.at_level(logging.INFO, "lapwing"):
         posterior = lw.fit(model, loader)
-    assert (posterior.tangent.size, posterior.method[:4]) == (21, "KFAC")
+    assert (posterior.tangent.size, posterior.method.name) == (21, "KFAC")
     assert "all 101 weights cost too much" in caplog.text
 
 
@@ -143,18 +143,18 @@ def test_many_outputs_are_treated_by_their_diagonal(caplog, monkeypatch):
         with caplog.at_level(logging.INFO, "lapwing"):
             posterior = lw.fit(model, [data])
         whole = data[1].is_floating_point()  # a small regression
-        assert posterior.method == ("Full(form='auto')" if whole else "Diagonal()")
-        assert lw.plan(model, [data]).method == posterior.method
+        assert str(posterior.method) == ("Full(form='auto')" if whole else "Diagonal()")
+        assert lw.plan(model, [data]).method == str(posterior.method)
         asked = lw.fit(model, [data], lw.KFAC(), params=lw.last_layer)
-        assert asked.method.startswith("KFAC")
-        assert lw.fit(model, [data], params=lw.last_layer).method == "Diagonal()"
-        assert lw.fit(model, [data], params=lw.everything).method.startswith("KFAC")
+        assert asked.method.name == "KFAC"
+        assert str(lw.fit(model, [data], params=lw.last_layer).method) == "Diagonal()"
+        assert lw.fit(model, [data], params=lw.everything).method.name == "KFAC"
         held_out = (data[0].roll(1, 0), data[1])
-        assert lw.fit(model, [data], params=lw.last_layer, validation=[held_out]).method == "Diagonal()"
+        assert str(lw.fit(model, [data], params=lw.last_layer, validation=[held_out]).method) == "Diagonal()"
     assert "a matrix of 5 rows" in caplog.text
     assert "lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)" in caplog.text
     few = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).eval()
-    assert lw.fit(few, [(x, y % 4)]).method.startswith("KFAC")
+    assert lw.fit(few, [(x, y % 4)]).method.name == "KFAC"
 
 
 def test_a_regression_of_many_outputs_is_treated_by_its_diagonal(monkeypatch):
@@ -163,7 +163,7 @@ def test_a_regression_of_many_outputs_is_treated_by_its_diagonal(monkeypatch):
     monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 10)
     monkeypatch.setattr("lapwing.fitting.default_method.KFAC_OUTPUTS", 4)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).eval()
-    assert lw.fit(model, [(torch.randn(20, 3), torch.randn(20, 5))]).method == "Diagonal()"
+    assert str(lw.fit(model, [(torch.randn(20, 3), torch.randn(20, 5))]).method) == "Diagonal()"
 
 
 def test_what_is_trained_below_a_frozen_last_layer_is_treated(caplog):
@@ -176,7 +176,7 @@ def test_what_is_trained_below_a_frozen_last_layer_is_treated(caplog):
         model[-1].requires_grad_(False)
         with caplog.at_level(logging.INFO, "lapwing"):
             posterior = lw.fit(model, [data], validation=[(data[0].roll(1, 0), data[1])])
-        assert posterior.method.startswith("KFAC")
+        assert posterior.method.name == "KFAC"
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert set(posterior.tangent.parameters) == trained
         last = f"{len(model) - 1}.weight, {len(model) - 1}.bias"
@@ -192,11 +192,11 @@ def test_what_is_trained_below_a_frozen_last_layer_is_treated(caplog):
 def test_a_regression_below_a_frozen_last_layer(monkeypatch):
     model, loader, _ = trained()
     model[2].requires_grad_(False)
-    assert lw.fit(model, loader).method == "Full(form='auto')"
+    assert str(lw.fit(model, loader).method) == "Full(form='auto')"
     monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 10)
     monkeypatch.setattr("lapwing.fitting.default_method.MAX_WEIGHTS", 10)
     posterior = lw.fit(model, loader)
-    assert posterior.method.startswith("KFAC")
+    assert posterior.method.name == "KFAC"
     assert list(posterior.tangent.parameters) == ["0.weight", "0.bias"]
 
 

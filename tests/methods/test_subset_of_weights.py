@@ -163,7 +163,7 @@ def test_by_a_posterior(name):
     method = SubsetOfWeights(7, by=posterior)
     fitted = problem.fit(method)
     assert torch.equal(fitted.covariance.basis.picked, values.topk(7).indices)
-    assert fitted.method == "SubsetOfWeights(size=7, by=<SWAG(rank=3)>, residual=None)"
+    assert str(fitted.method) == "SubsetOfWeights(size=7, by=<SWAG(rank=3)>, residual=None)"
     V = torch.eye(len(values)).double()[values.topk(7).indices]
     close(
         fitted.covariance.to_dense(), subspace_covariance(V, problem.G, problem.expand(fitted.prior.precision), False)

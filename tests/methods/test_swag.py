@@ -403,7 +403,7 @@ def test_subset_of_weights_by_swag():
     fitted = around.fit(SubsetOfWeights(8, by=swag))
     variances = concatenate(swag.tangent.blocks, swag.covariance.diagonal())
     assert torch.equal(fitted.covariance.basis.picked, variances.topk(8).indices)
-    assert fitted.method == "SubsetOfWeights(size=8, by=<SWAG(rank=4, snapshots=6, scale=0.5)>, residual=None)"
+    assert str(fitted.method) == "SubsetOfWeights(size=8, by=<SWAG(rank=4, snapshots=6, scale=0.5)>, residual=None)"
 
 
 def test_saving(tmp_path):

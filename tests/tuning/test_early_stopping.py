@@ -70,7 +70,7 @@ def test_the_best_pair_is_chosen(method):
     samples, _ = max(table, key=table.__getitem__)
     assert chosen.samples == samples
     assert score(chosen) >= max(table.values()) - 1e-2
-    assert f"first {samples} of {sum(CUTS)}" in chosen.method
+    assert f"first {samples} of {sum(CUTS)}" in str(chosen.method)
 
 
 def test_given_priors_are_kept_in_either_form():

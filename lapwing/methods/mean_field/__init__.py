@@ -19,7 +19,7 @@ from ...network.eager import parameters_of, uncompiled
 from ...network.entry import outside_modes
 from ...network.loaders import first_batch
 from ...network.selection import select
-from ...posterior import Posterior
+from ...posterior import MethodInfo, Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
 from ..cost import Cost, Layer, Outline, Work
@@ -176,7 +176,8 @@ class MeanField(Method):
         names = select(params, {name: parameters[name] for name in variances}, type(model).__name__)
         check_positive("MeanField.from_optimizer", "scale", scale, 1.0)
         loader = as_loader(loader, model)
-        method = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
+        text = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
+        method = MethodInfo("MeanField.from_optimizer", text, {"scale": scale})
         chosen = {name: scale * variances[name] for name in names}
         return constructed(
             model, chosen, lambda tangent: diagonal(tangent, chosen), first_batch(loader), loader, method, likelihood,
@@ -237,7 +238,7 @@ class MeanField(Method):
             )
         check_positive("MeanField.from_variances", "scale", scale, 1.0)
         loader = as_loader(loader, model)
-        method = f"MeanField.from_variances(scale={scale})"
+        method = MethodInfo("MeanField.from_variances", f"MeanField.from_variances(scale={scale})", {"scale": scale})
         chosen = {name: scale * value for name, value in chosen.items()}
         return constructed(
             model, chosen, lambda tangent: diagonal(tangent, chosen), first_batch(loader), loader, method, likelihood,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 
@@ -131,6 +132,8 @@ class VaLLA(Method):
         >>> posterior.predict(x).std.shape
         torch.Size([64, 1])
     """
+
+    accepts_further_data: ClassVar[bool] = False
 
     inducing_points: int | InducingPoints = 100
     fit: VallaFit = field(default_factory=ClosedForm)

@@ -1,0 +1,59 @@
+"""How a posterior was made: what it carries of its fit, and what its file stores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """How a posterior was made. `str` gives one line, such as "KFAC(weight_sharing='expand', uncovered='diagonal')".
+
+    Attributes:
+        name: the method's class, such as "KFAC".
+        text: the method with its options, as `repr` shows it.
+        options: option -> number, string, bool or None. Other values, such as another method, are in the text only.
+        accepts_further_data: whether `Posterior.update` can add data: `Method.accepts_further_data`.
+        tuning: the tuning that chose δ, σ² or T, as text; None if there was none.
+        first_samples: after early stopping (n, N): the curvature is that of the first n of N samples; else None.
+        after_former: whether the prior was a former posterior.
+    """
+
+    name: str
+    text: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    accepts_further_data: bool = False
+    tuning: str | None = None
+    first_samples: tuple[int, int] | None = None
+    after_former: bool = False
+
+    @classmethod
+    def of(cls, method: Any) -> MethodInfo:
+        """Describes a `Method`."""
+        names = [f.name for f in fields(method)] if is_dataclass(method) else []
+        options = {name: getattr(method, name) for name in names}
+        plain = {name: value for name, value in options.items() if _is_json(value)}
+        return cls(type(method).__name__, repr(method), plain, method.accepts_further_data)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MethodInfo:
+        """Reads what `dataclasses.asdict` wrote. Unknown keys are ignored, and missing ones have their defaults."""
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        if known.get("first_samples") is not None:
+            known["first_samples"] = tuple(known["first_samples"])
+        return cls(**known)
+
+    def __str__(self) -> str:
+        """The method with its options, and how the posterior differs from a plain fit by it."""
+        text = self.text
+        if self.first_samples is not None:
+            text += ", curvature of the first {} of {} samples".format(*self.first_samples)
+        return text + " after a former posterior" if self.after_former else text
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is one number, string or bool of JSON, or None."""
+    return value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
