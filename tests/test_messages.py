@@ -117,7 +117,6 @@ def test_the_table_has_every_public_name() -> None:
     assert methods - called == {
         "at",
         "diagnose",
-        "scale_at",
         "with_defaults",
         "with_noise",
     }  # the tunings' and no argument

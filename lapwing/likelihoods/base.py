@@ -44,7 +44,7 @@ def curvature_weights(
 class Likelihood(ABC):
     """p(y | f) at network outputs f (B, C), its Fisher information Λ through a root, and the way to predictions.
 
-    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise; `curvature_scale` multiplies it. Roots come in
+    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise: noise of variance σ² divides it. Roots come in
     the dtype of the outputs, log probabilities in float32 or better, statistics in float64.
 
     Example:
@@ -146,11 +146,6 @@ class Likelihood(ABC):
     @abstractmethod
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns one Monte-Carlo column r (B, C, 1) with `E[r rᵀ] = Λ` at unit noise."""
-
-    @property
-    @abstractmethod
-    def curvature_scale(self) -> float:
-        """What multiplies the unit Λ: 1/σ² for Gaussian noise, 1 otherwise."""
 
     @property
     @abstractmethod
@@ -350,10 +345,6 @@ class NoiselessLikelihood(Likelihood):
         root = self.fisher_root(outputs)
         noise = torch.randn(len(root), root.shape[-1], 1, generator=generator, dtype=root.dtype, device=root.device)
         return root @ noise
-
-    @property
-    def curvature_scale(self) -> float:
-        return 1.0
 
     @property
     def noise_variance(self) -> None:

@@ -174,15 +174,6 @@ class Gaussian(Likelihood):
         return (noise * self.ratios(outputs).rsqrt()).unsqueeze(-1)
 
     @property
-    def curvature_scale(self) -> float:
-        """1/σ².
-
-        Raises:
-            LapwingError: if σ² is not set.
-        """
-        return 1.0 / self._set_noise("curvature_scale")
-
-    @property
     def needs_noise(self) -> bool:
         return self.noise_variance is None
 

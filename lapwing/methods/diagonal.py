@@ -52,4 +52,6 @@ class SquaredSums(CurvaturePass[BlockSums]):
 
     def finish(self, state: BlockSums) -> Blockwise:
         structures = {name: DiagonalBlock(diagonal) for name, diagonal in state.blocks.items()}
-        return Blockwise(self._problem.tangent.blocks, structures, self._problem.precision, self._problem.scale)
+        return Blockwise(
+            self._problem.tangent.blocks, structures, self._problem.precision, self._problem.scale.of_curvature
+        )

@@ -128,7 +128,9 @@ class DenseCurvature(CurvaturePass[DenseSum]):
 
     def finish(self, state: DenseSum) -> DenseCovariance:
         problem = self._problem
-        return DenseCovariance(problem.tangent.blocks, mirrored(state.matrix), problem.precision, problem.scale)
+        return DenseCovariance(
+            problem.tangent.blocks, mirrored(state.matrix), problem.precision, problem.scale.of_curvature
+        )
 
 
 class AllRows(CurvaturePass[DenseSum]):
@@ -157,4 +159,6 @@ class AllRows(CurvaturePass[DenseSum]):
         projected = basis.inner(parts)  # (NC, K)
         traces = torch.stack([part.square().sum() for part in parts.values()])
         curvature = projected.T @ projected  # G = Uᵀ M U exactly, no second pass
-        return LowRankWithResidual.from_rows(blocks, basis, curvature, traces, problem.precision, problem.scale)
+        return LowRankWithResidual.from_rows(
+            blocks, basis, curvature, traces, problem.precision, problem.scale.of_curvature
+        )

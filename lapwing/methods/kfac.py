@@ -275,7 +275,7 @@ class _FactorPass(CurvaturePass[Factors]):
                 structures[name] = DenseBlock(*(part.to(tangent.device, tangent.dtype) for part in pairs))
             else:
                 structures[name] = bases[name]
-        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
+        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
 
 
 class _SecondMoments(CurvaturePass[BlockSums]):
@@ -299,4 +299,4 @@ class _SecondMoments(CurvaturePass[BlockSums]):
     def finish(self, state: BlockSums) -> Blockwise:
         corrected = {n: KroneckerBlock(state.blocks[n], old.factors) for n, old in self._bases.items()}
         problem, structures = self._problem, {**self._structures, **corrected}
-        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale)
+        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from ..likelihoods import Likelihood
 from ..linalg import double_device, generator_on
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior.prior import Prior
+from ..posterior.scale import Scale
 from ..tangent import FisherParts, Tangent
 from .state import DataSummary
 
@@ -194,9 +195,9 @@ class Problem:
         return self.prior.precision
 
     @property
-    def scale(self) -> float:
-        """The factor of a curvature of unit noise at that prior."""
-        return (1.0 if self.likelihood.needs_noise else self.likelihood.curvature_scale) / self.temperature
+    def scale(self) -> Scale:
+        """The scale of a new covariance, as if n = N; `fit` puts in n and N when it has them."""
+        return Scale(1, 1, self.temperature, self.likelihood.noise_variance)
 
     def noise_variance(self) -> float | None:
         """Returns σ², or the mean squared residual if σ² is to be tuned; call it after the first pass."""
@@ -204,14 +205,17 @@ class Problem:
             return self.likelihood.residual_variance(self.summary().statistics)
         return self.likelihood.noise_variance
 
-    def scale_at(self, noise_variance: float | None) -> float:
-        """Returns `s = N/(n σ² τ)`, the factor of a curvature that was summed over n samples."""
-        factor = (self.data_size or self.count()) / self.summary().samples
-        return self.likelihood.with_noise_variance(noise_variance).curvature_scale * factor / self.temperature
+    def scale_of_means(self) -> Scale:
+        """Returns the scale of means over samples (n = 1), at unit noise."""
+        return Scale(1, self.data_size or self.count(), self.temperature)
+
+    def scale_at(self, noise_variance: float | None) -> Scale:
+        """Returns the scale of sums over all samples that the passes have read; call it after the first pass."""
+        return replace(self.scale_of_means(), samples=self.summary().samples, noise_variance=noise_variance)
 
     def curvature_scale(self) -> float:
         """Returns s at the user's σ², or at the mean squared residual; call it after the first pass."""
-        return self.scale_at(self.noise_variance())
+        return self.scale_at(self.noise_variance()).of_curvature
 
     def generator(self) -> torch.Generator:
         """Returns a fresh CPU generator with the fit's seed."""

@@ -205,4 +205,4 @@ class ProjectionPass(CurvaturePass[ProjectedCurvature]):
         structure = LowRank if self._residual is None else LowRankWithResidual
         problem, basis = self._problem, self._basis
         blocks = problem.tangent.blocks
-        return structure(blocks, basis, state.H, state.traces, problem.precision, problem.scale)
+        return structure(blocks, basis, state.H, state.traces, problem.precision, problem.scale.of_curvature)

@@ -18,6 +18,7 @@ from ..network.data import as_loader
 from ..network.loaders import WeightedLoader
 from ..tangent import Tangent, Vectors
 from .prior import Prior
+from .scale import Scale
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -33,14 +34,14 @@ class LogEvidence:
         covariance: Σ, of which the curvature G counts.
         likelihood: p(y|f).
         statistics: sums over the data that give the log likelihood at any noise.
-        data_weight: k = N/(n τ), how often each of the n samples counts.
+        scale: factors of the likelihood (k) and of the curvature (s).
         distance: `|θ̂ - μ0|²` of each block (n_blocks,).
     """
 
     covariance: PriorCovariance
     likelihood: Likelihood
     statistics: dict[str, Tensor]
-    data_weight: float
+    scale: Scale
     distance: Tensor
 
     def __call__(
@@ -60,8 +61,8 @@ class LogEvidence:
             lower_bound: subtract half the trace of the curvature outside a subspace.
         """
         noise = None if noise_variance is None else torch.as_tensor(noise_variance, dtype=torch.float64)
-        fit = self.data_weight * self.likelihood.log_likelihood(self.statistics, noise)
-        scale = self.data_weight / factor if noise is None else self.data_weight / (factor * noise)
+        fit = self.scale.of_likelihood * self.likelihood.log_likelihood(self.statistics, noise)
+        scale = self.scale.at(noise).of_curvature / factor
         value = fit - factor * (precision * self.distance).sum() / 2
         value = value - self.covariance.log_det_ratio(precision, scale).to(value) / 2
         return value - self.covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
@@ -126,7 +127,7 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
                 record.weigh(weights[rows, None])
             count += record.samples
             for name in gradient:
-                gradient[name] = gradient[name] + posterior.data_weight * record[name].sum_rows()[0]
+                gradient[name] = gradient[name] + posterior.scale.of_likelihood * record[name].sum_rows()[0]
     if count != posterior.samples:
         raise LapwingError(
             f"The loader shows {count} samples, and the fit saw {posterior.samples}. Pass the training data of the "

@@ -29,6 +29,7 @@ from .former import penalty
 from .latents import latent_of
 from .method_info import MethodInfo
 from .prior import Prior, check_positive, check_range
+from .scale import Scale
 from .storage import save
 
 FEWER = (
@@ -133,19 +134,17 @@ class Posterior:
         return self.likelihood.logit_temperature
 
     @property
-    def data_weight(self) -> float:
-        """How often each of the n samples counts, k = N/(n τ)."""
-        return self.data_factor / self.temperature
-
-    def scale_at(self, likelihood: Likelihood) -> float:
-        """Returns s, what multiplies the curvature of unit noise: `N/(n σ² τ)`."""
-        return likelihood.curvature_scale * self.data_factor / self.temperature
+    def scale(self) -> Scale:
+        """The factors of the likelihood and of the curvature, at this posterior's n, N, τ and σ²."""
+        return Scale(self.samples, self.samples * self.data_factor, self.temperature, self.noise_variance)
 
     @outside_modes
     def at(self, precision: Tensor, noise_variance: float | None) -> Posterior:
         """Returns the posterior at another prior precision (n_blocks,) and noise; the curvature is kept."""
         likelihood = self.likelihood.with_noise_variance(noise_variance)
-        covariance = self._prior_covariance("prior precision").with_prior(precision, self.scale_at(likelihood))
+        assert not likelihood.needs_noise  # σ² = None would count as 1
+        scale = self.scale.at(noise_variance).of_curvature
+        covariance = self._prior_covariance("prior precision").with_prior(precision, scale)
         return replace(
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
         )
@@ -205,7 +204,7 @@ class Posterior:
             )
         covariance = self._prior_covariance("evidence")
         distance = squared_distance(self.tangent, self.prior)
-        return LogEvidence(covariance, self.likelihood, self.statistics, self.data_weight, distance)
+        return LogEvidence(covariance, self.likelihood, self.statistics, self.scale, distance)
 
     @outside_modes
     def log_marginal_likelihood(

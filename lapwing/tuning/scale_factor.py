@@ -176,5 +176,5 @@ def _divergence(posterior: Posterior) -> tuple[float, float]:
     variances, deltas = covariance.diagonal(), posterior.prior.precision.tolist()
     named = zip(covariance.blocks, deltas, strict=True)
     trace = sum(delta * float(doubled(variances[block.name]).sum()) for block, delta in named)
-    data = posterior.samples * posterior.data_factor / posterior.temperature
+    data = posterior.scale.effective_samples
     return trace / data, covariance.size / data

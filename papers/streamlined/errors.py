@@ -71,5 +71,5 @@ def whole_ratio(posterior: lw.Posterior, x: Tensor, way: Way) -> dict[str, float
 def narrowed(posterior: lw.Posterior, factor: float = 100.0) -> lw.Posterior:
     """Returns a posterior with the covariance divided by a factor: products of uncertain numbers hardly count there."""
     assert isinstance(posterior.covariance, PriorCovariance)
-    precision, scale = posterior.prior.precision, posterior.scale_at(posterior.likelihood)
+    precision, scale = posterior.prior.precision, posterior.scale.of_curvature
     return replace(posterior, covariance=posterior.covariance.with_prior(factor * precision, factor * scale))

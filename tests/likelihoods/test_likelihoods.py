@@ -116,7 +116,7 @@ def expected_hessian(likelihood, output):
 def test_fisher_root_is_a_root_of_the_expected_hessian(likelihood):
     outputs, _ = outputs_and_targets(likelihood)
     root = likelihood.fisher_root(outputs)
-    fisher = likelihood.curvature_scale * root @ root.mT
+    fisher = root @ root.mT / (likelihood.noise_variance or 1.0)
     torch.testing.assert_close(fisher, torch.stack([expected_hessian(likelihood, output) for output in outputs]))
 
 
@@ -253,11 +253,9 @@ def test_roots_are_finite_and_differentiable_at_certainty(likelihood):
 
 def test_noise_variance():
     assert Gaussian().noise_variance is None
-    assert Gaussian(0.25).curvature_scale == 4.0
     assert Gaussian().with_noise_variance(0.5) == Gaussian(0.5)
     assert Gaussian(0.5).with_noise_variance(None) == Gaussian()
     assert Categorical().noise_variance is None
-    assert Categorical().curvature_scale == 1.0
     assert Categorical().with_noise_variance(None) == Categorical()
     with pytest.raises(LapwingError, match=r"categorical .* no noise variance. Leave out noise_variance=0.1"):
         Categorical().with_noise_variance(0.1)
@@ -271,7 +269,6 @@ def test_noise_variance():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda g: g.curvature_scale,
         lambda g: g.log_prob(torch.zeros(1, 1), torch.zeros(1)),
         lambda g: g.log_likelihood(g.statistics(torch.zeros(1, 1), torch.zeros(1))),
         lambda g: g.predict(random_latent()),

@@ -258,7 +258,7 @@ class MyDiagonal(lw.Method):
         blocks = problem.tangent.blocks
         parts = diagonal.split([block.size for block in blocks])
         structures = {block.name: DiagonalBlock(part) for block, part in zip(blocks, parts, strict=True)}
-        return Blockwise(blocks, structures, problem.precision, problem.scale)
+        return Blockwise(blocks, structures, problem.precision, problem.scale.of_curvature)
 
 
 def halves(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -313,7 +313,7 @@ class Self(lw.Method):
         ends = torch.tensor([state.samples / 4])
         blocks = problem.tangent.blocks
         structures = {block.name: DiagonalBlock(problem.zeros(block.size)) for block in blocks}
-        covariance = Blockwise(blocks, structures, 3 * problem.precision, problem.scale)
+        covariance = Blockwise(blocks, structures, 3 * problem.precision, problem.scale.of_curvature)
         return FitResult(covariance, 3 * problem.precision, 0.5, {"steps": ends})
 
 
@@ -371,7 +371,7 @@ class NoPass(lw.Method):
     def passes(self, problem: Problem) -> Passes:
         blocks = problem.tangent.blocks
         structures = {block.name: DiagonalBlock(problem.zeros(block.size)) for block in blocks}
-        return Blockwise(blocks, structures, problem.precision, problem.scale)
+        return Blockwise(blocks, structures, problem.precision, problem.scale.of_curvature)
         yield  # a generator all the same
 
 

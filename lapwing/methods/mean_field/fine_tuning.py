@@ -63,7 +63,7 @@ class FineTuning(IteratePass[Descent]):
         self.steps = steps
         self._problem, self._tangent, self._initial_std = problem, problem.tangent, initial_std
         self._rates = {"mean": learning_rate, "log_std": std_rate}
-        self._size = problem.data_size or problem.count()
+        self._scale = problem.scale_of_means()
         self._layout = {name: (value.shape, value.dtype) for name, value in self._tangent.parameters.items()}
         self._axes = per_sample_axes(self._tangent)
         self._centre = self._flat(split(self._tangent.blocks, problem.prior.mean))
@@ -77,7 +77,7 @@ class FineTuning(IteratePass[Descent]):
         """Takes a step of Adam on m and log σ."""
         log_std, offset = state.values["log_std"], state.values["mean"] - self._centre
         samples = batch.count
-        factor = self._size / samples / self._problem.temperature
+        factor = self._scale.of_likelihood / samples
         fit, gradients, statistics = self._log_likelihood(state, batch, generator)
         fits = {"fit": torch.tensor(fit, dtype=torch.float64)}
         sums = ranks.summed(self.label, {**fits, **gradients, **statistics}, self._tangent.device)
@@ -119,8 +119,9 @@ class FineTuning(IteratePass[Descent]):
         noise = self.noise_variance(state)
         if noise is not None and not math.isfinite(noise):
             raise self._diverged("The squared residuals", state.taken)
-        likelihood = self._problem.likelihood.with_noise_variance(noise or 1.0)
-        return float(likelihood.log_likelihood(statistics)), likelihood.curvature_scale
+        noise = noise or 1.0
+        likelihood = self._problem.likelihood.with_noise_variance(noise)
+        return float(likelihood.log_likelihood(statistics)), 1 / noise
 
     def noise_variance(self, state: Descent) -> float | None:
         """Returns σ² where it is open: the mean squared residual under the draws of recent batches, which are kept."""

@@ -135,7 +135,7 @@ class SampledLLA(Method):
             left, start, products = self.em_steps - state.done, state.solution, state.products
             before = state.before
             del state
-            wanted = problem.scale_at(steps.noise_variance)
+            wanted = problem.scale_at(steps.noise_variance).of_curvature
             system = replace(system, precision=steps.precision, scale=min(wanted, most * float(steps.precision.min())))
             yield from system.start(start, products, before)
             solving = self._solve(system, steps.noise_variance, mode, start, products)

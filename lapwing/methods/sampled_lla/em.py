@@ -52,12 +52,12 @@ class EvidenceSteps(State):
     def of(cls, problem: Problem, per_block: bool) -> EvidenceSteps:
         """Returns what of the prior and the noise is open, where it begins."""
         noise = problem.noise_variance()
-        weight = (problem.data_size or problem.count()) / problem.temperature  # N/τ
         values, summary = float(problem.tangent.width), problem.summary()
         if "count" in summary.statistics:  # of Gaussian targets, by their weights
             values = float(summary.statistics["count"]) / summary.samples
+        count = problem.scale_of_means().effective_samples * values
         return cls(
-            problem.precision, noise, noise if problem.likelihood.needs_noise else None, weight * values,
+            problem.precision, noise, noise if problem.likelihood.needs_noise else None, count,
             not problem.prior.fixed, per_block,
         )  # fmt: skip
 
@@ -72,7 +72,7 @@ class EvidenceSteps(State):
                 self.precision = torch.full_like(self.precision, max(float(ratio), 1e-12) ** 0.5)
             return
         for _ in range(100):
-            scale = system.problem.scale_at(self.noise_variance)
+            scale = system.problem.scale_at(self.noise_variance).of_curvature
             at = replace(system, precision=self.precision, scale=scale)
             precision = at.mean_precision().clone().requires_grad_()
             with torch.enable_grad():

@@ -48,14 +48,14 @@ class LinearisedMode:
         """Yields a pass; returns the gradient of the log joint at m, (1, P_block) by block."""
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Score(self._problem, likelihood, self.offset)
-        factor, prior, apart = system.scale / likelihood.curvature_scale, system.prior(), self._apart()
+        factor, prior, apart = system.scale * (likelihood.noise_variance or 1.0), system.prior(), self._apart()
         return {name: factor * score - prior[name] * apart[name] for name, score in state.blocks.items()}
 
     def advance(self, system: LinearSystem, noise_variance: float | None, step: Vectors) -> Generator[Pass, Any, None]:
         """Yields a pass; moves m along the step, by that part of it with the highest log joint, or not at all."""
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Along(self._problem, likelihood, self.offset, step)
-        factor, prior, apart = system.scale / likelihood.curvature_scale, system.prior(), self._apart()
+        factor, prior, apart = system.scale * (likelihood.noise_variance or 1.0), system.prior(), self._apart()
         length = torch.tensor((0.0, *LENGTHS), dtype=torch.float64, device=state.log_likelihood.device)
         weighted = {name: prior[name] * value for name, value in step.items()}
         slope, curve = inner_by_block(apart, weighted).sum(), inner_by_block(step, weighted).sum()

@@ -234,5 +234,5 @@ class _NaturalSteps(IteratePass[NaturalState]):
         problem, samples = self._problem, self._problem.summary().samples
         return LowRankWithResidual(
             problem.tangent.blocks, self._basis, samples * state.mean.H, samples * state.mean.traces,
-            problem.precision, problem.scale,
+            problem.precision, problem.scale.of_curvature,
         )  # fmt: skip

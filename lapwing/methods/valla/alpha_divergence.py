@@ -136,8 +136,7 @@ class AlphaSteps(MovingSteps):
         """For L so that all of its entries together reach `A = N/(M σ² τ)` in the time of one `1/learning_rate`."""
         if name != "root":
             return super().width(name)
-        scale = self.problem.likelihood.with_noise_variance(self._start).curvature_scale / self.problem.temperature
-        return float(self.data_size * scale) ** 0.5 / len(self.anchors)
+        return self.scale.at(self._start).of_curvature ** 0.5 / len(self.anchors)
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         if not state.taken:
@@ -169,7 +168,7 @@ class AlphaSteps(MovingSteps):
             generator_on(spread.device, generator),
             self._link,
         )
-        fit = self.data_size / (batch.count * problem.temperature) * rows.weighted(logs).sum()
+        fit = self.scale.of_likelihood / batch.count * rows.weighted(logs).sum()
         return -fit if ranks.rank() else divergence(factor) - fit
 
     def _rows(
@@ -239,7 +238,7 @@ class AlphaSteps(MovingSteps):
         for slots, record in anchors.records(torch.float64, basis.scratch_per_row):
             projected[:, slots] = basis.project(record).flatten(0, 1).to(projected).T
         root = projected @ values["root"].tril()
-        scale = problem.scale_at(variance or problem.likelihood.noise_variance)
+        scale = problem.scale_at(variance or problem.likelihood.noise_variance).of_curvature
         zeros = problem.zeros(len(problem.tangent.blocks), dtype=torch.float64)
         covariance = LowRankWithResidual(problem.tangent.blocks, basis, root @ root.T / scale, zeros, precision, scale)
         return FitResult(covariance, precision, variance, state.history)

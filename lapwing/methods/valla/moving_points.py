@@ -92,7 +92,7 @@ class MovingSteps(IteratePass[Descent]):
         self.weights = {b.name: 1 / r for b, r in zip(problem.tangent.blocks, ratios.tolist(), strict=True)}
         distances = [doubled(m - problem.prior.mean[n]).square().sum() for n, m in problem.tangent.mean().items()]
         self.distance = (ratios * torch.stack(distances)).sum()
-        self.data_size = problem.data_size or problem.count()
+        self.scale = problem.scale_of_means()
 
     def init(self) -> Descent:
         """Returns the values at the start."""
@@ -163,7 +163,7 @@ class MovingSteps(IteratePass[Descent]):
 
     def _check(self, state: Descent, value: float, gradients: list[Tensor]) -> None:
         first = float(state.history["objective"][0]) if state.taken else value
-        too_far = value > first + EXPLODED * max(abs(first), self.data_size / self.problem.temperature)
+        too_far = value > first + EXPLODED * max(abs(first), self.scale.effective_samples)
         if not isfinite(value) or too_far or not all(torch.isfinite(gradient).all() for gradient in gradients):
             raise self._diverged(state, value)
 
@@ -257,9 +257,8 @@ class BoundSteps(MovingSteps):
         device, count = problem.tangent.device, batch.count
         recent = ranks.summed(self.label, {"": (features @ features.T).detach()}, device)[""] / count
         h = state.kept.get("h", recent)  # of earlier batches: no sample explains itself
-        unit = likelihood.curvature_scale if noise is None else 1 / noise
-        weight = self.data_size / problem.temperature
-        factor = cholesky(self.check_finite(state, eye + h * (weight * unit / precision)))
+        scale = self.scale.at(likelihood.noise_variance if noise is None else noise)
+        factor = cholesky(self.check_finite(state, eye + h * (scale.of_curvature / precision)))
         shrunk = torch.linalg.solve_triangular(factor, features, upper=False)
         spread = blocks.within.diagonal(dim1=-2, dim2=-1).sum() - features.square().sum() + shrunk.square().sum()
         if noise is None:
@@ -269,11 +268,11 @@ class BoundSteps(MovingSteps):
             still = outputs.new_zeros(1, 1, 1).expand(*outputs.shape, outputs.shape[1])
             logs = likelihood.log_power_mean(outputs, still, targets, 0.0, noise)
         logs = rows.weighted(logs).sum()
-        state.kept["h"] = h.lerp(recent, max(1 / (state.taken + 1), FORGET, count / self.data_size))
+        state.kept["h"] = h.lerp(recent, max(1 / (state.taken + 1), FORGET, count / self.scale.data_size))
         state.note(precision=precision)
         if noise is not None:
             state.note(noise_variance=noise)
-        fit = weight / count * (logs - unit * spread / precision / 2)
+        fit = (scale.of_likelihood * logs - scale.of_curvature * spread / precision / 2) / count
         return -fit if ranks.rank() else divergence(factor) + precision * self.distance / 2 - fit
 
     def _rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> Rows:

@@ -1,0 +1,46 @@
+"""How sums over the samples that a fit has seen enter its posterior: the one place of `N/(n σ² τ)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors of the likelihood and of the curvature, which are sums over samples at unit noise.
+
+    The covariance is `(s G + Δ)⁻¹` with `s = of_curvature`, and the log joint is `k log p(y|θ) + log p(θ)` with
+    `k = of_likelihood`.
+
+    Attributes:
+        samples: n, number of samples in the sums; 1 for a mean over samples.
+        data_size: N, number of samples that the posterior is for.
+        temperature: τ.
+        noise_variance: σ², a number or a scalar tensor. None counts as 1, for a likelihood without σ² or before σ² is
+            known.
+    """
+
+    samples: float
+    data_size: float
+    temperature: float
+    noise_variance: Any = None
+
+    @property
+    def of_likelihood(self) -> float:
+        """`k = N/(n τ)`, the factor of the log likelihood: how often each of the n samples counts."""
+        return self.data_size / self.samples / self.temperature
+
+    @property
+    def of_curvature(self) -> Any:
+        """`s = N/(n σ² τ)`, the factor of the curvature at unit noise; a tensor if σ² is one."""
+        return self.of_likelihood if self.noise_variance is None else self.of_likelihood / self.noise_variance
+
+    @property
+    def effective_samples(self) -> float:
+        """`N/τ`, the number of samples that the whole log likelihood counts."""
+        return self.data_size / self.temperature
+
+    def at(self, noise_variance: Any) -> Scale:
+        """Returns the scale at another noise variance."""
+        return replace(self, noise_variance=noise_variance)
