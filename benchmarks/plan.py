@@ -3,7 +3,7 @@
 A child process for each network. Seconds are CPU time on one thread, of the plan's probes too, so that other programs
 on the machine count for little; tuning is the default, since the plan counts it. Peaks are of the resident memory
 (VmHWM, reset before each fit) above that before the fit, without tuning, after a first fit of the method that loads
-what LAPACK and oneDNN keep. So they need Linux. Weights are random but for the ResNet-20, if the data folder has it:
+what LAPACK keeps. So they need Linux. Weights are random but for the ResNet-20, if the data folder has it:
 cost does not depend on them.
 
     python -m benchmarks.plan [mlp regression cnn resnet20 vit gpt2 resnet18 gpt2_full]   # what is not measured yet

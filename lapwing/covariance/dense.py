@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..contents import Entry, check_json, is_positive, largest
-from ..linalg import RESOLVED, cholesky, eigen_in_place, linear, matmul
+from ..linalg import RESOLVED, cholesky, eigen_in_place
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import PriorCovariance, precision_entry, register, same_ratios
 from .layer_block import FactorLayer, LayerBlock
@@ -97,7 +98,7 @@ class DenseCovariance(PriorCovariance):
         return 2 * cholesky(eye + matrix).diagonal().log().sum()
 
     def mv(self, vectors: Vectors) -> Vectors:
-        rotated = matmul(concatenate(self.blocks, vectors) * self._prior_root, self._basis)
+        rotated = (concatenate(self.blocks, vectors) * self._prior_root) @ self._basis
         return self._back(rotated * self._weights)
 
     def precision_mv(self, vectors: Vectors) -> Vectors:
@@ -112,7 +113,7 @@ class DenseCovariance(PriorCovariance):
 
     def _back(self, rotated: Tensor) -> Vectors:
         """Returns `Δ^(-1/2) U v`."""
-        return cut(self.blocks, linear(rotated, self._basis) * self._prior_root)
+        return cut(self.blocks, F.linear(rotated, self._basis) * self._prior_root)
 
     def diagonal(self) -> Vectors:
         return cut(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
@@ -134,7 +135,7 @@ class DenseCovariance(PriorCovariance):
 
     def _rotated(self, record: Record) -> Tensor:
         """Returns `J Δ^(-1/2) U` (B, R, P)."""
-        return matmul(record.rows() * self._prior_root, self._basis)
+        return (record.rows() * self._prior_root) @ self._basis
 
     def layer_block(self, name: str) -> LayerBlock:
         root = self._prior_root[:, None] * self._basis * self._weights.sqrt()  # Σ = R Rᵀ

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..contents import Entry
 from ..jacobian.jacobian import Weighting
-from ..linalg import SLICE_NUMBERS, doubled, matmul
+from ..linalg import SLICE_NUMBERS, doubled
 from ..tangent import Block, BlockJacobian
 from .layer_block import push_diagonal, push_factor
 from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, of_both
@@ -191,12 +191,12 @@ class DenseBlock(Structure):
         return self.basis.square() @ weights
 
     def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-        rows = matmul(jacobian.rows(), self.basis)
+        rows = jacobian.rows() @ self.basis
         return (factored_or_dense(rows * weighting.flat.sqrt()) for weighting in candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         root = self.basis * weights.sqrt()
-        return cross_covariance(*of_both(lambda one: matmul(one.rows(), root), jacobian, other))
+        return cross_covariance(*of_both(lambda one: one.rows() @ root, jacobian, other))
 
     def push(
         self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import LapwingError
-from ..linalg import SLICE_NUMBERS, linear, psd_root, total
+from ..linalg import SLICE_NUMBERS, psd_root, total
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -146,19 +147,19 @@ class EigenTerm(Term):
 
     def variance(self) -> Tensor:
         """Returns the diagonal: time O(B C²), or nothing without U."""
-        return self.scale if self.basis is None else linear(self.scale, self.basis.square())
+        return self.scale if self.basis is None else F.linear(self.scale, self.basis.square())
 
     def centred_variance(self) -> Tensor:
         """Returns the same for U minus its average over outputs."""
         if self.basis is None:
             classes = self.scale.shape[-1]
             return (1 - 2 / classes) * self.scale + self.scale.sum(-1, keepdim=True) / classes**2
-        return linear(self.scale, (self.basis - self.basis.mean(0)).square())
+        return F.linear(self.scale, (self.basis - self.basis.mean(0)).square())
 
     def dense(self) -> Tensor:
         if self.basis is None:
             return torch.diag_embed(self.scale)
-        return linear(self.basis * self.scale.unsqueeze(1), self.basis)
+        return F.linear(self.basis * self.scale.unsqueeze(1), self.basis)
 
     def scaled(self, factor: float) -> EigenTerm:
         return EigenTerm(self.basis, self.scale * factor)
@@ -168,7 +169,7 @@ class EigenTerm(Term):
         shape = (count, *self.scale.shape)
         noise = torch.randn(shape, generator=generator, dtype=self.scale.dtype, device=self.scale.device)
         noise = noise * self.scale.sqrt()
-        return noise if self.basis is None else linear(noise, self.basis)
+        return noise if self.basis is None else F.linear(noise, self.basis)
 
     def selected(self, outputs: Tensor) -> Term:
         """Returns the covariance of some outputs, of their rows of U."""
@@ -340,7 +341,7 @@ def of_both(function: Callable[[Any], Any], first: Any, second: Any) -> tuple[An
 
 def cross_covariance(left: Tensor, right: Tensor) -> Tensor:
     """Returns `F F'ᵀ` (B, R, B', R') of factors (B, R, k) and (B', R', k)."""
-    return linear(left.flatten(0, 1), right.flatten(0, 1)).view(*left.shape[:2], *right.shape[:2])
+    return F.linear(left.flatten(0, 1), right.flatten(0, 1)).view(*left.shape[:2], *right.shape[:2])
 
 
 def standard_deviation(variance: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..linalg import linear, matmul, nonnegative
+from ..linalg import nonnegative
 from .jacobian import BlockJacobian, Weighting, kept
 
 
@@ -126,9 +127,9 @@ class RotatedOuter(InParts):
         if self._inputs is not None and several:
             rows = rows.transpose(0, 1)  # (G, b, R, o, I)
             return (rows.flatten(1, 3) @ self._inputs[groups]).view(rows.shape).transpose(0, 1)
-        return rows if self._inputs is None else matmul(rows, self._inputs[groups][0])
+        return rows if self._inputs is None else rows @ self._inputs[groups][0]
 
 
 def group_products(left: Tensor, right: Tensor) -> Tensor:
     """Returns `x yᵀ` (G, m, n) for x (G, m, k) and y (G, n, k)."""
-    return linear(left[0], right[0])[None] if len(left) == 1 else left @ right.mT
+    return F.linear(left[0], right[0])[None] if len(left) == 1 else left @ right.mT

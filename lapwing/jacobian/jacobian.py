@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..linalg import linear, total
+from ..linalg import total
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -173,7 +174,7 @@ class BlockJacobian(ABC):
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) for V given as rows (K, P)."""
-        return total(linear(rows, vectors[:, part]) for part, rows in self.row_slices())
+        return total(F.linear(rows, vectors[:, part]) for part, rows in self.row_slices())
 
     def vjp(self, cotangents: Tensor) -> Tensor:
         """Returns `Σ_n J[n]ᵀ u[n]` (S, P) for u (B, R, S): S transposed products at once. Time O(B R S P) at most."""
@@ -193,7 +194,7 @@ class BlockJacobian(ABC):
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns the block of the NTK `J J'ᵀ` (B, R, B', R')."""
-        gram = total(linear(mine.flatten(0, 1), theirs.flatten(0, 1)) for _, mine, theirs in aligned(self, other))
+        gram = total(F.linear(mine.flatten(0, 1), theirs.flatten(0, 1)) for _, mine, theirs in aligned(self, other))
         return gram.reshape(self.batch, self.cotangents, other.batch, other.cotangents)
 
     def joint_weighted_gram(self, weights: Tensor, other: BlockJacobian) -> Tensor:
@@ -202,7 +203,7 @@ class BlockJacobian(ABC):
         for part, mine, theirs in aligned(self, other):
             root = weights[part].sqrt()
             left = (mine * root).flatten(0, 1)
-            parts = [total([*parts, linear(left, left if theirs is mine else (theirs * root).flatten(0, 1))])]
+            parts = [total([*parts, F.linear(left, left if theirs is mine else (theirs * root).flatten(0, 1))])]
         return parts[0].reshape(self.batch, self.cotangents, other.batch, other.cotangents)
 
 

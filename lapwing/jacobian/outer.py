@@ -10,8 +10,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..linalg import add_squares, doubled, linear, matmul
+from ..linalg import add_squares, doubled
 from .jacobian import BlockJacobian, MatrixJacobian, Weighting
 from .shared_outer import SharedOuter
 from .strips import Strips
@@ -71,7 +72,7 @@ class Outer(MatrixJacobian):
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
         a, g = self.a if inputs is None else self._turned(inputs[0]), self._g
         if outputs is not None:
-            turned = matmul(self._rows_of_g, outputs[0])
+            turned = self._rows_of_g @ outputs[0]
             shape = (self.batch, self.cotangents) if self._samples_first else (self.cotangents, self.batch)
             g = turned.view(*shape, self.outputs)
             g = g if self._samples_first else g.transpose(0, 1)
@@ -80,15 +81,15 @@ class Outer(MatrixJacobian):
     def _turned(self, basis: Tensor) -> Tensor:
         """Returns `a U` (B, K) for U (I, K), without writing the bias's column out."""
         if not self._bias:
-            return matmul(self._a, basis)
-        return linear(self._a, basis[:-1].mT, basis[-1])
+            return self._a @ basis
+        return F.linear(self._a, basis[:-1].mT, basis[-1])
 
     def rotate_inputs(self, basis: Tensor) -> Outer | None:
         """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a]; None where a needs a gradient, since a length has a kink at 0."""
         if self._a.requires_grad:
             return None
         inside = self._turned(basis)
-        beside = torch.linalg.vector_norm(self.a - matmul(inside, basis.mT), dim=1, keepdim=True)
+        beside = torch.linalg.vector_norm(self.a - inside @ basis.mT, dim=1, keepdim=True)
         return Outer(torch.cat([beside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
 
     @property
@@ -102,7 +103,7 @@ class Outer(MatrixJacobian):
 
     def input_scale(self, weighting: Weighting) -> Tensor:
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
-        return linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
+        return F.linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
     def weighted_factors(self, candidates: Iterable[Weighting]) -> tuple[Tensor | None, Iterator[Tensor]]:
         """Returns g, None where the layer is the output, and the scales of the inputs."""
@@ -126,7 +127,7 @@ class Outer(MatrixJacobian):
 
     def squared_sum(self) -> Tensor:
         """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""
-        return matmul(self.g.square().sum(1).T, self.a.square()).flatten()
+        return (self.g.square().sum(1).T @ self.a.square()).flatten()
 
     def squared_norm(self) -> Tensor:
         """Returns `Σ_n |a|² Σ_r |g|²` ()."""
@@ -141,7 +142,7 @@ class Outer(MatrixJacobian):
         step = self.step(self.batch * self.outputs * self.a.element_size(), len(vectors))
         products = []
         for part in vectors.split(step):
-            pushed = linear(self.a, part.reshape(-1, self.inputs))  # (B, K O)
+            pushed = F.linear(self.a, part.reshape(-1, self.inputs))  # (B, K O)
             pushed = pushed.reshape(self.batch, -1, self.outputs)  # (B, K, O)
             products.append(pushed.mT if self.is_output else self.g @ pushed.mT)
         return products[0] if len(products) == 1 else torch.cat(products, -1)
@@ -163,8 +164,8 @@ class Outer(MatrixJacobian):
         """Returns `(a·a')(g·g')` (B, R, B', R')."""
         if not isinstance(other, Outer):
             return super().gram(other) if other.strips is None else self._shared().gram(other)
-        inputs = linear(self.a, other.a)  # (B, B')
-        gradients = linear(self.g.flatten(0, 1), other.g.flatten(0, 1))
+        inputs = F.linear(self.a, other.a)  # (B, B')
+        gradients = F.linear(self.g.flatten(0, 1), other.g.flatten(0, 1))
         shape = (self.batch, self.cotangents, other.batch, other.cotangents)
         return gradients.reshape(shape) * inputs[:, None, :, None]
 
@@ -203,7 +204,7 @@ class SummedOutput(Outer):
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n Λ_oo a²` (P,). Time O(B O I)."""
-        return matmul(self._diagonal.T, self.a.square()).flatten()
+        return (self._diagonal.T @ self.a.square()).flatten()
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SummedOutput:
         """Returns the same in another basis, of which `squared_sum` alone is right: the diagonal of `Uᵀ Λ U`.
@@ -225,4 +226,4 @@ class SummedOutput(Outer):
     def _add_output_factor(self, sums: Tensor) -> None:
         sums[0].diagonal().add_(self._diagonal.sum(0))
         if self._beside is not None:  # the diagonal of v vᵀ is left out, which would cancel
-            sums[0] -= matmul(self._beside.T, self._beside).fill_diagonal_(0.0)
+            sums[0] -= (self._beside.T @ self._beside).fill_diagonal_(0.0)

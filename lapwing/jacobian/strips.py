@@ -13,8 +13,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..linalg import linear, matmul
-
 Box = tuple[slice, ...]
 """Consecutive positions along each dimension of a grid, such as rows and columns of pixels."""
 
@@ -125,9 +123,9 @@ def _by_group(values: Tensor, basis: Tensor | None) -> Tensor:
     if basis.shape[0] > 1:
         return torch.einsum("...gi,gij->...gj", values, basis)
     if values.stride(-1) == 1 or values.stride(-3) != 1:
-        return matmul(values, basis[0])
+        return values @ basis[0]
     columns = values.squeeze(-2).movedim(-1, 0)  # patches and feature maps: T is contiguous
     if columns.is_contiguous():  # patches of all samples
-        product = linear(basis[0].T.contiguous(), columns.flatten(1).T)
+        product = basis[0].T @ columns.flatten(1)
         return product.unflatten(1, columns.shape[1:]).movedim(0, -1).unsqueeze(-2)
     return (basis[0].T @ values.squeeze(-2).mT).mT.unsqueeze(-2)

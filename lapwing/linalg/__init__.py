@@ -1,7 +1,7 @@
-"""Cholesky, eigendecompositions, QR and large products, with what guards and speeds them, on tensors alone.
+"""Cholesky, eigendecompositions and QR, with what guards and speeds them, on tensors alone.
 
 It imports `environment` and `errors`. Begin with `values.py`, which says where float64 lives; `eigen.py` has the
-decompositions of KFAC, `factorisations.py` those of subspaces, and `large_products.py` what most of the time goes to.
+decompositions of KFAC, `factorisations.py` those of subspaces.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from .draws import check_draws, check_memory, generator_on, seeded
 from .eigen import eigen_in_place, is_reduced, symmetric_eigen
 from .factorisations import RANK_CUT, cholesky, orthonormal_rows, psd_root
-from .large_products import linear, matmul
 from .sums import add_squares, mirrored, row_products, total
 from .values import (
     RESOLVED,
@@ -24,7 +23,6 @@ from .values import (
 
 __all__ = [
     "RANK_CUT", "RESOLVED", "SLICE_NUMBERS", "accumulation_dtype", "add_squares", "check_draws", "check_memory",
-    "cholesky", "double_device", "doubled", "eigen_in_place", "generator_on", "is_finite", "is_reduced", "linear",
-    "matmul", "mirrored", "nonnegative", "orthonormal_rows", "placed", "psd_root", "row_products", "seeded",
-    "symmetric_eigen", "total",
+    "cholesky", "double_device", "doubled", "eigen_in_place", "generator_on", "is_finite", "is_reduced", "mirrored",
+    "nonnegative", "orthonormal_rows", "placed", "psd_root", "row_products", "seeded", "symmetric_eigen", "total",
 ]  # fmt: skip

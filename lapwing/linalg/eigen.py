@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .draws import seeded
-from .large_products import linear
 from .sums import STRIP, mirror, row_products
 from .values import check_finite, double_device, doubled
 
@@ -140,7 +139,7 @@ def _range_in_place(matrix: Tensor, rank: int, noise: float) -> Tensor | None:
     values, vectors = _eigh(inside.T @ row_products(matrix, inside.T))
     columns, (w, v) = size - count, (x.to(matrix) for x in (w, v[count:]))
     for part, rows in zip(matrix.split(STRIP), w.split(STRIP), strict=True):
-        part[:, :columns] = -linear(rows, v)
+        part[:, :columns] = -F.linear(rows, v)
     matrix.diagonal(-count).add_(1.0)
     matrix[:, columns:] = (inside @ vectors).to(matrix)
     return F.pad(values, (columns, 0))

@@ -7,8 +7,8 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .large_products import linear
 from .values import SLICE_NUMBERS, double_device, doubled
 
 TRIANGLE_COLUMNS = 96, 256
@@ -37,7 +37,7 @@ def add_squares(sums: Tensor, values: Tensor) -> None:
     for matrix, x in zip(sums, values.mT.contiguous(), strict=True):  # its rows are cut as products take them fastest
         for start in range(0, size, width):
             part = slice(start, min(start + width, size))
-            matrix[start:, part] += linear(x[start:], x[part])
+            matrix[start:, part] += F.linear(x[start:], x[part])
 
 
 def mirrored(lower: Tensor) -> Tensor:

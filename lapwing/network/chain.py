@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..linalg import matmul
-
 if TYPE_CHECKING:
     from .tracing import RecordedUse
 
@@ -103,5 +101,5 @@ def _pulled(g: Tensor | None, use: RecordedUse, slope: Tensor | None) -> Tensor:
     weight = weight.T if matrix.transposed else weight
     if g is None:  # the network's own (C, I)
         return weight.clone().expand(len(use.out), -1, -1) if slope is None else weight * slope.unsqueeze(1)
-    pulled = matmul(g, weight)
+    pulled = g @ weight
     return pulled if slope is None else pulled.mul_(slope.unsqueeze(1))  # its memory is warm: a new tensor takes longer

@@ -10,13 +10,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..covariance import Blockwise, Covariance, Draws, LinearDraws
 from ..covariance.positions import LatentAtPositions
 from ..covariance.structures import DiagonalBlock
 from ..errors import LapwingError
 from ..jacobian.jacobian import SLICE_BYTES
-from ..linalg import check_memory, linear
+from ..linalg import check_memory
 from ..network import batches
 from ..network.gate import Checked
 from ..network.generic import DIRECTIONS, Group, Network, WeightProducts, direction_groups
@@ -174,8 +175,8 @@ def _through_wide_layer(
             weight = weights[part, : moved.shape[-1]].contiguous()
             for low in range(0, len(a), max(1, numbers // outputs)):
                 here = slice(low, low + max(1, numbers // outputs))
-                direct = linear(a[here], steps.flatten(0, 1)).unflatten(1, steps.shape[:2])  # (b, k, c)
-                into[group, here, part] = linear(moved[group, here], weight).add_(direct.transpose(0, 1))
+                direct = F.linear(a[here], steps.flatten(0, 1)).unflatten(1, steps.shape[:2])  # (b, k, c)
+                into[group, here, part] = F.linear(moved[group, here], weight).add_(direct.transpose(0, 1))
             del steps  # before the next are drawn
         del inputs, a, moved
     return whole
