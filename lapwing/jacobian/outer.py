@@ -52,7 +52,7 @@ class Outer(MatrixJacobian):
 
     @property
     def _samples_first(self) -> bool:
-        """Whether g lies in memory as (B, R, O): a chain's does, autograd's as (R, B, O)."""
+        """Whether g is contiguous as (B, R, O). A batched backward pass leaves it as (R, B, O)."""
         return self.g.is_contiguous()
 
     @property

@@ -26,7 +26,6 @@ from ..jacobian.plain_functions import transformed
 from . import recurrent
 from .batches import Forward, size, tensors
 from .calling import OutputsWithPositions, as_matrix, call, shaped_outputs
-from .chain import chain_gradients
 from .eager import EagerMode, swapped, without_compiled
 
 BATCHED_BACKWARD = 2**24
@@ -55,9 +54,7 @@ class RecordedUse:
     """One use of watched parameters: what the layer got, its parameters' names by role, and where it lies in the graph.
 
     Attributes:
-        versions: how often input, output and weight had been written.
-        weight: the weight as the call got it, constant.
-        source: the node that made the input, where it has a graph.
+        versions: how often input and output had been written.
         reached: whether the outputs depend on it; not where it was detached, for instance.
     """
 
@@ -65,9 +62,7 @@ class RecordedUse:
     names: dict[str, str]
     edge: GradientEdge
     out: Tensor
-    versions: tuple[int, int, int]
-    weight: Tensor | None = None
-    source: Node | None = None
+    versions: tuple[int, int]
     spread: bool = False
     reached: bool = True
 
@@ -142,10 +137,8 @@ class Recorder(EagerMode):
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
             out = out.detach().requires_grad_().clone()  # the clone may be modified in place, a leaf may not
-        weight = constant.get(id(use.parameters.get("weight")))
-        versions = use.inputs._version, out._version, 0 if weight is None else weight._version
-        source = use.inputs.grad_fn
-        self.noted.append(RecordedUse(use, names, get_gradient_edge(out), out, versions, weight, source, spread))
+        versions = use.inputs._version, out._version
+        self.noted.append(RecordedUse(use, names, get_gradient_edge(out), out, versions, spread))
         return out
 
     def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -287,9 +280,6 @@ def output_gradients(
     exact = None if cotangents is None else cotangents.permute(2, 0, 1)  # (R, B, C)
     u = None if exact is None else exact.to(outputs)
     is_output = [use.is_output(outputs) for use in noted]
-    chained = None if differentiable else chain_gradients(outputs, noted, u)
-    if chained is not None:
-        return [exact if at_end else g for at_end, g in zip(is_output, chained, strict=True)]
     behind = [use for use, at_end in zip(noted, is_output, strict=True) if not at_end]
     grads: list[Tensor] = []
     if behind:

@@ -85,7 +85,7 @@ def direct_records(
                 continue
             outputs = outputs if differentiable else outputs.detach().requires_grad_()
             u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
-            versions = layer.inputs._version, outputs._version, 0
+            versions = layer.inputs._version, outputs._version
             noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
             record = Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable)
