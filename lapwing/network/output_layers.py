@@ -1,15 +1,16 @@
-"""The last layer: the weights after which no others come on the way to the outputs.
+"""The last layer: the first weights on each path from the outputs back through the network.
 
-It is read off the graph of one more run, from the outputs back. What takes one tensor passes on what it gets, and so
-does what adds up or joins several. What multiplies by weights alone is a layer, however its weights were made. What
-multiplies two tensors that both depend on the inputs and on different layers, such as a gate, has no last layer. A
-gradient that the network takes itself, such as a force, has the last layer of what it is the gradient of.
+They are read off the graph of one more run. A node that has no weights, such as a pooling, passes on the layers that
+its inputs come from. A node that multiplies by weights is a layer. Norms, activations and one learned number count as
+constants. A product of two tensors that come from different layers, such as a gate, has no last layer. If the network
+takes a gradient itself, such as a force, the last layer is that of the function that it differentiates.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,25 +31,18 @@ from .tracing import Recording, graph_leaves
 
 log = logging.getLogger("lapwing")
 
-ADDING = frozenset(("Add", "Sub", "Rsub", "Lerp", "IndexAdd", "ScatterAdd"))
-"""Nodes that add branches up: of these, one that others are computed from is a skip connection."""
-
-ASSEMBLING = frozenset(
-    ("Stack", "Where", "MaskedScatter", "CopySlices", "IndexPut", "IndexPutImpl", "IndexCopy", "IndexAdd", "Scatter",
-     "ScatterAdd", "ScatterReduce", "SliceScatter", "SelectScatter", "DiagonalScatter")
+JOINING = frozenset(
+    ("Add", "Sub", "Rsub", "Stack", "Cat", "Where", "MaskedFill", "MaskedScatter", "CopySlices", "IndexAdd",
+     "IndexCopy", "IndexFill", "IndexPut", "IndexPutImpl", "Scatter", "ScatterAdd", "ScatterReduce", "SliceScatter",
+     "SelectScatter", "DiagonalScatter", "Maximum", "Minimum", "Logaddexp", "Cdist", "EuclideanDist")
 )  # fmt: skip
-"""Nodes that may put samples together that went through different layers."""
-
-JOINING = ADDING | ASSEMBLING | frozenset(
-    ("Cat", "MaskedFill", "IndexFill", "Maximum", "Minimum", "Logaddexp", "Cdist", "EuclideanDist")
-)  # fmt: skip
-"""Nodes whose branches all go on to the outputs."""
+"""Nodes that add or join their inputs. All others multiply them if they have several."""
 
 SUMMED_FIRST = frozenset(("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmul", "Addcdiv"))
-"""Nodes that add a product of the later branches to the first."""
+"""Nodes that add their first input to a product of the others."""
 
-ELEMENTWISE = frozenset(("Mul", "Div", "Pow", "Addcmul", "Addcdiv"))
-"""Nodes that multiply entry by entry: by one learned number they rescale, by more they may be anything."""
+ELEMENTWISE = frozenset(("Mul", "Div", "Pow", "Lerp", "Addcmul", "Addcdiv"))
+"""Nodes that multiply entry by entry. One learned number is then a scale; several numbers are no layer of their own."""
 
 RESCALING = frozenset(
     ("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm",
@@ -65,10 +59,10 @@ def output_layers(
     recording: Recording,
     warn: bool = True,
 ) -> tuple[tuple[str, ...], FirstCall]:
-    """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed which they are.
+    """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed them.
 
     Raises:
-        LapwingError: where no layer is the last, with the line to write.
+        LapwingError: if no layer is the last, with the line to write.
 
     Cost: one forward pass with its graph.
     """
@@ -91,23 +85,21 @@ def output_layers(
         raise _refused_without_gradient(model, kind)
     owners = {id(tensor): name for named in (parameters, leaves) for name, tensor in named.items()}
     reached = {owners[id(leaf)] for leaf in graph_leaves(outputs, tensors)[0] if id(leaf) in owners}
-    graph = _Graph(outputs.grad_fn, origins, tensors, parameters, owners)
-    layer, product = graph.last()
-    names = tuple(name for name in parameters if name in layer & reached)  # an energy's bias has no force
+    last = _Walk(outputs.grad_fn, origins, tensors, parameters, owners).last()
+    names = tuple(name for name in parameters if name in last.layers & reached)  # an energy's bias has no force
     for prefix, module in scripted:
         if any(name.startswith(prefix) for name in names):
             raise _refused_scripted(module, f"The part {prefix[:-1]} of {kind}")
-    idle = _siblings(product or layer, parameters, reached) if recording.routed and graph.assembled else []
-    if product:
+    if last.product:
         raise LapwingError(
             f"The outputs of {kind} are a product of what several of its weights give, so no layer is the last. Name "
-            f"the weights to treat: write {matching_line({*product, *idle}, parameters)}."
+            f"the weights to treat: write {_matching_line(last.product, parameters)}."
         )
+    idle = _siblings(names, parameters, reached) if recording.routed else []
     if idle:
         raise LapwingError(
-            f"{kind} chooses layers by its inputs, and {idle[0]}, in a layer of the shape of its last one, was not "
-            "used on the first batch. Put a batch first that uses all such layers (its first four samples count), or "
-            f"name the weights to treat: write {matching_line({*layer, *idle}, parameters)}."
+            f"{kind} chooses layers by its inputs, and {idle[0]}, in a layer of the shape of its last ones, was not "
+            f"used on the first batch. Name the weights to treat: write {_matching_line({*names, *idle}, parameters)}."
         )
     check_real(names, parameters)
     if warn:
@@ -116,59 +108,58 @@ def output_layers(
 
 
 class _Origins(EagerMode):
-    """Tells tensors that depend on the inputs from those made of weights and constants alone.
+    """Notes which tensors depend on the inputs, and which of them are gradients that the network takes itself.
 
     Attributes:
-        nodes: of the graph, those whose results depend on the inputs, all but those within torch functions.
-        gradients: nodes of gradients that the network took itself -> those of what it took them of.
+        nodes: nodes of the graph whose results depend on the inputs, except nodes within torch functions.
+        gradients: node of each gradient that the network takes -> nodes of the tensors that it differentiates.
     """
 
     def __init__(self, weights: Iterable[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._weights = {id(tensor): tensor for tensor in weights}  # tensors are kept, so that no id is used again
-        self._data = {id(tensor): tensor for tensor in inputs}
-        self.nodes: list[Node | None] = [tensor.grad_fn for tensor in inputs]
+        self._known = {id(tensor): (tensor, False) for tensor in weights}  # keeps tensors, so that ids stay unique
+        self._known |= {id(tensor): (tensor, True) for tensor in inputs}
+        self.nodes = {tensor.grad_fn for tensor in inputs}
         self.gradients: dict[Node, list[Node]] = {}
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs the function; notes what its results depend on."""
+        """Runs the function; notes whether its results depend on the inputs."""
         try:
             out = function(*args, **kwargs)
-        except (RuntimeError, BufferError):  # what takes no leaf of a graph, such as numpy(), passes no gradient on
+        except (RuntimeError, BufferError):  # such as numpy(), which refuses tensors that require gradients
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             out = function(*args, **kwargs)
         made = _tensors(args[0] if out is None and args else out)
         if not made:
             return out
-        arguments = _tensors(*args, *kwargs.values())
         if function is torch.autograd.grad:
             self._note_gradients(made, _tensors(args[0], kwargs.get("grad_outputs")))
-        if any(self._varies(tensor) for tensor in arguments):
-            self._data.update((id(tensor), tensor) for tensor in made)
-            self.nodes += [tensor.grad_fn for tensor in made]
-        elif any(id(tensor) in self._weights for tensor in arguments):
-            self._weights.update((id(tensor), tensor) for tensor in made)
+        arguments = _tensors(*args, *kwargs.values())
+        depends = any([self._depends(tensor) for tensor in arguments])
+        if depends or any(id(tensor) in self._known for tensor in arguments):
+            self._known.update((id(tensor), (tensor, depends)) for tensor in made)
+        if depends:
+            self.nodes.update(tensor.grad_fn for tensor in made)
         return out
 
     def _note_gradients(self, made: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         nodes = [tensor.grad_fn for tensor in sources if tensor.grad_fn is not None]
-        earlier = set().union(*(graph_leaves(tensor, ())[1] for tensor in sources))  # may come back as it is
+        earlier = set().union(*(graph_leaves(tensor, ())[1] for tensor in sources))  # a cotangent may be the gradient
         for tensor in made:
             if tensor.grad_fn is not None and tensor.grad_fn not in earlier:
                 self.gradients[tensor.grad_fn] = nodes
 
-    def _varies(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on the inputs; one that no function here made may have come from scripted code."""
-        if id(tensor) in self._data:
-            return True
-        unseen = tensor.requires_grad and id(tensor) not in self._weights
-        if unseen:
-            self.nodes.append(tensor.grad_fn)
-        return unseen
+    def _depends(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the inputs. If no function here made it, scripted code may have."""
+        if id(tensor) in self._known:
+            return self._known[id(tensor)][1]
+        if tensor.requires_grad:
+            self.nodes.add(tensor.grad_fn)
+        return tensor.requires_grad
 
 
 def _tensors(*values: Any) -> list[Tensor]:
-    """Lists the tensors among arguments or results; of those within a transformation, what they wrap."""
+    """Returns the tensors among arguments or results, without the wrappers of torch.func's transformations."""
     tensors = []
     for value in values:
         leaves = pytree.tree_leaves(value) if isinstance(value, (tuple, list, dict)) else (value,)
@@ -180,34 +171,42 @@ def _tensors(*values: Any) -> list[Tensor]:
     return tensors
 
 
-class _Step(NamedTuple):
-    """What the walk does at a node.
+class _Last(NamedTuple):
+    """The last layers of one node's result.
 
     Attributes:
-        weights: the names of parameters that come in here as a layer or as what is added to one.
-        onward: the branches that it follows.
-        behind: what a layer that ends it is computed from.
-        product: whether the branches that it follows may be multiplied by each other, or by these weights.
+        layers: names of the parameters in the first layers on each path back from the node.
+        product: names of those that are multiplied by one another on the way; empty if none are.
     """
 
-    weights: frozenset[str]
-    onward: list[Node]
-    behind: list[Node]
-    product: bool
+    layers: frozenset[str] = frozenset()
+    product: frozenset[str] = frozenset()
+
+    @staticmethod
+    def joined(parts: Iterable[_Last]) -> _Last:
+        """Returns the last layers of a sum of several results."""
+        parts = list(parts)
+        return _Last(
+            frozenset().union(*(part.layers for part in parts)), frozenset().union(*(part.product for part in parts))
+        )
+
+    @staticmethod
+    def multiplied(parts: Iterable[_Last]) -> _Last:
+        """Returns the last layers of a product of several results."""
+        parts = [part for part in parts if part.layers]
+        whole = _Last.joined(parts)
+        return whole if len({part.layers for part in parts}) < 2 else whole._replace(product=whole.layers)
 
 
-class _Graph:
-    """The graph of the outputs.
+class _Walk:
+    """Goes through the graph of the outputs, beginning with the weights and the inputs.
 
     Args:
         root: the node of the outputs.
-        origins: which nodes depend on the inputs. Gradients that the network took have as branches what they are of.
+        origins: the nodes that depend on the inputs, and the gradients that the network takes.
         inputs: the tensors of the inputs, which may have a graph of their own.
         parameters: name -> parameter.
         owners: id of a leaf -> name of its parameter.
-
-    Attributes:
-        assembled: whether samples may have gone through different last layers, once `last` was called.
     """
 
     def __init__(
@@ -218,124 +217,68 @@ class _Graph:
         parameters: Mapping[str, Tensor],
         owners: Mapping[int, str],
     ) -> None:
-        self._root, self._parameters, self._owners = root, parameters, owners
-        self._gradients, self.assembled = origins.gradients, False
-        self._branches: dict[Node, tuple[Node | None, ...]] = {}
-        parents: dict[Node, list[Node]] = {}
-        stops = [tensor.grad_fn for tensor in inputs]
-        left = [root]
+        self._root, self._gradients, self._parameters, self._owners = root, origins.gradients, parameters, owners
+        self._branches: dict[Node, list[Node | None]] = {}
+        starts, left = {tensor.grad_fn for tensor in inputs}, [root]
         while left:
             node = left.pop()
-            if node in self._branches:
-                continue
-            after = tuple(branch for branch, _ in node.next_functions)
-            self._branches[node] = () if node in stops else tuple(self._gradients.get(node, after))
-            for branch in filter(None, self._branches[node]):
-                parents.setdefault(branch, []).append(node)
-                left.append(branch)
-        self._varying: set[Node] = set()
-        left = [node for node in origins.nodes if node in self._branches]
-        while left:
-            node = left.pop()
-            if node not in self._varying:
-                self._varying.add(node)
-                left += parents.get(node, ())
+            if node not in self._branches:
+                after = [] if node in starts else [branch for branch, _ in node.next_functions]
+                self._branches[node] = self._gradients.get(node, after)
+                left += filter(None, self._branches[node])
+        self._depending = {node for node in origins.nodes if node in self._branches}
 
-    def last(self) -> tuple[set[str], set[str]]:
-        """Returns the names of the last layer's parameters, and those of a product of several layers, if there is one.
+    def last(self) -> _Last:
+        """Returns the last layers of the outputs."""
+        last: dict[Node, _Last] = {}
+        graph = {node: list(filter(None, branches)) for node, branches in self._branches.items()}
+        for node in TopologicalSorter(graph).static_order():
+            if self._depending.isdisjoint((node, *graph[node])):
+                name = self._owners.get(id(getattr(node, "variable", None)))
+                weight = _Last(frozenset((name,) if name else ()))
+                last[node] = _Last.joined([weight, *(last[branch] for branch in graph[node])])
+            else:
+                self._depending.add(node)
+                last[node] = self._at(node, last)
+        return last[self._root]
 
-        A layer met through a skip connection, from which another one is computed too, is not the last.
+    def _at(self, node: Node, last: Mapping[Node, _Last]) -> _Last:
+        """Returns the last layers of a node that depends on the inputs.
+
+        Args:
+            node: the node.
+            last: node -> its last layers; for nodes that do not depend on the inputs, the weights that they come from.
         """
-        steps: dict[Node, _Step] = {}
-        names: dict[Node, frozenset[str]] = {}  # of the layers that a node's result was made by
-        products: dict[Node, frozenset[str]] = {}
-        left = [self._root]
-        while left:  # without recursion, which recurrent networks would exhaust
-            node = left[-1]
-            if node not in steps:
-                steps[node] = self._step(node)
-            step = steps[node]
-            missing = [branch for branch in step.onward if branch not in names]
-            if missing:
-                left += missing
-                continue
-            left.pop()
-            factors = {layers for layers in (step.weights, *(names[branch] for branch in step.onward)) if layers}
-            names[node] = factors.pop() if len(factors) == 1 else frozenset().union(*factors)
-            if step.product and len(factors) > 1:
-                products[node] = names[node]
-        behind = self._below([branch for step in steps.values() for branch in step.behind])
-        met: set[tuple[Node, bool]] = set()  # nodes, and whether a sum led to them
-        ways = [(self._root, False)]
-        while ways:
-            node, summed = way = ways.pop()
-            if way not in met:
-                met.add(way)
-                summed = summed or (len(steps[node].onward) > 1 and _kind(node) in ADDING | SUMMED_FIRST)
-                ways += [(branch, summed) for branch in steps[node].onward]
-        self.assembled = any(_kind(node) in ASSEMBLING for node in steps)
-        layers = [steps[node].weights for node, summed in met if not (summed and node in behind)]
-        product = [made for node, made in products.items() if node not in behind]
-        return set().union(*layers), set().union(*product)
-
-    def _step(self, node: Node) -> _Step:
-        kind = "" if node in self._gradients else _kind(node)
-        branches = self._branches[node]
-        varying = [branch for branch in branches if branch in self._varying]
-        fixed = [branch for branch in branches if branch is not None and branch not in self._varying]
-        if not varying:
-            return _Step(self._names([node]), [], [], False)
-        if kind in JOINING:
-            shares = [branch for branch in branches[2:] if branch is not None] if kind == "Lerp" else []
-            gated = any(branch in self._varying for branch in shares) or self._count(self._names(shares)) > 1
-            return _Step(self._names(fixed if gated else set(fixed).difference(shares)), varying, [], gated)
-        first = branches[:1] if kind in SUMMED_FIRST else ()
-        added = self._names(branch for branch in fixed if branch in first)
-        onward = [branch for branch in varying if branch in first]
-        factors = [branch for branch in varying if branch not in first]
-        names = self._names(branch for branch in fixed if branch not in first)
-        if not names or kind in RESCALING:
-            return _Step(added, onward + factors, [], len(factors) > 1)
-        if kind not in ELEMENTWISE:
-            return _Step(added | names, onward, factors, False)
-        if self._count(names) == 1:
-            return _Step(added, onward + factors, [], len(factors) > 1)
-        return _Step(added | names, onward + factors, [], bool(factors))
+        kind = "" if node in self._gradients else type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        branches = [branch for branch in self._branches[node] if branch is not None]
+        if kind in JOINING or self._depending.isdisjoint(branches):
+            return _Last.joined(last[branch] for branch in branches)
+        added = [branch for branch in self._branches[node][:1] if branch is not None and kind in SUMMED_FIRST]
+        factors = [branch for branch in branches if branch not in added]
+        weights = _Last.joined(last[branch] for branch in factors if branch not in self._depending)
+        if kind in RESCALING or (kind in ELEMENTWISE and self._count(weights.layers) == 1):
+            weights = _Last()
+        result = weights
+        if kind in ELEMENTWISE or not weights.layers:
+            result = _Last.multiplied([weights, *(last[branch] for branch in factors if branch in self._depending)])
+        return _Last.joined([result, *(last[branch] for branch in added)])
 
     def _count(self, names: Iterable[str]) -> int:
         return sum(self._parameters[name].numel() for name in names)
 
-    def _names(self, nodes: Iterable[Node]) -> frozenset[str]:
-        """Returns the names of the parameters that some nodes are computed from."""
-        leaves = [id(getattr(node, "variable", None)) for node in self._below(nodes)]
-        return frozenset(self._owners[leaf] for leaf in leaves if leaf in self._owners)
 
-    def _below(self, nodes: Iterable[Node]) -> set[Node]:
-        """Returns some nodes and all that they are computed from."""
-        met: set[Node] = set()
-        left = list(nodes)
-        while left:
-            node = left.pop()
-            if node not in met:
-                met.add(node)
-                left += filter(None, self._branches[node])
-        return met
-
-
-def _kind(node: Node) -> str:
-    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-
-
-def _siblings(names: Iterable[str], parameters: Mapping[str, Tensor], reached: Container[str]) -> list[str]:
-    """Returns the names of parameters not used, of layers with a matrix of the shape of one named, such as experts."""
+def _siblings(names: Sequence[str], parameters: Mapping[str, Tensor], reached: Container[str]) -> list[str]:
+    """Returns unused parameters in layers of the shape of a last one, such as experts, if several layers are last."""
+    if len({name.rpartition(".")[0] for name in names}) < 2:
+        return []
     shapes = {parameters[name].shape for name in names if parameters[name].ndim > 1}
     idle = [name for name in parameters if name not in reached]
     modules = {name.rpartition(".")[0] for name in idle if parameters[name].shape in shapes}
     return [name for name in idle if name.rpartition(".")[0] in modules]
 
 
-def matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:
-    """Returns `params=lw.matching(...)` for some parameters, a module's by one pattern where all of its are meant."""
+def _matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:
+    """Returns the text `params=lw.matching(...)` that selects parameters, by one pattern for each whole module."""
     patterns: dict[str, None] = {}  # in order
     for name in parameters:
         if name in names:

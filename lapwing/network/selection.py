@@ -32,22 +32,21 @@ class Everything:
 
 @dataclass(frozen=True)
 class LastLayer:
-    """The weights after which no others come on the way to the outputs, frozen ones too: `lw.last_layer`.
+    """The first weights on each path from the outputs back through the network, frozen ones too: `lw.last_layer`.
 
-    That is the last linear or convolution layer, or any other way to multiply by weights: `x @ W.T + b`, weights under
-    a weight or spectral norm (all that the weight is made of), prototypes. Where the outputs add up or join several
-    layers, such as two towers, it is all of them, and biases that are added later belong to it. A weight that is tied
-    to an embedding counts in both uses.
-
-    Where outputs are gradients that the network takes itself, such as forces, it is the last layer of the energy.
+    They are usually those of the last linear or convolution layer. Any other multiplication by weights counts as well:
+    `x @ W.T + b`, weights under a weight or spectral norm (every parameter that the weight is made of), prototypes. If
+    the outputs add or join several layers, such as two towers, all of them are treated. Biases that are added later
+    belong to the layer. A weight that is tied to an embedding counts in both uses. If the network takes gradients
+    itself, such as forces, the last layer is that of the energy.
 
     Fixed functions may follow (log-softmax, softplus, clamping, pooling, slicing, a scale): the Jacobian goes through
     them. Norms, activations and one learned number, such as a temperature, may follow too and count as constants.
 
     Raises:
-        LapwingError: from a fit, where no layer is the last: where outputs are a product of what several layers give
-            (gates, experts weighted by a router, two encoders compared), for a scripted network, and where the last
-            layer depends on the sample and not all such layers ran. The message names the weights to choose from.
+        LapwingError: from a fit, if no layer is the last: if the outputs multiply the results of several layers (gates,
+            experts weighted by a router, two encoders compared), if the network is scripted, or if it chooses among
+            several last layers and did not use all of them. The message names the weights to choose from.
 
     Example:
         >>> import torch, lapwing as lw
@@ -60,7 +59,7 @@ class LastLayer:
 
 @dataclass(frozen=True)
 class Matching:
-    """Parameters whose name matches one of the shell patterns, frozen or not."""
+    """Parameters, trained or frozen, whose name matches one of the shell patterns."""
 
     patterns: tuple[str, ...]
 
@@ -77,10 +76,10 @@ def matching(*patterns: str) -> Matching:
     """Selects parameters by shell patterns on their names: `matching("*.lora_*", "head.*")`.
 
     Args:
-        patterns: at least one; `*` stands for any text, dots included. Frozen parameters that match are treated too.
+        patterns: at least one; `*` matches any text, including dots. Frozen parameters that match are treated too.
 
     Raises:
-        LapwingError: for anything but strings, or none.
+        LapwingError: if there is no pattern, or one is not a string.
 
     Example:
         >>> import torch, lapwing as lw
@@ -98,10 +97,10 @@ def matching(*patterns: str) -> Matching:
 
 
 def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str) -> tuple[str, ...]:
-    """Returns the names of the selected parameters; `last_layer` takes a run of the network (`output_layers.py`).
+    """Returns the names of the parameters that a predicate selects; `output_layers.py` does this for `last_layer`.
 
     Raises:
-        LapwingError: where none is selected.
+        LapwingError: if the predicate selects none.
     """
     if not callable(params):
         raise LapwingError(
@@ -129,7 +128,7 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
 
 
 def check_real(names: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
-    """Raises for complex parameters among those to treat."""
+    """Raises if one of the parameters to treat is complex."""
     for name in names:
         if parameters[name].is_complex():
             raise LapwingError(
