@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,9 +14,10 @@ from torch import Tensor
 
 from ..contents import Entry, Mismatch, largest
 from ..errors import LapwingError, shown
+from ..jacobian.jacobian import Reads
 from ..tangent import Block, Record, Tangent, Vectors
 from .layer_block import LayerBlock
-from .terms import MarginalTerm, Term
+from .terms import Term
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -193,19 +192,22 @@ class PriorCovariance(Covariance):
     def is_contracted_with(self, other: PriorCovariance) -> bool:
         """Whether both can be candidates of one `output_covariances`: they multiply J by the same matrices."""
 
-    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
-        """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can."""
-        return (candidate.output_covariance(record) for candidate in candidates)
+    @abstractmethod
+    def output_covariances(
+        self, record: Record, candidates: Sequence[Self], reads: Reads
+    ) -> Iterable[tuple[Term, ...]]:
+        """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can.
 
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
-        """Returns the variances alone for several priors, where matrices arise at less cost."""
-        return (
-            reduce(add, (term.marginals() for term in terms)) for terms in self.output_covariances(record, candidates)
-        )
+        Args:
+            record: J.
+            candidates: Σ_i, of which each `is_contracted_with` this covariance.
+            reads: what is read of the terms. For "variances" and "scale" there is one term, a `MarginalTerm` or a
+                `ScaleTerm`.
+        """
 
-    def output_traces(self, record: Record, candidates: Sequence[Self]) -> Tensor:
-        """Returns centred variances summed over outputs (n, B) for n priors: all that the default probit link reads."""
-        return torch.stack([term.centred.sum(-1) for term in self.output_marginals(record, candidates)])
+    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+        (terms,) = self.output_covariances(record, [self], "covariances")
+        return terms
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature outside a subspace; else 0."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, reduce
-from operator import add, itemgetter
+from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..contents import Entry, check_json, is_positive
-from ..jacobian.jacobian import Weighting
-from ..linalg import total
+from ..jacobian.jacobian import Reads, Weighting
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import PriorCovariance, precision_entry, register
 from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
-from .terms import MarginalTerm, Term, add_term, of_both
+from .terms import Term, add_term, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -135,30 +134,14 @@ class Blockwise(PriorCovariance):
     def diagonal(self) -> Vectors:
         return {name: structure.diagonal(self._weights[name]) for name, structure in self.structures.items()}
 
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        return self.output_covariances(record, [self])[0]
-
-    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
+        """Contracts each block once for all candidates; matrices and variances are added as they come."""
         terms: list[tuple[Term, ...]] = [() for _ in candidates]
         for name, structure in self.structures.items():
-            for i, term in enumerate(structure.outputs_at(record[name], self._weightings_of(name, candidates))):
+            weightings = self._weightings_of(name, candidates)
+            for i, term in enumerate(structure.output_covariances(record[name], weightings, reads)):
                 terms[i] = add_term(terms[i], term)
         return terms
-
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
-        """Contracts each block once for all candidates, to variances that are added up as they come."""
-        blocks = (
-            list(structure.marginals_at(record[name], self._weightings_of(name, candidates)))
-            for name, structure in self.structures.items()
-        )
-        return reduce(lambda sums, others: list(map(add, sums, others)), blocks)
-
-    def output_traces(self, record: Record, candidates: Sequence[Self]) -> Tensor:
-        """Contracts each block once for all candidates, with squares that are summed over outputs."""
-        return total(
-            structure.traces_at(record[name], self._weightings_of(name, candidates))
-            for name, structure in self.structures.items()
-        )
 
     def _weightings_of(self, name: str, candidates: Sequence[Self]) -> Iterable[Weighting]:
         """Returns one block's weights; those of a single candidate are kept for the next record."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..contents import Entry, check_json, is_positive, largest
+from ..jacobian.jacobian import Reads
 from ..linalg import RESOLVED, cholesky, eigen_in_place
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import PriorCovariance, precision_entry, register, same_ratios
@@ -118,17 +119,16 @@ class DenseCovariance(PriorCovariance):
     def diagonal(self) -> Vectors:
         return cut(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
 
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        return (factored_or_dense(self._rotated(record) * self._weights.sqrt()),)
-
-    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
+    def output_covariances(
+        self, record: Record, candidates: Sequence[Self], reads: Reads
+    ) -> Iterable[tuple[Term, ...]]:
         """Rotates J once for consecutive candidates whose priors have the same ratios between blocks."""
         eigen, rotated, prior_root = None, record.outputs, self._prior_root
         for candidate in candidates:
             if candidate._eigen is not eigen:
                 eigen, rotated, prior_root = candidate._eigen, candidate._rotated(record), candidate._prior_root
             moved = candidate._prior_root[0] / prior_root[0]
-            yield (factored_or_dense(rotated * (candidate._weights.sqrt() * moved)),)
+            yield (factored_or_dense(rotated * (candidate._weights.sqrt() * moved)).read(reads),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         return cross_covariance(*of_both(lambda one: self._rotated(one) * self._weights.sqrt(), record, other))

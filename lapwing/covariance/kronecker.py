@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry, Mismatch, largest
-from ..jacobian.jacobian import Weighting, as_matrix
+from ..jacobian.jacobian import Reads, Weighting, as_matrix
 from ..linalg import SLICE_NUMBERS
 from ..tangent import Block, BlockJacobian
-from .structures import Structure, weighted, weighted_marginals, weighted_traces
-from .terms import EigenTerm, MarginalTerm, Term, of_both
+from .structures import Structure, weighted
+from .terms import EigenTerm, Term, of_both
 
 MIN_SAVED_COLUMNS = 128
 """Columns of products that must be saved for a rotation to leave the null space out: it takes further steps."""
@@ -104,17 +104,11 @@ class KroneckerBlock(Structure):
         spread = self.outputs.square() @ weights
         return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
 
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
+    def output_covariances(
+        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+    ) -> Iterable[Term]:
         """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
-        return weighted(*self._rotated(jacobian, candidates), self.outputs[0])
-
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
-        """Rotates a and g, then takes the variances, from squares taken once."""
-        return weighted_marginals(*self._rotated(jacobian, candidates), self.outputs[0])
-
-    def traces_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Tensor:
-        """Rotates a and g, then sums squares over outputs."""
-        return weighted_traces(*self._rotated(jacobian, candidates), self.outputs[0])
+        return weighted(*self._rotated(jacobian, candidates), reads, self.outputs[0])
 
     def _rotated(
         self, jacobian: BlockJacobian, candidates: Iterable[Weighting]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..contents import Entry, Mismatch, check_json, is_count, is_positive, largest
 from ..errors import LapwingError
+from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import PriorCovariance, precision_entry, register, same_ratios
@@ -230,13 +231,12 @@ class LowRank(Subspace):
     def diagonal(self) -> Vectors:
         return {n: (w.square() * self._weights[:, None].to(w)).sum(0) for n, w in self._directions().items()}
 
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        """Returns the thin factor `J W̃ᵀ √w` (B, R, K)."""
-        return (FactoredTerm(self.factor(self.basis.project(record))),)
-
-    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> Iterable[tuple[Term, ...]]:
+    def output_covariances(
+        self, record: Record, candidates: Sequence[Self], reads: Reads
+    ) -> Iterable[tuple[Term, ...]]:
+        """Projects J once, then returns the thin factor `J W̃ᵀ √w` (B, R, K) of each candidate."""
         projected = self.basis.project(record)
-        return ((FactoredTerm(candidate.factor(projected)),) for candidate in candidates)
+        return ((FactoredTerm(candidate.factor(projected)).read(reads),) for candidate in candidates)
 
     def factor(self, features: Tensor) -> Tensor:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, k) from features `J Wᵀ` (B, R, K) on the basis."""

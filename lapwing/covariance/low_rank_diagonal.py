@@ -17,7 +17,7 @@ from ..linalg import total
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import Covariance, precision_entry, register
 from .layer_block import FactorLayer, LayerBlock
-from .structures import DiagonalBlock
+from .structures import weighted
 from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both
 
 
@@ -73,7 +73,7 @@ class LowRankPlusDiagonal(Covariance):
         terms: tuple[Term, ...] = ()
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
-            (term,) = DiagonalBlock(weights).outputs_at(record[name], [Weighting(weights)])
+            (term,) = weighted(record[name], [Weighting(weights)], "covariances")
             terms = add_term(terms, term)
         if not self.rank:
             return terms

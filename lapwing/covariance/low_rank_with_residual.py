@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..jacobian.jacobian import Reads
 from ..linalg import RESOLVED, cholesky
 from ..tangent import Block, Record, Tangent, Vectors
 from .base import register, same_ratios
 from .basis import Basis, ExplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .low_rank import Subspace
-from .terms import DenseTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, of_both
+from .terms import DenseTerm, FactoredTerm, Term, cross_covariance, of_both
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -130,31 +131,20 @@ class LowRankWithResidual(Subspace):
             for name, w in self._directions().items()
         }
 
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ`, `φ = J W̃ᵀ`, from one float64 record."""
-        return self.output_covariances(record, [self])[0]
+    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
+        """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ` with `φ = J W̃ᵀ`, from one float64 record.
 
-    def output_covariances(self, record: Record, candidates: Sequence[Self]) -> list[tuple[Term, ...]]:
-        """Projects J on the basis, and takes each block's `J Jᵀ`, once for all candidates on the same basis."""
-        factors = self._factors(record, candidates)
-        totals = [-factor @ factor.mT for factor in factors]
-        for block, gram in self._grams(record):
-            for total, candidate in zip(totals, candidates, strict=True):
-                total += gram / candidate._delta[block.name]
-        return [(DenseTerm(total),) for total in totals]
-
-    def output_marginals(self, record: Record, candidates: Sequence[Self]) -> Iterable[MarginalTerm]:
-        """The same, to variances that are added up as they come."""
-        totals = []
+        J is projected on the basis once for all candidates that share it, and each block's `J Jᵀ` is formed once.
+        """
+        totals: list[Any] = []
         for factor in self._factors(record, candidates):
-            removed = FactoredTerm(factor).marginals()
-            totals.append(MarginalTerm(-removed.plain, -removed.centred))
+            matrix = reads == "covariances"
+            totals.append(DenseTerm(-factor @ factor.mT) if matrix else FactoredTerm(factor).read(reads).scaled(-1.0))
         for block, gram in self._grams(record):
-            prior = DenseTerm(gram).marginals()
-            for total, candidate in zip(totals, candidates, strict=True):
-                total.plain.add_(prior.plain, alpha=1 / candidate._delta[block.name])
-                total.centred.add_(prior.centred, alpha=1 / candidate._delta[block.name])
-        return totals
+            prior = DenseTerm(gram).read(reads)
+            for i, candidate in enumerate(candidates):
+                totals[i] = totals[i] + prior.scaled(1 / candidate._delta[block.name])
+        return [(total,) for total in totals]
 
     def _factors(self, record: Record, candidates: Sequence[Self]) -> Iterator[Tensor]:
         """Yields `φ √(s h/(s h + 1))` of each candidate, J projected once on a basis that consecutive ones share."""

@@ -7,7 +7,7 @@ U is orthonormal: the identity, a Kronecker product or a dense matrix. Every fun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import inf
 
@@ -15,11 +15,21 @@ import torch
 from torch import Tensor
 
 from ..contents import Entry
-from ..jacobian.jacobian import Weighting
+from ..jacobian.jacobian import Reads, Weighting
 from ..linalg import SLICE_NUMBERS, doubled
 from ..tangent import Block, BlockJacobian
 from .layer_block import push_diagonal, push_factor
-from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term, cross_covariance, factored_or_dense, of_both
+from .terms import (
+    DenseTerm,
+    EigenTerm,
+    FactoredTerm,
+    MarginalTerm,
+    ScaleTerm,
+    Term,
+    cross_covariance,
+    factored_or_dense,
+    of_both,
+)
 
 
 class Structure(ABC):
@@ -46,16 +56,10 @@ class Structure(ABC):
         """Returns the diagonal of `U diag(w) Uᵀ` (P,)."""
 
     @abstractmethod
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-        """Yields `J U diag(w) Uᵀ Jᵀ` of each sample, for several weights w: J is rotated, or its rows formed, once."""
-
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
-        """Yields the variances of `outputs_at` alone."""
-        return (term.marginals() for term in self.outputs_at(jacobian, candidates))
-
-    def traces_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Tensor:
-        """Returns the sum of the centred variances of `outputs_at` over outputs, (n, B)."""
-        return torch.stack([term.centred_variance().sum(-1) for term in self.outputs_at(jacobian, candidates)])
+    def output_covariances(
+        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+    ) -> Iterable[Term]:
+        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample for several weights w: J is rotated, or its rows formed, once."""
 
     @abstractmethod
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
@@ -98,40 +102,37 @@ class Structure(ABC):
         """
 
 
-def weighted(jacobian: BlockJacobian, candidates: Iterable[Weighting], basis: Tensor | None = None) -> Iterator[Term]:
-    """Yields `J diag(w) Jᵀ` of each sample for several w: factors where the layer sees one position, else matrices.
+def weighted(
+    jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads, basis: Tensor | None = None
+) -> Iterable[Term]:
+    """Returns `J diag(w) Jᵀ` of each sample for several w: factors if the layer sees one position, else matrices.
 
     Args:
         jacobian: J, in the basis in which the weights are diagonal.
         candidates: w.
+        reads: what is read of it.
         basis: what turns the outputs back, for a layer whose output is the network's; the identity when None.
     """
-    factors = jacobian.weighted_factors(candidates)
-    if factors is None:
-        return map(DenseTerm, jacobian.weighted_grams(candidates))
-    g, scales = factors
-    return (EigenTerm(basis, scale) if g is None else FactoredTerm(g, scale) for scale in scales)
+    factors = jacobian.weighted_factors(candidates) if reads == "covariances" or jacobian.is_output else None
+    if factors is not None:
+        g, scales = factors
+        if reads == "scale":
+            return _scales(scales, basis)
+        return ((EigenTerm(basis, s) if g is None else FactoredTerm(g, s)).read(reads) for s in scales)
+    found = jacobian.weighted(candidates, reads)
+    if reads == "covariances":
+        return map(DenseTerm, found)
+    if reads == "variances":
+        return (MarginalTerm(*diagonals) for diagonals in found)
+    return (ScaleTerm(trace.unsqueeze(-1) / jacobian.cotangents) for trace in found)
 
 
-def weighted_marginals(
-    jacobian: BlockJacobian, candidates: Iterable[Weighting], basis: Tensor | None = None
-) -> Iterator[MarginalTerm]:
-    """Yields the variances of `weighted` alone, from squares taken once."""
-    if jacobian.is_output:
-        return (term.marginals() for term in weighted(jacobian, candidates, basis))
-    return map(MarginalTerm, *jacobian.weighted_norms(candidates))
-
-
-def weighted_traces(jacobian: BlockJacobian, candidates: Iterable[Weighting], basis: Tensor | None = None) -> Tensor:
-    """Returns the sum of the centred variances of `weighted` over outputs, (n, B), without these variances."""
-    if not jacobian.is_output:
-        return jacobian.weighted_traces(candidates)
-    factors = jacobian.weighted_factors(candidates)
-    assert factors is not None
+def _scales(scales: Iterable[Tensor], basis: Tensor | None) -> Iterable[ScaleTerm]:
+    """Returns the means of the centred variances of `U diag(s) Uᵀ` for several s (B, C), without these variances."""
     if basis is None:
-        return torch.stack([scale.sum(-1) for scale in factors[1]]) * (1 - 1 / jacobian.cotangents)
-    squares = (basis - basis.mean(0)).square().sum(0)  # of each column
-    return torch.stack([scale @ squares for scale in factors[1]])
+        return (ScaleTerm(s.mean(-1, keepdim=True) * (1 - 1 / s.shape[-1])) for s in scales)
+    squares = (basis - basis.mean(0)).square().mean(0)  # of each column
+    return (ScaleTerm((s @ squares).unsqueeze(-1)) for s in scales)
 
 
 class DiagonalBlock(Structure):
@@ -148,14 +149,10 @@ class DiagonalBlock(Structure):
     def diagonal(self, weights: Tensor) -> Tensor:
         return weights
 
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
-        return weighted(jacobian, candidates)
-
-    def marginals_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[MarginalTerm]:
-        return weighted_marginals(jacobian, candidates)
-
-    def traces_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Tensor:
-        return weighted_traces(jacobian, candidates)
+    def output_covariances(
+        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+    ) -> Iterable[Term]:
+        return weighted(jacobian, candidates, reads)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         return jacobian.joint_weighted_gram(weights, other)
@@ -190,9 +187,11 @@ class DenseBlock(Structure):
     def diagonal(self, weights: Tensor) -> Tensor:
         return self.basis.square() @ weights
 
-    def outputs_at(self, jacobian: BlockJacobian, candidates: Iterable[Weighting]) -> Iterator[Term]:
+    def output_covariances(
+        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+    ) -> Iterable[Term]:
         rows = jacobian.rows() @ self.basis
-        return (factored_or_dense(rows * weighting.flat.sqrt()) for weighting in candidates)
+        return (factored_or_dense(rows * weighting.flat.sqrt()).read(reads) for weighting in candidates)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         root = self.basis * weights.sqrt()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import LapwingError
+from ..jacobian.jacobian import Reads
 from ..linalg import SLICE_NUMBERS, psd_root, total
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class Term(ABC):
     def marginals(self) -> MarginalTerm:
         """Returns the variances alone, not as a view that would keep the term's matrix."""
         return MarginalTerm(self.variance().clone(), self.centred_variance())
+
+    def read(self, reads: Reads) -> Term:
+        """Returns the term with only what is read of it."""
+        if reads == "covariances":
+            return self
+        return self.marginals() if reads == "variances" else ScaleTerm(self.centred_variance().mean(-1, keepdim=True))
 
     @abstractmethod
     def variance(self) -> Tensor:
@@ -241,12 +248,12 @@ class MarginalTerm(Term):
 
 @dataclass(frozen=True)
 class ScaleTerm(Term):
-    """The mean of the centred variances of an input's outputs, at each of them (B, C): what `Probit` reads."""
+    """The mean of the centred variances of an input's outputs (B, 1): what `Probit` reads."""
 
     mean: Tensor
 
     def centred_variance(self) -> Tensor:
-        """Returns the mean in place of each."""
+        """Returns the mean (B, 1), instead of one variance per output."""
         return self.mean
 
     def variance(self) -> Tensor:
@@ -257,6 +264,9 @@ class ScaleTerm(Term):
 
     def scaled(self, factor: float) -> ScaleTerm:
         return ScaleTerm(self.mean * factor)
+
+    def __add__(self, other: ScaleTerm) -> ScaleTerm:
+        return ScaleTerm(self.mean + other.mean)
 
 
 @dataclass(frozen=True)
@@ -286,13 +296,12 @@ def selected(matrix: Tensor, outputs: Tensor) -> Tensor:
 
 
 def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
-    """Returns a sum with one more term; matrices are added up, so that there is never more than one, at the end."""
-    if not terms or not isinstance(terms[-1], DenseTerm):
+    """Returns a sum with one more term. Matrices and variances are added, so there is at most one, at the end."""
+    if not terms or not isinstance(terms[-1], (DenseTerm, MarginalTerm, ScaleTerm)):
         return (*terms, term)
-    others, dense = terms[:-1], terms[-1]
-    if isinstance(term, DenseTerm):
-        return (*others, dense + term)
-    return (*others, term, dense)
+    others, last = terms[:-1], terms[-1]
+    summed: Any = last
+    return (*others, summed + term) if type(term) is type(last) else (*others, term, last)
 
 
 def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:

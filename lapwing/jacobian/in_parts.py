@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..linalg import nonnegative
-from .jacobian import BlockJacobian, Weighting, kept
+from .jacobian import BlockJacobian, Reads, Weighting, kept
 
 
 class InParts(BlockJacobian):
@@ -32,35 +32,31 @@ class InParts(BlockJacobian):
         """Returns weights (P, ...) as (G, O, I, ...)."""
         return weights.reshape(self.groups, self.outputs, self.inputs, *weights.shape[1:])
 
-    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
-        """Returns `J diag(w) Jᵀ` (B, R, R) for several weights, the rows formed once."""
-        roots, grams = [self._matrices(weighting.flat.sqrt()) for weighting in candidates], list[Tensor]()
-        for samples, outputs, rows in self.parts():
-            grams = grams or [rows.new_zeros(self.batch, self.cotangents, self.cotangents) for _ in roots]
-            for root, gram in zip(roots, grams, strict=True):
-                scaled = (rows * root[:, None, outputs]).flatten(3)
-                gram[samples] += (scaled @ scaled.mT).sum(1)
-        return grams
-
-    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
-        """Returns the diagonals of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, each (n, B, R), from squares taken once."""
-        several, norms = kept(candidates), list[Tensor]()
+    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+        several = kept(candidates)
+        if reads == "covariances":
+            roots, grams = [self._matrices(weighting.flat.sqrt()) for weighting in several], list[Tensor]()
+            for samples, outputs, rows in self.parts():
+                grams = grams or [rows.new_zeros(self.batch, self.cotangents, self.cotangents) for _ in roots]
+                for root, gram in zip(roots, grams, strict=True):
+                    scaled = (rows * root[:, None, outputs]).flatten(3)
+                    gram[samples] += (scaled @ scaled.mT).sum(1)
+            return grams
+        sums: Tensor | None = None
+        if reads == "scale":
+            for samples, squares, w in self._with_weights(self.centred_squares(), several):
+                sums = squares.new_zeros(self.batch, len(several)) if sums is None else sums
+                sums[samples] += group_products(squares.flatten(2).transpose(0, 1), w).sum(0)
+            assert sums is not None
+            return nonnegative(sums).T
         for samples, rows, w in self._with_weights(self.parts(), several):
-            norms = norms or [rows.new_zeros(self.batch, self.cotangents, len(several)) for _ in range(2)]
+            sums = rows.new_zeros(2, self.batch, self.cotangents, len(several)) if sums is None else sums
             rows = rows.flatten(3)
-            for norm, values in zip(norms, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
+            for norms, values in zip(sums, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
                 squares = values.square().transpose(0, 1).flatten(1, 2)  # (G, b R, o I)
-                norm[samples] += group_products(squares, w).sum(0).unflatten(0, (-1, self.cotangents))
-        plain, centred = (norm.movedim(-1, 0) for norm in norms)
-        return plain, centred
-
-    def weighted_traces(self, candidates: Iterable[Weighting]) -> Tensor:
-        """Returns `tr(H J diag(w) Jᵀ H)` (n, B): a product of the centred squares with all weights."""
-        several, traces = kept(candidates), list[Tensor]()
-        for samples, squares, w in self._with_weights(self.centred_squares(), several):
-            traces = traces or [squares.new_zeros(self.batch, len(several))]
-            traces[0][samples] += group_products(squares.flatten(2).transpose(0, 1), w).sum(0)
-        return nonnegative(traces[0].T)
+                norms[samples] += group_products(squares, w).sum(0).unflatten(0, (-1, self.cotangents))
+        assert sums is not None
+        return sums.movedim(-1, 0)
 
     def centred_squares(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields samples, output channels, and the squares of `H J`, summed over cotangents (b, G, o, I)."""

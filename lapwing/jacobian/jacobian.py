@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 SLICE_BYTES = 16 * 2**20
 """Aim for the size of one slice of rows: large enough for fast products, small beside the usual memory budget."""
+
+
+Reads = Literal["covariances", "variances", "scale"]
+"""What is read of the outputs' covariances: all of them, the variances, or their mean, one number for each sample."""
 
 
 class Weighting:
@@ -60,6 +64,20 @@ class Weighting:
             last = self.at(lambda flat: flat.reshape(outputs, inputs)[:, -1]).contiguous() if bias else None
             self._layouts[layout] = weights, last
         return self._layouts[layout]
+
+
+def _squares(rows: Tensor, weights: Tensor, reads: Reads) -> Tensor:
+    """Returns squares of J and H J times weights (2, B, R, n), or those of H J summed over cotangents (B, n).
+
+    Args:
+        rows: J (B, R, p).
+        weights: w (p, n).
+        reads: "variances" or "scale".
+    """
+    centred = rows - rows.mean(1, keepdim=True)
+    if reads == "scale":
+        return centred.square_().sum(1) @ weights
+    return torch.stack([rows.square() @ weights, centred.square_() @ weights])
 
 
 def kept(candidates: Iterable[Weighting]) -> list[Weighting]:
@@ -115,50 +133,37 @@ class BlockJacobian(ABC):
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
-        return self.weighted_grams([Weighting(weights)])[0]
+        return self.weighted([Weighting(weights)], "covariances")[0]
 
     def weighted_factors(self, candidates: Iterable[Weighting]) -> tuple[Tensor | None, Iterator[Tensor]] | None:
         """Returns g (B, R, O) and scales s (B, O), with `J diag(w) Jᵀ = g diag(s) gᵀ` for several weights w.
 
-        g is None for the identity. None alone says that there are no such factors.
+        g is None if it is the identity. Returns None if the rows of J have no such factors.
         """
         return None
 
-    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
-        """Returns `J diag(w) Jᵀ` (B, R, R) for several weights, the rows formed once."""
-        several = kept(candidates)
-        grams: list = [0] * len(several)
-        for part, rows in self.row_slices():
-            for i, weighting in enumerate(several):
-                scaled = rows * weighting.at(itemgetter(part)).sqrt()
-                grams[i] = grams[i] + scaled @ scaled.mT  # (B, R, R)
-        return grams
+    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+        """Returns one tensor for each of several weights w, with what is read of `J diag(w) Jᵀ`.
 
-    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
-        """Returns the diagonals (n, B, R) of `J diag(w) Jᵀ` and `H J diag(w) Jᵀ H`, `H = I - 11ᵀ/R`, for n weights.
+        - "covariances": the matrix (B, R, R).
+        - "variances": the diagonals (2, B, R) of `J diag(w) Jᵀ` and of `H J diag(w) Jᵀ H`, with `H = I - 11ᵀ/R`.
+        - "scale": the trace (B,) of `H J diag(w) Jᵀ H`.
 
-        One product of the squared rows with all weights: a candidate costs next to nothing.
+        The rows are formed once. Of the last two, one product of squared rows with all weights gives all candidates.
         """
         several = kept(candidates)
+        if reads == "covariances":
+            grams: list = [0] * len(several)
+            for part, rows in self.row_slices():
+                for i, weighting in enumerate(several):
+                    scaled = rows * weighting.at(itemgetter(part)).sqrt()
+                    grams[i] = grams[i] + scaled @ scaled.mT  # (B, R, R)
+            return grams
         slices = (
-            (self._columns(several, part), rows, rows - rows.mean(1, keepdim=True)) for part, rows in self.row_slices()
-        )
-        norms = total(torch.stack([rows.square() @ w, centred.square() @ w]) for w, rows, centred in slices)
-        return tuple(norms.movedim(-1, 1))  # (2, n, B, R)
-
-    def weighted_traces(self, candidates: Iterable[Weighting]) -> Tensor:
-        """Returns `tr(H J diag(w) Jᵀ H)` (n, B) for n weights, `H = I - 11ᵀ/R`: squares are summed over cotangents."""
-        several = kept(candidates)
-        parts = (
-            (rows - rows.mean(1, keepdim=True)).square_().sum(1) @ self._columns(several, part)
+            (rows, torch.stack([weighting.at(itemgetter(part)) for weighting in several], -1))
             for part, rows in self.row_slices()
         )
-        return total(parts).T
-
-    @staticmethod
-    def _columns(several: Sequence[Weighting], part: slice) -> Tensor:
-        """Returns a part of several weights (p, n)."""
-        return torch.stack([weighting.at(itemgetter(part)) for weighting in several], -1)
+        return total(_squares(rows, weights, reads) for rows, weights in slices).movedim(-1, 0)
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,), the diagonal of the GGN of these samples."""
@@ -231,6 +236,10 @@ class MatrixJacobian(BlockJacobian):
     @abstractmethod
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> BlockJacobian:
         """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O); None is the identity."""
+
+    def rotated_squared_sum(self, inputs: Tensor | None, outputs: Tensor | None) -> Tensor:
+        """Returns `squared_sum` of `rotate(inputs, outputs)`."""
+        return self.rotate(inputs, outputs).squared_sum()
 
     def rotate_inputs(self, basis: Tensor) -> MatrixJacobian | None:
         """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same.

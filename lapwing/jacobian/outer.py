@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..linalg import add_squares, doubled
-from .jacobian import BlockJacobian, MatrixJacobian, Weighting
+from ..linalg import add_squares
+from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting
 from .shared_outer import SharedOuter
 from .strips import Strips
 
@@ -106,24 +106,23 @@ class Outer(MatrixJacobian):
         return F.linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
     def weighted_factors(self, candidates: Iterable[Weighting]) -> tuple[Tensor | None, Iterator[Tensor]]:
-        """Returns g, None where the layer is the output, and the scales of the inputs."""
+        """Returns g, None if the layer is the output, and the scales of the inputs."""
         return self._g, map(self.input_scale, candidates)
 
-    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
-        """Returns `g diag(s) gᵀ` (B, R, R)."""
-        return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in map(self.input_scale, candidates)]
+    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+        """Returns `g diag(s) gᵀ` (B, R, R), `Σ_j g² s_j` for g and H g (2, B, R), or `Σ_j s_j Σ_r (H g)²_j` (B,).
 
-    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
-        """Returns `Σ_j g² s_j` and the same of `H g`, each (n, B, R). Time O(n B R O)."""
-        stacked = torch.stack(list(map(self.input_scale, candidates)), -1)  # (B, O, n)
-        parts = (part.square() @ stacked for part in (self.g, self.g - self.g.mean(1, keepdim=True)))
-        plain, centred = (part.movedim(-1, 0) for part in parts)
-        return plain, centred
-
-    def weighted_traces(self, candidates: Iterable[Weighting]) -> Tensor:
-        """Returns `Σ_j s_j Σ_r (H g)²_j` (n, B). Time O(n B O)."""
-        squares = (self.g - self.g.mean(1, keepdim=True)).square_().sum(1)  # (B, O)
-        return torch.stack([(scale * squares).sum(-1) for scale in map(self.input_scale, candidates)])
+        Time for n weights: O(n B R² O), O(n B R O), or O(n B O).
+        """
+        scales = map(self.input_scale, candidates)
+        if reads == "covariances":
+            return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in scales]
+        centred = self.g - self.g.mean(1, keepdim=True)
+        if reads == "scale":
+            squares = centred.square_().sum(1)  # (B, O)
+            return [(scale * squares).sum(-1) for scale in scales]
+        stacked = torch.stack(list(scales), -1)  # (B, O, n)
+        return torch.stack([self.g.square() @ stacked, centred.square_() @ stacked]).movedim(-1, 0)
 
     def squared_sum(self) -> Tensor:
         """Returns `(Σ_r g²)ᵀ a²` (P,). Time O(B O I)."""
@@ -172,7 +171,11 @@ class Outer(MatrixJacobian):
     def add_kronecker_factors(
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:
-        self._add_output_factor(outputs)
+        add_squares(outputs, self._rows_of_g[None])
+        return self.add_input_factor(inputs, weights)
+
+    def add_input_factor(self, inputs: Tensor, weights: Tensor | None = None) -> int:
+        """Adds `A = Σ a aᵀ` of `add_kronecker_factors`, and returns the number of positions."""
         if weights is not None:
             add_squares(inputs, (self.a * weights.sqrt().to(self.a)[:, None])[None])
             return self.batch
@@ -182,48 +185,3 @@ class Outer(MatrixJacobian):
             ones[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
             ones[-1].add_(self.batch)
         return self.batch
-
-    def _add_output_factor(self, sums: Tensor) -> None:
-        add_squares(sums, self._rows_of_g[None])
-
-    def summed(self, diagonal: Tensor, beside: Tensor | None) -> SummedOutput:
-        """Returns what gives sums over `Λ ⊗ a aᵀ`, for a layer that gives the outputs and Λ by its parts (B, O)."""
-        dtype = self._a.dtype
-        return SummedOutput(self, diagonal.to(dtype), None if beside is None else beside.to(dtype))
-
-
-class SummedOutput(Outer):
-    """`rootᵀ J` of a layer that gives the outputs, for sums over samples alone: the root's C columns are not formed.
-
-    Λ has a diagonal (B, O), and `-v vᵀ` beside it for v (B, O), or 0: O numbers a sample where the root has O².
-    """
-
-    def __init__(self, layer: Outer, diagonal: Tensor, beside: Tensor | None) -> None:
-        super().__init__(layer._a, None, layer.outputs, layer._bias)
-        self._diagonal, self._beside = diagonal, beside
-
-    def squared_sum(self) -> Tensor:
-        """Returns `Σ_n Λ_oo a²` (P,). Time O(B O I)."""
-        return (self._diagonal.T @ self.a.square()).flatten()
-
-    def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SummedOutput:
-        """Returns the same in another basis, of which `squared_sum` alone is right: the diagonal of `Uᵀ Λ U`.
-
-        In float64, since variances `Σ p U² - (Σ p U)²` of peaked probabilities cancel.
-        """
-        diagonal, beside = self._diagonal, self._beside
-        if outputs is not None:
-            basis, diagonal = doubled(outputs[0]), doubled(diagonal)
-            if beside is None:
-                diagonal = diagonal @ basis.square()
-            else:
-                beside = doubled(beside)
-                diagonal = (diagonal + beside.square()) @ basis.square() - (beside @ basis).square()
-            diagonal, beside = diagonal.clamp_min(0.0).to(self._a), None
-        turned = Outer(self.a if inputs is None else self._turned(inputs[0]), None, self.outputs)
-        return turned.within(self.slice_bytes).summed(diagonal, beside)
-
-    def _add_output_factor(self, sums: Tensor) -> None:
-        sums[0].diagonal().add_(self._diagonal.sum(0))
-        if self._beside is not None:  # the diagonal of v vᵀ is left out, which would cancel
-            sums[0] -= (self._beside.T @ self._beside).fill_diagonal_(0.0)

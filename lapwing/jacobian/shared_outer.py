@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .in_parts import InParts, RotatedOuter, group_products
-from .jacobian import BlockJacobian, MatrixJacobian, Weighting, kept
+from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, kept
 from .strips import Strip, Strips
 
 REDUCTION = 40
@@ -136,11 +136,18 @@ class SharedOuter(InParts, MatrixJacobian):
         parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in pairs)
         return total(group_products(outputs, inputs.mT) for inputs, outputs in parts).flatten().clamp_min(0.0)
 
-    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
-        """Returns `J diag(w) Jᵀ` by rows, or by pairs of positions: `Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ`."""
-        several = list(candidates)
-        if not self.pairs_are_cheaper(len(several)):
-            return super().weighted_grams(several)
+    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+        """Returns the same by rows, or by pairs of positions if these need fewer products."""
+        several = kept(candidates)
+        if reads == "covariances" and self.pairs_are_cheaper(len(several)):
+            return self._covariances_by_pairs(several)
+        fits = reads == "variances" and self.pair_bytes <= self.slice_bytes
+        if fits and self.pairs_are_cheaper(len(several), norms=True):
+            return self._variances_by_pairs(several)
+        return super().weighted(several, reads)
+
+    def _covariances_by_pairs(self, several: Sequence[Weighting]) -> list[Tensor]:
+        """Returns `Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ` (B, R, R) for each weighting W."""
         grams = [list[Tensor]() for _ in several]
         for samples, inputs, g, h in self._pairs(self._cached):
             for weighting, parts in zip(several, grams, strict=True):
@@ -150,11 +157,8 @@ class SharedOuter(InParts, MatrixJacobian):
                 parts.append((gram + gram.mT) / 2)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in grams]
 
-    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
-        """Returns both diagonals by rows, or by pairs of positions for one weighting after another."""
-        several = kept(candidates)
-        if self.pair_bytes > self.slice_bytes or not self.pairs_are_cheaper(len(several), norms=True):
-            return super().weighted_norms(several)
+    def _variances_by_pairs(self, several: Sequence[Weighting]) -> Tensor:
+        """Returns both diagonals (n, 2, B, R), one weighting after another."""
         parts = []
         for _, inputs, g, h in self._pairs(self.slice_bytes):
             products = torch.stack([g * h, (g - g.mean(1, keepdim=True)) * (h - h.mean(1, keepdim=True))]).flatten(3)
@@ -162,8 +166,7 @@ class SharedOuter(InParts, MatrixJacobian):
             scales = (group_products(inputs, w) for w in weights)  # (G, b k, O)
             columns = (scale.transpose(0, 1).reshape(len(g), -1, 1) for scale in scales)
             parts.append(torch.cat([products @ column for column in columns], -1))  # (2, b, R, n)
-        plain, centred = nonnegative(torch.cat(parts, 1)).movedim(-1, 1)
-        return plain, centred
+        return nonnegative(torch.cat(parts, 1)).movedim(-1, 0)
 
     def centred_squares(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yields them by rows, or by pairs of positions: `Σ_tt' (Σ_r g_t ⊙ g_t') (a_t ⊙ a_t')ᵀ` of centred g."""

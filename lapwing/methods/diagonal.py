@@ -48,7 +48,7 @@ class SquaredSums(CurvaturePass[BlockSums]):
     def update(self, state: BlockSums, batch: Batch) -> None:
         for _, record in batch.records(self._problem.summed_root):
             for name, total in state.blocks.items():
-                total += record[name].squared_sum()
+                total += record.sums(name).squared_sum()
 
     def finish(self, state: BlockSums) -> Blockwise:
         structures = {name: DiagonalBlock(diagonal) for name, diagonal in state.blocks.items()}

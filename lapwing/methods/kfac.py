@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..errors import check_choice
-from ..jacobian.jacobian import as_matrix
+from ..jacobian.fisher_sums import FisherSums
+from ..jacobian.jacobian import MatrixJacobian
 from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
 from ..network import ranks
-from ..tangent import Tangent
+from ..tangent import Record, Tangent
 from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Need, Problem
@@ -248,15 +249,14 @@ class _FactorPass(CurvaturePass[Factors]):
         for _, record in batch.records(self._problem.summed_root):
             weights = None if record.weights is None else doubled(record.weights).mean(1)  # of a sample, for A
             for name, kind in self._kinds.items():
-                jacobian = record[name]
                 if kind == "diagonal":
-                    state.diagonal[name] += jacobian.squared_sum()
+                    state.diagonal[name] += record.sums(name).squared_sum()
                 elif kind == "dense":
-                    rows = doubled(jacobian.rows().flatten(0, 1))
+                    rows = doubled(record[name].rows().flatten(0, 1))
                     state.dense[name] += rows.T @ rows
                 else:
-                    jacobian, sums = as_matrix(jacobian), (state.A[name], state.Gamma[name])
-                    count = jacobian.add_kronecker_factors(self._reduce, *sums, weights)
+                    sums = _of_matrix(record, name)
+                    count = sums.add_kronecker_factors(self._reduce, state.A[name], state.Gamma[name], weights)
                     if weights is not None:
                         more = (weights.sum() / record.samples - 1) * count
                         state.excess[name] = more.reshape(1) + state.excess.get(name, 0)
@@ -278,6 +278,13 @@ class _FactorPass(CurvaturePass[Factors]):
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
 
 
+def _of_matrix(record: Record, name: str) -> MatrixJacobian | FisherSums:
+    """Returns what sums the squares and Kronecker factors of a block with a matrix layout."""
+    sums = record.sums(name)
+    assert isinstance(sums, (MatrixJacobian, FisherSums))
+    return sums
+
+
 class _SecondMoments(CurvaturePass[BlockSums]):
     """`Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) a factored block."""
 
@@ -293,7 +300,7 @@ class _SecondMoments(CurvaturePass[BlockSums]):
     def update(self, state: BlockSums, batch: Batch) -> None:
         for _, record in batch.records(self._problem.summed_root):
             for name, basis in self._bases.items():
-                squares = as_matrix(record[name]).rotate(basis.inputs, basis.outputs).squared_sum()
+                squares = _of_matrix(record, name).rotated_squared_sum(basis.inputs, basis.outputs)
                 state.blocks[name] += squares.reshape_as(state.blocks[name])  # (G, O, I)
 
     def finish(self, state: BlockSums) -> Blockwise:

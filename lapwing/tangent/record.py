@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..jacobian.blocks import Block, Matrix, Vectors, split
+from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
 from ..jacobian.outer import Outer
 from ..linalg import double_device, total
@@ -107,8 +108,25 @@ class Record(Mapping[str, BlockJacobian]):
         """Number of blocks."""
         return len(self.tangent.blocks)
 
+    def sums(self, name: str) -> BlockJacobian | FisherSums:
+        """Returns what gives sums over the samples for one block: its Jacobian, or `FisherSums` if Λ is in parts."""
+        if self._parts is None:
+            return self[name]
+        layer = self._jacobian(name)
+        if not isinstance(layer, Outer) or not layer.is_output:
+            raise LapwingError(
+                f"The layer of {self.tangent.named_blocks[name].parameters[0]} gave the outputs of "
+                f"{type(self.tangent.model).__name__} on the first batch, and not on this one. Let forward() return "
+                "them in the same way on every batch."
+            )
+        return FisherSums(layer, *self._parts)
+
     def __getitem__(self, name: str) -> BlockJacobian:
         """Builds the Jacobian of one block; patches are unfolded here and freed with the result."""
+        assert self._parts is None, "sums(name) has the root of Λ, which the rows lack"
+        return self._jacobian(name)
+
+    def _jacobian(self, name: str) -> BlockJacobian:
         block = self.tangent.named_blocks[name]
         groups = self._groups
         group = groups[0] if len(groups) == 1 else next(g for g in groups if any(b is block for b in g.blocks))
@@ -245,13 +263,6 @@ class Record(Mapping[str, BlockJacobian]):
         first, *others = jacobians
         if others:
             first = SumOfUses(jacobians) if block.matrix is None else first.plus(others)
-        elif self._parts is not None:
-            if not isinstance(first, Outer) or not first.is_output:
-                raise LapwingError(
-                    f"The layer of {block.parameters[0]} gave the outputs of {type(self.tangent.model).__name__} on "
-                    "the first batch, and not on this one. Let forward() return them in the same way on every batch."
-                )
-            first = first.summed(*self._parts)
         return first.within(self._slice_bytes)
 
 

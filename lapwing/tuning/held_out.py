@@ -6,14 +6,15 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, Latent, PriorCovariance
-from ..covariance.terms import MarginalTerm, ScaleTerm
+from ..covariance.terms import MarginalTerm
 from ..errors import LapwingError
+from ..jacobian.jacobian import Reads
 from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
 from ..linalg import doubled
@@ -30,9 +31,6 @@ log = logging.getLogger("lapwing")
 
 SOME_POSITIONS = 16
 """So many positions of an input are scored where each takes backward passes of its own."""
-
-Reads = Literal["covariances", "variances", "scale"]
-"""What is read of the outputs' covariances; a scale is one number for each input, that of `Probit`."""
 
 PROBES = 16
 """So many random combinations of the outputs of a sample stand for more than 1 000 that take a backward pass each."""
@@ -316,13 +314,8 @@ def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, prob
     mean = record.outputs.to(record.device)
     if not isinstance(covariances[0], PriorCovariance):
         return [Latent(mean, covariance.output_covariance(record)) for covariance in covariances]
-    if reads == "scale" and not probed:
-        means = covariances[0].output_traces(record, covariances).unsqueeze(-1) / mean.shape[1]
-        return (Latent(mean, (ScaleTerm(scale.expand_as(mean)),)) for scale in means)
-    if reads != "covariances":
-        variances = covariances[0].output_marginals(record, covariances)
-        if probed:
-            ones = (term.variance().mean(-1, keepdim=True).to(mean).expand_as(mean) for term in variances)
-            return (Latent(mean, (MarginalTerm(each, each),)) for each in ones)
-        return (Latent(mean, (marginals,)) for marginals in variances)
-    return (Latent(mean, terms) for terms in covariances[0].output_covariances(record, covariances))
+    if not probed:
+        return (Latent(mean, terms) for terms in covariances[0].output_covariances(record, covariances, reads))
+    variances = covariances[0].output_covariances(record, covariances, "variances")
+    ones = (term.variance().mean(-1, keepdim=True).to(mean).expand_as(mean) for (term,) in variances)
+    return (Latent(mean, (MarginalTerm(each, each),)) for each in ones)

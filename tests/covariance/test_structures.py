@@ -214,20 +214,21 @@ class StructureConformance:
         covariance, _ = built
         record = problem.tangent.record(problem.test)
         priors = [(self.precision(problem, seed), scale) for seed, scale in ((None, 0.6), (8, 2.0), (9, 40.0))]
-        found = covariance.output_covariances(record, [covariance.with_prior(*prior) for prior in priors])
-        for terms, prior in zip(found, priors, strict=True):
-            wanted = problem.J_test @ self.oracle(problem, *prior) @ problem.J_test.mT
-            close(sum(term.dense() for term in terms), wanted)
-
-    @on_three_uses
-    def test_traces_of_several_priors_at_once(self, problem, built):
-        covariance, _ = built
-        record = problem.tangent.record(problem.test)
-        priors = [(self.precision(problem, seed), scale) for seed, scale in ((None, 0.6), (8, 2.0), (9, 40.0))]
-        found = covariance.output_traces(record, [covariance.with_prior(*prior) for prior in priors])
-        centred = problem.J_test - problem.J_test.mean(1, keepdim=True)
-        for traces, prior in zip(found, priors, strict=True):
-            close(traces, (centred @ self.oracle(problem, *prior) @ centred.mT).diagonal(dim1=1, dim2=2).sum(-1))
+        candidates, rows = [covariance.with_prior(*prior) for prior in priors], problem.J_test
+        every, variances, scales = (
+            list(covariance.output_covariances(record, candidates, reads))
+            for reads in ("covariances", "variances", "scale")
+        )
+        centred = rows - rows.mean(1, keepdim=True)
+        for i, prior in enumerate(priors):
+            sigma = self.oracle(problem, *prior)
+            wanted, between = (J @ sigma @ J.mT for J in (rows, centred))
+            between = between.diagonal(dim1=1, dim2=2)
+            close(sum(term.dense() for term in every[i]), wanted)
+            ((marginals,), (scale,)) = variances[i], scales[i]
+            close(marginals.variance(), wanted.diagonal(dim1=1, dim2=2))
+            close(marginals.centred_variance(), between)
+            close(scale.centred_variance(), between.mean(-1, keepdim=True))
 
     @on_two_kinds_of_block
     def test_log_det_ratio(self, problem, built):

@@ -52,29 +52,38 @@ def kronecker_factors(block, jacobian, reduce: bool, dtype=torch.float64) -> tup
     return a if one_hot else mirrored(a), mirrored(gamma), count
 
 
+def check_weighted(jacobian, rows: torch.Tensor, weights: torch.Tensor) -> None:
+    """`J diag(w) Jᵀ` for several w (n, P), its variances and its scale, against rows J (B, R, P)."""
+    centred = rows - rows.mean(1, keepdim=True)
+    norms = [torch.stack([part.square() @ w for part in (rows, centred)]) for w in weights]
+    wanted = {
+        "covariances": [(rows * w) @ rows.mT for w in weights],
+        "variances": norms,
+        "scale": [both[1].sum(-1) for both in norms],
+    }
+    for reads, tensors in wanted.items():
+        found = list(jacobian.weighted((Weighting(w) for w in weights), reads))
+        close(torch.stack(found), torch.stack(tensors))
+        assert reads != "scale" or torch.stack(found).min() >= 0
+
+
 def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.Tensor) -> None:
     """Every contraction of a block against products with its rows J (B, R, P), and with those of another record."""
     size = rows.shape[-1]
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(2, size, dtype=torch.float64, generator=generator) + 0.1
     vectors = torch.randn(4, size, dtype=torch.float64, generator=generator)
-    weighted, weightings = [(rows * w) @ rows.mT for w in weights], [Weighting(w) for w in weights]
-    flat, centred = rows.flatten(0, 1), rows - rows.mean(1, keepdim=True)
+    weighted = [(rows * w) @ rows.mT for w in weights]
+    flat = rows.flatten(0, 1)
     close(jacobian.rows(), rows)
     close(jacobian.weighted_gram(weights[0]), weighted[0])
-    close(torch.stack(jacobian.weighted_grams(weightings)), torch.stack(weighted))
-    factors = jacobian.weighted_factors(weightings)
+    check_weighted(jacobian, rows, weights)
+    factors = jacobian.weighted_factors([Weighting(w) for w in weights])
     assert (factors is None) == (not isinstance(jacobian, Outer))
     if factors is not None:
         g = torch.eye(rows.shape[1]).to(rows) if factors[0] is None else factors[0]
         for scale, gram in zip(factors[1], weighted, strict=True):
             close((g * scale.unsqueeze(1)) @ g.mT, gram)
-    plain, without_mean = jacobian.weighted_norms(weightings)
-    close(plain, torch.stack([(rows.square() * w).sum(-1) for w in weights]))
-    close(without_mean, torch.stack([(centred.square() * w).sum(-1) for w in weights]))
-    traces = jacobian.weighted_traces(weightings)
-    close(traces, without_mean.sum(-1))
-    assert traces.min() >= 0
     close(jacobian.squared_sum(), rows.square().sum((0, 1)))
     close(jacobian.squared_norm(), rows.square().sum())
     close(jacobian.sum_rows(), rows.sum(0))
@@ -248,15 +257,7 @@ def test_sums_of_rows_in_parts_and_by_pairs_of_positions(shape, cache, by_pairs,
         close(rotated.rows(), turned)
         close(rotated.squared_sum(), turned.square().sum((0, 1)))
         for count in (1, 2):
-            grams = rotated.weighted_grams([Weighting(w) for w in weights[:count]])
-            assert len(grams) == count
-            norms = rotated.weighted_norms(Weighting(w) for w in weights[:count])
-            for gram, plain, centred, w in zip(grams, *norms, weights, strict=False):
-                close(gram, (turned * w) @ turned.mT)
-                close(plain, (turned.square() * w).sum(-1))
-                close(centred, ((turned - turned.mean(1, keepdim=True)).square() * w).sum(-1))
-            traces = rotated.weighted_traces(Weighting(w) for w in weights[:count])
-            close(traces, norms[1].sum(-1))
+            check_weighted(rotated, turned, weights[:count])
 
 
 def test_squares_of_rows_that_cancel_are_not_below_zero(monkeypatch):
@@ -272,7 +273,7 @@ def test_squares_of_rows_that_cancel_are_not_below_zero(monkeypatch):
 def test_sums_of_a_layer_that_no_token_reaches_are_zero():
     form = shared(2, 3, 0, 1, 4, 5)
     assert not form.squared_sum().any()
-    assert not form.weighted_grams([Weighting(torch.ones(20, dtype=torch.float64))])[0].any()
+    assert not form.weighted_gram(torch.ones(20, dtype=torch.float64)).any()
 
 
 def test_pairs_of_positions_are_taken_where_they_are_few():

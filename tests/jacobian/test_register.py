@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.jacobian import BlockJacobian, Matrix, Outer, Rows, Use, register
-from lapwing.jacobian.jacobian import SumOfUses, Weighting
+from lapwing.jacobian.jacobian import SumOfUses
 from lapwing.jacobian.layers import READERS, BatchAxis
 from lapwing.tangent import Block, Tangent
 from tests import oracle
@@ -148,8 +148,8 @@ def test_uses_that_cannot_be_joined_are_summed() -> None:
     inputs, outputs = (torch.linalg.qr(torch.randn(1, n, n).double())[0] for n in (4, 5))
     torch.testing.assert_close(uses.rows(), joined.rows())
     torch.testing.assert_close(uses.rotate(inputs, outputs).rows(), joined.rotate(inputs, outputs).rows())
-    weights = [Weighting(torch.rand(20).double())]
-    torch.testing.assert_close(uses.weighted_grams(weights), joined.weighted_grams(weights))
+    weights = torch.rand(20).double()
+    torch.testing.assert_close(uses.weighted_gram(weights), joined.weighted_gram(weights))
     block = Block("", ("",), ((5, 4),), "linear", Matrix.of((5, 4)))
     factors = (kronecker_factors(block, one, False) for one in (uses, joined))
     for mine, theirs in zip(*factors, strict=True):

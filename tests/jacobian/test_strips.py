@@ -267,8 +267,8 @@ def contractions(block: tn.Block, jacobian: tn.BlockJacobian) -> dict[str, Calla
     weights = torch.ones(jacobian.size)
     found: dict[str, Callable[[], Any]] = {
         "weighted_gram": lambda: jacobian.weighted_gram(weights),
-        "weighted_norms": lambda: jacobian.weighted_norms([Weighting(weights)]),
-        "weighted_traces": lambda: jacobian.weighted_traces([Weighting(weights)]),
+        "variances": lambda: jacobian.weighted([Weighting(weights)], "variances"),
+        "scale": lambda: jacobian.weighted([Weighting(weights)], "scale"),
         "joint": lambda: jacobian.joint_weighted_gram(weights, jacobian),
         "squared_sum": jacobian.squared_sum,
         "squared_norm": jacobian.squared_norm,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian, MatrixJacobian, Weighting
+from ..jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting
 from .use import BatchAxis, Use, Watched, by_name, register
 
 
@@ -52,23 +52,16 @@ class OneHot(MatrixJacobian):
         picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
         return (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)
 
-    def weighted_grams(self, candidates: Iterable[Weighting]) -> list[Tensor]:
-        """Returns the Gram matrices of the factors (B, R, R)."""
-        factors = map(self._factor, candidates)
-        return [factor @ factor.mT for factor in factors]
-
-    def weighted_norms(self, candidates: Iterable[Weighting]) -> tuple[Tensor, Tensor]:
-        """Returns the squared norms of the factors, plain and without their mean over cotangents, each (n, B, R)."""
-        plain, centred = [], []
-        for weighting in candidates:
-            factor = self._factor(weighting)
-            plain.append(factor.square().sum(-1))
-            centred.append((factor - factor.mean(1, keepdim=True)).square().sum(-1))
-        return torch.stack(plain), torch.stack(centred)
-
-    def weighted_traces(self, candidates: Iterable[Weighting]) -> Tensor:
-        """Returns the squared norms of the factors without their mean over cotangents, (n, B)."""
-        return self.weighted_norms(candidates)[1].sum(-1)
+    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+        """Returns the Gram matrices, squared norms, or squared Frobenius norms of the factors, see `_factor`."""
+        found = []
+        for factor in map(self._factor, candidates):
+            if reads == "covariances":
+                found.append(factor @ factor.mT)
+                continue
+            norms = [part.square().sum(-1) for part in (factor, factor - factor.mean(1, keepdim=True))]
+            found.append(torch.stack(norms) if reads == "variances" else norms[1].sum(-1))
+        return found
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ J²` (P,) by adding up where tokens agree."""
