@@ -11,7 +11,7 @@ import lapwing
 
 ROOT = Path(lapwing.__file__).parent
 ORDER = (
-    "environment", "errors", "contents", "linalg", "jacobian", "network", "tangent", "covariance", "likelihoods",
+    "environment", "errors", "linalg", "jacobian", "network", "tangent", "covariance", "likelihoods",
     "prediction", "posterior", "methods", "tuning", "fitting", "deployment", "evaluation", "integrations", "__main__",
 )  # fmt: skip
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
