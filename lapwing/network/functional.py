@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from .batches import Forward, tensors
+from .batches import Forward
 from .calling import call
 from .eager import EagerMode, OperationMode, eager_math, swapped, without_compiled
 from .module_state import preserved_state
-from .tracing import graph_leaves
 
 
 class StandIns(EagerMode):
@@ -112,9 +111,8 @@ class FirstCall(NamedTuple):
     Attributes:
         outputs: f (B, C), with their graph.
         leaves: name -> what stood in for the parameter.
-        unseen: the parameters that the network takes past function modes: an operation sees the parameter itself, the
-            graph ends at it, or it is used where gradients are off, as within functions that have a backward pass of
-            their own.
+        unseen: the parameters that the network takes past function modes: an operation sees the parameter itself, or
+            it is used where gradients are off, as within functions that have a backward pass of their own.
     """
 
     outputs: Tensor
@@ -136,8 +134,7 @@ def first_call(
     mode, reads = _WithoutGradients(parameters, leaves), _Reads(parameters.values())
     with without_compiled(), reads:
         outputs = call(model, inputs, forward, mode)
-    past = reads.read | mode.used | {id(leaf) for leaf in graph_leaves(outputs, tensors(inputs))[0]}
-    unseen = {name for name, parameter in parameters.items() if id(parameter) in past}
+    unseen = {name for name, parameter in parameters.items() if id(parameter) in reads.read | mode.used}
     if unseen:
         outputs = call_with(model, forward, parameters, leaves, inputs, unseen=True)
     return FirstCall(outputs, leaves, unseen)
