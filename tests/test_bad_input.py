@@ -621,7 +621,7 @@ class Quantized(nn.Module):
 def test_quantised_layers(partly: bool) -> None:
     layers = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {nn.Linear})
     model = nn.Sequential(nn.Linear(4, 4), layers).eval() if partly else layers.eval()
-    where = "The layer 1.0 of Sequential" if partly else "The layer 0 of Sequential"
+    where = f"The layer {'1.0' if partly else '0'} (Linear) of Sequential"
     refused(lambda: lw.fit(model, [(X, Y)]), where, "quantized dynamically", "before it is quantized", "lw.fit(head")
     if not partly:
         return

@@ -1,8 +1,7 @@
-"""The gate: what a budget, a network and a batch must be, checked once before the tangent uses them.
+"""The gate: checks the memory budget, the network and each batch once, before the tangent uses them.
 
-A network must have weights, be in eval mode, and do on every batch what it did on the first. Whether its layers also
-hold the samples on the same dimension is checked in `sample_axis.py`. What has passed is `Checked`, and is not checked
-again.
+A network must have weights, no layer that `refusals.py` refuses, and do on every batch what it did on the first.
+`sample_axis.py` checks that its layers hold the samples on the same dimension. Inputs that have passed are `Checked`.
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from ..errors import LapwingError, shown
 from . import batches
 from .eager import parameters_of, uncompiled
-from .module_state import modules_of
+from .refusals import check_layers
 from .tracing import Recording
 
 DEFAULT_MEMORY = 2**30
-"""Budget in bytes for what the library holds of one chunk of samples: 1 GiB."""
-
-WRITERS = (nn.modules.instancenorm._InstanceNorm, parametrizations._SpectralNorm)
-"""Layers besides batch norm that write buffers in training mode; instance norm only where it tracks statistics."""
+"""Default memory budget for one chunk of samples, in bytes: 1 GiB."""
 
 
 def checked_memory(memory: int | None) -> int:
@@ -38,11 +33,14 @@ def checked_memory(memory: int | None) -> int:
 
 
 def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
-    """Returns the uncompiled network, checked to be one with weights and in eval mode.
+    """Returns the network without its `torch.compile` wrapper.
 
     Args:
-        model: what the user gave.
-        last_layer: whether its last layer alone is treated, before which layers with fixed scales may be quantized.
+        model: the user's network.
+        last_layer: whether only its last layer is treated. Layers before it may then be quantized with fixed scales.
+
+    Raises:
+        LapwingError: if it is no module, has no whole weights that can have gradients, or a layer is refused.
     """
     if not isinstance(model, nn.Module):
         raise LapwingError(
@@ -52,7 +50,7 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
     model = uncompiled(model)
     named = parameters_of(model)
     sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
-    _check_quantized(model, last_layer)
+    check_layers(model, last_layer)
     if not named:
         raise LapwingError(
             f"{type(model).__name__} has no parameters. Pass the nn.Module that holds the trained weights."
@@ -75,75 +73,11 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
                 f"The parameter {name} of {type(model).__name__} was made in torch.inference_mode(), where no "
                 "gradients exist. Build and load the network outside it."
             )
-    check_mode(model)
     return model
 
 
-def quantized_layers(model: nn.Module) -> list[str]:
-    """Returns the names of the layers whose weights are quantized."""
-    named = model.named_modules()
-    return [name or type(module).__name__ for name, module in named if ".quantized" in type(module).__module__]
-
-
-def _check_quantized(model: nn.Module, last_layer: bool) -> None:
-    """Raises for quantized layers, through which no gradients pass."""
-    quantized = quantized_layers(model)
-    if not quantized:
-        return
-    where = f"The layer {quantized[0]} of {type(model).__name__} is quantized"
-    if any(".quantized.dynamic" in type(module).__module__ for module in model.modules()):
-        raise LapwingError(
-            f"{where} dynamically: no gradients pass through it, and its rounding of one sample depends on the rest of "
-            "the batch. Fit the network before it is quantized. Or fit a head that is kept in floating point as a "
-            "network of its own, on features that the layers before it give: lw.fit(head, [(features, targets)])."
-        )
-    if not last_layer:
-        raise LapwingError(
-            f"{where}, and no gradients pass through it. Fit the network before it is quantized, or treat a last layer "
-            "that is kept in floating point: params=lw.last_layer."
-        )
-
-
-def check_mode(model: nn.Module) -> None:
-    """Raises for batch norm and dropout in training mode, and for layers that write themselves."""
-    for prefix, module in modules_of(model):
-        normalises = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        if not (normalises or renormalises or module.training):
-            continue
-        kind = type(module).__name__
-        rate = _dropout_rate(module) if module.training else 0.0
-        dropping = f", p={rate}" if rate > 0 else ""
-        layer = f"The layer {prefix[:-1] or kind} ({kind}{dropping}) of {type(model).__name__}"
-        if renormalises:
-            raise LapwingError(
-                f"{layer} has max_norm={module.max_norm}, which writes the weights at every call, also after "
-                f"model.eval(). Write model.get_submodule({prefix[:-1]!r}).max_norm = None, once they are within it."
-            )
-        if normalises and module.running_mean is None:
-            raise LapwingError(
-                f"{layer} has no running statistics, so a sample's output depends on the rest of the batch also after "
-                f"model.eval(). Train with {kind}({module.num_features}, track_running_stats=True)."
-            )
-        if not module.training:
-            continue
-        if normalises:
-            raise LapwingError(
-                f"{layer} is in training mode, where a sample's output depends on the rest of the batch. Call "
-                "model.eval() first."
-            )
-        if isinstance(module, WRITERS) and getattr(module, "track_running_stats", True):
-            raise LapwingError(
-                f"{layer} is in training mode, where every call writes its statistics. Call model.eval() first."
-            )
-        if rate > 0:
-            raise LapwingError(
-                f"{layer} is in training mode, where two identical calls differ. Call model.eval() first."
-            )
-
-
 def check_constant(model: nn.Module, written: str | None) -> None:
-    """Raises where calls of the network in eval mode have written one of its parameters or buffers, by that name."""
+    """Raises if calls of the network in eval mode have written the parameter or buffer of this name."""
     if written is not None:
         raise LapwingError(
             f"{type(model).__name__} writes {written} whenever it is called, also in eval mode, but a posterior "
@@ -152,29 +86,20 @@ def check_constant(model: nn.Module, written: str | None) -> None:
         )
 
 
-def _dropout_rate(module: nn.Module) -> float:
-    """Returns how much a layer in training mode drops."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p
-    if isinstance(module, nn.MultiheadAttention) or (isinstance(module, nn.RNNBase) and module.num_layers > 1):
-        return module.dropout
-    return 0.0
-
-
 @dataclass(frozen=True)
 class Checked:
-    """Inputs that have passed the gate. What accepts them looks at them no more.
+    """Inputs that have passed the gate. Functions that accept them do not check them again.
 
     Attributes:
-        inputs: tensors that are dense and finite, alone or in tuples, lists and dicts.
-        samples: B.
+        inputs: dense and finite tensors, one or several in tuples, lists and dicts.
+        samples: number of samples B.
     """
 
     inputs: Any
     samples: int
 
     def take(self, rows: slice | Tensor) -> Checked:
-        """Returns some of the samples."""
+        """Returns the inputs of some samples."""
         part = batches.take(self.inputs, rows)
         return Checked(part, batches.size(part))
 
@@ -185,16 +110,16 @@ class Checked:
 
 
 def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
-    """Lets a batch through before the network runs on it.
+    """Checks a batch before the network runs on it.
 
     Args:
         inputs: the batch.
-        shared: which tensors of the first batch all its samples shared; empty for the first batch itself.
-        where: what an error calls the batch.
+        shared: for each tensor of the first batch, whether all samples shared it; empty for the first batch itself.
+        where: name of the batch in errors.
 
     Raises:
-        LapwingError: for tensors that are not dense or not finite, and for tensors that the samples share and whose
-            length is the number of samples.
+        LapwingError: if a tensor is not dense or not finite, or if the samples share a tensor whose length is the
+            number of samples.
     """
     batches.check_finite(inputs, where)
     samples = batches.size(inputs)
@@ -212,13 +137,18 @@ def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
 def check_recording(
     model: nn.Module, inputs: Any, recording: Recording, outputs: int, late: list[Tensor] | None = None
 ) -> None:
-    """Checks what the network did: outputs of the first batch's width C, and weights that count as they did there.
+    """Checks that a recorded call has C outputs, and uses the weights as the call on the first batch did.
 
-    Where `late` is a list, it gets which samples have outputs that are not finite, for the caller to look at.
+    Args:
+        model: the network.
+        inputs: the batch.
+        recording: the recorded call.
+        outputs: C on the first batch.
+        late: if a list, outputs that are not finite do not raise: the list gets a mask (B,) of their samples.
 
     Raises:
-        LapwingError: for outputs that are not finite or of another shape; where covered parameters, or what their
-            layers got, count in ways that the first batch did not show.
+        LapwingError: if outputs are not finite or have another shape, or if the network uses covered parameters, or the
+            inputs of their layers, in a way that the first batch did not show.
     """
     if late is None:
         batches.check_outputs(recording.outputs, "these inputs")

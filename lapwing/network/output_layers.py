@@ -24,8 +24,8 @@ from . import batches
 from .batches import Forward
 from .eager import EagerMode
 from .functional import FirstCall, first_call
-from .gate import quantized_layers
 from .module_state import modules_of
+from .refusals import quantized_layers
 from .selection import check_real
 from .tracing import Recording, graph_leaves
 
@@ -120,7 +120,7 @@ class _Origins(EagerMode):
         self._known = {id(tensor): (tensor, False) for tensor in weights}  # keeps tensors, so that ids stay unique
         self._known |= {id(tensor): (tensor, True) for tensor in inputs}
         self.nodes = {tensor.grad_fn for tensor in inputs}
-        self.gradients: dict[Node, list[Node]] = {}
+        self.gradients: dict[Node, list[Node | None]] = {}
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs the function; notes whether its results depend on the inputs."""
@@ -143,7 +143,7 @@ class _Origins(EagerMode):
         return out
 
     def _note_gradients(self, made: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        nodes = [tensor.grad_fn for tensor in sources if tensor.grad_fn is not None]
+        nodes = [tensor.grad_fn for tensor in sources]
         earlier = set().union(*(graph_leaves(tensor, ())[1] for tensor in sources))  # a cotangent may be the gradient
         for tensor in made:
             if tensor.grad_fn is not None and tensor.grad_fn not in earlier:

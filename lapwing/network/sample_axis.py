@@ -1,9 +1,9 @@
 """Checks, once for every new shape, that the layers of a recording hold the samples where the survey found them.
 
-A network may sort its samples, leave out padded positions, or send some of them through a branch. What is in a layer
-then depends on the batch, and the survey ran on a few samples of one. Two cotangents that differ by powers of two, one
-for each sample, show it: gradients at a layer must differ by the same. The powers are the digits of the sample's
-number, so that no two samples have the same.
+A network may sort its samples, leave out padded positions, or send some of them through a branch. A layer's rows then
+depend on the batch, and the survey saw only a few samples of one batch. The check sends back two cotangents whose rows
+differ by a power of two for each sample. The gradients at a layer must differ by the same powers. The exponents are the
+digits of the sample's number, so no two samples have the same exponents.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class SampleAxisMoved(LapwingError):
-    """Raised where a layer holds the samples elsewhere than on the first batch."""
+    """A layer holds the samples in another place than on the first batch."""
 
 
 class SampleAxisCheck:
-    """Remembers, for one network, the shapes at which its layers hold the samples where the survey found them."""
+    """Checks the recordings of one network, and remembers the shapes that passed."""
 
     def __init__(self) -> None:
         self._known: set[tuple[torch.Size, ...]] = set()
         self._warned = False
 
     def check(self, recording: Recording, uses: Uses, name: str) -> None:
-        """Compares where layers hold the samples with the survey: once a shape, and always where values decide it.
+        """Compares the place of the samples in each layer with the survey.
+
+        Shapes that have passed are not compared again, unless values may decide the place.
 
         Raises:
-            SampleAxisMoved: where a layer holds them on another dimension, or in another order.
-            LapwingError: where a layer's tensor has too few dimensions.
+            SampleAxisMoved: if a layer holds the samples on another dimension, or in another order.
+            LapwingError: if a layer's tensor has too few dimensions.
         """
         outputs, noted, routed = recording.outputs, recording.noted, recording.routed
         shapes = outputs.shape, *[use.out.shape for use in noted]
@@ -62,7 +64,7 @@ class SampleAxisCheck:
             self._known.add(shapes)
 
     def _check_dimensions(self, noted: Sequence[RecordedUse], uses: Uses, name: str) -> None:
-        """Raises where a layer's tensors lack the dimension that held the samples, which single samples show too."""
+        """Raises if a layer's tensor lacks the dimension that held the samples; needs no second sample."""
         for block, block_uses in uses.items():
             for i, axis, _ in block_uses:
                 if axis.axis >= noted[i].use.sample_dims:
@@ -73,31 +75,31 @@ class SampleAxisCheck:
                     )
 
     def warn_once(self, error: SampleAxisMoved) -> None:
-        """Warns once that samples are taken one by one."""
+        """Warns once that lapwing processes the samples one by one."""
         if not self._warned:
             self._warned = True
             log.warning("%s. They are taken one by one, which is slow.", str(error).partition(". ")[0])
 
 
 def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tuple[str, bool]:
-    """Looks for a layer that holds the samples elsewhere than the survey found.
+    """Looks for a layer that holds the samples in another place than the survey found.
 
     Returns:
-        The name of a parameter of such a layer, or "" for none; and whether "" is true of all batches of these shapes.
-        It may not be where a layer's gradients are all 0, as they follow any factor.
+        The name of a parameter of such a layer, or "" if there is none; and whether "" holds for all batches of these
+        shapes. It does not if all gradients of a layer are 0, because they agree with any power.
 
-    Cost: two backward passes of activations for each digit of B in base 16.
+    Cost: two backward passes through the activations for each digit of B in base 16.
     """
     samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
     places = torch.arange(max(1, math.ceil(math.log(samples, 16) - 1e-9)))  # log 256 may come out above 2
-    digits = torch.arange(samples)[:, None] // 16**places % 16  # of the samples' numbers in base 16, (B, places)
+    digits = torch.arange(samples)[:, None] // 16**places % 16  # digits of the samples' numbers, (B, places)
     u = torch.randn(outputs.shape[1], generator=generator).to(outputs)
-    names, moved, some = [], [], []  # of every layer and digit: whether it moved, and whether it has any gradient
-    for exponents in digits.T - 8:  # (B,), split in halves: of half precision 2⁸ would leave the range
+    names, moved, some = [], [], []  # for each layer and digit: whether it moved, whether some gradient is not 0
+    for exponents in digits.T - 8:  # (B,), split into two halves, because 2⁸ could overflow in float16
         halves = exponents // 2
         powers = torch.stack([-halves, exponents - halves, exponents], 1)
         factors = (2.0**powers).to(outputs)  # (B, 3), products with them are exact
-        gradients = None  # the former ones are freed first
+        gradients = None  # frees the previous ones first
         gradients = output_gradients(outputs, noted, u[None, :, None] * factors[:, None, :2], False, batched=False)
         for i, axis in {i: axis for block_uses in uses.values() for i, axis, _ in block_uses}.items():
             g, name = gradients[i], next(iter(noted[i].names.values()))
@@ -113,6 +115,6 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
             some.append(size.any())
     if not names:
         return "", True
-    flags = torch.stack([*moved, *some]).tolist()  # one reading of the device for all layers
+    flags = torch.stack([*moved, *some]).tolist()  # one transfer from the device for all layers
     first = next((name for name, flag in zip(names, flags, strict=False) if flag), "")
     return first, not first and all(flags[len(names) :])

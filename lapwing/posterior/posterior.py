@@ -18,8 +18,8 @@ from ..likelihoods import Likelihood, Link, Prediction
 from ..likelihoods.positions import predicted
 from ..linalg import check_memory
 from ..network.entry import full_precision, outside_modes
-from ..network.gate import check_mode
 from ..network.progress import with_progress
+from ..network.refusals import check_layers
 from ..network.stamp import Stamp
 from ..prediction import Way
 from ..tangent import Tangent, split
@@ -440,7 +440,7 @@ class Posterior:
         save(self, path)
 
     def _check_network(self) -> None:
-        check_mode(self.tangent.model)
+        check_layers(self.tangent.model)
         changed = self.stamp.changed(self.tangent.state())
         if changed is not None:
             raise LapwingError(

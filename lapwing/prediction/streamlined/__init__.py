@@ -24,7 +24,7 @@ from ...linalg import is_finite
 from ...network import batches
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
-from ...network.gate import check_mode
+from ...network.refusals import check_layers
 from ...network.tracing import wants_gradient
 from ...tangent import Tangent
 from ..uncertain import leaves_of, separate
@@ -203,7 +203,7 @@ class Streamlined(Way):
         return Latent(mean, (term.to(mean),))
 
     def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
-        check_mode(tangent.model)
+        check_layers(tangent.model)
         if not tangent.check(inputs).samples:
             raise LapwingError(
                 f"The inputs {batches.describe(inputs)} hold no samples. Pass one at least; a single sample as x[None]."

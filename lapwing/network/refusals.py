@@ -1,0 +1,168 @@
+"""Refusals of layers: each is a function that looks at one layer, registered for the kinds of layers that it concerns.
+
+`check_layers` asks all of them about every layer, and raises one error that lists what they find. `probe.py` finds
+other layers that depend on the rest of the batch or on chance by running the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from torch import nn
+from torch.nn.modules import batchnorm, dropout, instancenorm
+from torch.nn.utils import parametrizations
+
+from ..errors import LapwingError
+from .module_state import modules_of
+
+LONGEST = 599
+"""Maximum number of characters of a message that lists several reasons."""
+
+EVAL = "Call model.eval() first."
+
+
+class Refusal(NamedTuple):
+    """Why lapwing cannot use a layer.
+
+    Attributes:
+        reason: the end of a sentence that begins with the layer.
+        remedy: a sentence that says what to do; `{path}` is the layer's path in the network.
+        only_all_weights: whether the layer may stay if only the last layer is treated.
+    """
+
+    reason: str
+    remedy: str
+    only_all_weights: bool = False
+
+
+Look = TypeVar("Look", bound=Callable[..., Refusal | None])
+
+REFUSALS: list[tuple[tuple[type[nn.Module], ...], Callable[..., Refusal | None]]] = []
+"""Kinds of layers, and the function that looks at a layer of these kinds."""
+
+
+def refuses(*kinds: type[nn.Module]) -> Callable[[Look], Look]:
+    """Registers a function that returns why a layer of these kinds, or a subclass, is refused; None if it is not."""
+
+    def register(look: Look) -> Look:
+        REFUSALS.append((kinds, look))
+        return look
+
+    return register
+
+
+@refuses(nn.Embedding, nn.EmbeddingBag)
+def rescales_its_weights(layer: nn.Embedding | nn.EmbeddingBag) -> Refusal | None:
+    """Refuses embeddings with max_norm."""
+    if layer.max_norm is None:
+        return None
+    return Refusal(
+        f"has max_norm={layer.max_norm}, which writes the weights at every call, also after model.eval()",
+        "Write model.get_submodule({path!r}).max_norm = None, once the weights are within it.",
+    )
+
+
+@refuses(batchnorm._BatchNorm)
+def uses_statistics_of_the_batch(layer: batchnorm._BatchNorm) -> Refusal | None:
+    """Refuses batch norm in training mode or without running statistics."""
+    if layer.running_mean is None:
+        return Refusal(
+            "has no running statistics, so a sample's output depends on the rest of the batch also after model.eval()",
+            f"Train with {type(layer).__name__}({layer.num_features}, track_running_stats=True).",
+        )
+    if layer.training:
+        return Refusal("is in training mode, where a sample's output depends on the rest of the batch", EVAL)
+    return None
+
+
+@refuses(instancenorm._InstanceNorm, parametrizations._SpectralNorm)
+def writes_its_statistics(layer: nn.Module) -> Refusal | None:
+    """Refuses instance and spectral norm that update their statistics; instance norm may keep none."""
+    if layer.training and getattr(layer, "track_running_stats", True):
+        return Refusal("is in training mode, where every call writes its statistics", EVAL)
+    return None
+
+
+@refuses(dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
+def drops_at_random(layer: nn.Module) -> Refusal | None:
+    """Refuses active dropout."""
+    if _dropout_rate(layer) > 0:
+        return Refusal("is in training mode, where two identical calls differ", EVAL)
+    return None
+
+
+@refuses(nn.Module)
+def is_quantized(layer: nn.Module) -> Refusal | None:
+    """Refuses quantized layers, of which those with fixed scales may come before a last layer in floating point."""
+    place = type(layer).__module__
+    if ".quantized.dynamic" in place:
+        return Refusal(
+            "is quantized dynamically: no gradients pass through it, and its rounding of one sample depends on the "
+            "rest of the batch",
+            "Fit the network before it is quantized. Or fit a head that is kept in floating point as a network of its "
+            "own, on features that the layers before it give: lw.fit(head, [(features, targets)]).",
+        )
+    if ".quantized" in place:
+        return Refusal(
+            "is quantized, and no gradients pass through it",
+            "Fit the network before it is quantized, or treat a last layer that is kept in floating point: "
+            "params=lw.last_layer.",
+            only_all_weights=True,
+        )
+    return None
+
+
+def check_layers(model: nn.Module, last_layer: bool = True) -> None:
+    """Raises if a layer is in training mode, writes itself or is quantized; lists all such layers.
+
+    Args:
+        model: the network.
+        last_layer: whether only its last layer is treated.
+    """
+    found: dict[str, tuple[Refusal, list[tuple[str, nn.Module]]]] = {}  # by reason
+    for prefix, layer in modules_of(model):
+        for kinds, look in REFUSALS:
+            refusal = look(layer) if isinstance(layer, kinds) else None
+            if refusal is not None and not (last_layer and refusal.only_all_weights):
+                found.setdefault(refusal.reason, (refusal, []))[1].append((prefix[:-1], layer))
+    if not found:
+        return
+    messages = [_message(type(model).__name__, list(found.values()), count) for count in range(len(found), 0, -1)]
+    raise LapwingError(next((message for message in messages if len(message) <= LONGEST), messages[-1]))
+
+
+def quantized_layers(model: nn.Module) -> list[str]:
+    """Returns the names of the quantized layers."""
+    return [prefix[:-1] or type(layer).__name__ for prefix, layer in modules_of(model) if is_quantized(layer)]
+
+
+def _message(network: str, found: Sequence[tuple[Refusal, Sequence[tuple[str, nn.Module]]]], count: int) -> str:
+    """Returns the message for the first `count` refusals, with up to three layers for each."""
+    sentences, remedies = [], []
+    for refusal, layers in found[:count]:
+        first, *others = [_shown(path, layer) for path, layer in layers[:3]]
+        if len(layers) > 3:
+            others.append(f"{len(layers) - 3} more")
+        also = f" (also {', '.join(others)})" if others else ""
+        sentences.append(f"The layer {first} of {network}{also} {refusal.reason}.")
+        remedies.append(refusal.remedy.format(path=layers[0][0]))
+    if count < len(found):
+        sentences.append(f"Other layers are refused for {len(found) - count} more reasons.")
+    return " ".join([*sentences, *dict.fromkeys(remedies)])
+
+
+def _shown(path: str, layer: nn.Module) -> str:
+    kind, rate = type(layer).__name__, _dropout_rate(layer)
+    return f"{path or kind} ({kind}{f', p={rate}' if rate > 0 else ''})"
+
+
+def _dropout_rate(layer: nn.Module) -> float:
+    """Returns the probability with which a layer drops entries at present."""
+    if not layer.training:
+        return 0.0
+    if isinstance(layer, dropout._DropoutNd):
+        return layer.p
+    if isinstance(layer, nn.MultiheadAttention) or (isinstance(layer, nn.RNNBase) and layer.num_layers > 1):
+        return layer.dropout
+    return 0.0
