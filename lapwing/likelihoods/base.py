@@ -17,6 +17,7 @@ from torch import Tensor
 from ..covariance import AnyLatent, SelectedLatent
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, seeded
+from ..options import Options
 from .links import Link, SampledLink, at_least_float32
 from .predictions import Prediction
 from .quadrature import weighted_log_power_mean
@@ -41,7 +42,7 @@ def curvature_weights(
     return weights[:, None] if of_targets is None else of_targets * weights.to(of_targets)[:, None]
 
 
-class Likelihood(ABC):
+class Likelihood(Options, ABC):
     """p(y | f) at network outputs f (B, C), its Fisher information Λ through a root, and the way to predictions.
 
     Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise: noise of variance σ² divides it. Roots come in

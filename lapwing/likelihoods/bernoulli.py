@@ -11,15 +11,16 @@ from torch import distributions as dist
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..errors import LapwingError, check_flag
+from ..errors import LapwingError
 from ..linalg import check_draws, doubled, seeded
 from ..network.data import as_targets
+from ..options import POSITIVE_NUMBERS, option
 from . import quadrature
 from .base import Integrals, Likelihood
 from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
 from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
-from .registry import numbers_of, register
+from .registry import register
 from .targets import aligned_targets, check_binary_targets
 
 
@@ -50,7 +51,7 @@ class Bernoulli(LogitLikelihood):
         torch.Size([3])
     """
 
-    pos_weight: Any = None
+    pos_weight: Any = option(None, POSITIVE_NUMBERS, write="5.0")
     soft_targets: bool = False
     missing: bool = False
     name: ClassVar[str] = "bernoulli"
@@ -58,13 +59,6 @@ class Bernoulli(LogitLikelihood):
     default_link: ClassVar[Link] = Quadrature()
     activation: ClassVar[str | None] = "sigmoid"
     selects_outputs: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("Bernoulli", "soft_targets", self.soft_targets)
-        check_flag("Bernoulli", "missing", self.missing)
-        line = "Bernoulli(pos_weight=5.0), or one for each output"
-        object.__setattr__(self, "pos_weight", numbers_of("Bernoulli", "pos_weight", self.pos_weight, line))
 
     @property
     def plain(self) -> Likelihood:

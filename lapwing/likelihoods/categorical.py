@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,9 +12,10 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent, Latent, SelectedLatent
 from ..covariance.terms import DenseTerm
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..linalg import check_draws, doubled, seeded
 from ..network.data import as_targets
+from ..options import POSITIVE_NUMBERS, integer, number, option
 from .base import Integrals, Likelihood
 from .links import (
     ClassLink,
@@ -30,7 +30,7 @@ from .links import (
 from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
 from .quadrature import binary_log_power_mean
-from .registry import numbers_of, register
+from .registry import register
 from .targets import check_class_probabilities, check_labels, is_soft, which_count
 
 
@@ -66,33 +66,14 @@ class Categorical(LogitLikelihood):
         torch.Size([4, 3, 2])
     """
 
-    class_weights: Any = None
-    label_smoothing: float = 0.0
-    ignore_index: int = -100
+    class_weights: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
+    label_smoothing: float = option(0.0, number(0, below=1), write="0.1")
+    ignore_index: int = option(-100, integer(-(2**31), 2**31))
     name: ClassVar[str] = "categorical"
     links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
     default_link: ClassVar[Link] = Probit()
     activation: ClassVar[str | None] = "softmax"
     selects_outputs: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        line = "Categorical(class_weights=[1.0, 5.0]), one for each class"
-        object.__setattr__(self, "class_weights", numbers_of("Categorical", "class_weights", self.class_weights, line))
-        smoothing = self.label_smoothing
-        if isinstance(smoothing, bool) or not isinstance(smoothing, Real) or not 0.0 <= smoothing < 1.0:
-            raise LapwingError(
-                f"The label_smoothing of Categorical is {shown(smoothing)}. Pass a number from 0 to below 1: "
-                "Categorical(label_smoothing=0.1)."
-            )
-        object.__setattr__(self, "label_smoothing", float(smoothing))
-        index = self.ignore_index
-        if isinstance(index, bool) or not isinstance(index, Integral) or not -(2**31) <= index < 2**31:
-            raise LapwingError(
-                f"The ignore_index of Categorical is {shown(index)}. Pass the integer that stands for labels that do "
-                "not count: Categorical(ignore_index=-100)."
-            )
-        object.__setattr__(self, "ignore_index", int(index))
 
     @property
     def plain(self) -> Likelihood:

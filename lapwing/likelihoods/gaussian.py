@@ -10,17 +10,27 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, SelectedLatent
-from ..errors import LapwingError, check_flag, is_positive, shown
+from ..errors import LapwingError, plain_numbers, shown
 from ..linalg import cholesky, doubled
+from ..options import POSITIVE_NUMBERS, option
 from .base import Integrals, Likelihood, apply_weights
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import known_covariance, known_residuals
-from .registry import numbers_of, register
+from .registry import register
 from .regression import RegressionPrediction
 from .targets import aligned_targets, check_real_targets
 
 ROUNDING = 1e-12
 """Mean squared residuals are at least this part of the mean squared target."""
+
+
+def _variances(value: Any) -> float | tuple[float, ...]:
+    """Returns one noise variance as a number, and several as a tuple."""
+    numbers = POSITIVE_NUMBERS.convert(value)
+    return numbers if isinstance(plain_numbers(value), (list, tuple)) else numbers[0]
+
+
+_VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 
 
 @register
@@ -47,45 +57,36 @@ class Gaussian(Likelihood):
         torch.Size([3])
     """
 
-    noise_variance: float | None = None
+    noise_variance: float | None = option(None, _VARIANCES, write="0.1")
     missing: bool = False
-    noise_ratios: Any = None
+    noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     default_link: ClassVar[Link] = ExactLink()
     selects_outputs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        value, line = self.noise_variance, "Gaussian(noise_variance=[0.1, 0.5]), one for each output"
-        if isinstance(value, (list, tuple)) or getattr(value, "ndim", False):
-            several = numbers_of("Gaussian", "noise_variance", value, line)
-            assert several is not None
-            if self.noise_ratios is not None:
-                raise LapwingError(
-                    f"Gaussian has {len(several)} noise variances and noise_ratios, and the former imply the latter. "
-                    f"Leave noise_ratios out: {line}."
-                )
-            value = sum(several) / len(several)
-            object.__setattr__(self, "noise_variance", value)
-            object.__setattr__(self, "noise_ratios", [one / value for one in several])
-        check_flag("Gaussian", "missing", self.missing)
-        line = "Gaussian(noise_ratios=[1.0, 5.0]), one for each output"
-        object.__setattr__(self, "noise_ratios", numbers_of("Gaussian", "noise_ratios", self.noise_ratios, line))
-        if value is not None and not is_positive(value):
+        """Keeps several noise variances as their mean and its ratios."""
+        super().__post_init__()
+        several: Any = self.noise_variance
+        if not isinstance(several, tuple):
+            return
+        if self.noise_ratios is not None:
             raise LapwingError(
-                f"The noise variance of Gaussian is {shown(value)}. Pass a positive finite number: "
-                "Gaussian(noise_variance=0.1), or Gaussian() to have it tuned."
+                f"Gaussian has {len(several)} noise variances and noise_ratios, and the former imply the latter. Leave "
+                "noise_ratios out: Gaussian(noise_variance=[0.1, 0.5]), one for each output."
             )
-        if value is not None:
-            object.__setattr__(self, "noise_variance", float(value))  # numpy's numbers are no JSON
+        mean = sum(several) / len(several)
+        object.__setattr__(self, "noise_variance", mean)
+        object.__setattr__(self, "noise_ratios", tuple(one / mean for one in several))
 
     def __repr__(self) -> str:
         """Names σ², and `missing` where it is on."""
-        option = ", missing=True" if self.missing else ""
+        text = ", missing=True" if self.missing else ""
         if self.noise_ratios is not None:
-            option += f", noise_ratios={shown(tuple(float(f'{ratio:.4g}') for ratio in self.noise_ratios))}"
+            text += f", noise_ratios={shown(tuple(float(f'{ratio:.4g}') for ratio in self.noise_ratios))}"
         noise = self.noise_variance if self.noise_variance is None else float(f"{self.noise_variance:.4g}")
-        return f"{type(self).__name__}(noise_variance={noise}{option})"
+        return f"{type(self).__name__}(noise_variance={noise}{text})"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, C) or, when C = 1, (B,)."""

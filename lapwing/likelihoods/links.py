@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
-from numbers import Integral
 from typing import ClassVar, Literal
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..errors import LapwingError, check_choice, is_whole, shown
 from ..linalg import seeded
+from ..options import Options, at_least, integer, option
 from . import quadrature
 
 _CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
@@ -63,7 +62,7 @@ def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
     return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
 
 
-class Link:
+class Link(Options):
     """A way from the latent to the observed; subclasses are frozen dataclasses of options."""
 
     accepts_draws: ClassVar[bool] = False
@@ -126,9 +125,6 @@ class Probit(ClassLink, BinaryLink):
     scale: Literal["mean", "weighted", "class", "marginal"] = "mean"
     reads_covariance: ClassVar[bool] = False
     closed_form: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_choice("lw.Probit", "scale", self.scale, ("mean", "weighted", "class", "marginal"))
 
     def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log probabilities (B, C); reads the mean and variances only and draws nothing."""
@@ -221,15 +217,9 @@ class Quadrature(BinaryLink):
         True
     """
 
-    nodes: int = quadrature.NODES
+    nodes: int = option(quadrature.NODES, at_least(16))
     reads_covariance: ClassVar[bool] = False
     closed_form: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.nodes, 16, math.inf):
-            raise LapwingError(
-                f"Quadrature(nodes={shown(self.nodes)}) has too few nodes. Pass at least 16: Quadrature(48)."
-            )
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log odds (B, C); reads the mean and variances only and draws nothing."""
@@ -262,20 +252,8 @@ class SampledLink(ClassLink, BinaryLink):
         torch.Size([32, 3])
     """
 
-    draws: int = 512
+    draws: int = option(512, integer(1, MAX_DRAWS + 1))
     accepts_draws: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.draws, bool) or not isinstance(self.draws, Integral) or self.draws < 1:
-            raise LapwingError(
-                f"SampledLink(draws={shown(self.draws)}) is not a number of draws. Pass a whole number of at least 1: "
-                "SampledLink(512)."
-            )
-        if self.draws > MAX_DRAWS:
-            raise LapwingError(
-                f"SampledLink(draws={self.draws}) would run for days. Ask for at most {MAX_DRAWS:,} draws: a "
-                "probability's error is then below 2e-5."
-            )
 
     def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns `log 1/S Σ_s softmax(f_s)`, (B, C); `generator` None means seed 0."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..covariance import AnyLatent
-from ..errors import LapwingError, is_positive, shown
+from ..errors import shown
+from ..options import option, positive
 from .base import Likelihood, NoiselessLikelihood
 from .registry import options_of
 
@@ -24,15 +25,7 @@ class LogitLikelihood(NoiselessLikelihood):
         LapwingError: if `logit_temperature` is not positive and finite.
     """
 
-    logit_temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not is_positive(self.logit_temperature):
-            raise LapwingError(
-                f"The logit temperature of {type(self).__name__} is {shown(self.logit_temperature)}. Pass a positive "
-                f"finite number: {type(self).__name__}(logit_temperature=1.5), or leave it out."
-            )
-        object.__setattr__(self, "logit_temperature", float(self.logit_temperature))  # numpy's numbers are no JSON
+    logit_temperature: float = option(1.0, positive(), write="1.5")
 
     def __repr__(self) -> str:
         """Names T where it is not 1."""

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from ..contents import Entry
 from ..covariance import Covariance, PriorCovariance
 from ..jacobian.jacobian import SLICE_BYTES
 from ..likelihoods import Likelihood
 from ..linalg import is_reduced
 from ..network import batches
-from ..tangent import Tangent, TensorSpec
+from ..tangent import Tangent
 from .problem import EXACT_FISHER_OUTPUTS, Need, root_columns, root_positions
 
 MOVE = 40
@@ -317,7 +318,7 @@ class Outline:
         return sum(_bytes(entry, dtype or self.tangent.dtype) for entry in entries)
 
 
-def _bytes(entry: TensorSpec, dtype: torch.dtype) -> int:
+def _bytes(entry: Entry, dtype: torch.dtype) -> int:
     assert entry.shape is not None
     stored = dtype if not entry.dtypes or dtype in entry.dtypes else entry.dtypes[0]
     return math.prod(entry.shape) * stored.itemsize

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import LapwingError, check_choice, check_count, shown
+from ..errors import LapwingError, shown
+from ..options import at_least, option
 from .cost import Cost, Outline
 from .passes import Method, Passes
 from .problem import Problem
-from .rows import SAMPLINGS, Sampling, sampled_anchors
+from .rows import Sampling, sampled_anchors
 from .subspace import Residual, on_basis, on_rows_cost, span_of_anchors
 
 
@@ -45,17 +46,14 @@ class ELLA(Method):
         ELLA(rank=20, rows=200, residual=None, sampling='uniform')
     """
 
-    rank: int = 20
-    rows: int | Literal["all"] = 200
+    rank: int = option(20, at_least(1))
+    rows: int | Literal["all"] = option(200, at_least(1))
     residual: Residual = None
     sampling: Sampling = "uniform"
 
     def __post_init__(self) -> None:
-        """Checks numbers and labels."""
-        check_count("ELLA", "rank", self.rank)
-        check_count("ELLA", "rows", self.rows, ("all",))
-        check_choice("ELLA", "residual", self.residual, (None, "prior"))
-        check_choice("ELLA", "sampling", self.sampling, SAMPLINGS)
+        """Checks that rows and sampling go together."""
+        super().__post_init__()
         if self.rows == "all" and self.sampling != "uniform":
             raise LapwingError(
                 f"ELLA(rows='all', sampling={shown(self.sampling)}) excludes itself: all rows leave nothing to sample. "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.dense import cut
-from ..errors import LapwingError, check_choice
+from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import add_squares, mirrored
 from ..tangent import Tangent
@@ -48,10 +48,6 @@ class Full(Method):
     """
 
     form: Literal["auto", "primal", "dual"] = "auto"
-
-    def __post_init__(self) -> None:
-        """Checks the label."""
-        check_choice("Full", "form", self.form, ("auto", "primal", "dual"))
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         """Raises for the dual form at positions."""

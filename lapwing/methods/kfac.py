@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
-from ..errors import check_choice
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
@@ -57,11 +56,6 @@ class KFAC(Method):
 
     weight_sharing: Literal["expand", "reduce"] = "expand"
     uncovered: Literal["diagonal", "dense"] = "diagonal"
-
-    def __post_init__(self) -> None:
-        """Checks the labels."""
-        check_choice(type(self).__name__, "weight_sharing", self.weight_sharing, ("expand", "reduce"))
-        check_choice(type(self).__name__, "uncovered", self.uncovered, ("diagonal", "dense"))
 
     def passes(self, problem: Problem) -> Passes:
         """Yields one pass."""

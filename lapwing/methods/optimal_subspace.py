@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..covariance import Covariance, ExplicitBasis
 from ..covariance.dense import cut
-from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
+from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import doubled, placed
 from ..network import batches
+from ..options import at_least, instance_of, option
 from ..tangent import Anchors, Tangent, Vectors
 from ..tangent.anchors import output_width
 from .cost import DOUBLE, EIGEN, WORKSPACE, Cost, Layer, Outline, Work
@@ -56,22 +57,11 @@ class OptimalSubspace(Method):
         1000
     """
 
-    rank: int = 20
-    curvature: Method | Literal["prior"] = KFAC()  # noqa: RUF009 (frozen)
-    rows: int | Literal["all"] = 1000
+    rank: int = option(20, at_least(1))
+    curvature: Method | Literal["prior"] = option(KFAC(), instance_of("a method", Method), write="lw.KFAC()")
+    rows: int | Literal["all"] = option(1000, at_least(1))
     residual: Residual = None
     at: Any = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Checks numbers and labels."""
-        check_count("OptimalSubspace", "rank", self.rank)
-        check_count("OptimalSubspace", "rows", self.rows, ("all",))
-        check_choice("OptimalSubspace", "residual", self.residual, (None, "prior"))
-        if not (is_one_of(self.curvature, ("prior",)) or isinstance(self.curvature, Method)):
-            raise LapwingError(
-                f"OptimalSubspace(curvature={shown(self.curvature)}) is not an option: curvature is 'prior' or a "
-                "method. Write curvature=lw.KFAC()."
-            )
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         """Raises for a curvature without a prior, or inputs that are no batch."""

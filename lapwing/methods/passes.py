@@ -24,6 +24,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..network import batches
 from ..network.gate import Checked
+from ..options import Options
 from ..tangent import Record, Tangent
 from .cost import Cost, Outline
 from .problem import FisherByParts, FisherRoot, Problem
@@ -314,7 +315,7 @@ def run_curvature_pass(step: CurvaturePass[Any]) -> CurvaturePasses:
     return step.finish((yield step))
 
 
-class Method(ABC):
+class Method(Options, ABC):
     """A structure of Σ and the passes that fit it; subclasses are frozen dataclasses of hyper-parameters.
 
     Example:
@@ -347,7 +348,7 @@ class Method(ABC):
     def passes(self, problem: Problem) -> Passes:
         """Yields passes, receives their finished states, and returns the covariance or a `FitResult`."""
 
-    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:  # noqa: B027 (most methods fit any network)
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         """Raises for a network or a likelihood that the method is not for. `lw.plan` calls it, and `passes` begins so.
 
         Raises:

@@ -18,7 +18,6 @@ from .problem import Problem
 from .state import State
 
 Sampling = Literal["uniform", "balanced", "label"]
-SAMPLINGS: tuple[Sampling, ...] = ("uniform", "balanced", "label")
 
 
 def class_labels(inputs: Any, targets: Any) -> Tensor:

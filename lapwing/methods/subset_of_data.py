@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError, check_choice, check_count
+from ..errors import LapwingError
 from ..network import batches
+from ..options import at_least, option
 from ..tangent import Tangent
 from .cost import Cost, Outline
 from .ella import ELLA
@@ -51,15 +52,9 @@ class SubsetOfData(Method):
 
     accepts_further_data: ClassVar[bool] = False
 
-    size: int = 500
+    size: int = option(500, at_least(1))
     sampling: Literal["uniform", "balanced"] = "uniform"
     rescale: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks number and labels."""
-        check_count("SubsetOfData", "size", self.size)
-        check_choice("SubsetOfData", "sampling", self.sampling, ("uniform", "balanced"))
-        check_choice("SubsetOfData", "rescale", self.rescale, (False, True))
 
     def allows_early_stopping(self) -> bool:
         """Returns False: the subset alone has a curvature."""

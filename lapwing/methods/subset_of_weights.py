@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..covariance import Covariance, LowRank, LowRankWithResidual
 from ..covariance.basis import CoordinateBasis
-from ..errors import LapwingError, check_choice, check_count, is_one_of, shown
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..linalg import doubled
+from ..options import Rule, at_least, option, required
 from ..posterior import Posterior
 from ..tangent import Block, Tangent
 from .cost import DOUBLE, MOVE, Cost, Layer, Outline, Work
@@ -21,8 +22,6 @@ from .diagonal import SquaredSums
 from .passes import Method, Pass, Passes
 from .problem import Need, Problem
 from .subspace import Residual, on_basis, record_dtype
-
-LABELS = ("diagonal", "magnitude", "random")
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,12 @@ class SubsetOfWeights(Method):
         6
     """
 
-    size: int
-    by: Literal["diagonal", "magnitude", "random"] | Posterior = "diagonal"
+    size: int = field(metadata=required(at_least(1), "100"))
+    by: Literal["diagonal", "magnitude", "random"] | Posterior = option(
+        "diagonal",
+        Rule(lambda by: isinstance(getattr(by, "covariance", None), Covariance), "a posterior over the same weights"),
+    )
     residual: Residual = None
-
-    def __post_init__(self) -> None:
-        """Checks numbers and labels."""
-        check_count("SubsetOfWeights", "size", self.size)
-        check_choice("SubsetOfWeights", "residual", self.residual, (None, "prior"))
-        if not (is_one_of(self.by, LABELS) or isinstance(getattr(self.by, "covariance", None), Covariance)):
-            raise LapwingError(
-                f"SubsetOfWeights(by={shown(self.by)}) is not an option: by is 'diagonal', 'magnitude', 'random' or a "
-                "posterior over the same weights. Write SubsetOfWeights(size=100, by='diagonal')."
-            )
 
     def __repr__(self) -> str:
         """Names a posterior by its method alone."""

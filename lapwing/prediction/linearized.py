@@ -28,6 +28,7 @@ from ..errors import LapwingError, is_whole, plain_numbers, shown
 from ..network import batches
 from ..network.gate import Checked
 from ..network.tracing import wants_gradient
+from ..options import LIMIT, SEED, at_least, option
 from ..tangent import Record, Tangent
 from .draws import latent_of_draws
 from .positions import at_positions
@@ -73,26 +74,13 @@ class Linearized(Way):
         (Linearized(), Linearized(draws=64), Linearized(outputs=10))
     """
 
-    draws: int | None = None
+    draws: int | None = option(None, at_least(2, LIMIT), write="64")
     outputs: int | Sequence[int] | None = None
-    seed: int = 0
+    seed: int = option(0, SEED)
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
-        if self.draws is not None and not is_whole(self.draws, 2):
-            raise LapwingError(
-                f"Linearized(draws={shown(self.draws)}) needs a whole number of at least 2. Write "
-                "lw.Linearized(draws=64), or leave it out for the exact covariance."
-            )
-        if not is_whole(self.seed, 0):
-            raise LapwingError(
-                f"Linearized(seed={shown(self.seed)}) needs a whole number from 0 to 2**63 - 1. Write "
-                "lw.Linearized(draws=64, seed=0)."
-            )
-        self._check_outputs()
-
-    def _check_outputs(self) -> None:
         """Checks the outputs, and keeps a list as a tuple."""
+        super().__post_init__()
         if self.outputs is None:
             return
         if self.draws is not None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, LatentDraws
-from ..errors import LapwingError, is_whole, shown
 from ..linalg import check_memory
 from ..network import batches
+from ..options import SEED, at_least, option
 from ..tangent import Tangent, split
 from .positions import draws_at_positions
 from .uncertain import drawn, separate
@@ -46,21 +45,8 @@ class MonteCarlo(Way):
         MonteCarlo(draws=30, seed=0)
     """
 
-    draws: int = 50
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Checks the number of draws."""
-        if not is_whole(self.draws, 2, inf):
-            raise LapwingError(
-                f"MonteCarlo(draws={shown(self.draws)}) needs a whole number of at least 2. Write "
-                "lw.MonteCarlo(draws=50)."
-            )
-        if not is_whole(self.seed, 0):
-            raise LapwingError(
-                f"MonteCarlo(seed={shown(self.seed)}) needs a whole number from 0 to 2**63 - 1. Write "
-                "lw.MonteCarlo(draws=50, seed=0)."
-            )
+    draws: int = option(50, at_least(2))
+    seed: int = option(0, SEED)
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the outputs under each draw; draws are joint across inputs by nature."""

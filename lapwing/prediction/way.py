@@ -5,17 +5,16 @@ A way leads from a Gaussian over the weights to the latent distribution of the o
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..covariance import AnyLatent, Covariance
-from ..errors import LapwingError, shown
+from ..options import Options, Rule, positive, required
 from ..tangent import Tangent
 
 
-class Way(ABC):
+class Way(Options, ABC):
     """A way through the network; subclasses are frozen dataclasses of its options. Any way takes any posterior."""
 
     @abstractmethod
@@ -62,22 +61,8 @@ class Scaled(Way):
         True
     """
 
-    via: Way
-    factor: float
-
-    def __post_init__(self) -> None:
-        """Checks way and factor."""
-        if not isinstance(self.via, Way):
-            raise LapwingError(
-                f"Scaled({shown(self.via)}, {shown(self.factor)}) needs an instance of a way as first argument. Write "
-                "lw.Scaled(lw.Streamlined(), 0.5)."
-            )
-        number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
-        if not (number and 0 < self.factor < math.inf):
-            raise LapwingError(
-                f"Scaled(factor={shown(self.factor)}) needs a positive finite number. Write "
-                f"lw.Scaled({self.via!r}, 0.5)."
-            )
+    via: Way = field(metadata=required(Rule(lambda value: isinstance(value, Way), "a way"), "lw.Streamlined()"))
+    factor: float = field(metadata=required(positive(), "0.5"))
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the other way's latent, scaled."""

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ..covariance import PriorCovariance
-from ..errors import LapwingError, check_count, check_positive
 from ..methods.cost import EIGEN, Cost, Layer, Outline, Work
 from ..network import batches, ranks
 from ..network.entry import outside_modes
 from ..network.loaders import other_size
 from ..network.positions import Positions
 from ..network.progress import tracked
+from ..options import at_least, option, positive
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
 from .held_out import SOME_POSITIONS, mean_variances, scoring_work, spread_costs
@@ -85,22 +85,10 @@ class BoundedEvidence(Tuning):
         True
     """
 
-    nats: float = 0.005
-    samples: int = 500
-    decades: float = 8.0
-    points: int = 17
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        check_positive("lw.BoundedEvidence", "nats", self.nats, 0.005)
-        check_positive("lw.BoundedEvidence", "decades", self.decades, 8.0)
-        check_count("lw.BoundedEvidence", "samples", self.samples)
-        check_count("lw.BoundedEvidence", "points", self.points)
-        if self.points < 3:
-            raise LapwingError(
-                f"lw.BoundedEvidence(points={self.points}) interpolates between 3 points or more. Write "
-                "lw.BoundedEvidence(points=17)."
-            )
+    nats: float = option(0.005, positive())
+    samples: int = option(500, at_least(1))
+    decades: float = option(8.0, positive())
+    points: int = option(17, at_least(3))
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)

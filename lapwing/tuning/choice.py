@@ -19,6 +19,7 @@ from ..linalg import doubled
 from ..methods.passes import Batch
 from ..network import batches, ranks
 from ..network.progress import tracked
+from ..options import Rule
 from ..posterior import Posterior
 from .held_out import at_precision, no_batch, sample_scores, width_scores
 from .search import evenly
@@ -44,15 +45,16 @@ NOISES = evenly(-6.0, 0.5, 27)
 """Candidates for log10 of σ² beside the mean squared held-out residual, where the prior precision is given."""
 
 
-def check_grid(tuning: str, decades: Any, points: Any) -> None:
-    """Raises for a range or number that makes no grid."""
-    pair = isinstance(decades, tuple) and len(decades) == 2
-    rising = pair and all(isinstance(end, Real) for end in decades) and decades[0] < decades[1]
-    if not (rising and isinstance(points, int) and points >= 3):
-        raise LapwingError(
-            f"{tuning} needs a rising range and at least 3 points, and has decades={shown(decades)}, "
-            f"points={shown(points)}. Write decades=(-5, 7), points=25."
-        )
+RISING = Rule(
+    lambda value: (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(end, Real) for end in value)
+        and value[0] < value[1]
+    ),
+    "a rising pair of numbers",
+)
+"""A range of exponents."""
 
 
 def check_ranks(ranks: Any, method: str, is_subspace: bool) -> None:

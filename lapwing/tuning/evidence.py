@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..covariance import PriorCovariance, Subspace
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..methods import Method
 from ..methods.cost import Cost, Outline, Work
 from ..network.entry import outside_modes
+from ..options import Options, number, option
 from ..posterior import Posterior
 from .search import ascend, best_of_grid, golden_section
 
@@ -45,7 +46,7 @@ class Training:
     shown: int | None = None
 
 
-class Tuning(ABC):
+class Tuning(Options, ABC):
     """How prior precision and noise variance are chosen where the user gave none.
 
     Attributes:
@@ -58,7 +59,7 @@ class Tuning(ABC):
         """Whether the tuning reads the lower bound of the evidence, by what is open."""
         return prior_open or noise_open
 
-    def check(self, method: Method, outline: Outline) -> None:  # noqa: B027 (most tunings tune any method)
+    def check(self, method: Method, outline: Outline) -> None:
         """Raises for a method that the tuning is not for: `lw.fit` and `lw.plan` call it before any pass.
 
         Raises:
@@ -99,19 +100,7 @@ class Evidence(Tuning):
     """
 
     per_layer: bool = False
-    rank_gap: float | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the gap."""
-        if not isinstance(self.per_layer, bool):
-            raise LapwingError(
-                f"per_layer={shown(self.per_layer)} is neither True nor False. Write lw.Evidence(per_layer=True)."
-            )
-        if self.rank_gap is not None and not (isinstance(self.rank_gap, (int, float)) and self.rank_gap >= 0):
-            raise LapwingError(
-                f"rank_gap={shown(self.rank_gap)} is not a number of nats from 0 up. Write lw.Evidence(rank_gap=1.0), "
-                "or leave it out to keep every direction."
-            )
+    rank_gap: float | None = option(None, number(0), write="1.0")
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """True: `log_marginal_likelihood(lower_bound=True)` may follow."""

@@ -18,9 +18,10 @@ from ..linalg import doubled
 from ..network import batches
 from ..network.data import as_loader
 from ..network.entry import outside_modes
+from ..options import at_least, check_argument
 from ..posterior import Posterior
 from ..prediction import Scaled, Streamlined, Way
-from .choice import check_grid
+from .choice import RISING
 from .search import golden_section
 
 log = logging.getLogger("lapwing")
@@ -92,7 +93,8 @@ def scale_factor(
             "lw.scale_factor(posterior, [(x_val, y_val)])."
         )
     check_choice("lw.scale_factor", "by", by, ("validation", "evidence"))
-    check_grid("scale_factor", decades, points)
+    check_argument("lw.scale_factor", "decades", decades, RISING, "(-6.0, 3.0)")
+    check_argument("lw.scale_factor", "points", points, at_least(3), "37")
     expected, likelihood = by == "evidence", posterior.likelihood
     trace, size = _divergence(posterior) if expected else (0.0, 0.0)
     with torch.no_grad():

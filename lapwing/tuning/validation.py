@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, Literal
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..errors import LapwingError, check_choice, check_count, shown
+from ..errors import LapwingError
 from ..methods import Method
 from ..methods.cost import Cost, Outline, Work
 from ..network import batches, ranks
 from ..network.data import as_loader, check_data
 from ..network.entry import outside_modes
 from ..network.loaders import known_size, sampler_size
+from ..options import at_least, number, option
 from ..posterior import Posterior
 from .bounded_evidence import leave_one_out_work, trained_product
-from .choice import NOISES, TEMPERATURES, best_of, check_grid, check_ranks, chosen_numbers, scores_of_links, with_ranks
+from .choice import NOISES, RISING, TEMPERATURES, best_of, check_ranks, chosen_numbers, scores_of_links, with_ranks
 from .evidence import Training, Tuning
 from .held_out import no_batch, scoring_work
 
@@ -98,26 +98,16 @@ class Validation(_OnHeldOutData):
     """
 
     loader: Any = field(repr=False)
-    decades: tuple[float, float] = (-5.0, 7.0)
-    points: int = 25
+    decades: tuple[float, float] = option((-5.0, 7.0), RISING)
+    points: int = option(25, at_least(3))
     ranks: tuple[int, ...] = ()
-    tolerance: float = 0.25
+    tolerance: float = option(0.25, number(0))
     tempered: bool = True
 
     def __post_init__(self) -> None:
-        """Checks loader and grid."""
+        """Checks the loader."""
+        super().__post_init__()
         check_data(self.loader, "Validation")
-        check_grid("Validation", self.decades, self.points)
-        if not isinstance(self.tempered, bool):
-            raise LapwingError(
-                f"tempered={shown(self.tempered)} is neither True nor False. Write lw.Validation(loader, "
-                "tempered=False) to leave the logits as they are."
-            )
-        if not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < math.inf):
-            raise LapwingError(
-                f"tolerance={shown(self.tolerance)} is not a number of standard errors from 0 up. Write "
-                "lw.Validation(loader, tolerance=0.25), or 0.0 for the best score."
-            )
 
     def check(self, method: Method, outline: Outline) -> None:
         """Raises where ranks are to be chosen among, and the method has none."""
@@ -200,17 +190,15 @@ class EarlyStopping(_OnHeldOutData):
 
     loader: Any = field(repr=False)
     form: Literal["published", "scaled"] = "published"
-    prefixes: int = 10
-    decades: tuple[float, float] = (-5.0, 7.0)
-    points: int = 25
+    prefixes: int = option(10, at_least(1))
+    decades: tuple[float, float] = option((-5.0, 7.0), RISING)
+    points: int = option(25, at_least(3))
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks loader, label and grid."""
+        """Checks the loader."""
+        super().__post_init__()
         check_data(self.loader, "EarlyStopping")
-        check_grid("EarlyStopping", self.decades, self.points)
-        check_choice("lw.EarlyStopping", "form", self.form, ("published", "scaled"))
-        check_count("lw.EarlyStopping", "prefixes", self.prefixes)
 
     def check(self, method: Method, outline: Outline) -> None:
         """Raises where first parts of the data have no covariance, or ranks are to be chosen among without a rank."""

@@ -496,12 +496,6 @@ def test_the_plan_of_a_fit_over_positions():
         assert plan.predict_passes > 1
 
 
-@pytest.mark.parametrize("wrong", [1.5, True, None, 2**40])
-def test_bad_ignore_index(wrong):
-    with pytest.raises(lw.LapwingError, match="ignore_index of Categorical"):
-        lw.Categorical(ignore_index=wrong)
-
-
 def test_a_prediction_at_positions_in_other_units():
     torch.manual_seed(0)
     model = nn.Conv2d(2, 2, 3, padding=1).to(F64).eval()

@@ -263,5 +263,3 @@ def test_default_link_and_refused_links():
         Categorical().predict(latent, ExactLink())
     with pytest.raises(LapwingError, match=r"Probit \(a class, not an instance\)"):
         Categorical().predict(latent, Probit)
-    with pytest.raises(LapwingError, match=r"draws=0"):
-        SampledLink(0)

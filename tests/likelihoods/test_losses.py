@@ -131,10 +131,6 @@ def test_a_pseudo_evidence_is_named(caplog):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lw.Categorical(class_weights=[1.0, -1.0]), "positive finite numbers"),
-        (lambda: lw.Categorical(class_weights="balanced"), "positive finite numbers"),
-        (lambda: lw.Categorical(label_smoothing=1.0), "from 0 to below 1"),
-        (lambda: lw.Bernoulli(pos_weight=0.0), "positive finite numbers"),
         (lambda: lw.Categorical(class_weights=[1.0, 2.0]).check(logits(), LABELS), "one weight for each of 3 classes"),
         (lambda: lw.Bernoulli(pos_weight=[1.0, 2.0]).check(logits(), ANSWERS), "one for each of 3 outputs"),
         (lambda: lw.Categorical().check(logits(), 2 * SOFT), "7 of 7 rows do not"),

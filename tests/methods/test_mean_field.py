@@ -415,14 +415,6 @@ def test_divergence_is_one_sentence_and_leaves_the_network():
     untouched(model, diverge)
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 1.5}, {"learning_rate": 0}, {"std_rate": -1},
-                                     {"initial_std": math.inf}, {"initial_std": None}])  # fmt: skip
-def test_numbers_out_of_range(options):
-    name = next(iter(options))
-    with pytest.raises(lw.LapwingError, match=rf"MeanField\({name}="):
-        lw.MeanField(**options)
-
-
 def test_a_loss_in_the_middle_leaves_the_network():
     model, batches, _ = loader_of("mlp")
 

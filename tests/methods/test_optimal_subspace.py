@@ -135,14 +135,3 @@ def test_open_noise_is_taken_from_the_residuals():
     again = problem.fit(lw.OptimalSubspace(3, lw.KFAC(), "all"), likelihood=lw.Gaussian(noise))
     again = again.with_prior(fitted.prior_precision, fitted.noise_variance)
     close(fitted.covariance.to_dense(), again.covariance.to_dense(), 1e-7)
-
-
-def test_bad_options():
-    for options, match in (
-        ({"rank": 0}, "rank"),
-        ({"rows": -1}, "rows"),
-        ({"curvature": "kfac"}, r"curvature=lw.KFAC\(\)"),
-        ({"residual": "both"}, "residual"),
-    ):
-        with pytest.raises(lw.LapwingError, match=match):
-            lw.OptimalSubspace(**options)

@@ -472,21 +472,6 @@ def test_a_residual_above_the_tolerance_is_said(caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"draws": 0}, "draws=20"),
-        ({"em_steps": -1}, "em_steps=20"),
-        ({"prior": "h"}, "'isotropic', 'g'"),
-        ({"per_block": "yes"}, "False, True"),
-        ({"solver": lw.KFAC()}, "ConjugateGradients"),
-    ],
-)
-def test_options_out_of_range(options, says):
-    with pytest.raises(lw.LapwingError, match=says):
-        lw.SampledLLA(**options)
-
-
-@pytest.mark.parametrize(
     ("solver", "options"),
     [
         (lw.ConjugateGradients, {"iterations": 0}),

@@ -223,11 +223,6 @@ class TestChoice:
         with pytest.raises(lw.LapwingError, match="shuffle=False"):
             problem.fit(method, loader=loader)
 
-    @pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 2.5}, {"sampling": "label"}, {"rescale": 3}])
-    def test_bad_options(self, wrong):
-        with pytest.raises(lw.LapwingError, match=next(iter(wrong))):
-            lw.SubsetOfData(**wrong)
-
 
 def test_only_the_chosen_points_are_run(monkeypatch):
     """No forward pass of the others: the loader is read, as far as the last chosen point, and no more."""

@@ -287,23 +287,6 @@ def test_large_networks_cost_no_rows(monkeypatch):
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"size": 0}, "size=0"),
-        ({"size": 2.5}, "size=2.5"),
-        ({"size": True}, "size=True"),
-        ({"size": 5, "by": "variance"}, "'diagonal', 'magnitude', 'random' or a posterior"),
-        ({"size": 5, "by": None}, "by=None"),
-        ({"size": 5, "by": lw.KFAC()}, r"by=KFAC\("),
-        ({"size": 5, "residual": "none"}, "residual='none'"),
-    ],
-)
-def test_options_out_of_range(options, said):
-    with pytest.raises(lw.LapwingError, match=said):
-        SubsetOfWeights(**options)
-
-
 def test_more_weights_than_there_are():
     problem = setup("mlp")
     with pytest.raises(lw.LapwingError, match=r"size=84.*the 83 treated ones.*SubsetOfWeights\(size=83\)"):

@@ -199,13 +199,6 @@ class TestRanks:
         close(loaded.covariance.to_dense(), fitted.covariance.to_dense())
 
 
-def test_bad_options():
-    with pytest.raises(lw.LapwingError, match="sampling="):
-        lw.ELLA(sampling="random")
-    with pytest.raises(lw.LapwingError, match="rank_gap"):
-        lw.Evidence(rank_gap=-1.0)
-
-
 class TestHardCases:
     """Inputs at the edge of what is accepted, and sums that lose digits."""
 

@@ -396,22 +396,6 @@ class TestClusters:
 
 
 class TestBadInput:
-    @pytest.mark.parametrize("count", [0, -1, 2.0, True, "all"])
-    def test_counts(self, count):
-        with pytest.raises(lw.LapwingError, match="inducing_points"):
-            lw.VaLLA(count)
-        with pytest.raises(lw.LapwingError, match="steps"):
-            lw.NaturalGradient(count)
-
-    def test_labels_and_fits(self):
-        with pytest.raises(lw.LapwingError, match="'kmeans', 'data'"):
-            lw.VaLLA(3, initial="k-means")
-        with pytest.raises(lw.LapwingError, match=r"lw.ClosedForm\(\)"):
-            lw.VaLLA(3, fit=lw.ClosedForm)
-        for rate in (0.0, 1.5, float("nan"), "0.1"):
-            with pytest.raises(lw.LapwingError, match="rate"):
-                lw.NaturalGradient(3, rate=rate)
-
     def test_given_points(self):
         problem = setup("mlp")
         x = problem.x[:3]

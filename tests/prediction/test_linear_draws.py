@@ -259,12 +259,6 @@ def test_the_default_way_of_few_outputs_is_exact():
     assert repr(lw.Linearized()) == "Linearized()"
 
 
-@pytest.mark.parametrize("options", [{"draws": 1}, {"draws": True}, {"draws": 2.5}, {"draws": 4, "seed": -1}])
-def test_numbers_out_of_range(options):
-    with pytest.raises(lw.LapwingError, match="needs a whole number"):
-        lw.Linearized(**options)
-
-
 def test_uncertain_inputs_are_refused():
     setup, posterior = fitted("diagonal")
     with pytest.raises(lw.LapwingError, match=r"Linearized\(draws=8\) does not take lw.Uncertain inputs. Write via="):

@@ -89,12 +89,6 @@ def test_options_are_checked():
     x = torch.randn(3, 4, dtype=F64)
     tangent = survey(mlp(), x)
     covariance = build(tangent, "kronecker")
-    with pytest.raises(LapwingError, match="There is no covariance='dense'"):
-        Streamlined("dense")
-    with pytest.raises(LapwingError, match="There is no attention='keys'"):
-        Streamlined(attention="keys")
-    with pytest.raises(LapwingError, match="There is no residual='both'"):
-        Streamlined(residual="both")
     with pytest.raises(LapwingError, match="no covariances between matched activations"):
         Streamlined("full", activations="moments")
     with pytest.raises(LapwingError, match="joint=True via lw.Streamlined"):

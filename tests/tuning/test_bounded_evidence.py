@@ -633,24 +633,6 @@ def test_no_training_data_is_one_sentence():
         BoundedEvidence().tune(lw.fit(model, loader, tune=lw.Evidence()))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"nats": 0},
-        {"nats": math.nan},
-        {"nats": True},
-        {"samples": 0},
-        {"samples": 1.5},
-        {"points": 2},
-        {"decades": -1},
-    ],
-    ids=str,
-)
-def test_numbers_out_of_range(options):
-    with pytest.raises(LapwingError, match="Write lw.BoundedEvidence"):
-        BoundedEvidence(**options)
-
-
 def test_crossing():
     points = [0.0, 1.0, 2.0, 3.0]
     assert crossing(points, [0.1, 0.1, 0.1, 0.1], 0.2) == 0

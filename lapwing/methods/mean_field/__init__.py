@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ...errors import LapwingError, check_count, check_positive
+from ...errors import LapwingError, check_positive
 from ...likelihoods import Likelihood
 from ...network import batches
 from ...network.batches import Forward
@@ -19,6 +19,7 @@ from ...network.eager import parameters_of, uncompiled
 from ...network.entry import outside_modes
 from ...network.loaders import first_batch
 from ...network.selection import select
+from ...options import at_least, option, positive
 from ...posterior import MethodInfo, Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
@@ -72,16 +73,10 @@ class MeanField(Method):
     """
 
     can_change_prior: ClassVar[bool] = False
-    steps: int = 300
-    learning_rate: float = 1e-4
-    std_rate: float = 1e-2
-    initial_std: float = 1e-2
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        check_count("MeanField", "steps", self.steps)
-        for name in ("learning_rate", "std_rate", "initial_std"):
-            check_positive("MeanField", name, getattr(self, name), getattr(type(self), name))
+    steps: int = option(300, at_least(1))
+    learning_rate: float = option(1e-4, positive())
+    std_rate: float = option(1e-2, positive())
+    initial_std: float = option(1e-2, positive())
 
     def passes(self, problem: Problem) -> Passes:
         """Yields the steps, then a pass for the likelihood at the moved mean."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...covariance import Draws
-from ...errors import LapwingError, check_choice, check_count, shown
 from ...likelihoods import Likelihood
 from ...linalg import doubled, total
 from ...network import ranks
+from ...options import at_least, instance_of, option
 from ...tangent import Tangent, Vectors
 from ..cost import MOVE, Cost, Layer, Outline, Work
 from ..diagonal import SquaredSums
@@ -89,25 +89,16 @@ class SampledLLA(Method):
     """
 
     can_change_prior: ClassVar[bool] = False
-    draws: int = 32
-    solver: ConjugateGradients = ConjugateGradients()  # noqa: RUF009 (frozen)
-    em_steps: int = 8
+    draws: int = option(32, at_least(1))
+    solver: ConjugateGradients = option(
+        ConjugateGradients(),
+        instance_of("lw.ConjugateGradients()", ConjugateGradients),
+        write="lw.ConjugateGradients()",
+    )
+    em_steps: int = option(8, at_least(0))
     prior: Literal["isotropic", "g"] = "isotropic"
     per_block: bool = False
     linearised_mode: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks numbers, labels and solver."""
-        check_count("SampledLLA", "draws", self.draws)
-        check_count("SampledLLA", "em_steps", self.em_steps, (0,))
-        for name in ("per_block", "linearised_mode"):
-            check_choice("SampledLLA", name, getattr(self, name), (False, True))
-        if not isinstance(self.solver, ConjugateGradients):
-            raise LapwingError(
-                f"SampledLLA(solver={shown(self.solver)}) is not an option: solver is lw.ConjugateGradients(). Write "
-                "SampledLLA(solver=lw.ConjugateGradients(tolerance=1e-3))."
-            )
-        check_choice("SampledLLA", "prior", self.prior, ("isotropic", "g"))
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         """Raises for a preconditioner without a prior."""

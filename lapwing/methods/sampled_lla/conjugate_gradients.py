@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import LapwingError, check_count, is_positive, shown
+from ...errors import LapwingError
 from ...linalg import symmetric_eigen
 from ...network import ranks
+from ...options import Options, at_least, between, instance_of, option
 from ...tangent import Vectors
 from ..cost import Outline
 from ..passes import Landmark, Method, Pass
@@ -47,7 +48,7 @@ Solving = Generator[Pass, Any, Solved]
 
 
 @dataclass(frozen=True)
-class ConjugateGradients:
+class ConjugateGradients(Options):
     """Solves `A z = b`, `A = s G + Δ`, for all draws at once, until each prediction `jᵀz` of a draw is close.
 
     An error e of z moves it by at most `√(eᵀ A e)` standard deviations `√(jᵀ A⁻¹ j)`, for any j. That length is at most
@@ -85,23 +86,9 @@ class ConjugateGradients:
         ConjugateGradients(iterations=50, tolerance=0.001, preconditioner=Diagonal())
     """
 
-    iterations: int = 100
-    tolerance: float = 0.2
-    preconditioner: Method | None = None
-
-    def __post_init__(self) -> None:
-        """Checks numbers and method."""
-        check_count("ConjugateGradients", "iterations", self.iterations)
-        if not is_positive(self.tolerance) or not self.tolerance < 1:
-            raise LapwingError(
-                f"ConjugateGradients(tolerance={shown(self.tolerance)}) needs a number between 0 and 1. Write "
-                "ConjugateGradients(tolerance=0.01)."
-            )
-        if self.preconditioner is not None and not isinstance(self.preconditioner, Method):
-            raise LapwingError(
-                f"ConjugateGradients(preconditioner={shown(self.preconditioner)}) needs a method with a prior, or "
-                "None. Write preconditioner=lw.KFAC()."
-            )
+    iterations: int = option(100, at_least(1))
+    tolerance: float = option(0.2, between(0, 1))
+    preconditioner: Method | None = option(None, instance_of("a method with a prior", Method), write="lw.KFAC()")
 
     def most_passes(self, outline: Outline) -> float:
         """Returns how many passes a solve takes at most, the one for the residual included."""

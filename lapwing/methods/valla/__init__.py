@@ -7,25 +7,25 @@ Here are the method and its fits at fixed points: the optimal A in closed form, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from ...covariance import Basis, LowRankWithResidual
-from ...errors import LapwingError, check_choice, check_count, check_positive, shown
 from ...likelihoods import Likelihood
 from ...network import batches, ranks
+from ...options import Options, at_least, instance_of, option, positive
 from ...tangent import Anchors, Tangent
 from ..cost import Cost, Outline, Work
 from ..passes import Batch, IteratePass, Method, Passes
 from ..problem import Problem
 from ..state import State
 from ..subspace import ProjectedCurvature, on_basis, on_rows_cost, span_of_anchors
-from .points import INITIALS, POOL, STEPS, InducingPoints, Initial, anchors_of, inducing_points
+from .points import POOL, STEPS, InducingPoints, Initial, anchors_of, inducing_points
 
 
-class VallaFit(ABC):
+class VallaFit(Options, ABC):
     """A way to fit A, and what else is open: `ClosedForm`, `NaturalGradient`, ..."""
 
     def allows_early_stopping(self) -> bool:
@@ -83,14 +83,8 @@ class NaturalGradient(VallaFit):
         VaLLA(inducing_points=50, fit=NaturalGradient(steps=20, rate=None), initial='kmeans')
     """
 
-    steps: int = 100
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        check_count("NaturalGradient", "steps", self.steps)
-        if self.rate is not None:
-            check_positive("NaturalGradient", "rate", self.rate, 0.05, limit=1.0)
+    steps: int = option(100, at_least(1))
+    rate: float | None = option(None, positive(limit=1.0), write="0.05")
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields the steps on the span of the rows."""
@@ -135,21 +129,15 @@ class VaLLA(Method):
 
     accepts_further_data: ClassVar[bool] = False
 
-    inducing_points: int | InducingPoints = 100
-    fit: VallaFit = field(default_factory=ClosedForm)
+    inducing_points: int | InducingPoints = option(
+        100, at_least(1).or_else(instance_of("lw.InducingPoints", InducingPoints))
+    )
+    fit: VallaFit = option(
+        ClosedForm,
+        instance_of("lw.ClosedForm(), lw.NaturalGradient(), lw.VariationalBound() or lw.AlphaDivergence()", VallaFit),
+        write="lw.ClosedForm()",
+    )
     initial: Initial = "kmeans"
-
-    def __post_init__(self) -> None:
-        """Checks numbers and labels."""
-        if not isinstance(self.inducing_points, InducingPoints):
-            check_count("VaLLA", "inducing_points", self.inducing_points)
-        check_choice("VaLLA", "initial", self.initial, INITIALS)
-        if not isinstance(self.fit, VallaFit):
-            raise LapwingError(
-                f"VaLLA(fit={shown(self.fit)}) is not an option: fit is lw.ClosedForm(), "
-                "lw.NaturalGradient(steps=100), lw.VariationalBound() or lw.AlphaDivergence(). Write "
-                "VaLLA(fit=lw.ClosedForm())."
-            )
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         """Raises for inducing points that the network does not take, and outputs that it does not have."""

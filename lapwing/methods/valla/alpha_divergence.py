@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
-from ...errors import LapwingError, check_count, check_positive, shown
+from ...errors import LapwingError
 from ...likelihoods import Probit
 from ...linalg import cholesky, generator_on
 from ...network import batches, ranks
+from ...options import Rule, at_least, number, option, positive
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..passes import Batch, FitResult, Passes
@@ -25,6 +25,11 @@ from ..subspace import span_of_anchors
 from . import VallaFit
 from .moving_points import MovingSteps, divergence, initial_noise
 from .positions import Rows, picked_count, rows_at_positions
+
+LOADER = Rule(
+    lambda value: hasattr(value, "__iter__") and not isinstance(value, (Tensor, str)),
+    "a loader of held-out (inputs, targets) batches",
+)
 
 
 @dataclass(frozen=True)
@@ -57,31 +62,12 @@ class AlphaDivergence(VallaFit):
         AlphaDivergence(alpha=1.0, steps=1000, learning_rate=0.01, every=100, patience=3)
     """
 
-    alpha: float = 1.0
-    steps: int = 2000
-    learning_rate: float = 0.01
-    validation: Iterable[Any] | None = field(default=None, repr=False)
-    every: int = 100
-    patience: int = 3
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        for name, value in (("steps", self.steps), ("every", self.every), ("patience", self.patience)):
-            check_count("AlphaDivergence", name, value)
-        check_positive("AlphaDivergence", "learning_rate", self.learning_rate, 0.01)
-        number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)
-        if not (number and 0 <= self.alpha < inf):
-            raise LapwingError(
-                f"AlphaDivergence(alpha={shown(self.alpha)}) needs a finite number of at least 0. Write "
-                "AlphaDivergence(alpha=1.0)."
-            )
-        if self.validation is not None and (
-            isinstance(self.validation, Tensor) or not hasattr(self.validation, "__iter__")
-        ):
-            raise LapwingError(
-                f"AlphaDivergence(validation={batches.describe(self.validation)}) needs a loader of held-out (inputs, "
-                "targets) batches. Write AlphaDivergence(validation=[(x_val, y_val)])."
-            )
+    alpha: float = option(1.0, number(0))
+    steps: int = option(2000, at_least(1))
+    learning_rate: float = option(0.01, positive())
+    validation: Iterable[Any] | None = option(None, LOADER, write="[(x_val, y_val)]", repr=False)
+    every: int = option(100, at_least(1))
+    patience: int = option(3, at_least(1))
 
     def allows_early_stopping(self) -> bool:
         """Returns True: the prior is chosen here, and the tuning left out with a warning."""

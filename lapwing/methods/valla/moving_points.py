@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ...covariance import Covariance
-from ...errors import LapwingError, check_count, check_positive, shown
+from ...errors import LapwingError
 from ...likelihoods import curvature_weights
 from ...linalg import cholesky, doubled
 from ...network import nesting, ranks
+from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
@@ -210,19 +211,13 @@ class VariationalBound(VallaFit):
         ClosedForm()
     """
 
-    steps: int = 500
-    learning_rate: float = 0.01
-    then: VallaFit = field(default_factory=ClosedForm)
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        check_count("VariationalBound", "steps", self.steps)
-        check_positive("VariationalBound", "learning_rate", self.learning_rate, 0.01)
-        if not isinstance(self.then, (ClosedForm, NaturalGradient)):
-            raise LapwingError(
-                f"VariationalBound(then={shown(self.then)}) is not an option: then is lw.ClosedForm() or "
-                "lw.NaturalGradient(steps=100). Write VariationalBound(then=lw.ClosedForm())."
-            )
+    steps: int = option(500, at_least(1))
+    learning_rate: float = option(0.01, positive())
+    then: VallaFit = option(
+        ClosedForm,
+        instance_of("lw.ClosedForm() or lw.NaturalGradient()", ClosedForm, NaturalGradient),
+        write="lw.ClosedForm()",
+    )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         """Yields a pass for the residuals if σ² is open, the steps, then the passes for A."""

@@ -22,7 +22,6 @@ from ..rows import KeptInputs, choose, class_labels, rank_in_class
 log = logging.getLogger("lapwing")
 
 Initial = Literal["kmeans", "data"]
-INITIALS: tuple[Initial, ...] = ("kmeans", "data")
 
 POOL = 2000
 """Clusters are found among this many of the first samples, or 20 M if that is more: no cost grows with N."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...covariance import Covariance, Latent
 from ...covariance.positions import LatentAtPositions
 from ...covariance.terms import concatenate
-from ...errors import LapwingError, is_one_of, shown
+from ...errors import LapwingError
 from ...linalg import is_finite
 from ...network import batches
 from ...network.eager import without_compiled
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
     from .full import FullProgram
     from .operations import Kind, Operation, broadcast, independent, register_operation
     from .program import Program
-
-_LABELS = {
-    "covariance": ("diagonal", "full"),
-    "residual": ("independent", "correlated", None),
-    "attention": ("values", "scores", "tokens", "features"),
-    "activations": ("linear", "moments"),
-    "positions": ("correlated", "independent"),
-}
 
 
 @dataclass(frozen=True)
@@ -124,13 +116,8 @@ class Streamlined(Way):
     positions: Literal["independent", "correlated"] = "correlated"
 
     def __post_init__(self) -> None:
-        """Checks the labels."""
-        for name, accepted in _LABELS.items():
-            if not is_one_of(getattr(self, name), accepted):
-                raise LapwingError(
-                    f"There is no {name}={shown(getattr(self, name))}. The labels are "
-                    f"{' and '.join(map(repr, accepted))}: write via=lw.Streamlined({name}={accepted[0]!r})."
-                )
+        """Checks that the options go together."""
+        super().__post_init__()
         if self.covariance == "full" and self.activations == "moments":
             raise LapwingError(
                 "Full mode has no covariances between matched activations. Write lw.Streamlined('full') or "
