@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -80,12 +78,6 @@ class Comparison:
             lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
         return "\n".join([*lines, *self.notes])
 
-    def to_markdown(self) -> str:
-        """Returns the table, rounded as it prints, in GitHub's Markdown; without the notes."""
-        header, *rows = [[cell.replace("|", r"\|") for cell in row] for row in self._cells()]
-        rule = ["---", *["---:"] * len(self.columns)]
-        return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
-
     def _repr_html_(self) -> str:
         """Returns the table and its notes for notebooks."""
         rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._cells())
@@ -93,7 +85,9 @@ class Comparison:
         return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + f"</table>{notes}"
 
     def to_pandas(self) -> Any:
-        """Returns the numbers, unrounded, as a `pandas.DataFrame`: one row a candidate, NaN where a column is missing.
+        """Returns the unrounded numbers as a `pandas.DataFrame`, one row per candidate; a missing number is NaN.
+
+        The frame writes files: `table.to_pandas().to_csv("table.csv")`, or `to_markdown()`, `to_latex()`, `to_excel()`.
 
         Raises:
             LapwingError: without pandas.
@@ -107,14 +101,6 @@ class Comparison:
             [name, *(format(row[c], FORMATS.get(c, ".4f")) if c in row else "" for c in self.columns)]
             for name, row in self.rows.items()
         ]
-
-    def to_csv(self) -> str:
-        """Returns the numbers, unrounded, as comma-separated values with a header."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["candidate", *self.columns])
-        writer.writerows([name, *(row.get(column, "") for column in self.columns)] for name, row in self.rows.items())
-        return text.getvalue()
 
 
 @outside_modes

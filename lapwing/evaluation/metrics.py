@@ -1,12 +1,16 @@
 """Metrics of predictions: pure functions from tensors to one number, computed in float64 on the CPU.
 
+scikit-learn computes the accuracy, the Brier score, the RMSE and the AUROC, and torchmetrics the calibration error
+(`pip install lapwing[eval]`). The functions here check shapes and values first, and say in a sentence what is wrong.
+
 Letters: N data, C classes or outputs. Every function returns a float64 tensor of shape (), takes no gradient, and costs
-O(N C) time and memory (plus a sort of N values where it says so).
+O(N C) time and memory; `auroc` also sorts N values.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -34,7 +38,7 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
         0.5
     """
     probs, labels = _classification("accuracy", probs, labels)
-    return doubled(probs.argmax(1) == labels).mean()
+    return _scalar(extra("sklearn.metrics").accuracy_score(labels, probs.argmax(1)))
 
 
 def nll(log_prob: Tensor) -> Tensor:
@@ -103,9 +107,12 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
         0.5
     """
     probs, labels = _classification("brier", probs, labels)
-    distance = probs.clone()
-    distance[torch.arange(len(labels)), labels] -= 1.0  # (N, C)
-    return distance.square().sum(1).mean()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The y_prob values do not sum to one", UserWarning)  # checked above
+        score = extra("sklearn.metrics").brier_score_loss(
+            labels, probs.clamp_max(1.0), labels=range(probs.shape[1]), scale_by_half=False
+        )
+    return _scalar(score)
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
@@ -170,7 +177,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     # torchmetrics would squash scores outside [0, 1] by a sigmoid, which ties large ones
     is_out = torch.cat([torch.zeros_like(scores["scores_in"]), torch.ones_like(scores["scores_out"])])
     joined = torch.cat([scores["scores_in"], scores["scores_out"]])
-    return torch.tensor(float(sklearn.roc_auc_score(is_out.numpy(), joined.numpy())), dtype=torch.float64)
+    return _scalar(sklearn.roc_auc_score(is_out, joined))
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
@@ -211,7 +218,7 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
         2.0000000000000004
     """
     mean, y = _regression("rmse", mean=mean, y=y)
-    return (mean - y).square().mean().sqrt()
+    return _scalar(extra("sklearn.metrics").root_mean_squared_error(y.flatten(), mean.flatten()))
 
 
 def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
@@ -284,6 +291,10 @@ def real_tensor(caller: str, name: str, value: Any) -> Tensor:
     if tensor is None or tensor.is_complex():
         raise LapwingError(f"{caller} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
     return tensor
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)
 
 
 def _double(function: str, name: str, value: Tensor) -> Tensor:

@@ -118,9 +118,6 @@ def test_several_foreign_sets(posterior: lw.Posterior) -> None:
 def test_tables_in_other_forms() -> None:
     rows = {"a | b": {"accuracy": 0.5, "NLL": 1 / 3}, "<c>": {"NLL": 2.0}}
     table = Comparison(("accuracy", "NLL"), rows, ("1 < 2",))
-    assert table.to_markdown().splitlines() == [
-        "|  | accuracy | NLL |", "| --- | ---: | ---: |", r"| a \| b | 50.00% | 0.3333 |", "| <c> |  | 2.0000 |",
-    ]  # fmt: skip
     html = table._repr_html_()
     assert html.startswith("<table><tr><td></td><td>accuracy</td><td>NLL</td></tr>")
     assert html.endswith("<tr><td>&lt;c&gt;</td><td></td><td>2.0000</td></tr></table><p>1 &lt; 2</p>")
