@@ -22,6 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,9 +33,8 @@ import lapwing as lw
 from benchmarks.large import resnet18
 from benchmarks.measure import RESULTS, write
 from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock, KroneckerFactors
-from lapwing.methods.cost import Layer, Outline
 from lapwing.methods.passes import Batch
-from lapwing.methods.problem import FisherRoot, Problem
+from lapwing.methods.problem import FisherRoot, Problem, root_columns
 from lapwing.methods.state import DataSummary
 from lapwing.posterior.prior import Prior
 from lapwing.tangent import Tangent
@@ -55,12 +55,53 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
     return resnet18().eval(), torch.randn(16, 3, 64, 64)
 
 
-def floors(tangent: Tangent, x: Tensor, name: str) -> dict[str, float]:
+@dataclass(frozen=True)
+class Layer:
+    """One block of weights as its contractions see it.
+
+    Attributes:
+        size: number of weights.
+        positions: number of positions T of a sample at which the weights are used.
+        shape: (G, O, I), or None if no Kronecker product covers the block.
+        is_output: whether the layer gives the outputs.
+    """
+
+    size: int
+    positions: int
+    shape: tuple[int, int, int] | None
+    is_output: bool
+
+    @property
+    def single(self) -> bool:
+        """Whether each row is one outer product."""
+        return self.shape is not None and self.positions == 1
+
+    def turned(self, columns: int) -> float:
+        """Returns the multiply-adds that turn R rows into the eigenbasis of the factors."""
+        assert self.shape is not None
+        groups, outputs, inputs = self.shape
+        left = min(self.positions, columns * outputs) * inputs**2
+        right = 0 if self.is_output else min(self.positions, inputs) * columns * outputs**2
+        return groups * (left + right)
+
+
+def layers_of(tangent: Tangent) -> dict[str, Layer]:
+    """Returns block name -> its layer."""
+    plan, layers = tangent.plan, {}
+    for block in tangent.blocks:
+        uses = [i for i, _, _ in plan.uses.get(block.name, ())]
+        shape = None if plan.is_explicit(block) or block.matrix is None else block.matrix_shape
+        positions = sum(plan.sizes[i][0] for i in uses) // (shape[0] * shape[1]) if shape else 1
+        layers[block.name] = Layer(block.size, max(1, positions), shape, plan.last in uses)
+    return layers
+
+
+def floors(tangent: Tangent, name: str) -> dict[str, float]:
     """Returns the multiply-adds of a fit's passes and of a prediction, in those of a forward pass."""
-    outline = Outline.of(tangent, lw.Categorical(), x, len(x))
-    layers = [layer for layer in outline.layers.values() if layer.shape is not None]
+    every = layers_of(tangent)
+    layers = [layer for layer in every.values() if layer.shape is not None]
     forward = sum(layer.positions * layer.size for layer in layers)
-    entry = outline.layers[min(tangent.plan.uses, key=lambda block: tangent.plan.uses[block][0][0])]
+    entry = every[min(tangent.plan.uses, key=lambda block: tangent.plan.uses[block][0][0])]
 
     def total(counts: tuple[Callable[[Layer, int], float], ...], rows: int) -> float:
         return sum(count(layer, rows) for count in counts for layer in layers) / forward
@@ -92,7 +133,8 @@ def floors(tangent: Tangent, x: Tensor, name: str) -> dict[str, float]:
         "EKFAC": ((passed, factors, passed, Layer.turned, squares), (passed, Layer.turned, covariances)),
         "ELLA": ((passed, directions), (passed, directions)),
     }[name]
-    return {"fit": total(fit, outline.columns), "predict": total(predict, tangent.outputs)}
+    columns = root_columns(lw.Categorical(), tangent.outputs, 1, tangent.device)
+    return {"fit": total(fit, columns), "predict": total(predict, tangent.outputs)}
 
 
 def problem_of(tangent: Tangent, outputs: Tensor, y: Tensor) -> Problem:
@@ -149,7 +191,7 @@ def case(name: str, rounds: int = 5) -> dict[str, Any]:
     y, method = torch.arange(len(x)) % 10, METHODS[label]
     tangent = Tangent.survey(model, x)
     decomposed = (kind, label) != ("resnet18", "KFAC")
-    least = floors(tangent, x, label)
+    least = floors(tangent, label)
     best = {"forward": float("inf"), "fit": float("inf"), "predict": float("inf")}
 
     def clock(what: str, call: Callable[[], Any]) -> Any:

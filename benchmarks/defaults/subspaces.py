@@ -2,8 +2,7 @@
 
     python -m benchmarks.defaults.subspaces --cache CACHE
 
-Costs are those that `lw.plan` counts, in forward passes of the same data, tuning included: no clock is read. Writes
-benchmarks/results/defaults_subspaces.json.
+Writes benchmarks/results/defaults_subspaces.json.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from benchmarks.defaults import measures
 from benchmarks.defaults.__main__ import CACHE
 from benchmarks.defaults.networks import CELLS, Cell
 from benchmarks.measure import write
-from papers.common.data import batched
 
 METHODS: dict[str, lw.Method] = {
     "`KFAC()`": lw.KFAC(),
@@ -34,24 +32,21 @@ def rows_of(cell: Cell, seed: int = 0) -> list[dict[str, Any]]:
     """Returns a row for each method and tuning."""
     data = cell.data(seed)
     model = cell.trained(data, seed)
-    train, val = (batched(*part, measures.BATCH) for part in (data.train, data.val))
     rows = []
     for name, method in METHODS.items():
         for tuning in TUNINGS:
             predict, facts = getattr(measures, tuning)(model, data, method=method)
-            plan = lw.plan(model, train, method, validation=val if tuning == "validated" else None)
             row = {"cell": cell.name, "family": cell.family, "seed": seed, "method": name, "tuning": tuning}
             row |= measures.scores(measures.predicted(predict, data.test[0]), data.test[1]) | facts
-            row |= {"fit_passes": plan.passes + plan.tuning_passes, "predict_passes": plan.predict_passes}
             rows.append(row)
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the table of docs/defaults.md: means of a family, and medians of the costs."""
+    """Returns the table of docs/defaults.md: means of a family."""
     lines = [
-        "| family | method | NLL: default, validated | 90 % intervals cover | passes of the fit | of a prediction |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| family | method | NLL: default, validated | 90 % intervals cover |",
+        "| --- | --- | --- | --- |",
     ]
     for family in dict.fromkeys(row["family"] for row in rows):
         for method in METHODS:
@@ -59,9 +54,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                     for tuning in TUNINGS]  # fmt: skip
             nll = ", ".join(f"{statistics.fmean(row['nll'] for row in some):.3f}" for some in both)
             covered = ", ".join(f"{statistics.fmean(row['coverage'] for row in some):.0%}" for some in both)
-            fit = ", ".join(f"{statistics.median(row['fit_passes'] for row in some):.0f}" for some in both)
-            predict = statistics.median(row["predict_passes"] for row in both[0])
-            lines.append(f"| {family} | {method} | {nll} | {covered.replace('%', ' %')} | {fit} | {predict:.1f} |")
+            lines.append(f"| {family} | {method} | {nll} | {covered.replace('%', ' %')} |")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..methods import KFAC, Diagonal, Full, Method, Outline
+from ..methods import KFAC, Diagonal, FitShape, Full, Method
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
@@ -136,15 +136,13 @@ def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tupl
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
 
-def price(method: Method, outline: Outline) -> str:
-    """Returns a sentence: forward and backward passes of fit and prediction, as counted beforehand, and bytes kept."""
-    cost = method.cost(outline)
-    assert cost is not None  # of the defaults all state it
-    backwards = 0 if outline.tangent.treats_output_alone else cost.fit.backwards
+def price(method: Method, shape: FitShape) -> str:
+    """Returns a sentence for the log: the length of the fit in forward passes, and the bytes of the posterior."""
+    footprint = method.footprint(shape)
+    assert footprint is not None  # every default method has one
     return (
-        f"The fit takes {cost.fit.records:,.0f} forward and {backwards:,.0f} backward passes of the data, a prediction "
-        f"{cost.predict.records:,.0f} and {cost.predict.backwards:,.0f} of its inputs, beside products and the tuning, "
-        f"which lw.plan(model, loader) counts; {cost.kept:,} bytes are kept."
+        f"The fit takes about {footprint.passes:,.0f} forward passes of the data, without tuning, and the posterior "
+        f"keeps {footprint.kept:,} bytes; lw.plan(model, loader) shows more."
     )
 
 

@@ -17,7 +17,7 @@ from ..covariance import PriorCovariance
 from ..errors import check_flag
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..methods import KFAC, FisherRoot, Method, Outline, Problem
+from ..methods import KFAC, FisherRoot, FitShape, Method, Problem
 from ..methods.problem import root_positions
 from ..network import batches, ranks
 from ..network.batches import Forward
@@ -33,9 +33,9 @@ from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import checkpoint_of
 from .default_method import check_method, method_and_tangent, price
 from .further import continued
+from .memory_check import check_memory
 from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
 from .result import checked, posteriors_of, with_tuning
-from .room import check_room
 from .runner import Runner
 from .same_fit import check_same_options
 from .validation import check_held_out, first_held_out, with_all_weights
@@ -190,11 +190,11 @@ def fit(
         runner = Runner(training, prefixes, data_size, file)
         method, tangent, reason = method_and_tangent(model, survey, method, params, likelihood, runner.count)
         least = runner.shown() or known_size(loader) or batches.size(inputs)
-        outline = Outline.of(tangent, likelihood, inputs, least)
-        check_fit(method, outline, tune, inputs, validation is not None)
-        check_room(method, outline)
+        shape = FitShape.of(tangent, likelihood, inputs, least)
+        check_fit(method, shape, tune, inputs, validation is not None)
+        check_memory(method, shape)
         if reason is not None:
-            log.info("%s %s", reason, price(method, outline))
+            log.info("%s %s", reason, price(method, shape))
         precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay
         prior = Prior.read(tangent, precision, prior_mean)
         ranks.check_same_network(tangent.model, tangent.state())

@@ -11,7 +11,7 @@ import torch
 from ..errors import LapwingError, is_positive, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.inferred import check_logits
-from ..methods import Method, Outline
+from ..methods import FitShape, Method
 from ..network import batches
 from ..network.loaders import check_seed
 from ..posterior.prior import check_range
@@ -75,17 +75,17 @@ def check_data_size(data_size: int, count: int) -> None:
         )
 
 
-def check_fit(method: Method, outline: Outline, tune: Tuning | None, inputs: Any, held_out: bool) -> None:
+def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, held_out: bool) -> None:
     """Raises where method, network, likelihood and tuning do not go together, once the network is surveyed.
 
     Args:
         method: of the fit.
-        outline: of the network and the likelihood.
+        shape: of the network and the likelihood.
         tune: the tuning; None where there is none.
         inputs: of the first batch.
         held_out: whether the tuning is by `validation=`.
     """
-    tangent, likelihood = outline.tangent, outline.likelihood
+    tangent, likelihood = shape.tangent, shape.likelihood
     method.check(tangent, likelihood)
     if held_out and method.chooses_temperature:
         name = type(method).__name__
@@ -94,7 +94,7 @@ def check_fit(method: Method, outline: Outline, tune: Tuning | None, inputs: Any
             f"held_out, lw.{name}())."
         )
     if tune is not None:
-        tune.check(method, outline)
+        tune.check(method, shape)
     _check_outputs(tangent, likelihood, inputs)
     check_noise(likelihood, tangent)
 

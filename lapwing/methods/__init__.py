@@ -6,9 +6,9 @@ It imports `posterior` and what is below it, never `tuning` or `fitting`. Begin 
 
 from __future__ import annotations
 
-from .cost import Cost, Outline, Work
 from .diagonal import Diagonal
 from .ella import ELLA
+from .footprint import FitShape, Footprint
 from .full import Full
 from .kfac import EKFAC, KFAC
 from .mean_field import MeanField
@@ -24,7 +24,7 @@ from .passes import (
     SumPass,
     run_curvature_pass,
 )
-from .problem import FisherRoot, Problem
+from .problem import FisherRoot, MemoryNeed, Problem
 from .sampled_lla import SampledLLA
 from .sampled_lla.conjugate_gradients import ConjugateGradients
 from .state import BlockSums, DataSummary, State
@@ -37,10 +37,16 @@ from .valla.alpha_divergence import AlphaDivergence
 from .valla.moving_points import VariationalBound
 from .valla.points import InducingPoints
 
+METHODS: tuple[Method, ...] = (
+    Diagonal(), KFAC(), EKFAC(), Full(), ELLA(), OptimalSubspace(), SubsetOfWeights(size=100), VaLLA(), SubsetOfData(),
+    SampledLLA(), MeanField(),
+)  # fmt: skip
+"""The methods of `lw.fit`, each with its default options: `lw.plan(model, loader, "all")` plans them."""
+
 __all__ = [
-    "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm", "ConjugateGradients",
-    "Cost", "CurvaturePass", "DataSummary", "Diagonal", "FisherRoot", "FitResult", "Full", "InducingPoints",
-    "IteratePass", "MeanField", "Method", "NaturalGradient", "OptimalSubspace", "Outline", "Pass", "Passes", "Problem",
-    "SampledLLA", "SnapshotCollector", "State", "SubsetOfData", "SubsetOfWeights", "SumPass",
-    "TemperatureScaling", "VaLLA", "VariationalBound", "Work", "run_curvature_pass",
+    "EKFAC", "ELLA", "KFAC", "METHODS", "SWAG", "AlphaDivergence", "Batch", "BlockSums", "ClosedForm",
+    "ConjugateGradients", "CurvaturePass", "DataSummary", "Diagonal", "FisherRoot", "FitResult", "FitShape",
+    "Footprint", "Full", "InducingPoints", "IteratePass", "MeanField", "MemoryNeed", "Method", "NaturalGradient",
+    "OptimalSubspace", "Pass", "Passes", "Problem", "SampledLLA", "SnapshotCollector", "State", "SubsetOfData",
+    "SubsetOfWeights", "SumPass", "TemperatureScaling", "VaLLA", "VariationalBound", "run_curvature_pass",
 ]  # fmt: skip

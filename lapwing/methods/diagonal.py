@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..covariance import Blockwise, DiagonalBlock
-from .cost import Cost, Layer, Outline
+from .footprint import FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums
@@ -27,11 +27,10 @@ class Diagonal(Method):
         """Yields one pass."""
         return (yield from run_curvature_pass(SquaredSums(problem)))
 
-    def cost(self, outline: Outline) -> Cost:
-        """Returns the cost of one pass of squares."""
-        kept = outline.stored(Blockwise, {"kinds": dict.fromkeys(outline.layers, "diagonal")})
-        work = outline.over_data(Layer.squares, sums=True), outline.prediction(Layer.squares)
-        return Cost(*work, kept, kept + outline.chunk())
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of one pass."""
+        kept = shape.stored(Blockwise, {"kinds": {block.name: "diagonal" for block in shape.tangent.blocks}})
+        return Footprint(kept, kept + shape.chunk(), shape.pass_length)
 
 
 class SquaredSums(CurvaturePass[BlockSums]):

@@ -7,11 +7,11 @@ from typing import Literal
 
 from ..errors import LapwingError, shown
 from ..options import at_least, option
-from .cost import Cost, Outline
+from .footprint import FitShape, Footprint
 from .passes import Method, Passes
 from .problem import Problem
 from .rows import Sampling, sampled_anchors
-from .subspace import Residual, on_basis, on_rows_cost, span_of_anchors
+from .subspace import Residual, footprint_on_rows, on_basis, span_of_anchors
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class ELLA(Method):
         basis = span_of_anchors(problem, anchors, self.rank, self.residual)
         return (yield from on_basis(problem, basis, self.residual))
 
-    def cost(self, outline: Outline) -> Cost:
-        """Returns the cost of the rows' span and of the curvature on it."""
-        pairs = outline.samples * (outline.tangent.width if self.sampling == "uniform" else 1)
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of the rows' span and of the curvature on it."""
+        pairs = shape.samples * (shape.tangent.width if self.sampling == "uniform" else 1)
         count = pairs if self.rows == "all" else min(self.rows, pairs)
-        return on_rows_cost(outline, count, self.rank, self.residual)
+        return footprint_on_rows(shape, count, self.rank, self.residual)

@@ -14,11 +14,11 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import add_squares, mirrored
 from ..tangent import Tangent
-from .cost import DOUBLE, EIGEN, Cost, Layer, Outline, Work, singular
+from .footprint import FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
-from .problem import Need, Problem
+from .problem import MemoryNeed, Problem
 from .state import State
-from .subspace import orthonormal_span, projection
+from .subspace import orthonormal_span
 
 
 @dataclass(frozen=True)
@@ -69,32 +69,27 @@ class Full(Method):
         """Whether the GGN is kept, and not all rows of J."""
         return tangent.positions is not None or self.form == "primal" or (self.form == "auto" and rows >= tangent.size)
 
-    def _need(self, tangent: Tangent, rows: int) -> Need:
+    def _need(self, tangent: Tangent, rows: int) -> MemoryNeed:
         size = tangent.size
         if self._is_primal(tangent, rows):
-            return Need("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
+            return MemoryNeed("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
         what = f"{rows} rows of {size} weights"
-        return Need("Full(form='dual')", 16 * rows * size, what, "use lw.KFAC() or fewer samples")
+        return MemoryNeed("Full(form='dual')", 16 * rows * size, what, "use lw.KFAC() or fewer samples")
 
-    def cost(self, outline: Outline) -> Cost:
-        """Returns the cost of all rows, and of the eigenpairs of their sum of squares or of their singular vectors."""
-        size, rows = outline.tangent.size, outline.samples * outline.columns
-        fit, predict = outline.over_data(Layer.rows, DOUBLE), outline.prediction(Layer.rows, DOUBLE)
-        needs = (self._need(outline.tangent, rows),)
-        if self._is_primal(outline.tangent, rows):
-            kept = outline.stored(DenseCovariance, {})
-            fit += Work(products=DOUBLE / 2 * outline.columns * size**2) + outline.decomposed(EIGEN * size**3)
-            predict += Work(products=DOUBLE * outline.tangent.outputs * size**2)
-            chunk = outline.chunk(torch.float64, 2 * outline.columns * size)
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of the dense GGN and its eigenpairs, or of all rows and their singular vectors."""
+        size, rows = shape.tangent.size, shape.samples * shape.columns
+        needs = (self._need(shape.tangent, rows),)
+        if self._is_primal(shape.tangent, rows):
+            kept, chunk = shape.stored(DenseCovariance, {}), shape.chunk(torch.float64, 2 * shape.columns * size)
             peak = 8 * size**2 + max(32 * size**2, chunk)  # the sum, its copies and LAPACK's
-            return Cost(fit, predict, kept, peak, needs=needs)
+            return Footprint(kept, peak, shape.pass_length, needs=needs)
         rank, numbers = min(rows, size), rows * size
         basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}
-        kept = outline.stored(LowRankWithResidual, basis, torch.float64)
-        fit += outline.decomposed(singular(rows, size))
+        kept = shape.stored(LowRankWithResidual, basis, torch.float64)
         scratch = max(12 * numbers, 8 * rows * rank) + 80 * rank**2
-        peak = 8 * numbers + max(kept + scratch, outline.chunk(torch.float64))
-        return Cost(fit, projection(outline, rank, "prior"), kept, peak, rank=rank, needs=needs)
+        peak = 8 * numbers + max(kept + scratch, shape.chunk(torch.float64))
+        return Footprint(kept, peak, shape.pass_length, rank, needs)
 
 
 @dataclass

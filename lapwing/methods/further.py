@@ -27,7 +27,7 @@ from ..posterior import MethodInfo
 from .full import AllRows, DenseCurvature, DenseSum
 from .kfac import Factors, _FactorPass
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
-from .problem import Need, Problem
+from .problem import MemoryNeed, Problem
 from .state import S
 from .subspace import ProjectedCurvature, ProjectionPass
 
@@ -129,7 +129,7 @@ class _MoreRows(AllRows):
         count = problem.count() * problem.root.columns
         needed = 16 * (count + rows.rank) * problem.tangent.size
         what, instead = f"{count + rows.rank} rows", "fit lw.Full(form='primal')"
-        problem.require(Need("The dual form of Full", needed, what, instead))
+        problem.require(MemoryNeed("The dual form of Full", needed, what, instead))
         super().__init__(problem, count)
         self._former, self._former_curvature = rows, curvature
 

@@ -18,9 +18,9 @@ from ..jacobian.jacobian import MatrixJacobian
 from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
 from ..network import ranks
 from ..tangent import Record, Tangent
-from .cost import EIGEN, WORKSPACE, Cost, Layer, Outline, eigenpairs
+from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
-from .problem import Need, Problem
+from .problem import MemoryNeed, Problem
 from .state import BlockSums, State
 
 SHARED = 2**24
@@ -61,41 +61,34 @@ class KFAC(Method):
         """Yields one pass."""
         return (yield from run_curvature_pass(self._factor_pass(problem)))
 
-    def cost(self, outline: Outline) -> Cost:
-        """Returns the cost of one pass of factors, and of their eigenpairs, of which one factor's are taken at once."""
-        kinds, itemsize = self._kinds(outline.tangent), outline.tangent.dtype.itemsize
-        names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
-        kept, eigen, scratch = outline.stored(Blockwise, {"kinds": names}), 0.0, outline.chunk()
-        rank = outline.tangent.outputs if outline.tangent.treats_output_alone else outline.columns  # of one row
-        for block in outline.tangent.blocks:
-            groups, outputs, inputs = block.matrix_shape
-            if kinds[block.name] == "factored":
-                rows = outline.samples * outline.layers[block.name].positions
-                sides = [(outputs, rank * rows)]
-                sides += [] if block.matrix and block.matrix.one_hot else [(inputs, rows)]
-                eigen += groups * sum(eigenpairs(size, rank) for size, rank in sides)
-                scratch = max(scratch, groups * (WORKSPACE - itemsize) * max(sides)[0] ** 2)
-            elif kinds[block.name] == "dense":
-                eigen += EIGEN * block.size**3
-                scratch = max(scratch, 2 * WORKSPACE * block.size**2)
-        fit = outline.over_data(Layer.factors, sums=True) + outline.decomposed(eigen)
-        predict, needs = outline.prediction(_in_eigenbasis), (self._need(outline.tangent),)
-        return Cost(fit, predict, kept, kept + scratch, needs=needs)
-
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
         """Returns block name -> "factored", or what the block gets that no Kronecker product covers."""
         return {block.name: "factored" if block.matrix is not None else self.uncovered for block in tangent.blocks}
 
-    def _need(self, tangent: Tangent) -> Need:
+    def _need(self, tangent: Tangent) -> MemoryNeed:
         kinds = self._kinds(tangent)
         dense = sum(block.size**2 for block in tangent.blocks if kinds[block.name] == "dense")
         method = f"{type(self).__name__}(uncovered='dense')"
-        return Need(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
+        return MemoryNeed(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
 
     def _factor_pass(self, problem: Problem) -> _FactorPass:
         """Returns the factor pass, after a check that dense blocks fit."""
         problem.require(self._need(problem.tangent))
         return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
+
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of one pass, and of its eigendecompositions, which take one factor at a time."""
+        kinds, itemsize = self._kinds(shape.tangent), shape.tangent.dtype.itemsize
+        names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
+        kept, scratch = shape.stored(Blockwise, {"kinds": names}), shape.chunk()
+        for block in shape.tangent.blocks:
+            groups, outputs, inputs = block.matrix_shape
+            if kinds[block.name] == "factored":
+                widest = outputs if block.matrix and block.matrix.one_hot else max(outputs, inputs)
+                scratch = max(scratch, groups * (DECOMPOSITION_BYTES - itemsize) * widest**2)
+            elif kinds[block.name] == "dense":
+                scratch = max(scratch, 2 * DECOMPOSITION_BYTES * block.size**2)
+        return Footprint(kept, kept + scratch, shape.pass_length, needs=(self._need(shape.tangent),))
 
 
 class EKFAC(KFAC):
@@ -128,17 +121,11 @@ class EKFAC(KFAC):
         ranks.agree("the eigenbasis", [x for structure in structures.values() for x in structure.tensors().values()])
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
 
-    def cost(self, outline: Outline) -> Cost:
-        """Returns KFAC's cost and that of the second pass."""
-        factors = super().cost(outline)
-        second = outline.tangent.size * outline.tangent.dtype.itemsize + outline.chunk()
-        fit = factors.fit + outline.over_data(_in_eigenbasis, sums=True)
-        return replace(factors, fit=fit, peak=max(factors.peak, factors.kept + second))
-
-
-def _in_eigenbasis(layer: Layer, columns: int) -> float:
-    """Returns what R rows take to be turned into the eigenbasis and squared."""
-    return layer.turned(columns) + layer.squares(columns)
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns KFAC's footprint plus the second pass."""
+        factors = super().footprint(shape)
+        second = shape.tangent.size * shape.tangent.dtype.itemsize + shape.chunk()
+        return replace(factors, peak=max(factors.peak, factors.kept + second), passes=2 * factors.passes)
 
 
 @dataclass

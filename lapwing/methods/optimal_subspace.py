@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -18,12 +18,12 @@ from ..network import batches
 from ..options import at_least, instance_of, option
 from ..tangent import Anchors, Tangent, Vectors
 from ..tangent.anchors import output_width
-from .cost import DOUBLE, EIGEN, WORKSPACE, Cost, Layer, Outline, Work
+from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .kfac import KFAC
 from .passes import Method, Pass, Passes, check_within, prior_covariance
-from .problem import Need, Problem
+from .problem import MemoryNeed, Problem
 from .rows import anchors_at, choose
-from .subspace import Residual, leading_of, on_basis, on_rows_cost, record_dtype
+from .subspace import Residual, footprint_on_rows, leading_of, on_basis, record_dtype
 
 
 @dataclass(frozen=True)
@@ -84,36 +84,14 @@ class OptimalSubspace(Method):
         basis = ExplicitBasis(self.directions(problem, anchors, approximate))
         return (yield from on_basis(problem, basis, self.residual))
 
-    def cost(self, outline: Outline) -> Cost | None:
-        """Returns the cost of Ψ_approx, of its products with the rows and their Gram matrix, and of the curvature."""
-        tangent, size, outputs = outline.tangent, outline.tangent.size, outline.tangent.outputs
-        first = self.curvature.cost(outline) if isinstance(self.curvature, Method) else Cost(Work(), Work(), 0, 0)
-        if first is None:
-            return None
-        count = tangent.width * (outline.samples if self.at is None else batches.size(self.at))
-        if self.at is None and self.rows != "all":
-            count = min(count, outputs * max(1, self.rows // outputs))
-        cost = on_rows_cost(outline, min(self.rank, count), self.rank, self.residual)  # its pass, and what is kept
-        fits = 2 * count * size * 8 <= tangent.memory
-        again = 1.0 if fits else 1 + count / max(1, tangent.chunk_length(1, tangent.dtype, 4 * size))
-        fit = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(again * count / outline.samples)
-        fit += outline.once(DOUBLE * count**2 * size)
-        if isinstance(self.curvature, KFAC):
-            fit += outline.once(2 * count * outline.total(Layer.rotated))
-        scratch = 16 * count * size + min(tangent.memory // 2, 16 * count * size) if fits else tangent.memory
-        peak = max(first.peak, first.kept + cost.kept + scratch + WORKSPACE * count**2, first.kept + cost.peak)
-        dtype = tangent.dtype if self.residual is None else torch.float64
-        return replace(
-            cost, fit=first.fit + cost.fit + fit + outline.decomposed(EIGEN * count**3), peak=peak,
-            needs=first.needs + self._needs(tangent, count, dtype), note=first.note,
-        )  # fmt: skip
-
-    def _needs(self, tangent: Tangent, count: int, dtype: torch.dtype) -> tuple[Need, ...]:
+    def _needs(self, tangent: Tangent, count: int, dtype: torch.dtype) -> tuple[MemoryNeed, ...]:
         """Returns the needs of the directions, and of the Gram matrix of M rows."""
         directions = min(self.rank, count) * tangent.size * dtype.itemsize
         return (
-            Need(f"OptimalSubspace(rank={self.rank})", directions, f"{self.rank} directions", "ask for a lower rank"),
-            Need(f"OptimalSubspace(rows={count})", 16 * count**2, "the rows' Gram matrix", "ask for fewer rows"),
+            MemoryNeed(
+                f"OptimalSubspace(rank={self.rank})", directions, f"{self.rank} directions", "ask for a lower rank"
+            ),
+            MemoryNeed(f"OptimalSubspace(rows={count})", 16 * count**2, "the rows' Gram matrix", "ask for fewer rows"),
         )
 
     def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
@@ -164,6 +142,27 @@ class OptimalSubspace(Method):
             _weight(problem, approximate, cut(blocks, rows))
             directions = cut(blocks, torch.linalg.qr(rows.T)[0].T)
         return {name: placed(vectors.to(dtype), tangent.device) for name, vectors in directions.items()}
+
+    def footprint(self, shape: FitShape) -> Footprint | None:
+        """Returns the footprint of Ψ_approx, of the rows and their Gram matrix, and of the curvature."""
+        tangent, size, outputs = shape.tangent, shape.tangent.size, shape.tangent.outputs
+        first = self.curvature.footprint(shape) if isinstance(self.curvature, Method) else Footprint(0, 0, 0.0)
+        if first is None:
+            return None
+        count = tangent.width * (shape.samples if self.at is None else batches.size(self.at))
+        if self.at is None and self.rows != "all":
+            count = min(count, outputs * max(1, self.rows // outputs))
+        last = footprint_on_rows(shape, min(self.rank, count), self.rank, self.residual)
+        fits = 2 * count * size * 8 <= tangent.memory
+        again = 1.0 if fits else 1 + count / max(1, tangent.chunk_length(1, tangent.dtype, 4 * size))
+        scratch = 16 * count * size + min(tangent.memory // 2, 16 * count * size) if fits else tangent.memory
+        scratch += DECOMPOSITION_BYTES * count**2
+        dtype = tangent.dtype if self.residual is None else torch.float64
+        return Footprint(
+            last.kept, max(first.peak, first.kept + last.kept + scratch, first.kept + last.peak),
+            first.passes + last.passes + 2 * again * count / shape.samples, last.rank,
+            first.needs + self._needs(tangent, count, dtype), first.note,
+        )  # fmt: skip
 
 
 def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) -> None:

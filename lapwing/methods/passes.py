@@ -26,7 +26,7 @@ from ..network import batches
 from ..network.gate import Checked
 from ..options import Options
 from ..tangent import Record, Tangent
-from .cost import Cost, Outline
+from .footprint import FitShape, Footprint
 from .problem import FisherByParts, FisherRoot, Problem
 from .state import DataSummary, S
 
@@ -363,8 +363,8 @@ class Method(Options, ABC):
         """
         return True
 
-    def cost(self, outline: Outline) -> Cost | None:
-        """Returns what the fit and its predictions take, counted from shapes; None where that is not known."""
+    def footprint(self, shape: FitShape) -> Footprint | None:
+        """Returns the memory and the passes of a fit, from shapes, or None if they are unknown."""
         return None
 
 

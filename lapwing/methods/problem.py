@@ -29,7 +29,7 @@ POSITION_DRAWS = 8
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Tensors that a method cannot cut into chunks, and that have to fit the memory budget.
 
     Attributes:
@@ -230,7 +230,7 @@ class Problem:
         """Returns zeros (*shape, P_block) for each block."""
         return {block.name: self.zeros(*shape, block.size) for block in self.tangent.blocks}
 
-    def require(self, need: Need) -> None:
+    def require(self, need: MemoryNeed) -> None:
         """Raises if what a method cannot cut into chunks does not fit the memory budget."""
         refusal = need.refusal(self.tangent.memory)
         if refusal is not None:

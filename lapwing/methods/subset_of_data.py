@@ -12,11 +12,11 @@ from ..errors import LapwingError
 from ..network import batches
 from ..options import at_least, option
 from ..tangent import Tangent
-from .cost import Cost, Outline
 from .ella import ELLA
+from .footprint import FitShape, Footprint
 from .full import Full
 from .passes import Batch, FitResult, Method, Passes, SumPass
-from .problem import Need, Problem
+from .problem import MemoryNeed, Problem
 from .rows import choose, choose_balanced, class_labels
 from .state import DataSummary, State
 
@@ -94,15 +94,6 @@ class SubsetOfData(Method):
                     "DataLoader(..., shuffle=False)."
                 )
 
-    def cost(self, outline: Outline) -> Cost:
-        """Returns the cost of the other method on the subset, as a part of all data."""
-        points = min(self.size, outline.samples)
-        small = replace(outline, samples=points, batch=min(points, outline.batch))
-        method = self._exact(small.tangent, points, small.columns)
-        cost = method.cost(small)
-        needs = (_need(points, small.tangent.width),) if isinstance(method, ELLA) else cost.needs
-        return replace(cost, fit=cost.fit.times(points / outline.samples), needs=needs)
-
     def _exact(self, tangent: Tangent, points: int, columns: int) -> Full | ELLA:
         """Returns the method that gives the exact posterior of the points within the memory budget."""
         rows, size, at_positions = points * columns, tangent.size, tangent.positions is not None
@@ -111,11 +102,20 @@ class SubsetOfData(Method):
         rank = size if at_positions else points * tangent.outputs  # later inputs may have more positions
         return ELLA(rank=rank, rows="all", residual="prior")
 
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of the other method on the subset."""
+        points = min(self.size, shape.samples)
+        small = replace(shape, samples=points, batch=min(points, shape.batch))
+        method = self._exact(small.tangent, points, small.columns)
+        inner = method.footprint(small)
+        needs = (_need(points, small.tangent.width),) if isinstance(method, ELLA) else inner.needs
+        return replace(inner, passes=inner.passes * points / shape.samples, needs=needs)
 
-def _need(points: int, width: int) -> Need:
+
+def _need(points: int, width: int) -> MemoryNeed:
     rows = points * width
     what = f"the Gram matrix of {rows} rows"
-    return Need(f"SubsetOfData(size={points})", 16 * rows**2, what, "ask for a smaller size")
+    return MemoryNeed(f"SubsetOfData(size={points})", 16 * rows**2, what, "ask for a smaller size")
 
 
 def chosen_places(total: int, count: int, generator: torch.Generator, labels: Tensor | None) -> Tensor:

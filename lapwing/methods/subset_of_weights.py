@@ -17,10 +17,10 @@ from ..linalg import doubled
 from ..options import Rule, at_least, option, required
 from ..posterior import Posterior
 from ..tangent import Block, Tangent
-from .cost import DOUBLE, MOVE, Cost, Layer, Outline, Work
 from .diagonal import SquaredSums
+from .footprint import FitShape, Footprint
 from .passes import Method, Pass, Passes
-from .problem import Need, Problem
+from .problem import MemoryNeed, Problem
 from .subspace import Residual, on_basis, record_dtype
 
 
@@ -96,24 +96,9 @@ class SubsetOfWeights(Method):
         basis = CoordinateBasis(tangent.blocks, picked, record_dtype(problem, self.residual))
         return (yield from on_basis(problem, basis, self.residual))
 
-    def _need(self) -> Need:
+    def _need(self) -> MemoryNeed:
         size = self.size
-        return Need(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
-
-    def cost(self, outline: Outline) -> Cost:
-        """Returns the cost of a pass for the diagonal, where that chooses, and of one for the chosen columns of J."""
-        size, columns = min(self.size, outline.tangent.size), outline.columns
-        factor, dtype = (1, outline.tangent.dtype) if self.residual is None else (DOUBLE, torch.float64)
-        kind, options = (LowRank, {}) if self.residual is None else (LowRankWithResidual, {"rows": False})
-        basis = {"class": "CoordinateBasis", "extra": {"rank": size}}
-        kept = outline.stored(kind, {"rank": size, "basis": basis, **options}, dtype)
-        picked = Work(products=factor * size * (MOVE + size))
-        fit = outline.over_data(_written, factor) + picked.times(columns)
-        predict = outline.prediction(_written, factor) + picked.times(outline.tangent.outputs)
-        if self.by == "diagonal":
-            fit += outline.over_data(Layer.squares, sums=True)
-        peak = kept + max(80 * size**2, outline.chunk(dtype, 3 * columns * size))
-        return Cost(fit, predict, kept, peak, rank=size, needs=(self._need(),))
+        return MemoryNeed(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
 
     def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
         """Returns a number a weight (P,): the largest are chosen, the first of equals."""
@@ -131,10 +116,15 @@ class SubsetOfWeights(Method):
         variances = self.by.covariance.diagonal()
         return torch.cat([variances[block.name].to(tangent.device) for block in tangent.blocks])
 
-
-def _written(layer: Layer, columns: int) -> float:
-    """Returns what R rows take where columns are picked of rows that are written out."""
-    return 0.0 if layer.single else layer.rows(columns)
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of a pass for the chosen columns of J, and of one for the diagonal if that chooses."""
+        size = min(self.size, shape.tangent.size)
+        dtype = shape.tangent.dtype if self.residual is None else torch.float64
+        kind, options = (LowRank, {}) if self.residual is None else (LowRankWithResidual, {"rows": False})
+        basis = {"class": "CoordinateBasis", "extra": {"rank": size}}
+        kept = shape.stored(kind, {"rank": size, "basis": basis, **options}, dtype)
+        peak = kept + max(80 * size**2, shape.chunk(dtype, 3 * shape.columns * size))
+        return Footprint(kept, peak, shape.pass_length * (1 + (self.by == "diagonal")), size, (self._need(),))
 
 
 def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:

@@ -15,9 +15,9 @@ from ..covariance.dense import cut, expand
 from ..linalg import RANK_CUT, doubled, eigen_in_place, orthonormal_rows, placed
 from ..network import ranks
 from ..tangent import Anchors
-from .cost import DOUBLE, EIGEN, MOVE, WORKSPACE, Cost, Outline, Work, singular
+from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
-from .problem import Need, Problem
+from .problem import MemoryNeed, Problem
 from .state import State
 
 log = logging.getLogger("lapwing")
@@ -83,8 +83,8 @@ def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
     )
 
 
-def _need(count: int) -> Need:
-    return Need(f"The span of {count} rows of J", 16 * count**2, "their Gram matrix", "ask for fewer rows")
+def _need(count: int) -> MemoryNeed:
+    return MemoryNeed(f"The span of {count} rows of J", 16 * count**2, "their Gram matrix", "ask for fewer rows")
 
 
 def _too_many_directions(rank: int, size: int, dtype: torch.dtype, memory: int) -> str:
@@ -114,49 +114,31 @@ def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dt
     return (vectors[:, kept] * values[kept].rsqrt()).T
 
 
-def on_rows_cost(outline: Outline, count: int, rank: int, residual: Residual) -> Cost:
-    """Returns the cost of the span of M rows of J and of the curvature on it: `span_of_anchors`, then `on_basis`."""
-    tangent, size = outline.tangent, outline.tangent.size
+def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual) -> Footprint:
+    """Returns the footprint of `span_of_anchors` for M rows of J, followed by `on_basis`."""
+    tangent, size, memory = shape.tangent, shape.tangent.size, shape.tangent.memory
     dtype = tangent.dtype if residual is None else torch.float64
-    rank, memory, extra = min(rank, count, size), tangent.memory, dict[str, Any]()
-    needs, note = tuple[Need, ...](), None
-    fit = Work(1, 1).times(count / outline.samples)  # each row is a forward and a backward pass
-    predict = projection(outline, rank, residual)
+    rank, needs, note, extra = min(rank, count, size), tuple[MemoryNeed, ...](), None, dict[str, Any]()
+    passes = shape.pass_length + 2 * count / shape.samples  # each row is a forward and a backward pass
+    length = min(shape.batch, tangent.chunk_length(shape.columns, dtype))
+    span = gram = 0
     if _fit(count, size, dtype, memory):
         whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
-        rows, directions = count * size * dtype.itemsize, rank * size * dtype.itemsize
-        svd = 16 * count * size + 8 * least * (count + size) if whole else directions
-        span, beside = rows + max(outline.row_chunk(count, dtype), svd + 56 * least**2), 0
-        fit += outline.decomposed(singular(count, size))
-    else:  # pairs of chunks of rows, each recorded again
+        svd = 16 * count * size + 8 * least * (count + size) if whole else rank * size * dtype.itemsize
+        span = count * size * dtype.itemsize + max(shape.row_chunk(count, dtype), svd + 56 * least**2)
+    else:  # each pair of chunks of rows is recorded again
         needs = (_need(count),)
-        length = tangent.chunk_length(1, dtype) // 2
-        fit = fit.times(1 + count / (2 * max(1, length)))
-        fit += outline.once(count**2 * size) + outline.decomposed(EIGEN * count**3)
-        span, beside = 0, WORKSPACE * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
-        if rank * size * dtype.itemsize > memory:
-            note = _too_many_directions(rank, size, dtype, memory)
-            chunks = count / min(outline.batch, tangent.chunk_length(outline.columns, dtype))
-            fit, predict = fit + Work(chunks, chunks), predict + Work(chunks, chunks)
-            extra = {"scales": dict.fromkeys(outline.layers, 1.0), "rows": count, "nests": []}
+        passes += 2 * count / shape.samples * count / max(1, tangent.chunk_length(1, dtype))
+        gram = DECOMPOSITION_BYTES * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
+        if rank * size * dtype.itemsize > memory:  # each chunk of data records all rows again
+            note, passes = _too_many_directions(rank, size, dtype, memory), passes + 2 * count / length
+            extra = {"scales": {block.name: 1.0 for block in tangent.blocks}, "rows": count, "nests": []}
     basis = {"class": "ImplicitBasis" if extra else "ExplicitBasis", "extra": {"rank": rank, **extra}}
-    kind = LowRank if residual is None else LowRankWithResidual
-    options = {} if residual is None else {"rows": False}
-    kept = outline.stored(kind, {"rank": rank, "basis": basis, **options}, dtype)
-    kept += min(count, outline.samples) * outline.sample_bytes * bool(extra)
-    chunk = outline.chunk(dtype, outline.columns * 3 * rank)
-    length = min(outline.batch, tangent.chunk_length(outline.columns, dtype))
-    fit += Work(products=MOVE * rank * size / length)  # the directions, read for each chunk
-    fit += outline.over_data(lambda layer, columns: layer.projected(columns, rank), DOUBLE if residual else 1)
-    peak = max(span, kept + max(beside, chunk, 80 * rank**2))
-    return Cost(fit, predict, kept, peak, note=note, rank=rank, needs=needs)
-
-
-def projection(outline: Outline, rank: int, residual: Residual) -> Work:
-    """Returns what a prediction takes that projects J on K directions, with or without the prior outside them."""
-    if residual is None:
-        return outline.prediction(lambda layer, columns: layer.projected(columns, rank))
-    return outline.prediction(lambda layer, columns: layer.projected(columns, rank) + layer.squares(columns), DOUBLE)
+    kind, options = (LowRank, {}) if residual is None else (LowRankWithResidual, {"rows": False})
+    kept = shape.stored(kind, {"rank": rank, "basis": basis, **options}, dtype)
+    kept += min(count, shape.samples) * shape.sample_bytes * bool(extra)
+    peak = max(span, kept + max(gram, shape.chunk(dtype, shape.columns * 3 * rank), 80 * rank**2))
+    return Footprint(kept, peak, passes, rank, needs, note)
 
 
 @dataclass

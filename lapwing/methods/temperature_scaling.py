@@ -14,6 +14,7 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood, apply_weights
 from ..linalg import doubled
 from ..tangent import Tangent
+from .footprint import FitShape, Footprint
 from .passes import Batch, FitResult, Method, Passes, SumPass
 from .problem import Problem
 from .state import State
@@ -83,6 +84,11 @@ class TemperatureScaling(Method):
             blocks, {b.name: zeros(b.size) for b in blocks}, {b.name: zeros(0, b.size) for b in blocks}
         )
         return FitResult(covariance, logit_temperature=10**chosen)
+
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of one forward pass and of a covariance of zeros."""
+        kept = shape.stored(LowRankPlusDiagonal, {"rank": 0, "prior": False})
+        return Footprint(kept, kept + shape.batch * shape.activations, 1.0)
 
 
 @dataclass

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..covariance import PriorCovariance
-from ..methods.cost import EIGEN, Cost, Layer, Outline, Work
 from ..network import batches, ranks
 from ..network.entry import outside_modes
 from ..network.loaders import other_size
@@ -20,10 +19,9 @@ from ..network.progress import tracked
 from ..options import at_least, option, positive
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning
-from .held_out import SOME_POSITIONS, mean_variances, scoring_work, spread_costs
+from .held_out import SOME_POSITIONS, mean_variances, spread_costs
 from .leave_one_out import leave_one_out
 from .search import evenly
-from .training_kernel import MAX_ROWS
 
 log = logging.getLogger("lapwing")
 
@@ -126,17 +124,6 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
-    def work(self, outline: Outline, cost: Cost) -> Work:
-        """Returns what tuning a fit takes, as a part of each sample's work."""
-        likelihood, positions, samples = outline.likelihood, outline.tangent.positions, outline.samples
-        if likelihood.needs_noise and positions is None:
-            predictions = cost.predict.times(min(samples, 4 * self.samples) / samples)
-            return leave_one_out_work(outline, 4 * self.samples) + predictions
-        if likelihood.needs_noise or likelihood.noise_variance is not None or not outline.prior_open:
-            return Work()
-        limit = min(samples, self.samples if positions is None else self._inputs(positions))
-        return scoring_work(outline, cost, limit, self.points)
-
     def _inputs(self, positions: Positions) -> int:
         """Returns how many inputs with positions are used."""
         count = 16 * self.samples // min(positions.count, 1024)
@@ -192,13 +179,6 @@ class BoundedEvidence(Tuning):
         shares, counts = zip(*ranks.gathered("the costs of the spread", here), strict=True)
         totals, count = torch.stack(shares).sum(0), sum(counts)
         return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
-
-
-def leave_one_out_work(outline: Outline, limit: int = 4 * BoundedEvidence.samples) -> Work:
-    """Returns the work of rows of so many samples, their kernel and its eigenvalues, as a part of each sample's."""
-    count = min(min(outline.samples, limit) * outline.tangent.outputs, MAX_ROWS)
-    rows = Work(1, 1, outline.total(lambda layer: layer.rows(1))).times(count / outline.samples)
-    return rows + outline.once(count**2 * outline.total(_gram)) + outline.decomposed(EIGEN * count**3)
 
 
 def trained_product(posterior: Posterior, training: Training) -> float | None:
@@ -286,14 +266,6 @@ def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> f
     high, low = costs[at], costs[at + 1]
     part = math.log(high / bound) / math.log(high / low) if low > 0 else (high - bound) / (high - low)
     return points[at] + (points[at + 1] - points[at]) * part
-
-
-def _gram(layer: Layer) -> float:
-    """Returns what the inner product of two rows takes."""
-    if not layer.single:
-        return layer.size
-    assert layer.shape is not None
-    return layer.shape[0] * (layer.shape[1] + layer.shape[2])
 
 
 def _raised(posterior: Posterior, exponent: float) -> Posterior:

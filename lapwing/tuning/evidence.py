@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..covariance import PriorCovariance, Subspace
 from ..errors import LapwingError
-from ..methods import Method
-from ..methods.cost import Cost, Outline, Work
+from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import Options, number, option
 from ..posterior import Posterior
@@ -59,16 +58,12 @@ class Tuning(Options, ABC):
         """Whether the tuning reads the lower bound of the evidence, by what is open."""
         return prior_open or noise_open
 
-    def check(self, method: Method, outline: Outline) -> None:
+    def check(self, method: Method, shape: FitShape) -> None:
         """Raises for a method that the tuning is not for: `lw.fit` and `lw.plan` call it before any pass.
 
         Raises:
             LapwingError: says what is wrong and what to do.
         """
-
-    def work(self, outline: Outline, cost: Cost) -> Work | None:
-        """Returns what tuning a fit takes, as a part of each sample's work; None where that is not known."""
-        return None
 
     @abstractmethod
     def tune(self, posterior: Posterior, training: Training) -> Posterior:
@@ -106,14 +101,10 @@ class Evidence(Tuning):
         """True: `log_marginal_likelihood(lower_bound=True)` may follow."""
         return True
 
-    def work(self, outline: Outline, cost: Cost) -> Work:
-        """Returns none: it goes through no data."""
-        return Work()
-
-    def check(self, method: Method, outline: Outline) -> None:
-        """Raises where a rank is to be chosen, and the method has none."""
-        cost = None if self.rank_gap is None else method.cost(outline)
-        if cost is not None and cost.tuned and cost.rank is None:
+    def check(self, method: Method, shape: FitShape) -> None:
+        """Raises if a rank is to be chosen and the method has none."""
+        footprint = None if self.rank_gap is None else method.footprint(shape)
+        if footprint is not None and method.can_change_prior and footprint.rank is None:
             raise self._without_rank(repr(method))
 
     def _without_rank(self, method: str) -> LapwingError:

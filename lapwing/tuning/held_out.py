@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +17,11 @@ from ..jacobian.jacobian import Reads
 from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
 from ..linalg import doubled
-from ..methods.cost import CALL, MOVE, Cost, Outline, Work
 from ..network import batches, ranks
 from ..network.positions import EXACT_OUTPUTS
 from ..network.progress import tracked
 from ..posterior import Posterior
 from ..tangent import Probes, Record, Tangent
-from ..tangent.tangent import DENSER
 
 log = logging.getLogger("lapwing")
 
@@ -34,12 +31,6 @@ SOME_POSITIONS = 16
 
 PROBES = 16
 """So many random combinations of the outputs of a sample stand for more than 1 000 that take a backward pass each."""
-
-PRODUCT = 4
-"""What a weight of a candidate's variance takes where rows are outer products, in multiply-adds."""
-
-LINK, LINK_CALLS = 20, 100
-"""What a score takes: so often each number of a latent moves, in so many operations a batch and candidate."""
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ in prior and noise alone."""
@@ -186,42 +177,6 @@ def reads_of(likelihood: Likelihood, outputs: int) -> Reads:
         return "scale"
     one = link.closed_form and outputs == 1
     return "variances" if one or not link.reads_covariance else "covariances"
-
-
-def scoring_work(
-    outline: Outline, cost: Cost, samples: int, candidates: int, temperatures: int = 1, curvatures: int = 1
-) -> Work:
-    """Returns the work of scoring candidates, as a part of each training sample's.
-
-    Args:
-        outline: of the fit.
-        cost: of the method.
-        samples: how many are scored.
-        candidates: how many posteriors.
-        temperatures: of each.
-        curvatures: how many different ones they have.
-    """
-    tangent, outputs, predict = outline.tangent, outline.tangent.outputs, cost.predict
-    reads = reads_of(outline.likelihood, outputs)
-    rows = 1 if reads == "scale" else outputs
-    places = turns = 1
-    if tangent.positions is not None:
-        count, direct = tangent.positions.count, tangent.positions.direct
-        places = min(count, SOME_POSITIONS * (DENSER if direct else 1))
-        turns = 1 if direct else places  # one position of all samples after another
-        predict = replace(predict.times(places / count), records=turns)
-    if are_probed(tangent, outline.likelihood):
-        predict, rows = replace(predict.times(PROBES / outputs), records=predict.records), PROBES
-    if cost.rank is None:
-        variances = places * outline.total(lambda layer: layer.size * (PRODUCT if layer.single else MOVE / 4 * rows))
-        again = (curvatures - 1) * predict.products
-    else:
-        variances, again = MOVE / 4 * places * outputs * cost.rank, 0.0
-    numbers = places * outputs ** (2 if reads == "covariances" else 1)
-    scores = LINK * MOVE * temperatures * numbers
-    calls = turns * LINK_CALLS * CALL / min(samples, outline.batch)
-    more = again + (candidates - curvatures) * variances + candidates * (scores + calls)
-    return (predict + Work(products=more)).times(samples / outline.samples)
 
 
 def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch import nn
-from torch.utils.data import DataLoader
-
 from ..errors import LapwingError
-from ..methods import Method
-from ..methods.cost import Cost, Outline, Work
-from ..network import batches, ranks
+from ..methods import FitShape, Method
+from ..network import ranks
 from ..network.data import as_loader, check_data
 from ..network.entry import outside_modes
-from ..network.loaders import known_size, sampler_size
 from ..options import at_least, number, option
 from ..posterior import Posterior
-from .bounded_evidence import leave_one_out_work, trained_product
-from .choice import NOISES, RISING, TEMPERATURES, best_of, check_ranks, chosen_numbers, scores_of_links, with_ranks
+from .bounded_evidence import trained_product
+from .choice import RISING, TEMPERATURES, best_of, check_ranks, chosen_numbers, scores_of_links, with_ranks
 from .evidence import Training, Tuning
-from .held_out import no_batch, scoring_work
 
 log = logging.getLogger("lapwing")
 
@@ -35,20 +28,6 @@ class _OnHeldOutData(Tuning):
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """Returns False: held-out data tune."""
         return False
-
-    def held_out_samples(self, model: nn.Module) -> int:
-        """Returns how many samples the loader shows; one that does not say is gone through.
-
-        Raises:
-            LapwingError: where there is none.
-        """
-        loader = as_loader(self.loader, model, "val")
-        count = sampler_size(loader) if isinstance(loader, DataLoader) else known_size(loader)
-        if count is None:
-            count = sum(batches.size(batches.split(batch)[0]) for batch in loader)
-        if not count:
-            raise no_batch()
-        return count
 
 
 @dataclass(frozen=True)
@@ -109,30 +88,14 @@ class Validation(_OnHeldOutData):
         super().__post_init__()
         check_data(self.loader, "Validation")
 
-    def check(self, method: Method, outline: Outline) -> None:
-        """Raises where ranks are to be chosen among, and the method has none."""
+    def check(self, method: Method, shape: FitShape) -> None:
+        """Raises if a rank is to be chosen and the method has none."""
         if isinstance(self.ranks, tuple) and not self.ranks:
             return
-        cost, likelihood = method.cost(outline), outline.likelihood
+        footprint, likelihood = method.footprint(shape), shape.likelihood
         chooses = likelihood.needs_noise or (likelihood.logit_temperature == 1 and not method.chooses_temperature)
-        if cost is None or cost.tuned or chooses:
-            check_ranks(self.ranks, repr(method), cost is None or cost.rank is not None)
-
-    def work(self, outline: Outline, cost: Cost) -> Work:
-        """Returns what scoring held-out data takes, as a part of each training sample's work."""
-        likelihood, open_noise = outline.likelihood, outline.likelihood.needs_noise
-        tempered = self.tempered and likelihood.logit_temperature == 1
-        if not (outline.prior_open or open_noise or tempered or self.ranks):
-            return Work()
-        samples = self.held_out_samples(outline.tangent.model)
-        points = self.points if outline.prior_open else len(NOISES) if open_noise else 1
-        candidates, temperatures = points * (1 + len(self.ranks)), 1 + len(TEMPERATURES) if tempered else 1
-        work = scoring_work(outline, cost, samples, candidates, temperatures)
-        if open_noise:
-            work += Work(1).times(samples / outline.samples)
-            if outline.prior_open and outline.tangent.positions is None:
-                work += leave_one_out_work(outline)
-        return work
+        if footprint is None or method.can_change_prior or chooses:
+            check_ranks(self.ranks, repr(method), footprint is None or footprint.rank is not None)
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
@@ -200,22 +163,13 @@ class EarlyStopping(_OnHeldOutData):
         super().__post_init__()
         check_data(self.loader, "EarlyStopping")
 
-    def check(self, method: Method, outline: Outline) -> None:
-        """Raises where first parts of the data have no covariance, or ranks are to be chosen among without a rank."""
+    def check(self, method: Method, shape: FitShape) -> None:
+        """Raises if the first parts of the data have no covariance, or if a rank is to be chosen without one."""
         if not method.allows_early_stopping():
             raise _without_prefixes(repr(method))
-        cost = None if isinstance(self.ranks, tuple) and not self.ranks else method.cost(outline)
-        if cost is not None and cost.tuned:
-            check_ranks(self.ranks, repr(method), cost.rank is not None)
-
-    def work(self, outline: Outline, cost: Cost) -> Work:
-        """Returns what the curvatures of parts take, and their scores, as a part of each training sample's work."""
-        samples = self.held_out_samples(outline.tangent.model)
-        parts = 1 + min(self.prefixes, int(math.log2(outline.samples)))
-        points = self.points if outline.prior_open else 1
-        candidates = parts * points * (1 + len(self.ranks))
-        work = scoring_work(outline, cost, samples, candidates, curvatures=parts)
-        return work if cost.rank else work + Work(decompositions=(parts - 1) * cost.fit.decompositions)
+        footprint = None if isinstance(self.ranks, tuple) and not self.ranks else method.footprint(shape)
+        if footprint is not None and method.can_change_prior:
+            check_ranks(self.ranks, repr(method), footprint.rank is not None)
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)

@@ -7,16 +7,9 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.fitting.speed import Speed
 from tests.fitting.test_plan import mlp, regression
 
 MEAN_FIELD, MANY = lw.MeanField(2), lw.SubsetOfWeights(10**6)
-
-
-@pytest.fixture(autouse=True)
-def speed(monkeypatch):
-    """One machine for all plans: others use this one too."""
-    monkeypatch.setattr(Speed, "of", lambda *_: Speed(1e-6, 1e-10, 1e-9))
 
 
 def labelled(samples=60):

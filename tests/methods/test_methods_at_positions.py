@@ -469,8 +469,7 @@ def test_held_out_data_tune_each(method):
         posterior = lw.fit(model, loader[:1], method, params=params, validation=loader[1:])
         assert posterior.logit_temperature >= 1
         assert posterior.predict(x).probs.isfinite().all()
-        plan = lw.plan(model, loader, method, params=params)
-        assert plan.predict_passes > 0
+        assert lw.plan(model, loader, method, params=params).passes > 0
 
 
 # --- streamlined -----------------------------------------------------------------------------------------------------

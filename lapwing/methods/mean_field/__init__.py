@@ -23,7 +23,7 @@ from ...options import at_least, option, positive
 from ...posterior import MethodInfo, Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
-from ..cost import Cost, Layer, Outline, Work
+from ..footprint import FitShape, Footprint
 from ..passes import FitResult, LikelihoodPass, Method, Passes
 from ..problem import Problem
 from .fine_tuning import FineTuning
@@ -97,14 +97,13 @@ class MeanField(Method):
             problem.count() / summary.samples, moved,
         )  # fmt: skip
 
-    def cost(self, outline: Outline) -> Cost:
-        """Returns the cost of the steps, each a forward and a backward pass with layers run twice."""
-        tangent, share = outline.tangent, self.steps * outline.batch / outline.samples
-        kept = outline.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
-        fit = Work(2, 2).times(share) + Work(1).times(min(1.0, share))
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of the steps and of the last pass; a step is a training step with layers run twice."""
+        tangent, epochs = shape.tangent, self.steps * shape.batch / shape.samples
+        kept = shape.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
         vectors = 12 * tangent.size * tangent.dtype.itemsize
-        peak = kept + vectors + outline.batch * (outline.activations + outline.gradients)
-        return Cost(fit, outline.prediction(Layer.squares), kept, peak, tuned=False)
+        peak = kept + vectors + shape.batch * (2 * shape.activations + shape.gradients(1))
+        return Footprint(kept, peak, 6 * epochs + min(1.0, epochs))
 
     @staticmethod
     @outside_modes

@@ -17,10 +17,10 @@ from ...linalg import doubled, total
 from ...network import ranks
 from ...options import at_least, instance_of, option
 from ...tangent import Tangent, Vectors
-from ..cost import MOVE, Cost, Layer, Outline, Work
 from ..diagonal import SquaredSums
+from ..footprint import FitShape, Footprint
 from ..passes import FitResult, Landmark, Method, Pass, Passes, check_within, prior_covariance
-from ..problem import Need, Problem
+from ..problem import MemoryNeed, Problem
 from ..state import State
 from .conjugate_gradients import ConjugateGradients, Solved, Solving
 from .em import EvidenceSteps
@@ -161,34 +161,28 @@ class SampledLLA(Method):
             {"residuals": solved.residuals[: self.draws], **history},
         )  # fmt: skip
 
-    def _need(self, tangent: Tangent) -> Need:
-        return Need(
+    def _need(self, tangent: Tangent) -> MemoryNeed:
+        return MemoryNeed(
             f"SampledLLA(draws={self.draws})", 6 * tangent.size * self.draws * tangent.dtype.itemsize,
             f"six numbers for each of {tangent.size} weights and each draw", "take fewer draws or parameters",
         )  # fmt: skip
 
-    def cost(self, outline: Outline) -> Cost | None:
-        """Returns the cost at all iterations of all solves, which is the most; None with a preconditioner of none."""
-        draws, tangent, prepared = self.draws, outline.tangent, self.solver.preconditioner
-        before = Cost(Work(), Work(), 0, 0) if prepared is None else prepared.cost(outline)
+    def footprint(self, shape: FitShape) -> Footprint | None:
+        """Returns the footprint at all iterations of all solves, or None if the preconditioner has no footprint."""
+        draws, tangent, prepared = self.draws, shape.tangent, self.solver.preconditioner
+        before = Footprint(0, 0, 0.0) if prepared is None else prepared.footprint(shape)
         if before is None:
             return None
-        kept = outline.stored(Draws, {"count": draws})
-        predict = outline.prediction(lambda layer, columns: layer.projected(columns, draws))
+        kept, solves = shape.stored(Draws, {"count": draws}), 1 + self.em_steps
         vectors = 6 * tangent.size * (draws + self.linearised_mode) * tangent.dtype.itemsize
-        peak = vectors + before.kept + outline.chunk(tangent.dtype, 3 * outline.columns * draws)
-        solves = 1 + self.em_steps * (outline.prior_open or outline.likelihood.needs_noise)
-        product = outline.over_data(lambda layer, columns: layer.projected(columns, draws), 2.0)  # with J and with Jᵀ
-        algebra = outline.once(tangent.size * draws * (6 * draws + 10 * MOVE))
-        fit = product + before.fit + (product + algebra).times(solves * self.solver.most_passes(outline))
-        if self.prior == "g":
-            fit += outline.over_data(Layer.squares)
-        if self.linearised_mode and self.em_steps and outline.prior_open:
-            fit += product.times(2 * solves)
-        which = "its solve" if solves == 1 else f"{solves} solves"
-        note = f"SampledLLA takes this at most, for all iterations of {which}; it mostly ends far sooner."
-        needs = (*before.needs, self._need(tangent))
-        return Cost(fit, predict, kept, max(before.peak, peak), False, note, needs=needs)
+        peak = vectors + before.kept + shape.chunk(tangent.dtype, 3 * shape.columns * draws)
+        sums = 1 + (self.prior == "g") + solves * (self.solver.iterations + 1)
+        sums += 2 * solves * (self.linearised_mode and self.em_steps > 0)
+        return Footprint(
+            kept, max(before.peak, peak), before.passes + sums * shape.pass_length,
+            needs=(*before.needs, self._need(tangent)),
+            note=f"SampledLLA needs at most this many passes, in up to {solves} solves; most fits end far sooner.",
+        )  # fmt: skip
 
     def _solve(
         self, system: LinearSystem, noise: float | None, mode: LinearisedMode, start: Vectors, products: Vectors

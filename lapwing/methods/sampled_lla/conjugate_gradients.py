@@ -15,7 +15,6 @@ from ...linalg import symmetric_eigen
 from ...network import ranks
 from ...options import Options, at_least, between, instance_of, option
 from ...tangent import Vectors
-from ..cost import Outline
 from ..passes import Landmark, Method, Pass
 from ..state import State
 from .system import LinearSystem, gram, inner, recombine
@@ -89,10 +88,6 @@ class ConjugateGradients(Options):
     iterations: int = option(100, at_least(1))
     tolerance: float = option(0.2, between(0, 1))
     preconditioner: Method | None = option(None, instance_of("a method with a prior", Method), write="lw.KFAC()")
-
-    def most_passes(self, outline: Outline) -> float:
-        """Returns how many passes a solve takes at most, the one for the residual included."""
-        return self.iterations + 1
 
     def solve(self, system: LinearSystem, start: Vectors, products: Vectors) -> Solving:
         """Yields passes; returns the solution.

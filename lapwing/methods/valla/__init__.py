@@ -17,12 +17,12 @@ from ...likelihoods import Likelihood
 from ...network import batches, ranks
 from ...options import Options, at_least, instance_of, option, positive
 from ...tangent import Anchors, Tangent
-from ..cost import Cost, Outline, Work
+from ..footprint import FitShape, Footprint
 from ..passes import Batch, IteratePass, Method, Passes
 from ..problem import Problem
 from ..state import State
-from ..subspace import ProjectedCurvature, on_basis, on_rows_cost, span_of_anchors
-from .points import POOL, STEPS, InducingPoints, Initial, anchors_of, inducing_points
+from ..subspace import ProjectedCurvature, footprint_on_rows, on_basis, span_of_anchors
+from .points import POOL, InducingPoints, Initial, anchors_of, inducing_points
 
 
 class VallaFit(Options, ABC):
@@ -154,23 +154,18 @@ class VaLLA(Method):
         anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
         return (yield from self.fit.passes(problem, anchors))
 
-    def cost(self, outline: Outline) -> Cost | None:
-        """Returns the cost of clusters, of the points' rows and of the curvature on them; None where points move."""
+    def footprint(self, shape: FitShape) -> Footprint | None:
+        """Returns the footprint of the points' rows and of the curvature on them, or None if the fit moves points."""
         points, pool = self.inducing_points, 0
         if not isinstance(self.fit, (ClosedForm, NaturalGradient)):
             return None
         if isinstance(points, InducingPoints):
-            count = batches.size(points.inputs) * (outline.tangent.width if points.outputs is None else 1)
+            count = batches.size(points.inputs) * (shape.tangent.width if points.outputs is None else 1)
         else:
-            pool = min(outline.samples, max(POOL, 20 * points))
-            count = min(points, pool * outline.tangent.width)
-        cost = on_rows_cost(outline, count, count, "prior")
-        clusters = outline.once(STEPS * pool * count * outline.sample_numbers * (self.initial == "kmeans"))
-        skipped = 0.0
-        if isinstance(self.fit, NaturalGradient):
-            skipped = max(0.0, 1 - self.fit.steps * outline.batch / outline.samples)
-        fit = cost.fit + clusters + Work(1, outline.columns).times(-skipped)
-        return replace(cost, fit=fit, peak=max(cost.peak, cost.kept + pool * outline.sample_bytes * 4))
+            pool = min(shape.samples, max(POOL, 20 * points))
+            count = min(points, pool * shape.tangent.width)
+        on_rows = footprint_on_rows(shape, count, count, "prior")
+        return replace(on_rows, peak=max(on_rows.peak, on_rows.kept + pool * shape.sample_bytes * 4))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ...options import Rule, at_least, number, option, positive
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
 from ..passes import Batch, FitResult, Passes
-from ..problem import Need, Problem
+from ..problem import MemoryNeed, Problem
 from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
@@ -128,7 +128,7 @@ class AlphaSteps(MovingSteps):
         if not state.taken:
             tangent, samples = self.problem.tangent, batches.size(batch.inputs)
             outputs = tangent.outputs * picked_count(tangent.width // tangent.outputs, tangent.outputs)
-            self.problem.require(Need(
+            self.problem.require(MemoryNeed(
                 f"AlphaDivergence with {outputs} outputs", 4 * 8 * samples * outputs**2,
                 f"the output covariances of {samples} samples and their gradients",
                 "give smaller batches, or write VaLLA(fit=lw.NaturalGradient())",
