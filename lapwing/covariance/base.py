@@ -6,16 +6,15 @@ A vector over the weights is a dict: block name -> (..., P_block). A structure l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Mismatch, largest
 from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads
-from ..tangent import Block, Record, Tangent, Vectors
+from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .layer_block import LayerBlock
 from .terms import Term
 
@@ -57,10 +56,9 @@ def register(kind: Registered) -> Registered:
     return kind
 
 
-def precision_entry(tangent: Tangent) -> Entry:
-    """Returns what precisions δ (n_blocks,) in a file must be: δ² and 1/δ² fit the dtype that sums are kept in."""
-    bound = largest(tangent.dtype, 1 / 2)
-    return Entry((len(tangent.blocks),), (torch.float64,), 1 / bound, bound)
+def precision_spec(tangent: Tangent) -> TensorSpec:
+    """Returns the form of prior precisions δ (n_blocks,) in a file."""
+    return TensorSpec((len(tangent.blocks),), (torch.float64,))
 
 
 def same_ratios(precision: Tensor, other: Tensor) -> bool:
@@ -121,13 +119,9 @@ class Covariance(ABC):
         """Returns all tensors that make up the covariance, by name, for saving."""
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """Returns what `tensors()` in a file must be, beside this `extra()`.
-
-        Raises:
-            Mismatch: where that is not what `extra()` returns, and for a structure that files do not hold.
-        """
-        raise Mismatch(f"a {cls.__name__} has no form in a file")
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        """Returns the shape and dtype of each of `tensors()`, given `extra()`: what a file must hold."""
+        raise NotImplementedError(f"{cls.__name__} does not state the tensors of its files")
 
     @classmethod
     @abstractmethod

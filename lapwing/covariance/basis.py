@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contents import FLOATS, Entry, Mismatch, check_json, is_count, is_positive, largest
 from ..linalg import row_products, total
-from ..tangent import Anchors, Block, Record, Tangent, Vectors
+from ..tangent import FLOATS, Anchors, Block, Record, Tangent, TensorSpec, Vectors
 from .base import same_ratios
 
 
@@ -57,12 +56,8 @@ class Basis(ABC):
 
     @classmethod
     @abstractmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        """Returns what `tensors()` in a file must be, beside this `extra()`.
-
-        Raises:
-            Mismatch: where that is not an `extra()`.
-        """
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        """Returns the shape and dtype of each of `tensors()`, given `extra()`."""
 
     @classmethod
     @abstractmethod
@@ -112,10 +107,8 @@ class ExplicitBasis(Basis):
         return dict(self.vectors)
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        check_json(extra, {"rank": is_count}, "covariance/extra/basis")
-        bound = largest(torch.float32, 1 / 2)
-        return {block.name: Entry((extra["rank"], block.size), FLOATS, -bound, bound) for block in tangent.blocks}
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        return {block.name: TensorSpec((extra["rank"], block.size), FLOATS) for block in tangent.blocks}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ExplicitBasis:
@@ -183,14 +176,10 @@ class ImplicitBasis(Basis):
         return {**super().extra(), "scales": self.scales, "rows": len(self.anchors), "nests": self.anchors.nests()}
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
         """K combinations of M rows, and the inputs that the rows are taken at."""
-        scales = {block.name: is_positive for block in tangent.blocks}
-        pattern = {"rank": is_count, "scales": scales, "rows": is_count, "nests": [str]}
-        check_json(extra, pattern, "covariance/extra/basis")
-        bound = largest(torch.float64, 1 / 4)
-        parts = {f"anchors/{k}": e for k, e in Anchors.entries(tangent, extra["rows"], extra["nests"]).items()}
-        return {**parts, "coefficients": Entry((extra["rank"], extra["rows"]), (torch.float64,), -bound, bound)}
+        parts = {f"anchors/{name}": spec for name, spec in Anchors.entries(extra["rows"], extra["nests"]).items()}
+        return {**parts, "coefficients": TensorSpec((extra["rank"], extra["rows"]), (torch.float64,))}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ImplicitBasis:
@@ -267,13 +256,10 @@ class CoordinateBasis(Basis):
         return {"entries": torch.ones(self.rank, dtype=self.dtype, device=self.picked.device), "weights": self.picked}
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        check_json(extra, {"rank": is_count}, "covariance/extra/basis")
-        shape, ones = (extra["rank"],), Entry((extra["rank"],), FLOATS, 1.0, 1.0)
-        return {"entries": ones, "weights": Entry(shape, (torch.int64,), 0, tangent.size - 1)}
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        shape = (extra["rank"],)
+        return {"entries": TensorSpec(shape, FLOATS), "weights": TensorSpec(shape, (torch.int64,))}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> CoordinateBasis:
-        if len(tensors["weights"].unique()) < len(tensors["weights"]):
-            raise Mismatch("the tensor covariance/basis/weights names a weight twice")
         return cls(tangent.blocks, tensors["weights"], tensors["entries"].dtype)

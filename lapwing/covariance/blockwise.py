@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..contents import Entry, check_json, is_positive
 from ..jacobian.jacobian import Reads, Weighting
-from ..tangent import Block, Record, Tangent, Vectors
-from .base import PriorCovariance, precision_entry, register
+from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
+from .base import PriorCovariance, precision_spec, register
 from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
@@ -167,15 +166,13 @@ class Blockwise(PriorCovariance):
         return {"scale": self.scale, "kinds": {name: s.kind for name, s in self.structures.items()}}
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        kinds = {block.name: frozenset(STRUCTURES) for block in tangent.blocks}
-        check_json(extra, {"scale": is_positive, "kinds": kinds}, "covariance/extra")
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
         parts = {
-            f"{block.name}/{key}": entry
+            f"{block.name}/{key}": spec
             for block in tangent.blocks
-            for key, entry in STRUCTURES[extra["kinds"][block.name]].entries(block, tangent.dtype).items()
+            for key, spec in STRUCTURES[extra["kinds"][block.name]].entries(block, tangent.dtype).items()
         }
-        return {**parts, "precision": precision_entry(tangent)}
+        return {**parts, "precision": precision_spec(tangent)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Blockwise:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contents import Entry, check_json, is_positive, largest
 from ..jacobian.jacobian import Reads
 from ..linalg import RESOLVED, cholesky, eigen_in_place
-from ..tangent import Block, Record, Tangent, Vectors
-from .base import PriorCovariance, precision_entry, register, same_ratios
+from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
+from .base import PriorCovariance, precision_spec, register, same_ratios
 from .layer_block import FactorLayer, LayerBlock
 from .terms import Term, cross_covariance, factored_or_dense, of_both
 
@@ -150,16 +149,10 @@ class DenseCovariance(PriorCovariance):
         return {"scale": self.scale}
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        check_json(extra, {"scale": is_positive}, "covariance/extra")
-        size, precision = tangent.size, precision_entry(tangent)
-        return {
-            "curvature": Entry((size, size), (torch.float64,)),
-            "precision": precision,
-            "values": Entry((size,), (torch.float64,), 0.0, largest(torch.float64, 1 / 2)),
-            "vectors": Entry((size, size), (torch.float64,), orthonormal=True),
-            "at": precision,
-        }
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        precision, values = precision_spec(tangent), TensorSpec((tangent.size,), (torch.float64,))
+        square = TensorSpec((tangent.size, tangent.size), (torch.float64,))
+        return {"curvature": square, "precision": precision, "values": values, "vectors": square, "at": precision}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> DenseCovariance:

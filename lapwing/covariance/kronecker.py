@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Mismatch, largest
 from ..jacobian.jacobian import Reads, Weighting, as_matrix
 from ..linalg import SLICE_NUMBERS
-from ..tangent import Block, BlockJacobian
+from ..tangent import Block, BlockJacobian, TensorSpec
 from .structures import Structure, weighted
 from .terms import EigenTerm, Term, of_both
 
@@ -176,19 +175,16 @@ class KroneckerBlock(Structure):
         return cls(factors.pop("eigenvalues"), KroneckerFactors(**factors))
 
     @classmethod
-    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
-        """λ, none negative, and both factors' eigenpairs; embeddings have no basis for their inputs."""
-        if block.matrix is None:
-            raise Mismatch(f"the block of {', '.join(block.parameters)} has no Kronecker factors")
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """λ and both factors' eigenpairs; embeddings have no basis for their inputs."""
         groups, outputs, inputs = block.matrix_shape
-        bound = largest(torch.float64, 1 / 2)
         named = {
-            "eigenvalues": Entry((groups, outputs, inputs), (dtype,), minimum=0.0),
-            "outputs": Entry((groups, outputs, outputs), (dtype,), orthonormal=True),
-            "input_eigenvalues": Entry((groups, inputs), (torch.float64,), 0.0, bound),
-            "output_eigenvalues": Entry((groups, outputs), (torch.float64,), 0.0, bound),
-            "count": Entry((1,), (torch.int64, torch.float64), torch.finfo(torch.float64).tiny, 2**48),
+            "eigenvalues": TensorSpec((groups, outputs, inputs), (dtype,)),
+            "outputs": TensorSpec((groups, outputs, outputs), (dtype,)),
+            "input_eigenvalues": TensorSpec((groups, inputs), (torch.float64,)),
+            "output_eigenvalues": TensorSpec((groups, outputs), (torch.float64,)),
+            "count": TensorSpec((1,), (torch.int64, torch.float64)),
         }
-        if not block.matrix.one_hot:
-            named["inputs"] = Entry((groups, inputs, inputs), (dtype,), orthonormal=True)
+        if block.matrix is not None and not block.matrix.one_hot:
+            named["inputs"] = TensorSpec((groups, inputs, inputs), (dtype,))
         return named

@@ -13,19 +13,18 @@ only: the span stays, the coordinates change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Mismatch, check_json, is_count, is_positive, largest
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, symmetric_eigen
-from ..tangent import Block, Record, Tangent, Vectors
-from .base import PriorCovariance, precision_entry, register, same_ratios
+from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
+from .base import PriorCovariance, precision_spec, register, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .terms import FactoredTerm, Term, cross_covariance, of_both
@@ -51,9 +50,6 @@ class Subspace(PriorCovariance):
         rank: how many of the leading directions count; all when None.
         eigen: h (k,) and Q (K, k), rows beyond k zero, at a precision of the same ratios, as (h, Q, that precision).
     """
-
-    further_extra: ClassVar[dict[str, Any]] = {}
-    """Patterns of what a subclass adds to `extra()`."""
 
     def __init__(
         self,
@@ -182,22 +178,11 @@ class Subspace(PriorCovariance):
         return {"scale": self.scale, "rank": self.rank, "basis": basis}
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        basis = {"class": frozenset(BASES), "extra": dict}
-        check_json(
-            extra, {"scale": is_positive, "rank": is_count, "basis": basis, **cls.further_extra}, "covariance/extra"
-        )
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
         kind, inner = BASES[extra["basis"]["class"]], extra["basis"]["extra"]
-        parts = {f"basis/{name}": entry for name, entry in kind.entries(tangent, inner).items()}
-        if extra["rank"] > inner["rank"] or (extra.get("rows") and kind is not ExplicitBasis):
-            raise Mismatch("its rank is not that of its basis")
-        size, bound = inner["rank"], largest(torch.float64, 1 / 4)
-        return {
-            **parts,
-            "curvature": Entry((size, size), (torch.float64,), -bound, bound),
-            "traces": Entry((len(tangent.blocks),), (torch.float64,), 0.0, bound),
-            "precision": precision_entry(tangent),
-        }
+        parts = {f"basis/{name}": spec for name, spec in kind.entries(tangent, inner).items()}
+        curvature, per_block = TensorSpec((inner["rank"], inner["rank"]), (torch.float64,)), precision_spec(tangent)
+        return {**parts, "curvature": curvature, "traces": per_block, "precision": per_block}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:

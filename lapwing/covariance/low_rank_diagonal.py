@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contents import FLOATS, Entry, check_json, is_count, largest
 from ..jacobian.jacobian import Weighting
 from ..linalg import total
-from ..tangent import Block, Record, Tangent, Vectors
-from .base import Covariance, precision_entry, register
+from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
+from .base import Covariance, precision_spec, register
 from .layer_block import FactorLayer, LayerBlock
 from .structures import weighted
 from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both
@@ -102,12 +102,10 @@ class LowRankPlusDiagonal(Covariance):
         return {"rank": self.rank, "prior": self.precision is not None}
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        check_json(extra, {"rank": is_count, "prior": bool}, "covariance/extra")
-        bound = largest(tangent.dtype, 1 / 4)
-        parts = {f"variances/{b.name}": Entry((b.size,), FLOATS, 0.0, bound**2) for b in tangent.blocks}
-        parts |= {f"factor/{b.name}": Entry((extra["rank"], b.size), FLOATS, -bound, bound) for b in tangent.blocks}
-        return {**parts, **({"precision": precision_entry(tangent)} if extra["prior"] else {})}
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        parts = {f"variances/{b.name}": TensorSpec((b.size,), FLOATS) for b in tangent.blocks}
+        parts |= {f"factor/{b.name}": TensorSpec((extra["rank"], b.size), FLOATS) for b in tangent.blocks}
+        return {**parts, **({"precision": precision_spec(tangent)} if extra["prior"] else {})}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> LowRankPlusDiagonal:
@@ -174,11 +172,9 @@ class Draws(Covariance):
         return {"count": self.count}
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        check_json(extra, {"count": lambda count: is_count(count) and count > 0}, "covariance/extra")
-        bound = largest(tangent.dtype, 1 / 4)
-        draws = {f"draws/{b.name}": Entry((extra["count"], b.size), FLOATS, -bound, bound) for b in tangent.blocks}
-        return {**draws, "precision": precision_entry(tangent)}
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        draws = {f"draws/{b.name}": TensorSpec((extra["count"], b.size), FLOATS) for b in tangent.blocks}
+        return {**draws, "precision": precision_spec(tangent)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Draws:

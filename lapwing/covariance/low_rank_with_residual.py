@@ -32,7 +32,6 @@ class LowRankWithResidual(Subspace):
 
     record_dtype = torch.float64
     full_rank = True
-    further_extra = {"rows": bool}  # noqa: RUF012 (never written)
 
     def __init__(self, *arguments: Any, from_rows: tuple[ExplicitBasis, Tensor] | None = None) -> None:
         super().__init__(*arguments)

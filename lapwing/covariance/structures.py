@@ -14,10 +14,9 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..contents import Entry
 from ..jacobian.jacobian import Reads, Weighting
 from ..linalg import SLICE_NUMBERS, doubled
-from ..tangent import Block, BlockJacobian
+from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import push_diagonal, push_factor
 from .terms import (
     DenseTerm,
@@ -94,12 +93,8 @@ class Structure(ABC):
 
     @classmethod
     @abstractmethod
-    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
-        """Returns what `tensors()` of a block in a file must be.
-
-        Raises:
-            Mismatch: for a block that cannot have this structure.
-        """
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Returns the shape and dtype of each of `tensors()` for a block."""
 
 
 def weighted(
@@ -169,8 +164,8 @@ class DiagonalBlock(Structure):
         return {"eigenvalues": self.eigenvalues}
 
     @classmethod
-    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
-        return {"eigenvalues": Entry((block.size,), (dtype,), minimum=0.0)}
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"eigenvalues": TensorSpec((block.size,), (dtype,))}
 
 
 class DenseBlock(Structure):
@@ -206,12 +201,9 @@ class DenseBlock(Structure):
         return {"eigenvalues": self.eigenvalues, "basis": self.basis}
 
     @classmethod
-    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, Entry]:
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:
         size = block.size
-        return {
-            "eigenvalues": Entry((size,), (dtype,), minimum=0.0),
-            "basis": Entry((size, size), (dtype,), orthonormal=True),
-        }
+        return {"eigenvalues": TensorSpec((size,), (dtype,)), "basis": TensorSpec((size, size), (dtype,))}
 
 
 PER_UNIT = 64

@@ -8,7 +8,6 @@ computed again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ..errors import LapwingError, check_count, shown
 from ..network import ranks
-from ..posterior.storage import check_writable, place_of, read, temporary_pattern, write
+from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from .same_fit import agree, described, repeated_first_batch
 from .standing import Entry, Standing
 
@@ -120,13 +119,11 @@ class Checkpoint:
             fit["the number of processes"] = ranks.size()
         fit = {name: described(value) for name, value in fit.items()}
         self._fit = json.loads(json.dumps(fit))
-        for left in self._target.parent.glob(temporary_pattern(self._target)):
-            with contextlib.suppress(OSError):
-                left.unlink()  # of a process that was killed while it wrote
+        remove_temporaries(self._target)
         if not self._target.exists():
             return
         try:
-            tensors, header = read(self._target)
+            tensors, header = read_safetensors(self._target)
             kept = header["checkpoint"]
             if kept["version"] != FORMAT:
                 raise ValueError
@@ -275,7 +272,7 @@ class Checkpoint:
         try:
             tensors: dict[str, Tensor] = {}
             if self._written:
-                present, header = read(self._target)
+                present, header = read_safetensors(self._target)
                 if self._differences(header.get("checkpoint", {}).get("fit", {})):
                     raise LapwingError(f"{self.path} is of another fit by now. Give each fit a path of its own.")
                 former = tuple(f"{number}/" for number in range(self._written))
@@ -283,7 +280,8 @@ class Checkpoint:
             for number, entry in enumerate(entries):
                 tensors |= {f"{number}/{path}": value for path, value in (entry.tensors or {}).items()}
             passes = [[entry.label, entry.layouts] for entry in entries]
-            write(self._target, tensors, {"checkpoint": {"version": FORMAT, "fit": self._fit, "passes": passes}})
+            kept = {"version": FORMAT, "fit": self._fit, "passes": passes}
+            write_safetensors(self._target, tensors, {"checkpoint": kept})
         except LapwingError as error:
             log.warning("The checkpoint was not written, and the fit goes on. %s", error)
         else:

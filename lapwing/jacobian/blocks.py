@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..contents import Mismatch, check_json, is_count
-
-BLOCK = {
-    "name": str, "parameters": [str], "shapes": [[is_count]], "family": str, "bias": bool,
-    "matrix": lambda matrix: matrix is None or type(matrix) is dict,
-}  # fmt: skip
-"""A block in a file."""
-
-MATRIX = {"groups": is_count, "outputs": is_count, "inputs": is_count, "transposed": bool, "one_hot": bool}
-"""Its matrix layout, where it has one."""
 
 Vectors = dict[str, Tensor]
 """A vector over the weights: block name -> (..., P_block)."""
@@ -67,35 +56,12 @@ class Block:
     bias: bool = False
 
     @classmethod
-    def from_json(cls, data: Any) -> Block:
-        """Rebuilds a block from `dataclasses.asdict`, with its lists as tuples again.
-
-        Raises:
-            Mismatch: for JSON of another form, and a layout that the parameters' shapes do not allow.
-        """
-        check_json(data, BLOCK, "blocks")
-        if data["matrix"] is not None:
-            check_json(data["matrix"], MATRIX, "blocks/matrix")
-        matrix = None if data["matrix"] is None else Matrix(**data["matrix"])
+    def from_json(cls, data: Mapping[str, Any]) -> Block:
+        """Rebuilds a block from `dataclasses.asdict`, with its lists as tuples again."""
+        layout, names = data["matrix"], [f.name for f in fields(Matrix)]
+        matrix = None if layout is None else Matrix(**{name: layout[name] for name in names if name in layout})
         shapes = tuple(tuple(shape) for shape in data["shapes"])
-        block = cls(data["name"], tuple(data["parameters"]), shapes, data["family"], matrix, data["bias"])
-        if not (1 <= len(shapes) == len(block.parameters) <= 2 and block._is_consistent()):
-            raise Mismatch(f"the layout of the block of {', '.join(block.parameters)} is none of its shapes")
-        return block
-
-    def _is_consistent(self) -> bool:
-        """Tells whether a weight and a bias of these shapes can have the matrix layout."""
-        matrix = self.matrix
-        if matrix is None:
-            return not self.bias
-        if self.is_generic or (self.bias and prod(self.shapes[-1]) != matrix.groups * matrix.outputs):
-            return False
-        if not self.has_weight:
-            return len(self.shapes) == 1
-        dims = len(self.shapes[0])
-        if self.bias != (len(self.shapes) == 2) or dims < 2:
-            return False
-        return matrix == Matrix.of(self.shapes[0], matrix.groups, matrix.transposed, matrix.one_hot)
+        return cls(data["name"], tuple(data["parameters"]), shapes, data["family"], matrix, data["bias"])
 
     @property
     def is_generic(self) -> bool:

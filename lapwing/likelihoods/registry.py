@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from ..errors import LapwingError, shown
 from .base import Likelihood
 
@@ -13,33 +15,33 @@ Kind = TypeVar("Kind", bound=type[Likelihood])
 REGISTERED: dict[str, type[Likelihood]] = {}
 """Names -> class."""
 
-OPTIONS = (
-    "class_weights", "label_smoothing", "pos_weight", "soft_targets", "missing", "ignore_index", "noise_ratios",
-)  # fmt: skip
-"""Options of the package's likelihoods that a file stores, beside the noise variance and the logit temperature."""
+TUNED = ("noise_variance", "logit_temperature")
+"""Fields of likelihoods that are no options: posteriors and files keep them apart."""
 
 
 def options_of(likelihood: Likelihood) -> dict[str, Any]:
-    """Returns those options of a likelihood that are not at their default, for a file."""
+    """Returns the options of a likelihood that are not at their default: all fields but the tuned numbers."""
     if not is_dataclass(likelihood):
         return {}
-    values = {field.name: getattr(likelihood, field.name) for field in fields(likelihood) if field.name in OPTIONS}
-    defaults = {field.name: field.default for field in fields(likelihood)}
-    return {name: value for name, value in values.items() if value != defaults[name]}
+    options = {field.name: (getattr(likelihood, field.name), field.default) for field in fields(likelihood)}
+    return {
+        name: value
+        for name, (value, default) in options.items()
+        if name not in TUNED and (isinstance(value, Tensor) or value != default)
+    }
 
 
 def register(kind: Kind) -> Kind:
     """Registers a class of likelihoods by its `name`: write `@register` above the class.
 
     `lw.fit(..., likelihood="name")` and `lw.load` then find it, once the module that holds the class is imported. A
-    file stores the name, the noise variance and the logit temperature of a likelihood, so a registered class has no
-    other option.
+    file stores the name and all fields of the likelihood, which are numbers, strings or tuples of them.
 
     Returns:
         The class.
 
     Raises:
-        LapwingError: for what is not a class of likelihoods, a name that another class has, or other options.
+        LapwingError: for what is not a class of likelihoods, or a name that another class has.
     """
     if not (isinstance(kind, type) and issubclass(kind, Likelihood) and is_dataclass(kind)):
         raise LapwingError(
@@ -47,14 +49,6 @@ def register(kind: Kind) -> Kind:
             "@dataclass(frozen=True)."
         )
     _check_name(kind)
-    options = [
-        field.name for field in fields(kind) if field.name not in ("noise_variance", "logit_temperature", *OPTIONS)
-    ]
-    if options:
-        raise LapwingError(
-            f"A file does not store the options {', '.join(options)} of {kind.__name__}. Leave the class unregistered, "
-            "and pass an instance to lw.fit and lw.load."
-        )
     other = REGISTERED.get(kind.name, kind)  # of the same module and name where a notebook's cell runs again
     if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise LapwingError(

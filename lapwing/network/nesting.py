@@ -51,29 +51,18 @@ def count_tensors(nest: str) -> int:
 
 
 def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
-    """Puts together what `flatten` separated. The text may come from a file, so it names nothing but these kinds.
+    """Puts together what `flatten` separated."""
+    rest = iter(leaves)
 
-    Raises:
-        ValueError: for a text of another form, or another number of tensors.
-    """
-    rest = list(leaves)[::-1]
+    def whole(part: list[Any]) -> Any:
+        kind, *parts = part
+        if kind == "tensor":
+            return next(rest)
+        if kind == "value":
+            return parts[0]
+        if kind == "dict":
+            return {key: whole(one) for key, one in parts}
+        values = [whole(one) for one in parts]
+        return tuple(values) if kind == "tuple" else values
 
-    def whole(part: Any) -> Any:
-        match part:
-            case ["tensor"] if rest:
-                return rest.pop()
-            case ["value", None | str() | int() | float() as value]:
-                return value
-            case ["tuple", *parts]:
-                return tuple([whole(one) for one in parts])
-            case ["list", *parts]:
-                return [whole(one) for one in parts]
-            case ["dict", *pairs] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-                if all(isinstance(key, (str, int)) for key, _ in pairs):
-                    return {key: whole(one) for key, one in pairs}
-        raise ValueError("inputs nest in no known way, or not enough tensors are left for them")
-
-    inputs = whole(json.loads(nest))
-    if rest:
-        raise ValueError(f"inputs leave {len(rest)} tensors over")
-    return inputs
+    return whole(json.loads(nest))

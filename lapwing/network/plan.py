@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
@@ -55,14 +54,6 @@ class Coverage:
         return "\n".join(row.rstrip() for row in rows)
 
 
-PLAN = {
-    "order": [[(str, str)]], "axes": [(lambda axis: is_count(axis) and axis < 64, bool)],
-    "single_sample": bool, "sizes": [(is_count, is_count)], "spread": bool, "kinds": [str], "shared": [bool],
-    "last": lambda last: last == -1 or is_count(last), "unseen": bool,
-}  # fmt: skip
-"""A plan in a file."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """How to read a recording: which parameters are watched, and which uses make up each block.
@@ -98,33 +89,20 @@ class Plan:
         return {**plain, "axes": [axes[i] for i in range(len(self.order))]}
 
     @classmethod
-    def from_json(cls, data: Any, blocks: Sequence[Block]) -> Plan:
-        """Rebuilds the plan of these blocks, with its lists as tuples again.
-
-        Raises:
-            Mismatch: for JSON of another form, and uses that are not those of the blocks.
-        """
-        check_json(data, PLAN, "plan")
+    def from_json(cls, data: Mapping[str, Any], blocks: Sequence[Block]) -> Plan:
+        """Rebuilds the plan of these blocks, with its lists as tuples again; keys that it lacks have their defaults."""
         order = tuple(tuple(map(tuple, use)) for use in data["order"])
         axes = [BatchAxis(*axis) for axis in data["axes"]]
-        uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = {}
-        for block in blocks:
-            if block.is_generic:
-                continue
+        covered = [block for block in blocks if not block.is_generic]
+        uses = {}
+        for block in covered:
             roles = [frozenset(role for role, name in use if name in block.parameters) for use in order]
-            uses[block.name] = (
-                [(i, axes[i], names) for i, names in enumerate(roles) if names] if len(axes) == len(order) else []
-            )
-            _check_uses(block, uses[block.name], order, data["kinds"])
-        watched = tuple(name for block in blocks if not block.is_generic for name in block.parameters)
-        known = all(set(watched).issuperset(dict(use).values()) and len(dict(use)) == len(use) > 0 for use in order)
-        if not known or not len(order) == len(data["sizes"]) == len(data["kinds"]) > data["last"]:
-            raise Mismatch("the plan's uses are not those of the blocks")
-        sizes, kinds, shared = tuple(map(tuple, data["sizes"])), tuple(data["kinds"]), tuple(data["shared"])
-        return cls(
-            watched, order, uses, data["single_sample"], sizes, data["spread"], data["last"], kinds, shared,
-            data["unseen"],
-        )  # fmt: skip
+            uses[block.name] = [(i, axes[i], names) for i, names in enumerate(roles) if names]
+        watched = tuple(name for block in covered for name in block.parameters)
+        known: dict[str, Any] = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        known |= {name: tuple(known[name]) for name in ("kinds", "shared") if name in known}
+        known |= {"watched": watched, "order": order, "uses": uses, "sizes": tuple(map(tuple, data["sizes"]))}
+        return cls(**known)
 
     @cached_property
     def _names(self) -> list[dict[str, str]]:
@@ -204,24 +182,6 @@ class Plan:
         explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
         matrices = [b.matrix_shape for b in blocks if b.matrix is not None and not b.matrix.one_hot]
         return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
-
-
-def _check_uses(
-    block: Block,
-    uses: Sequence[tuple[int, BatchAxis, frozenset[str]]],
-    order: Sequence[Sequence[tuple[str, str]]],
-    kinds: Sequence[str],
-) -> None:
-    """Raises where a block has no use, or one of another kind or with other parameters."""
-    roles = {role for role, wanted in (("weight", block.has_weight), ("bias", block.bias)) if wanted}
-    for i, _, names in uses:
-        complete = {name for role, name in order[i] if role in names} == set(block.parameters)
-        fits = block.matrix is None or (names == roles and kinds[i : i + 1] == [block.kind])
-        if not (complete and fits):
-            raise Mismatch(f"the plan's use {i} is none of the block of {', '.join(block.parameters)}")
-    first = kinds[uses[0][0]].partition(",")[0] if uses and uses[0][0] < len(kinds) else ""
-    if block.family != first:
-        raise Mismatch(f"the plan has no use of {', '.join(block.parameters)} in a layer of its family")
 
 
 def planned(

@@ -7,26 +7,20 @@ shape of the outputs, and targets to rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..contents import is_count
 from ..errors import LapwingError
 from .batches import Forward
 from .invoke import invoke
 
 EXACT_OUTPUTS = 1000
 """Up to so many outputs of an input, over all positions, every one gets a backward pass of its own."""
-
-POSITIONS = {
-    "axis": lambda axis: axis in (-1, 1), "dims": lambda dims: dims in (3, 4, 5), "outputs": is_count,
-    "count": is_count, "direct": bool,
-}  # fmt: skip
-"""Positions in a file."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +117,15 @@ class Positions:
             axis = -axis
         outputs = shape[axis]
         return cls(forward, axis, len(shape), outputs, prod(shape[1:]) // max(1, outputs))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all but `forward`, as JSON."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "forward"}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], forward: Forward | None) -> Positions:
+        """Rebuilds positions from `to_json` and `forward`."""
+        return cls(forward, **{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
         """Calls the network as the user does."""

@@ -16,10 +16,11 @@ from .anchors import Anchors
 from .at_positions import Probes
 from .coverage import coverage
 from .record import FisherParts, Record
+from .stored import FLOATS, TensorSpec
 from .tangent import Tangent
 
 __all__ = [
-    "Anchors", "Block", "BlockJacobian", "Coverage", "FisherParts", "LastLayer", "Matrix", "Outer", "Predicate",
-    "Probes", "Record", "Rows", "SharedOuter", "Tangent", "Vectors", "coverage", "everything", "join", "last_layer",
-    "matching", "split",
+    "FLOATS", "Anchors", "Block", "BlockJacobian", "Coverage", "FisherParts", "LastLayer", "Matrix", "Outer",
+    "Predicate", "Probes", "Record", "Rows", "SharedOuter", "Tangent", "TensorSpec", "Vectors", "coverage",
+    "everything", "join", "last_layer", "matching", "split",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ implicit basis of `covariance` use them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contents import Entry, Mismatch
 from ..jacobian.blocks import Vectors
 from ..linalg import double_device, doubled, placed, total
 from ..network import batches, nesting
 from .record import Record
+from .stored import TensorSpec
 from .tangent import Tangent
 
 Weights = Mapping[str, float]
@@ -155,13 +155,11 @@ class Anchors:
         return [nesting.flatten(group)[1] for group in self.inputs]
 
     @classmethod
-    def entries(cls, tangent: Tangent, rows: int, nests: list[str]) -> dict[str, Entry]:
-        """Returns what `tensors()` of M rows in a file must be, beside these `nests()`."""
+    def entries(cls, rows: int, nests: Sequence[str]) -> dict[str, TensorSpec]:
+        """Returns the shape and dtype of each of `tensors()` for M rows, given `nests()`."""
         counts = [nesting.count_tensors(nest) for nest in nests]
-        inputs = {f"inputs/{i}/{j}": Entry() for i, count in enumerate(counts) for j in range(count)}
-        samples = Entry((rows,), (torch.int64,), 0, 2**48)
-        width = tangent.outputs if tangent.positions is None else 2**48
-        return {**inputs, "samples": samples, "outputs": Entry((rows,), (torch.int64,), 0, width - 1)}
+        inputs = {f"inputs/{i}/{j}": TensorSpec() for i, count in enumerate(counts) for j in range(count)}
+        return {**inputs, **dict.fromkeys(("samples", "outputs"), TensorSpec((rows,), (torch.int64,)))}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], nests: list[str]) -> Anchors:
@@ -170,8 +168,6 @@ class Anchors:
         for i, nest in enumerate(nests):
             leaves = (tensors[f"inputs/{i}/{j}"] for j in range(nesting.count_tensors(nest)))
             groups.append(nesting.unflatten(leaves, nest))
-        if len(tensors["samples"]) and int(tensors["samples"].max()) >= sum(map(batches.size, groups)):
-            raise Mismatch("the tensor covariance/basis/anchors/samples counts more samples than there are")
         return cls(tangent, tuple(groups), tensors["samples"], tensors["outputs"])
 
     @cached_property

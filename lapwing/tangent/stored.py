@@ -1,58 +1,59 @@
-"""A tangent in a file: everything but the network and the budget, as JSON."""
+"""A tangent in a file, as JSON: everything but the network and the memory budget. `TensorSpec`: a tensor in a file."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from ..contents import Mismatch, check_json, is_count
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..network.batches import Forward
 from ..network.eager import parameters_of
 from ..network.gate import checked_memory, checked_network
 from ..network.plan import Coverage, Plan
-from ..network.positions import POSITIONS, Positions
+from ..network.positions import Positions
 from .tangent import Tangent
 
-TANGENT = {
-    "blocks": lambda blocks: type(blocks) is list and len(blocks) > 0, "plan": dict, "reasons": [str],
-    "outputs": lambda outputs: is_count(outputs) and 0 < outputs < 2**31,
-}  # fmt: skip
-"""A tangent in a file."""
+FLOATS = torch.float32, torch.float64
+"""The dtypes that sums and directions are kept in."""
+
+
+class TensorSpec(NamedTuple):
+    """The form of a tensor in a file.
+
+    Attributes:
+        shape: its shape; None for any.
+        dtypes: the dtypes that it may have; empty for any.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 def to_json(tangent: Tangent) -> dict[str, Any]:
-    """Returns everything but the network and the budget, as JSON."""
+    """Returns everything but the network and the memory budget, as JSON."""
     data = {"blocks": [asdict(b) for b in tangent.blocks], "plan": tangent.plan.to_json(), "outputs": tangent.outputs,
             "reasons": [line.reason for line in tangent.coverage.lines]}  # fmt: skip
     if tangent.positions is not None:
-        data["positions"] = {name: getattr(tangent.positions, name) for name in POSITIONS}
+        data["positions"] = tangent.positions.to_json()
     return data
 
 
-def from_json(data: Any, model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
-    """Returns the tangent around a network, which is not run.
+def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
+    """Returns the tangent around a network, without running the network.
 
     Raises:
-        Mismatch: for JSON of another form, or of parts that do not belong together.
         LapwingError: if the network lacks one of the parameters, or has it in another shape.
     """
-    memory = checked_memory(memory)
-    model = checked_network(model)
+    memory, model = checked_memory(memory), checked_network(model)
     named = parameters_of(model)
-    pattern = {**TANGENT, "positions": POSITIONS} if "positions" in data else TANGENT
-    check_json(data, pattern, "tangent")
     if "positions" in data:
-        forward = Positions(forward, **data["positions"])
-        if forward.outputs != data["outputs"]:
-            raise Mismatch("the outputs of a position are not those of the tangent")
+        forward = Positions.from_json(data["positions"], forward)
     blocks = tuple(Block.from_json(block) for block in data["blocks"])
-    names = [name for block in blocks for name in block.parameters]
-    if not len(data["reasons"]) == len(blocks) == len({block.name for block in blocks}) or len(set(names)) < len(names):
-        raise Mismatch("the blocks share names or parameters")
     for block in blocks:
         for name, shape in zip(block.parameters, block.shapes, strict=True):
             actual = tuple(named[name].shape) if name in named else "no such parameter"

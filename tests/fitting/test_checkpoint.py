@@ -182,13 +182,13 @@ def test_batches_that_are_done_are_not_loaded_again(tmp_path: Path, caplog: pyte
 
 def test_what_is_done_is_written_at_most_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, every = pieces()
-    written, write = list[int](), checkpoint.write
+    written, write = list[int](), checkpoint.write_safetensors
 
     def noted(*arguments: Any) -> None:
         written.append(1)
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write", noted)
+    monkeypatch.setattr(checkpoint, "write_safetensors", noted)
     lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit")
     assert len(written) == 1  # before the tuning
     monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
@@ -399,7 +399,7 @@ def test_a_disk_without_room_does_not_end_the_fit(
         raise lw.LapwingError("No space is left.")
 
     expected = lw.fit(model, every, lw.EKFAC())
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpoint, "write_safetensors", full)
     check_same(lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit", every=1), expected)
     assert "The checkpoint was not written, and the fit goes on. No space is left." in caplog.text
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.contents import Entry, check_json
 from lapwing.covariance import COVARIANCES, Covariance, LayerBlock, register
 from lapwing.covariance.terms import FactoredTerm, Term
-from lapwing.tangent import Record, Tangent, Vectors
+from lapwing.tangent import Record, Tangent, TensorSpec, Vectors
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -51,9 +50,8 @@ class SameEverywhere(Covariance):
         return {"variance": self.variance}
 
     @classmethod
-    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, Entry]:
-        check_json(extra, {}, "covariance/extra")
-        return {"variance": Entry((), (torch.float32,), minimum=0.0)}
+    def entries(cls, tangent: Tangent, extra: Any) -> dict[str, TensorSpec]:
+        return {"variance": TensorSpec((), (torch.float32,))}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> SameEverywhere:
