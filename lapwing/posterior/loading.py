@@ -80,7 +80,7 @@ def load(
     likelihood = None if likelihood is None else resolve(likelihood)
     try:
         return _rebuilt(path, tensors, header, model, likelihood, forward, memory)
-    except Exception as error:  # anybody may have written the file
+    except Exception as error:  # parts of a file may not fit together
         if isinstance(error, LapwingError) or is_out_of_memory(error):
             raise
         raise LapwingError(
