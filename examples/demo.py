@@ -188,7 +188,7 @@ def main() -> None:
         text = f"{title}\n\n{table}\n{TUNED}\n"
         print(text, flush=True)
         (OUTPUT / f"{name}.txt").write_text(text)
-        (OUTPUT / f"{name}.csv").write_text(table.to_csv())
+        table.to_pandas().to_csv(OUTPUT / f"{name}.csv", index_label="candidate")
     if "mnist" not in tables:
         print("LAPWING_DATA names no folder with MNIST: the MNIST comparison is left out.\n")
     picture(OUTPUT / "regression.png")
