@@ -34,7 +34,7 @@ from .validation import all_weights, check_batch, check_held_out
 
 UNITS = (
     "passes: length of the fit in forward passes of its data. kept, peak: memory of the posterior and of the fit.\n"
-    "time: passes times a timed forward pass. It may be off by a factor of three. Setup and tuning come on top."
+    "time: passes times a timed forward pass. It is rough, and may be off by a factor of four. Setup and tuning come on top."
 )
 """The explanation below a table."""
 
@@ -51,7 +51,7 @@ class Plan:
         kept_bytes: memory of the posterior in addition to the network; exact unless rounding removes directions.
         peak_bytes: maximum memory of the fit in addition to the weights: the posterior, the activations and gradients
             of one chunk of samples, and the workspace of decompositions. Tuning is not counted.
-        seconds: `passes` times a timed forward pass. It may be off by a factor of three.
+        seconds: `passes` times a timed forward pass; rough, and may be off by a factor of four.
         advice: what does not fit into memory, and what to use instead; None if everything fits.
         note: what the numbers leave open, or why there are none.
     """
