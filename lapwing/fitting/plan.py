@@ -34,7 +34,7 @@ from .validation import all_weights, check_batch, check_held_out
 
 UNITS = (
     "passes: length of the fit in forward passes of its data. kept, peak: memory of the posterior and of the fit.\n"
-    "time: passes times a timed forward pass. It is rough, and may be off by a factor of four. Setup and tuning come on top."
+    "time: passes times a timed forward pass. It may be off by a factor of four. Setup and tuning come on top."
 )
 """The explanation below a table."""
 
