@@ -74,7 +74,7 @@ def test_compare_prints_and_writes(problem) -> None:
     model, loader = problem
     table = compare({"KFAC": lw.fit(model, loader)}, loader, repeats=1)
     assert str(table).splitlines()[0].split() == ["accuracy", "NLL", "ECE", "Brier", "passes"]
-    rows = list(csv.DictReader(table.to_csv().splitlines()))
+    rows = list(csv.DictReader(table.to_pandas().to_csv(index_label="candidate").splitlines()))
     assert float(rows[1]["NLL"]) == table["KFAC"]["NLL"]
 
 
@@ -138,7 +138,7 @@ def test_demo_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.slow
 def test_demo_runs_on_mnist(data_folder: Path) -> None:
     """The network is calibrated as it is: what validation tunes leaves it so, the default costs it little."""
-    rows = csv.DictReader(demo().mnist(data_folder).to_csv().splitlines())
+    rows = csv.DictReader(demo().mnist(data_folder).to_pandas().to_csv(index_label="candidate").splitlines())
     losses = {row["candidate"]: float(row["NLL"]) for row in rows}
     assert len(losses) == 6
     for name, loss in losses.items():
