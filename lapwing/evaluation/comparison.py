@@ -158,7 +158,7 @@ def compare(
     check_flag("compare", "sample_weights", sample_weights)
     check_progress(progress)
     network = _network_of(next(iter(posteriors.values())))
-    loader = as_loader(loader, network, "test")
+    loader = as_loader(loader, network)
     batches.check_loader(loader, "compare")
     if sample_weights:
         loader = WeightedLoader(loader)

@@ -83,8 +83,8 @@ def fit(
         model: the trained network, in eval mode. Outputs (B, C), or with positions: (B, T, C), (B, C, H, W) or
             (B, C, D, H, W), with targets (B, T), (B, H, W), (B, D, H, W), or of the shape of the outputs.
         loader: the training data: an iterable of (inputs, targets) batches that can be read several times; a pair
-            (x, y) of tensors, NumPy arrays or pandas frames; a map-style Dataset; or a LightningDataModule. Pairs and
-            data sets are cut into batches of 100, in order. Arrays of floats take the weights' dtype; tensors do not.
+            (x, y) of tensors, NumPy arrays or pandas frames; or a map-style Dataset. Pairs and data sets are cut into
+            batches of 100, in order. Arrays of floats take the weights' dtype; tensors do not.
         method: the structure of Σ and how it is fitted. Where `params` is None too, None means in a regression `Full`
             over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
             KFAC of the last layer, as for a classifier. With `validation` a classifier has KFAC over all weights where
@@ -173,7 +173,7 @@ def fit(
     first = ranks.joined_first_batch(loader)
     inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if validation is not None:
-        validation = as_loader(validation, model, "val")
+        validation = as_loader(validation, model)
         tune, held_out = Validation(validation), first_held_out(validation, data, (inputs, targets))
     if data_size is not None:
         check_data_size(data_size, known_size(loader) or 0)

@@ -137,7 +137,7 @@ def plan(
     first = first_batch(loader)
     inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if validation is not None:
-        validation = as_loader(validation, model, "val")
+        validation = as_loader(validation, model)
         tune = Validation(validation)
     training = WeightedLoader(loader) if sample_weights else loader
     likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)

@@ -1,4 +1,4 @@
-"""Data as people have them: arrays, frames, data sets and data modules, made into loaders of tensors."""
+"""Data as people have them: arrays, frames and data sets, made into loaders of tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ from .batches import is_array
 BATCH = 100
 """Samples of a batch where lapwing cuts the data. A batch above the memory budget is cut again, sample by sample."""
 
-_STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
-"""The loader of a data module -> the stage that its `setup` prepares it in."""
 
-
-def as_loader(data: Any, network: Any, kind: str = "train") -> Any:
+def as_loader(data: Any, network: Any) -> Any:
     """Returns a loader for training or held-out data in any of the usual forms, and what is none of them as it is.
 
-    - A tuple `(x, y)`, `(x_1, ..., x_k, y)` or a dict with one of the label keys, of tensors, arrays, frames or lists
-      of numbers, is one data set. It is cut into batches, in order.
+    - A tuple `(x, y)`, `(x_1, ..., x_k, y)` or a dict with one of the label keys, of tensors, arrays or frames, is
+      one data set. It is cut into batches, in order.
     - A map-style `Dataset` is batched in order.
-    - A Lightning data module gives its loader; `setup` is called where it has none yet.
     - A list or tuple of batches may hold arrays in place of tensors.
 
     Arrays of floats take the dtype of the network's weights, and a single array of inputs (B,) becomes a column (B, 1).
@@ -39,21 +35,25 @@ def as_loader(data: Any, network: Any, kind: str = "train") -> Any:
     Args:
         data: what the user passed.
         network: whose weights give the dtype.
-        kind: which loader of a data module: "train", "val", "test" or "predict".
 
     Raises:
-        LapwingError: for arrays that hold no numbers, lengths that differ, no samples, and samples of a data set that
-            cannot be joined.
+        LapwingError: for a number, a list of numbers, a network, a Lightning data module, arrays that hold no numbers,
+            lengths that differ, no samples, and samples of a data set that cannot be joined.
     """
     if isinstance(data, DataLoader):
         return data
-    if callable(getattr(data, "train_dataloader", None)):
-        return _loader_of_module(data, kind)
     if isinstance(data, nn.Module):
         raise LapwingError(
             f"The data are a network, of type {type(data).__name__}. Write lw.fit(model, loader): pass the network "
             "first, and then the data."
         )
+    if hasattr(data, "train_dataloader"):
+        raise LapwingError(
+            f"The data are a Lightning data module, of type {type(data).__name__}, which has several loaders. Call "
+            "module.setup('fit'), and pass module.train_dataloader() or another of its loaders."
+        )
+    for part in data if type(data) is tuple else (data,):
+        _check_no_numbers(part)
     dtype = _dtype(network)
     if _is_map_style(data):
         if not len(data):
@@ -69,23 +69,19 @@ def as_loader(data: Any, network: Any, kind: str = "train") -> Any:
 
 def check_data(data: Any, purpose: str) -> None:
     """Raises for what `as_loader` makes no loader of."""
-    if not (callable(getattr(data, "train_dataloader", None)) or _is_map_style(data) or _is_whole(data)):
+    if not (_is_map_style(data) or _is_whole(data)):
         batches.check_loader(data, purpose)
 
 
 def as_inputs(x: Any, network: Any) -> Any:
-    """Returns inputs for prediction, or a loader of them, as tensors in place of arrays, frames, lists and numbers.
+    """Returns inputs for prediction, or a loader of them, as tensors in place of arrays and frames.
 
-    A number is one sample of one input, and a list of floats one sample each.
+    Raises:
+        LapwingError: as `as_loader`.
     """
-    if isinstance(x, Real) and not isinstance(x, bool):
-        try:
-            return torch.tensor([[float(x)]], dtype=_dtype(network), device="cpu")
-        except OverflowError:
-            raise LapwingError("The input is a number of more digits than a float has. Pass a finite one.") from None
     if isinstance(x, (tuple, Mapping)):
         return _tensors(x, _dtype(network), column=False)
-    return with_tensors(x, network) if _is_rows(x) else as_loader(x, network, "predict")
+    return with_tensors(x, network) if is_array(x) else as_loader(x, network)
 
 
 def with_tensors(batch: Any, network: Any) -> Any:
@@ -94,9 +90,10 @@ def with_tensors(batch: Any, network: Any) -> Any:
 
 
 def as_targets(y: Any, device: torch.device) -> Any:
-    """Returns targets for a prediction, on its device, as tensors in place of arrays, frames and lists of numbers."""
+    """Returns targets for a prediction, on its device, as tensors in place of arrays and frames."""
+    _check_no_numbers(y)
     wide = torch.float64 if double_device(device) == device else torch.float32
-    return batches.plain(_tensor(y, wide) if _is_rows(y) else y, device)
+    return batches.plain(_tensor(y, wide) if is_array(y) else y, device)
 
 
 def _dtype(network: Any) -> torch.dtype | None:
@@ -113,17 +110,14 @@ def _is_map_style(data: Any) -> bool:
     return not (hasattr(data, "__iter__") or isinstance(data, (Tensor, Mapping)))
 
 
-def _is_numbers(x: Any) -> bool:
-    """Whether x is a list of numbers, or of such lists: the first entry decides."""
-    while isinstance(x, list) and x:
-        x = x[0]
-        if isinstance(x, Real):
-            return True
-    return False
-
-
-def _is_rows(x: Any) -> bool:
-    return is_array(x) or _is_numbers(x)
+def _check_no_numbers(x: Any) -> None:
+    """Raises for a number, and for a list of numbers or of such lists: the first entry decides."""
+    entry = x
+    while isinstance(entry, list) and entry:
+        entry = entry[0]
+    if isinstance(entry, Real):
+        found = "a list of numbers" if isinstance(x, list) else "a single number"
+        raise LapwingError(f"The data hold {found}. Pass an array, numpy.array(x), or a tensor, with a row per sample.")
 
 
 def _is_whole(data: Any) -> bool:
@@ -131,7 +125,7 @@ def _is_whole(data: Any) -> bool:
     if isinstance(data, Mapping):
         label = next((key for key in batches.LABEL_KEYS if key in data), None)
         return label is not None and len(data) > 1 and (isinstance(data[label], Tensor) or is_array(data[label]))
-    return type(data) is tuple and len(data) > 1 and (isinstance(data[-1], Tensor) or _is_rows(data[-1]))
+    return type(data) is tuple and len(data) > 1 and (isinstance(data[-1], Tensor) or is_array(data[-1]))
 
 
 def _holds_arrays(batch: Any) -> bool:
@@ -141,8 +135,8 @@ def _holds_arrays(batch: Any) -> bool:
 def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
     """Returns the batches of one data set, whose tensors are views of it."""
     if isinstance(data, tuple):
-        column = len(data) == 2 and _is_rows(data[0])
-        data = tuple([_tensor(part, dtype) if _is_rows(part) else part for part in data])
+        column = len(data) == 2 and is_array(data[0])
+        data = tuple([_tensor(part, dtype) if is_array(part) else part for part in data])
         data = (_column(data[0]), data[1]) if column else data
     data = _tensors(data, dtype)
     targets = data[-1] if isinstance(data, tuple) else data[next(key for key in batches.LABEL_KEYS if key in data)]
@@ -157,7 +151,7 @@ def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
 
 def _tensors(data: Any, dtype: torch.dtype | None, column: bool = True) -> Any:
     """Returns a batch with tensors in place of arrays; one of inputs may be a column."""
-    if _is_rows(data):
+    if is_array(data):
         return _column(_tensor(data, dtype))
     if column and isinstance(data, (tuple, list)) and len(data) == 2 and is_array(data[0]):
         data = (_column(_tensor(data[0], dtype)), data[1])
@@ -173,21 +167,11 @@ def _column(x: Tensor) -> Tensor:
 
 
 def _tensor(x: Any, dtype: torch.dtype | None) -> Tensor:
-    """Returns an array, a frame or a list of numbers as a tensor; floats take the dtype.
+    """Returns an array or a frame as a tensor; floats take the dtype.
 
     Raises:
         LapwingError: for what holds no numbers.
     """
-    if isinstance(x, list):
-        try:
-            values = torch.tensor(x, device="cpu")
-            if values.is_floating_point():
-                return torch.tensor(x, dtype=dtype, device="cpu")  # the numbers, not those rounded to the default dtype
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise LapwingError(
-                f"A list of {len(x)} entries is no array of numbers. Pass rows of one length, all of them numbers."
-            ) from error
-        return values
     array = np.asarray(x.to_numpy() if hasattr(x, "to_numpy") else x)
     if array.dtype.kind not in "biufc" and hasattr(x, "columns"):
         array = _numeric(x)
@@ -244,27 +228,3 @@ class _Collate:
         if isinstance(leaf, float):
             return torch.tensor(leaf, dtype=self._dtype, device="cpu")
         return _tensor(leaf, self._dtype) if is_array(leaf) else leaf
-
-
-def _loader_of_module(module: Any, kind: str) -> Any:
-    """Returns one of the loaders of a Lightning data module, whose `setup` is called where it has none yet.
-
-    For predictions its test data stand in, and for those its validation data.
-    """
-    kinds = {"predict": ("predict", "test"), "test": ("test", "val")}.get(kind, (kind,))
-    failure: Exception | None = None
-    for each in kinds:
-        for prepare in (False, True):
-            try:
-                if prepare:
-                    module.setup(_STAGES[each])
-                loader = getattr(module, f"{each}_dataloader")()
-            except Exception as error:  # of any class: what a module raises before its data are there is its author's
-                failure = error
-                continue
-            if loader is not None:
-                return loader
-    raise LapwingError(
-        f"{type(module).__name__} has no {kinds[0]}_dataloader(), also not after setup({_STAGES[kinds[0]]!r}). Pass a "
-        "loader or a data module that has one."
-    ) from failure

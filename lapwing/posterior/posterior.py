@@ -256,8 +256,8 @@ class Posterior:
         """Returns the latent distribution of the outputs f(x).
 
         Args:
-            x: a batch of inputs: a tensor, NumPy array, pandas frame or list of floats, where floats (B,) are one input
-                each, or a number; or a loader or Dataset. `lw.Uncertain(x, variance)` replaces any tensor that is
+            x: a batch of inputs: a tensor, NumPy array or pandas frame, where an array of floats (B,) is one input per
+                sample; or a loader or Dataset. `lw.Uncertain(x, variance)` replaces any tensor that is
                 measured.
             via: the way through the network; None is `lw.Linearized()`, with `draws=64` for more than 1 000 outputs
                 where more than the last layer is treated.

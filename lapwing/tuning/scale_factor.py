@@ -85,7 +85,7 @@ def scale_factor(
         >>> posterior.predict(x, via=way).probs.shape
         torch.Size([64, 3])
     """
-    loader = as_loader(loader, getattr(posterior, "model", None), "val")
+    loader = as_loader(loader, getattr(posterior, "model", None))
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise LapwingError(
             "lw.scale_factor takes a posterior and a loader of (inputs, targets) batches, not "

@@ -103,7 +103,7 @@ class Validation(_OnHeldOutData):
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.tuned and not self.ranks and scaled:
             return posterior
-        product, loader = None, ranks.share(as_loader(self.loader, posterior.model, "val"))
+        product, loader = None, ranks.share(as_loader(self.loader, posterior.model))
         if not posterior.noise_fixed and not posterior.prior.fixed and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
@@ -183,7 +183,7 @@ class EarlyStopping(_OnHeldOutData):
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))
-        loader = ranks.share(as_loader(self.loader, posterior.model, "val"))
+        loader = ranks.share(as_loader(self.loader, posterior.model))
         best = best_of(candidates, self.decades, self.points, loader)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, posterior.samples)))

@@ -1,4 +1,4 @@
-"""Data as people have them: arrays, frames, data sets and data modules give what their tensors give."""
+"""Data as people have them: arrays, frames and data sets give what their tensors give."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import lapwing as lw
 
@@ -48,24 +48,6 @@ class Rows(Dataset):
         return self.x[i], self.y[i]
 
 
-class Module:
-    """A Lightning data module: it has data after `setup` alone."""
-
-    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
-        self.rows, self.ready, self.calls = Rows(x.astype(np.float32), y), False, []
-
-    def setup(self, stage: str) -> None:
-        self.ready = True
-        self.calls.append(stage)
-
-    def loader(self) -> DataLoader:
-        if not self.ready:
-            raise AttributeError("no data yet")
-        return DataLoader(self.rows, 50)
-
-    train_dataloader = val_dataloader = test_dataloader = loader
-
-
 def network(inputs: int = 3, outputs: int = 4) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs)).eval()
@@ -90,7 +72,6 @@ def forms(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
         "dict": {"input": tensors[0], "labels": y},
         "data set": Rows(x, y),
         "tensor data set": TensorDataset(*tensors),
-        "module": Module(x, y),
         "list of arrays": [(x[:100], y[:100]), (x[100:], y[100:])],
     }
 
@@ -107,7 +88,7 @@ def test_every_form_fits_as_its_tensors(form: str, arrays: tuple[np.ndarray, np.
         torch.testing.assert_close(posterior.covariance.tensors()[name], value, rtol=1e-4, atol=1e-6)
     asked = batches[0][0]
     probs = expected.predict(asked).probs
-    for same in (x[:100], Frame(a=x[:100, 0], b=x[:100, 1], c=x[:100, 2]), x[:100].tolist(), [x[:60], x[60:100]],
+    for same in (x[:100], Frame(a=x[:100, 0], b=x[:100, 1], c=x[:100, 2]), [x[:60], x[60:100]],
                  Rows(x[:100], y[:100]), TensorDataset(asked), (part for part in np.split(x[:100], 4))):  # fmt: skip
         torch.testing.assert_close(posterior.predict(same).probs, probs, rtol=1e-4, atol=1e-6)
 
@@ -121,13 +102,12 @@ def test_held_out_data_and_comparisons_take_every_form(arrays: tuple[np.ndarray,
     expected = lw.fit(model, training, lw.Diagonal(), validation=tensors)
     tuned = lw.fit(model, training, lw.Diagonal(), tune=lw.Validation(Rows(*held_out)))
     assert tuned.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
-    for data in (held_out, Module(*held_out)):
-        posterior = lw.fit(model, training, lw.Diagonal(), validation=data)
-        assert posterior.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
-        table = lw.compare({"a": posterior}, data, foreign=3 * x, repeats=1)
-        other = lw.compare({"a": posterior}, tensors, foreign=torch.from_numpy(3 * x).float(), repeats=1)
-        for column in ("NLL", "AUROC"):
-            assert table["a"][column] == pytest.approx(other["a"][column], rel=1e-4)
+    posterior = lw.fit(model, training, lw.Diagonal(), validation=held_out)
+    assert posterior.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
+    table = lw.compare({"a": posterior}, held_out, foreign=3 * x, repeats=1)
+    other = lw.compare({"a": posterior}, tensors, foreign=torch.from_numpy(3 * x).float(), repeats=1)
+    for column in ("NLL", "AUROC"):
+        assert table["a"][column] == pytest.approx(other["a"][column], rel=1e-4)
     lw.scale_factor(posterior, held_out, via=lw.Linearized(), points=3)
     assert lw.plan(model, training, lw.KFAC()).passes == lw.plan(model, Rows(*training), lw.KFAC()).passes
     variances = {"0.weight": torch.full((5, 3), 0.1)}
@@ -135,17 +115,31 @@ def test_held_out_data_and_comparisons_take_every_form(arrays: tuple[np.ndarray,
     posterior.log_marginal_likelihood(linearised_mode=True, loader=training)
 
 
-def test_one_input_networks_take_numbers_and_lists() -> None:
+def test_an_array_of_floats_is_one_input_per_sample() -> None:
     x = np.linspace(-1, 1, 20)
     model = network(1, 1).double()
     posterior = lw.fit(model, (x, np.sin(x)), lw.Full(), prior_precision=1.0, likelihood=lw.Gaussian(0.1))
     column = torch.from_numpy(x)[:, None]
-    for same in (x, x.tolist(), column, list(map(np.float64, x))):
-        torch.testing.assert_close(posterior.predict(same).variance, posterior.predict(column).variance)
-    assert posterior.predict([0.1]).mean == posterior.predict(0.1).mean  # in float64, to the last digit
-    for one in (0.5, np.float32(0.5), [0.5]):
-        torch.testing.assert_close(posterior.predict(one).mean, posterior.predict(torch.tensor([[0.5]]).double()).mean)
-    torch.testing.assert_close(posterior.predict(1).mean, posterior.predict([[1.0]]).mean)
+    torch.testing.assert_close(posterior.predict(x).variance, posterior.predict(column).variance)
+
+
+def test_numbers_lists_of_numbers_and_data_modules_are_refused() -> None:
+    x, y = np.linspace(-1, 1, 20), np.sin(np.linspace(-1, 1, 20))
+    posterior = lw.fit(network(1, 1).double(), (x, y), lw.Diagonal(), prior_precision=1.0)
+    module = type("Data", (), {"train_dataloader": lambda self: [(x, y)]})()
+    single, several = "hold a single number. Pass an array", "hold a list of numbers. Pass an array"
+    for ask, message in (
+        (lambda: posterior.predict(0.5), single),
+        (lambda: posterior.predict(x.tolist()), several),
+        (lambda: posterior.predict([[0.1], [0.2]]), several),
+        (lambda: posterior.predict(x).log_prob(y.tolist()), several),
+        (lambda: lw.fit(network(1, 1), (x, y.tolist())), several),
+        (lambda: lw.fit(network(1, 1), (x.tolist(), y)), several),
+        (lambda: lw.fit(network(1, 1), module), r"module.setup\('fit'\), and pass module.train_dataloader"),
+        (lambda: posterior.predict(module), r"module.train_dataloader\(\) or another"),
+    ):
+        with pytest.raises(lw.LapwingError, match=message):
+            ask()
 
 
 def test_arrays_take_the_dtype_of_the_weights_and_tensors_keep_theirs(arrays: tuple[np.ndarray, np.ndarray]) -> None:
@@ -157,14 +151,7 @@ def test_arrays_take_the_dtype_of_the_weights_and_tensors_keep_theirs(arrays: tu
         lw.fit(network(), (torch.from_numpy(x), y), lw.Diagonal())
     tokens = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2)).eval()
     posterior = lw.fit(tokens, (y, y % 2), lw.KFAC())
-    assert posterior.predict(y[:5]).probs.shape == posterior.predict(y[:5].tolist()).probs.shape == (5, 2)
-
-
-def test_the_second_fit_of_a_module_does_not_prepare_it_again(arrays: tuple[np.ndarray, np.ndarray]) -> None:
-    module = Module(*arrays)
-    for _ in range(2):
-        lw.fit(network(), module, lw.Diagonal(), prior_precision=1.0)
-    assert module.calls == ["fit"]
+    assert posterior.predict(y[:5]).probs.shape == (5, 2)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +164,10 @@ def test_the_second_fit_of_a_module_does_not_prepare_it_again(arrays: tuple[np.n
         ((np.ones((2, 3)), np.array(["cat", "dog"])), r"numpy.unique\(y, return_inverse=True\)\[1\]"),
         ((Frame(a=[1.0], city=["Rome"]), np.ones(1)), "columns 'city' .* of the Frame hold no numbers"),
         ((Frame(a=[1.0, 2.0], b=[None, 1.0]), np.ones(2)), "columns 'b'"),
-        (([[1.0, 2.0], [3.0]], np.ones(2)), "rows of one length"),
         (Rows([np.ones(2), np.ones(3)], [0, 1]), "cannot be joined into a batch .*collate_fn"),
         (np.ones((5, 3)), r"needs an iterable .*Write \(x, y\)"),
         (Frame(a=[1.0]), r"Write \(x, y\)"),
         ([torch.ones(5, 3), torch.ones(5)], r"Write \(x, y\)"),
-        (type("Empty", (), {"train_dataloader": lambda self: None, "setup": print})(), r"no train_dataloader\(\)"),
     ],
 )
 def test_what_cannot_be_used_is_said_in_one_sentence(data: Any, message: str) -> None:
