@@ -84,13 +84,6 @@ class Blockwise(PriorCovariance):
         """Returns the covariance under another prior: no refactorisation, time O(P)."""
         return Blockwise(self.blocks, self.structures, precision, scale)
 
-    def without(self, name: str) -> Blockwise:
-        """Returns the covariance of the other blocks."""
-        kept = [i for i, block in enumerate(self.blocks) if block.name != name]
-        blocks = tuple(self.blocks[i] for i in kept)
-        structures = {block.name: self.structures[block.name] for block in blocks}
-        return Blockwise(blocks, structures, self.precision[kept], self.scale)
-
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `Σ log(1 + s λ/δ)`, from few points where a block has many eigenvalues."""
         terms = []

@@ -45,8 +45,7 @@ class Linearized(Way):
     With `draws=S` the covariance is that of S draws, `f_s = f(x, θ̂) + J(x)(θ_s - θ̂)` with `θ_s ~ N(θ̂, Σ)`, for networks
     with very many outputs: no C x C matrix is formed, all draws are joint over outputs and inputs, and the mean is the
     network's output. A variance has a relative standard error of `√(2/S)`, 18 % at 64 draws (`standard_error` of the
-    latent). Every call draws the same weights. A linear output layer with independent weights, too many to be kept, is
-    drawn by random signs times standard deviations: Σ is the same, and the error is no larger.
+    latent). Every call draws the same weights.
 
     With `outputs=k` the latent has the k outputs of largest mean alone, for each input its own, and with a list of
     numbers those outputs: `latent.outputs` (B, k) says which, means and variances are (B, k). Regressions and yes-or-no
