@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ..covariance import PriorCovariance
-from ..jacobian.blocks import join, split
 from ..likelihoods import Gaussian, aligned_targets, curvature_weights
 from ..linalg import doubled, symmetric_eigen
-from ..network import batches
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.anchors import Anchors
@@ -62,13 +60,11 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     mean = posterior.prior.mean if treated else {}
     offset = {name: (value - mean.get(name, 0.0)).to(tangent.widest)[None] for name, value in tangent.mean().items()}
-    by_parameter = split(tangent.blocks, offset)
-    for name in _output_biases(tangent, inputs):
-        by_parameter[name] = torch.zeros_like(by_parameter[name])
-    labels = residuals[samples, turns] + doubled(anchors.inner(join(tangent.blocks, by_parameter))[0])
+    counts = every_weight[samples, turns]
+    labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
+    labels = labels - _means_of_outputs(labels, counts, turns.to(labels.device))
     gram = anchors.gram(weights, tangent.widest)
     same = _copies(gram, targets[chosen], times)
-    counts = every_weight[samples, turns]
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
     if isinstance(posterior.likelihood, Gaussian) and posterior.likelihood.noise_ratios is None:
@@ -99,24 +95,17 @@ def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return (torch.cat(tables),) if few and len({(part.shape[1:], part.dtype) for part in tables}) == 1 else parts
 
 
-def _output_biases(tangent: Tangent, parts: Sequence[Any]) -> list[str]:
-    """Returns the names of parameters that add the same numbers to the outputs of all samples, of which 8 are seen."""
-    inputs: list[Any] = []
-    for part in parts:
-        left = 8 - sum(batches.size(every) for every in inputs)
-        if left > 0:
-            some = batches.take(part, slice(0, min(left, batches.size(part))))
-            inputs.append(batches.plain(some, tangent.device))
-    outputs, names = torch.cat([tangent.outputs_of(some) for some in inputs]), []
-    for name, value in tangent.parameters.items():
-        if value.ndim != 1 or len(value) > tangent.outputs or len(outputs) == 1:
-            continue
-        zero = {name: torch.zeros_like(value)}
-        without = torch.cat([tangent.call_with(zero, some) for some in inputs])
-        added, largest = outputs - without, max(float(outputs.abs().max()), float(without.abs().max()))
-        if float((added - added[0]).abs().max()) <= 8 * torch.finfo(value.dtype).eps * largest:
-            names.append(name)
-    return names
+def _means_of_outputs(labels: Tensor, counts: Tensor, outputs: Tensor) -> Tensor:
+    """Returns the weighted mean (M,) of the labels of each row's output. The prior does not explain it: biases do.
+
+    Args:
+        labels: labels of the rows (M,).
+        counts: weights of the rows (M,).
+        outputs: output of each row (M,).
+    """
+    sums = torch.zeros(2, int(outputs.max()) + 1, dtype=labels.dtype, device=labels.device)
+    sums.index_add_(1, outputs, torch.stack([counts * labels, counts]))
+    return (sums[0] / sums[1].clamp_min(torch.finfo(labels.dtype).tiny))[outputs]
 
 
 def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:

@@ -352,7 +352,7 @@ def test_no_data_to_see_again_is_one_sentence_for_regression():
 
 
 def process(model, loader, pairs, mean):
-    """The Gaussian process of the linearised network: J (M, P) and y - f + J(θ̂ - μ0) (M,), pair by pair."""
+    """The Gaussian process of the linearised network: J (M, P) and y - f + J(θ̂ - μ0) (M,), centred by output."""
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     inputs, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
     rows, labels = [], []
@@ -362,12 +362,13 @@ def process(model, loader, pairs, mean):
             parameters
         )
         row = torch.cat([part.flatten() for part in slope.values()])
-        weights = torch.cat(
-            [0 * part if name == "2.bias" else part.flatten() - mean for name, part in parameters.items()]
-        )  # of the outputs: its trained value is its prior mean
+        weights = torch.cat([part.flatten() - mean for part in parameters.values()])
         rows.append(row)
         labels.append(targets[n, c] - model(one)[0, c].detach() + row @ weights)
-    return torch.stack(rows), torch.stack(labels)
+    outputs, labels = torch.tensor([c for _, c in pairs]), torch.stack(labels)
+    for c in outputs.unique():
+        labels[outputs == c] -= labels[outputs == c].mean()
+    return torch.stack(rows), labels
 
 
 @pytest.mark.parametrize("delta", [None, 0.7])
