@@ -543,7 +543,7 @@ def test_ways_that_cannot_be_deployed() -> None:
     posterior, inputs = fitted("mlp")
     with pytest.raises(lw.LapwingError, match=r"takes a posterior first, not Sequential"):
         lw.deploy(posterior.model, inputs(2))  # type: ignore[arg-type]
-    for via in (lw.Streamlined("full"), lw.MonteCarlo(5), lw.Streamlined(residual="correlated"), "streamlined"):
+    for via in (lw.Streamlined("full"), lw.MonteCarlo(5), "streamlined"):
         with pytest.raises(lw.LapwingError, match=r"via=.* cannot be deployed\. .*via=lw\.Streamlined\(\)"):
             lw.deploy(posterior, inputs(2), via=via)  # type: ignore[arg-type]
     with pytest.raises(

@@ -124,11 +124,11 @@ def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:
         inner = inner.via
     if isinstance(inner, Linearized) and inner == Linearized():
         return Streamlined(), factor, True
-    if isinstance(inner, Streamlined) and inner.covariance == "diagonal" and inner.residual != "correlated":
+    if isinstance(inner, Streamlined) and inner.covariance == "diagonal":
         return inner, factor, False
     raise LapwingError(
-        f"via={shown(via)} cannot be deployed. Write lw.deploy(posterior, x, via=lw.Streamlined()), in diagonal mode "
-        "with independent residuals; via=lw.Linearized() where the last layer alone is treated; or lw.Scaled(...) of "
+        f"via={shown(via)} cannot be deployed. Write lw.deploy(posterior, x, via=lw.Streamlined()), in diagonal mode; "
+        "via=lw.Linearized() where the last layer alone is treated; or lw.Scaled(...) of "
         "one of them."
     )
 

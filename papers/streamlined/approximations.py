@@ -14,7 +14,6 @@ from lapwing.tangent import Block
 
 LIFTED: dict[str, dict[str, Any]] = {
     "positions correlated": {"positions": "correlated"},
-    "residual branches correlated": {"residual": "correlated"},
     "scores uncertain": {"attention": "scores"},
     "activations matched": {"activations": "moments"},
 }

@@ -89,6 +89,8 @@ def test_options_are_checked():
     x = torch.randn(3, 4, dtype=F64)
     tangent = survey(mlp(), x)
     covariance = build(tangent, "kronecker")
+    with pytest.raises(LapwingError, match=r"Diagonal mode has no covariance of the two sides.*Streamlined\('full'\)"):
+        Streamlined(residual="correlated")
     with pytest.raises(LapwingError, match="no covariances between matched activations"):
         Streamlined("full", activations="moments")
     with pytest.raises(LapwingError, match="joint=True via lw.Streamlined"):

@@ -1,8 +1,6 @@
-"""Covariances of attention's values between tokens and between features, against dense formulas and draws."""
+"""Covariances of attention's values between the features of a head, against dense formulas."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import pytest
 import torch
@@ -12,9 +10,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing import tangent as tn
-from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, assert_within_monte_carlo_error, build, draw_outputs, surveyed
+from tests.prediction.streamlined_oracle import F64, build, surveyed
 from tests.prediction.test_streamlined_networks import covariance_of
 from tests.prediction.test_streamlined_options import propagate
 from tests.zoo import ZOO
@@ -51,66 +48,6 @@ def case(**options):
 OPTIONS = [{"heads": 1}, {"heads": 2}, {"heads": 3, "packed": True}, {"heads": 2, "first": False, "causal": True}]
 
 
-@cache
-def values_alone(number: int) -> tuple[tn.Tangent, tuple[torch.Tensor, torch.Tensor]]:
-    """Attention with one of the options and no layer after it, surveyed once for all tests, and its inputs."""
-    model, x = case(**OPTIONS[number])
-    model.out = nn.Identity()
-    return tn.Tangent.survey(model, x, tn.matching("values.*")), x
-
-
-@pytest.mark.parametrize("positions", ["independent", "correlated"])
-@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "dense block"])
-@pytest.mark.parametrize("number", range(len(OPTIONS)), ids=lambda number: str(OPTIONS[number]))
-def test_tokens_that_share_values_weights_are_exact(number, kind, positions):
-    """`Σ_kl P_tk P_tl Σ_i a_ki a_li Cov[W_oi, W_oi']`: outputs are linear in the values' weights."""
-    tangent, x = values_alone(number)
-    covariance = build(tangent, kind)
-    exact = Linearized().latent(tangent, covariance, x, joint=False)
-    found = Streamlined(attention="tokens", positions=positions).latent(tangent, covariance, x)
-    torch.testing.assert_close(found.variance, exact.variance, rtol=1e-9, atol=1e-12)
-    alone = Streamlined(positions="independent").latent(tangent, covariance, x)
-    assert (alone.variance - exact.variance).abs().max() > 0.05 * exact.variance.mean()
-
-
-def test_tokens_agree_with_draws():
-    model, x = case(heads=2)
-    model.out = nn.Identity()
-
-    class One(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return self.inner(*x.chunk(2, -1))
-
-    with sdpa_kernel(SDPBackend.MATH):
-        joined, outer = torch.cat(x, -1), One().eval()
-        tangent = tn.Tangent.survey(outer, joined, tn.matching("*values.*"))
-        covariance = build(tangent, "diagonal")
-        found = Streamlined(attention="tokens").latent(tangent, covariance, joined)
-        draws = draw_outputs(outer, tangent, covariance, joined)
-    whole = Linearized().latent(tangent, covariance, joined, joint=False).covariance
-    torch.testing.assert_close(found.variance, whole.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-12)
-    assert_within_monte_carlo_error(draws, found.mean, whole)
-
-
-def test_correlated_positions_come_near_the_exact_tokens():
-    model, x = case(heads=2)
-    model.out = nn.Identity()
-    x = (x[0].abs() + 0.5, x[1])
-    tangent = tn.Tangent.survey(model, x, tn.matching("values.*"))
-    covariance = build(tangent, "diagonal")
-    exact, near, alone = (
-        Streamlined(positions=positions, attention=attention).latent(tangent, covariance, x).variance
-        for positions, attention in (("correlated", "tokens"), ("correlated", "values"), ("independent", "values"))
-    )
-    error, other = ((found / exact).log().abs().mean() for found in (near, alone))
-    assert error < 0.1
-    assert other > 5 * error
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_features_of_a_head_that_share_inputs_equal_loops(options):
     """Equation 74: within a head as the weights say, between heads independent."""
@@ -145,12 +82,11 @@ def test_features_of_one_head_equal_jacobians():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("attention", ["tokens", "features"])
 @pytest.mark.parametrize("name", ["vit", "gpt2", "mha", "mha_seq_first", "encoder_layer", "mlp"])
-def test_networks_keep_means_and_do_not_depend_on_the_batch(name, attention):
+def test_networks_keep_means_and_do_not_depend_on_the_batch(name):
     tangent, x = surveyed(name), ZOO[name].inputs(4, 0)
     covariance = covariance_of(tangent)
-    way = Streamlined(attention=attention)
+    way = Streamlined(attention="features")
     latent, plain = way.latent(tangent, covariance, x), Streamlined().latent(tangent, covariance, x)
     torch.testing.assert_close(latent.mean, plain.mean, rtol=1e-12, atol=1e-12)
     assert ((latent.variance / plain.variance).log().abs() < 2).all()
@@ -165,7 +101,8 @@ def test_attention_that_is_not_seen_is_logged_once(caplog):
     covariance = build(tangent, "diagonal")
     expected = Streamlined().latent(tangent, covariance, x).variance
     caplog.clear()
-    for way in (Streamlined(attention="tokens"), Streamlined(attention="features")):
-        torch.testing.assert_close(way.latent(tangent, covariance, x).variance, expected)
+    for _ in range(2):
+        found = Streamlined(attention="features").latent(tangent, covariance, x)
+        torch.testing.assert_close(found.variance, expected)
     (record,) = [record for record in caplog.records if record.name == "lapwing"]
     assert "scaled_dot_product_attention" in record.getMessage()

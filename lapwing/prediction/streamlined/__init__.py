@@ -65,16 +65,13 @@ class Streamlined(Way):
         covariance: what is kept of hidden tensors: "diagonal", their variances, or "full", their covariances within a
             sample. Outputs have covariances (B, C, C) in either case where a linear layer gives them; else "diagonal"
             has their variances alone, as it has at positions.
-        residual: the two sides of a sum that share an input: "independent", as in the paper, or "correlated", which
-            adds `2 Cov[x, h]`. None: correlated in full mode, independent in diagonal mode, where correlations cost as
-            many forward-mode passes of a branch as its input has numbers a sample.
-        attention: "values", as in the paper: values are uncertain, scores are not. "tokens": as "values", with the
-            covariances between tokens of what the values' weights add, `Σ_ii' a_si a_s'i' Cov[W_ei, W_ei']`, exact
-            where "values" has ρ; as many times a linear layer as there are heads. "features": as "values", with the
+        residual: the two sides of a sum that share an input: "independent", as in the paper, or, in full mode only,
+            "correlated", which adds `2 Cov[x, h]`. None: correlated in full mode, independent in diagonal mode.
+        attention: "values", as in the paper: values are uncertain, scores are not. "features": as "values", with the
             covariances between a head's features that share inputs, up to the layer after the attention (equation 74);
-            likewise. "scores": queries and keys are uncertain too, to first order. The middle two are for
-            `scaled_dot_product_attention` and layers with tokens in one dimension; other calls, attention written by
-            hand among them, are as with "values" (a network with these alone is logged).
+            costs as many times a linear layer as there are heads. It is for `scaled_dot_product_attention` and layers
+            with tokens in one dimension; other calls, attention written by hand among them, are as with "values" (a
+            network with only such calls is logged). "scores": queries and keys are uncertain too, to first order.
         activations: "linear", or the exact moments of element-wise functions of Gaussians, "moments": closed for ReLU,
             by quadrature with twenty evaluations for others; means then differ from the network's outputs.
         positions: positions of a channel: "correlated", or "independent", as in the paper. Independent ones make too
@@ -111,7 +108,7 @@ class Streamlined(Way):
 
     covariance: Literal["diagonal", "full"] = "diagonal"
     residual: Literal["independent", "correlated"] | None = None
-    attention: Literal["values", "scores", "tokens", "features"] = "values"
+    attention: Literal["values", "scores", "features"] = "values"
     activations: Literal["linear", "moments"] = "linear"
     positions: Literal["independent", "correlated"] = "correlated"
 
@@ -123,11 +120,16 @@ class Streamlined(Way):
                 "Full mode has no covariances between matched activations. Write lw.Streamlined('full') or "
                 "lw.Streamlined(activations='moments')."
             )
+        if self.covariance == "diagonal" and self.residual == "correlated":
+            raise LapwingError(
+                "Diagonal mode has no covariance of the two sides of a sum. Write lw.Streamlined('full'), whose sides "
+                "are correlated, or leave residual out."
+            )
 
     @property
     def tracks_branches(self) -> bool:
         """Whether the two sides of a sum are correlated."""
-        return self.covariance == "full" if self.residual is None else self.residual == "correlated"
+        return self.covariance == "full" and self.residual != "independent"
 
     def latent(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool = False

@@ -1,12 +1,11 @@
-"""What goes by forward mode in diagonal mode: calls without a rule, and the correlations of the two sides of a sum.
+"""Calls without a rule, which diagonal mode linearises by forward mode.
 
-Both take the Jacobian of a function, one direction of an uncertain tensor at a time, so both are for small tensors.
+This takes the Jacobian of a function, one direction of an uncertain tensor at a time, so it is for small tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from ...network.eager import batching_quiet
 from ...network.generic import jvp
 from .axes import SampleAxes
 from .moments import Moments, Value, mean_of
-from .operations import Kind, aten, is_a
+from .operations import Kind, is_a
 from .rules.attention import products
-from .schedule import Schedule, Step
+from .schedule import Step
 from .sites import Site, arguments_of, run
 
 MAX_NUMBERS = 4096
@@ -138,89 +137,3 @@ def _directions(name: str, x: Moments, axes: SampleAxes, samples: int, site: Sit
         units = torch.eye(count, dtype=deviation.dtype, device=deviation.device).reshape(-1, *x.mean.shape)
         for some in units.split(size):
             yield some * deviation
-
-
-# ---- the two sides of a sum
-
-
-@dataclass(frozen=True)
-class Branches:
-    """The two sides of one sum, `x + h(x)`, as functions of the last uncertain tensor u that they share.
-
-    With independent entries of u, `Cov[a_i, b_i] = Σ_k (∂a_i/∂u_k)(∂b_i/∂u_k) Var[u_k]`, so `diag(J_h) v` for `a = u`
-    and `b = h(u)`.
-
-    Attributes:
-        source: name of u.
-        sides: names of a and b.
-        steps: the steps from u to them, in order.
-    """
-
-    source: str
-    sides: tuple[str, str]
-    steps: tuple[Step, ...]
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of all values that must be kept until the sum."""
-        inside = {step.node.name for step in self.steps}
-        outside = {name for step in self.steps for name in step.sources if name not in inside}
-        return (self.source, *sorted(outside))
-
-    def covariance(
-        self, values: Mapping[str, Any], axes: SampleAxes, samples: int, dtype: torch.dtype, site: Site
-    ) -> Tensor:
-        """Returns `Cov[a_i, b_i]` in the shape of the sum.
-
-        Cost: as many forward-mode passes through the two sides as u has numbers a sample.
-        """
-        u = values[self.source]
-        spread = axes.flat(self.source, u.variance, samples)  # (B, n)
-        if spread.shape[1] > MAX_NUMBERS:
-            raise site.refusal(
-                f"its two sides share {spread.shape[1]} numbers a sample, more than the {MAX_NUMBERS} that "
-                "residual='correlated' goes through",
-                "Pass lw.Streamlined(residual='independent').",
-            )
-        means = {name: mean_of(values[name]) for name in self.reads}
-
-        def both(x: Tensor) -> tuple[Tensor, Tensor]:
-            inner = {**means, self.source: x}
-            for step in self.steps:
-                inner[step.node.name] = evaluate(step, inner, dtype)
-            return inner[self.sides[0]], inner[self.sides[1]]
-
-        total: Any = 0
-        for places, units in axes.units(self.source, u.mean, samples, chunk_size(u.mean)):
-            outs = push(both, (u.mean,), (units.to(dtype),), site.refusal)
-            left, right = (axes.columns(side, out, samples) for side, out in zip(self.sides, outs, strict=True))
-            total = total + (left * right * spread[:, None, places]).sum(-1)  # (B, n_out)
-        return axes.tensors(self.sides[0], total[..., None], mean_of(values[self.sides[0]]).shape)[0]
-
-
-def find_branches(schedule: Schedule, axes: SampleAxes) -> dict[str, Branches]:
-    """Returns the branches of every sum of two uncertain values that share another."""
-    ancestors: dict[str, frozenset[str]] = {}
-    order = {step.node.name: place for place, step in enumerate(schedule.steps)}
-    branches = {}
-    for step in schedule.steps:
-        name = step.node.name
-        above = [ancestors.get(source, frozenset({source})) for source in step.uncertain]
-        ancestors[name] = frozenset({name}).union(*above)
-        is_sum = step.node.target in (aten.add.Tensor, aten.sub.Tensor)
-        if step.fused is not None or not is_sum or len(step.uncertain) != 2:
-            continue
-        shared = [n for n in above[0] & above[1] if n in axes.dims and n in schedule.uncertain]
-        if not shared or any(side not in axes.dims for side in step.uncertain):
-            continue
-        source = max(shared, key=lambda n: order.get(n, -1))
-        between = [
-            inner
-            for inner in schedule.steps
-            if inner.node.name != source
-            and inner.node.name in above[0] | above[1]
-            and source in ancestors.get(inner.node.name, ())
-        ]
-        a, b = step.uncertain
-        branches[name] = Branches(source, (a, b), tuple(between))
-    return branches

@@ -18,7 +18,7 @@ from ...network import batches
 from ...tangent import Block, Tangent
 from . import rules  # noqa: F401 (fills the table)
 from .axes import SampleAxes, read_axes, read_layouts
-from .forward_mode import Branches, find_branches, linearised
+from .forward_mode import linearised
 from .functions import carry, carry_covariance
 from .graph import Graph, execute
 from .moments import Layout, Moments, Value, mean_of
@@ -64,8 +64,8 @@ def build(
     _check_forward_mode(network, steps, treated, way)
     calls = [step.node for step in steps.steps if step.uncertain and step.fused is None]
     ruleless = any(operation_of(node).rule is None for node in calls)
-    axes = read_axes(graph, example, network) if not full and (way.tracks_branches or ruleless) else None
-    of_values = not full and way.attention in ("tokens", "features")
+    axes = read_axes(graph, example, network) if not full and ruleless else None
+    of_values = not full and way.attention == "features"
     if of_values and "attention" not in graph.notices and not any(is_a(n, Kind.ATTENTION) for n in graph.nodes):
         graph.notices.add("attention")
         log.warning(
@@ -101,7 +101,7 @@ def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any
                     node,
                     problem,
                     f"Register {entry} for it (lapwing.prediction.streamlined.register_operation), and pass "
-                    "lw.Streamlined() without full mode or correlated branches.",
+                    "lw.Streamlined() without full mode.",
                 )
 
 
@@ -158,7 +158,7 @@ class Program:
         dtype: the dtype of the moments.
         network: name of the network's class.
         way: the options that it was built for.
-        axes: where the samples are, for the correlations of branches and calls without a rule.
+        axes: where the samples are, for calls without a rule.
         layouts: name of a value -> its dimensions, where positions are correlated.
         width: C of outputs with positions, (B, T C); None of others.
         ends: names of the steps at the end that have covariances.
@@ -181,12 +181,9 @@ class Program:
         steps = self.schedule.steps
         self.ends = _ends(self.schedule)
         self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize
-        tracked = self.axes is not None and self.way.tracks_branches
-        self._branches: dict[str, Branches] = find_branches(self.schedule, self.axes) if tracked else {}  # type: ignore[arg-type]
         last_reads: dict[str, int] = {}
         for place, step in enumerate(steps):
-            branches = self._branches.get(step.node.name)
-            last_reads.update(dict.fromkeys((*step.sources, *(branches.reads if branches else ())), place))
+            last_reads.update(dict.fromkeys(step.sources, place))
         self._frees: list[list[str]] = [[] for _ in steps]
         for name, place in last_reads.items():
             if name != self.graph.output and name not in self.graph.tensors:
@@ -252,10 +249,7 @@ class Program:
             assert self.axes is not None
             return linearised(step, site, read, self.axes, samples, self.dtype)
         arguments = arguments_of(node, read, self.dtype)
-        result = rule(site.at(samples) if site.layouts else site, arguments)
-        if node.name in self._branches:
-            return self._correlated(node.name, result, values, arguments, samples)
-        return result
+        return rule(site.at(samples) if site.layouts else site, arguments)
 
     def _with_covariances(self, step: Step, read: dict[str, Value], samples: int) -> Moments | None:
         """Returns the value of a step at the end of the network with covariances, None where it has none."""
@@ -272,17 +266,6 @@ class Program:
             return None
         site = self.sites[node.name]
         return linear_with_covariances(site, arguments_of(node, read, self.dtype), samples)
-
-    def _correlated(
-        self, name: str, result: Moments, values: Mapping[str, Value], arguments: Mapping[str, Any], samples: int
-    ) -> Moments:
-        """Adds `2 α Cov[x, h]` to the variances of `x + α h`."""
-        assert self.axes is not None
-        branches, site = self._branches[name], self.sites[name]
-        read = {name: self.cast(name, values[name]) for name in branches.reads + branches.sides}
-        sign = arguments.get("alpha", 1) * (-1 if "sub" in str(site.node.target) else 1)
-        shared = branches.covariance(read, self.axes, samples, self.dtype, site)
-        return Moments(result.mean, (result.variance + 2 * sign * shared).clamp_min(0), result.correlation)
 
     def cast(self, name: str, value: Value) -> Value:
         """Returns a certain value in the dtype of the moments; the network's tensors are kept in it."""

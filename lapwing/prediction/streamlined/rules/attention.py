@@ -1,20 +1,19 @@
 """Moments through attention: scores from means, values uncertain; or the scores' uncertainty linearised as well.
 
-Two options add covariances of the values: between tokens, which share W_V, and between a head's features, which share
-inputs. For them a linear layer leaves with its outputs where they come from, views keep that, and the attention, or the
-layer after it, reads it.
+`attention="features"` adds covariances of the values between a head's features, which share inputs. For it a linear
+layer notes with its outputs where they come from, views keep that, and the layer after the attention reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..moments import Moments, Value, mean_of, ratio, root, sum_correlation, total_of
+from ..moments import Moments, Value, mean_of, sum_correlation, total_of
 from ..operations import Kind, Operation, aten, register_aten, same_along, shape_of
 from ..sites import Site
 
@@ -38,14 +37,9 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
         times = mean_of(query).shape[-3] // mean_of(key).shape[-3]
         key, value = _repeated(key, times), _repeated(value, times)
     mean, weights = products({**arguments, "key": mean_of(key), "value": mean_of(value), "query": mean_of(query)})
-    square = weights.square()
-    if site.attention == "tokens" and isinstance(value, Moments):
-        result = _mixed(site, value, weights, square)
-        if result is not None:
-            return result
     parts, common = [], None
     if isinstance(value, Moments):
-        parts.append(square @ value.individual)
+        parts.append(weights.square() @ value.individual)
         if value.correlation is not None:
             common = (weights @ value.common).square()
             parts.append(common)
@@ -110,21 +104,19 @@ class Origin:
     Attributes:
         x: the inputs (B, S, I) of the layer that gave them.
         weight: its W (O, I).
-        added: rows (..., I) -> what its uncertain weights and biases add to the variances (..., O), if there are any.
         rows: rows of W that the heads read (H, d), once known.
         probabilities: P (B, H, T, S), after the attention.
     """
 
     x: Value
     weight: Tensor
-    added: Callable[[Tensor], Tensor] | None
     rows: Tensor | None = None
     probabilities: Tensor | None = None
 
 
-def origin(site: Site, x: Value, weight: Tensor, added: Callable[[Tensor], Tensor] | None) -> Origin | None:
+def origin(site: Site, x: Value, weight: Tensor) -> Origin | None:
     """Returns where a linear layer's outputs come from, if an attention may ask; None for inputs that are no tokens."""
-    if site.attention not in ("tokens", "features"):
+    if site.attention != "features":
         return None
     layout = site.layouts.get(site.node.name)
     if layout is None or layout.merged or mean_of(x).ndim != 3:
@@ -132,40 +124,7 @@ def origin(site: Site, x: Value, weight: Tensor, added: Callable[[Tensor], Tenso
     if layout.batch != 0:
         turned = (x.mean.transpose(0, 1), x.variance.transpose(0, 1)) if isinstance(x, Moments) else ()
         x = Moments(*turned) if turned else x.transpose(0, 1)
-    return Origin(x, weight, added)
-
-
-def _mixed(site: Site, value: Moments, weights: Tensor, square: Tensor) -> Moments | None:
-    """Returns the moments of `P V` with W_V's covariances between tokens: mixed inputs `P a` go through its rule.
-
-        Var[out_te] = Σ_s P_ts² (Var[v_se] - s_se) + Σ_ii' (P a)_ti (P a)_ti' Cov[W_ei, W_ei']
-
-    with `s_se` what W_V adds at token s. None where the values come from no layer with uncertain weights.
-
-    Cost: P a for each head, which is O(T² I), and W_V's variances at it: a linear layer a head.
-    """
-    source, rows = value.origin, _rows(site, weights)
-    if not isinstance(source, Origin) or source.added is None or rows is None or rows.numel() == 0:
-        return None
-    a, heads = mean_of(source.x), len(rows)
-
-    def of_heads(variance: Tensor) -> Tensor:
-        """Returns of what W_V adds (B, O at the end) that which each head reads, (B, H, S, d)."""
-        return _picked(variance[:, None].expand(-1, heads, -1, -1), rows)
-
-    from_layer = of_heads(source.added(a))  # (B, H, S, d)
-    blend = weights @ a[:, None]  # (B, H, T, I)
-    exact = _picked(source.added(blend), rows)
-    rest = (value.variance - from_layer).clamp_min(0)
-    if value.correlation is None:
-        return Moments(weights @ value.mean, square @ rest + exact)
-    rho = ratio(of_heads(source.added(a.mean(1, keepdim=True))), root(from_layer).mean(-2, keepdim=True).square())
-    common = torch.minimum((value.correlation * value.variance - rho * from_layer).clamp_min(0), rest)
-    inherited = (weights @ root(common)).square()
-    total = square @ (rest - common) + inherited + exact
-    pooled = _picked(source.added(blend.mean(-2, keepdim=True)), rows)
-    along = ratio(pooled, root(exact).mean(-2, keepdim=True).square())
-    return Moments(weights @ value.mean, total, ratio(inherited + along * exact, total))
+    return Origin(x, weight)
 
 
 def _marked(site: Site, result: Moments, value: Value, weights: Tensor) -> Moments:
@@ -225,12 +184,6 @@ def _rows(site: Site, weights: Tensor) -> Tensor | None:
         return None
     rows = layout.channels[0, :, 0, :].to(weights.device)
     return rows.repeat_interleave(weights.shape[1] // len(rows), 0)
-
-
-def _picked(x: Tensor, rows: Tensor) -> Tensor:
-    """Returns of the outputs (B, H, T, O) those that each head reads, (B, H, T, d)."""
-    index = rows[None, :, None, :].expand(x.shape[0], -1, x.shape[2], -1)
-    return x.gather(-1, index)
 
 
 register_aten(Operation(Kind.ATTENTION, attended, _attended_label), "scaled_dot_product_attention.default")

@@ -134,7 +134,7 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
     if site.attention == "features":
         parts.append(between_features(site, layer.source, x, layer.matrix))
     total = total_of(parts)
-    start = origin(site, x, layer.matrix, (lambda rows: total_of(layer.added(rows))) if layer.is_uncertain else None)
+    start = origin(site, x, layer.matrix)
     layout = site.layout
     if layout is None:
         return Moments(h, total, None, start)
