@@ -153,13 +153,6 @@ class LinearDraws(Described):
         return rows.mT @ rows / count
 
     @property
-    def covariance_standard_error(self) -> Tensor:
-        """Monte Carlo error of the covariances, in their shape: `√((Σ_ij² + Σ_ii Σ_jj)/S)`."""
-        variance, covariance = self.variance, self.covariance
-        product = variance[:, :, None, None] * variance if self.joint else variance[:, :, None] * variance[:, None]
-        return ((covariance.square() + product) / len(self.deviations)).sqrt()
-
-    @property
     def factor(self) -> Tensor:
         """F (B, C, S): `F Fᵀ` are the covariances of each input's outputs, and of all where the rows are joined."""
         return self.deviations.permute(1, 2, 0) / len(self.deviations) ** 0.5
