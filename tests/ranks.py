@@ -1,16 +1,13 @@
-"""Fits over several processes, beside those of one: processes that `tests/fitting/test_ranks.py` starts."""
+"""Fits over several processes: what the processes run that `tests/fitting/test_ranks.py` starts."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +16,18 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lapwing as lw
-from lapwing.methods import IteratePass, State
 
 Batches = list[tuple[Tensor, ...]]
 
-SHARES = {2: [[12, 9], [10, 5, 4]], 3: [[12, 9], [], [10, 5, 4]], 4: [[], [12, 9], [10], [5, 4]]}
-"""Sizes of the batches of each rank: uneven, and one rank without data where there are more than two."""
+SHARES = {2: [[12, 9], [10, 5, 4]], 3: [[12, 9], [], [10, 5, 4]]}
+"""Sizes of the batches of each rank: uneven, and one of three ranks without data."""
 
-HELD_OUT = {2: [[6, 4], [5]], 3: [[6], [4, 5], []], 4: [[6], [], [4], [5]]}
+HELD_OUT = {2: [[6, 4], [5]], 3: [[6], [4, 5], []]}
 
 
-def network(outputs: int, width: int = 6) -> nn.Module:
+def network(outputs: int) -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.Linear(4, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, outputs)
-    return nn.Sequential(*layers).double().eval()
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, outputs)).double().eval()
 
 
 def data(outputs: int, samples: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -50,19 +45,8 @@ def shares(tensors: Sequence[Tensor], sizes: list[list[int]]) -> list[Batches]:
     return [[next(parts) for _ in own] for own in sizes]
 
 
-def everything(name: str, size: int) -> tuple[list[Batches], list[Batches]]:
-    """Returns the training and the held-out batches of each rank for a case."""
-    outputs, _ = ALL[name]
-    x, y = data(outputs, 40, 1)
-    return shares((x, y, 0.5 + (x[:, 0] > 0)), SHARES[size]), shares(data(outputs, 15, 3), HELD_OUT[size])
-
-
-def in_steps(every: list[Batches]) -> Batches:
-    """Returns the batches of the steps of all ranks."""
-    steps = zip_longest(*every)
-    return [
-        tuple(torch.cat(parts) for parts in zip(*(b for b in step if b is not None), strict=True)) for step in steps
-    ]
+def training(outputs: int, size: int) -> list[Batches]:
+    return shares(data(outputs, 40, 1), SHARES[size])
 
 
 CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
@@ -73,36 +57,23 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "ELLA": (3, lambda held_out: {
         "method": lw.ELLA(5, 20, sampling="balanced"), "tune": lw.BoundedEvidence(samples=17)}),
     "weights": (3, lambda held_out: {"method": lw.KFAC(), "sample_weights": True}),
+    "EKFAC": (3, lambda held_out: {"method": lw.EKFAC(), "tune": lw.Evidence(per_layer=True)}),
+    "validation of prefixes": (3, lambda held_out: {
+        "method": lw.ELLA(5, 20), "tune": lw.EarlyStopping(held_out, prefixes=3)}),
     "Full": (3, lambda held_out: {"method": lw.Full("dual")}),
     "Full, primal": (3, lambda held_out: {"method": lw.Full("primal"), "weight_decay": 1e-3}),
     "Diagonal": (3, lambda held_out: {"method": lw.Diagonal(), "params": lw.everything, "data_size": 100}),
-    "EKFAC": (3, lambda held_out: {"method": lw.EKFAC(), "tune": lw.Evidence(per_layer=True)}),
-    "OptimalSubspace": (3, lambda held_out: {"method": lw.OptimalSubspace(4)}),
+    "rank by evidence": (3, lambda held_out: {"method": lw.OptimalSubspace(4), "tune": lw.Evidence(rank_gap=2.0)}),
+    "rank by validation": (3, lambda held_out: {
+        "method": lw.ELLA(5, 20), "tune": lw.Validation(held_out, ranks=(1, 3))}),
     "SubsetOfData": (3, lambda held_out: {"method": lw.SubsetOfData(11, "balanced", True)}),
     "SubsetOfWeights": (3, lambda held_out: {"method": lw.SubsetOfWeights(9)}),
     "TemperatureScaling": (3, lambda held_out: {"method": lw.TemperatureScaling()}),
     "VaLLA": (3, lambda held_out: {"method": lw.VaLLA(8)}),
-    "SampledLLA": (1, lambda held_out: {"method": lw.SampledLLA(4)}),
     "validation of a regression": (1, lambda held_out: {"method": lw.KFAC(), "validation": held_out}),
-    "validation of prefixes": (3, lambda held_out: {
-        "method": lw.ELLA(5, 20), "tune": lw.EarlyStopping(held_out, prefixes=3)}),
-    "KFAC, wide": (1, lambda held_out: {"method": lw.KFAC(), "params": lw.matching("*"), "prior_precision": 1.0}),
     "no tuning": (1, lambda held_out: {"method": lw.KFAC(), "tune": None}),
 }  # fmt: skip
-POINTS = lw.InducingPoints(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
-STEPS: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
-    "NaturalGradient": (3, lambda held_out: {"method": lw.VaLLA(POINTS, lw.NaturalGradient())}),
-    "NaturalGradient, rate": (3, lambda held_out: {"method": lw.VaLLA(POINTS, lw.NaturalGradient(5, 0.3))}),
-    "VariationalBound": (1, lambda held_out: {"method": lw.VaLLA(POINTS, lw.VariationalBound(4))}),
-    "AlphaDivergence": (1, lambda held_out: {
-        "method": lw.VaLLA(POINTS, lw.AlphaDivergence(steps=4, every=2, validation=held_out))}),
-    "MeanField": (3, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),  # so that its draws do not count
-    "MeanField of a regression": (1, lambda held_out: {"method": lw.MeanField(4, initial_std=1e-9)}),
-}  # fmt: skip
-"""Fits by steps, each on the joined batches of the ranks."""
-
-ALL = {**CASES, **STEPS}
-FEW = ["default", "KFAC of a regression", "validation", "ELLA", "weights"]
+FEW = list(CASES)[:8]
 
 
 def numbers(posterior: lw.Posterior) -> dict[str, Any]:
@@ -113,32 +84,23 @@ def numbers(posterior: lw.Posterior) -> dict[str, Any]:
     return {"chosen": chosen, "samples": posterior.samples, "method": str(posterior.method), "prediction": moments}
 
 
-def fitted(name: str, training: Batches, held_out: Batches) -> dict[str, Any]:
-    """Returns the numbers of a case."""
-    outputs, options = ALL[name]
-    chosen = options(held_out)
-    loader: Any = training if chosen.get("sample_weights") else [batch[:2] for batch in training]
-    width = 260 if name == "KFAC, wide" else 6  # whose decompositions are shared out
-    return numbers(lw.fit(network(outputs, width), loader, **chosen))
+def fitted(name: str, size: int, join: Callable[[list[Batches]], Batches]) -> dict[str, Any]:
+    """Returns the numbers of a case, on the batches that `join` makes of the batches of all ranks."""
+    outputs, options = CASES[name]
+    chosen = options(join(shares(data(outputs, 15, 3), HELD_OUT[size])))
+    every = training(outputs, size)
+    if chosen.get("sample_weights"):
+        every = [[(x, y, 0.5 + (x[:, 0] > 0)) for x, y in part] for part in every]
+    return numbers(lw.fit(network(outputs), join(every), **chosen))
 
 
 def fit_cases(rank: int, size: int, names: list[str]) -> dict[str, Any]:
-    """Fits cases on one rank."""
-    results = {}
-    for name in names:
-        training, held_out = everything(name, size)
-        results[name] = fitted(name, training[rank], held_out[rank])
-    return results
+    return {name: fitted(name, size, lambda every: every[rank]) for name in names}
 
 
 def fit_cases_alone(size: int, names: list[str]) -> dict[str, Any]:
     """Fits the same in one process, on the shares one after another."""
-    results = {}
-    for name in names:
-        training, held_out = everything(name, size)
-        joined = in_steps(training) if name in STEPS else [*chain(*training)]
-        results[name] = fitted(name, joined, [*chain(*held_out)])
-    return results
+    return {name: fitted(name, size, lambda every: [*chain(*every)]) for name in names}
 
 
 def padded(rank: int, size: int, samples: int) -> dict[str, Any]:
@@ -148,39 +110,37 @@ def padded(rank: int, size: int, samples: int) -> dict[str, Any]:
     return numbers(lw.fit(network(1), DataLoader(dataset, 3, sampler=sampler), lw.KFAC()))
 
 
-def other_fits(rank: int, size: int) -> dict[str, Any]:
-    """Fits after a former fit, at positions, and with all data on every rank."""
-    training, _ = everything("default", size)
-    loader = [batch[:2] for batch in training[rank]]
-    return others(loader) | {"same data": same_data(rank, size)}
-
-
-def others(loader: Any) -> dict[str, Any]:
+def further(loader: Any) -> dict[str, Any]:
     """Returns the numbers of fits that begin with another one, and of one whose outputs have positions."""
     first = lw.fit(network(3), loader, lw.KFAC(), prior_precision=1.0)
     rows = lw.fit(network(3), loader, lw.Full("primal"), prior_precision=1.0)
     places = [(x[:, None].expand(-1, 2, -1), y[:, None].expand(-1, 2)) for x, y in loader]
-    further = {
+    fits = {
         "update": first.update(loader), "update of rows": rows.update(loader, tune=lw.Evidence()),
-        "prior": lw.fit(network(3), loader, prior=first),
+        "prior": lw.fit(network(3), loader, prior=first), "positions": lw.fit(network(3), places, lw.KFAC()),
     }  # fmt: skip
-    positions = lw.fit(network(3), places, lw.KFAC())
-    return {**{name: numbers(fit) for name, fit in further.items()}, "positions": positions.prior.precision}
+    return {name: numbers(fit) for name, fit in fits.items() if name != "positions"} | {
+        "positions": fits["positions"].prior.precision
+    }
 
 
-def same_data(rank: int, size: int) -> str:
-    """Returns what is logged where every rank shows all data."""
-    with logged() as records:
-        lw.fit(network(3), data(3, 10, 0), lw.KFAC(), tune=None)
-    return " ".join(record.getMessage() for record in records)
+def further_of_share(rank: int, size: int) -> dict[str, Any]:
+    return further(training(3, size)[rank])
 
 
 class Failing(list):
-    """Batches that raise half-way."""
+    """Batches that raise an error after a number of them, in all passes together."""
+
+    def __init__(self, batches: Batches, left: int) -> None:
+        super().__init__(batches)
+        self.left = left
 
     def __iter__(self) -> Any:
-        yield self[0]
-        raise OSError("the disk is gone")
+        for batch in super().__iter__():
+            if not self.left:
+                raise OSError("the disk is gone")
+            self.left -= 1
+            yield batch
 
 
 def refused(function: Callable[[], Any]) -> str:
@@ -192,228 +152,60 @@ def refused(function: Callable[[], Any]) -> str:
     return "no error"
 
 
-class Stopping(list):
-    """Batches that raise after so many."""
+def fail(rank: int, size: int) -> dict[str, str]:
+    """Fails on the last rank only, in several ways."""
+    loader: Any = training(3, size)[rank]
+    held_out: Any = shares(data(3, 15, 3), HELD_OUT[size])[rank]
+    fit, last = partial(lw.fit, network(3)), rank == size - 1
+    other = network(3)
+    other[0].weight.data += last
+    errors = {
+        "while it loads": refused(lambda: fit(Failing(loader, 3) if last else loader, lw.KFAC())),
+        "held-out data": refused(lambda: fit(loader, validation=Failing(held_out, 1) if last else held_out)),
+        "other weights": refused(lambda: lw.fit(other, loader, lw.KFAC())),
+        "method": refused(lambda: fit(loader, lw.Diagonal() if last else lw.KFAC())),
+        "another shape": refused(lambda: fit([(x[:, :3], y) for x, y in loader] if last else loader)),
+        "prior_precision": refused(lambda: fit(loader, prior_precision=1 if last else 2.0)),
+        "tune": refused(lambda: fit(loader, tune=lw.Validation(held_out, points=9 if last else 25))),
+        "tuning": refused(lambda: fit(loader, tune=lw.Validation([(x, y + 7) for x, y in held_out]))),
+        "steps": refused(lambda: fit(loader, lw.MeanField(4))),
+        "solves": refused(lambda: fit(loader, lw.SampledLLA(4))),
+    }
+    return errors | {"then": refused(lambda: fit(loader, lw.KFAC()))}
 
-    def __init__(self, every: Any, left: int) -> None:
-        super().__init__(every)
-        self.left = left
 
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            if not self.left:
-                raise OSError("the disk is gone")
-            self.left -= 1
-            yield batch
+def interrupted(rank: int, size: int, path: Path) -> tuple[str, int, Any, Any]:
+    """Fits with a checkpoint, where the last rank fails at the end of the second pass; goes on; and fits without one.
 
-
-ENOUGH = 10**6
-"""More batches than any fit loads."""
-
-SUMS = [
-    "default", "KFAC of a regression", "ELLA", "EKFAC", "Full", "SubsetOfData", "TemperatureScaling", "weights",
-    "validation of prefixes",
-]  # fmt: skip
-SOLVES = ["VaLLA", "SampledLLA", *STEPS]
-"""Cases whose ranks are at one step, or one solve."""
+    Returns:
+        The error, the number of batches that the resumed fit did not read, and the two fits.
+    """
+    loader, enough = Failing(training(3, size)[rank], 1000), 1000
+    fit = partial(lw.fit, network(3), loader, lw.EKFAC(), tune=None)
+    whole = fit(checkpoint=path)
+    count = enough - loader.left
+    if rank == size - 1:
+        loader.left = count - 1
+    error = refused(lambda: fit(checkpoint=path))
+    loader.left = enough
+    resumed = fit(checkpoint=path)
+    return error, count - (enough - loader.left), bits(resumed), bits(whole)
 
 
 def bits(posterior: lw.Posterior) -> dict[str, Any]:
     """Returns what must be the same to the bit."""
-    numbers = {"precision": posterior.prior.precision, "noise": posterior.noise_variance, "n": posterior.samples}
-    return {**posterior.covariance.tensors(), **posterior.statistics, **posterior.history, **numbers}
-
-
-def interrupted(
-    rank: int, size: int, folder: Path, names: list[str], parts: list[float], lost: str = ""
-) -> dict[str, Any]:
-    """Fits with checkpoints, where the highest rank is interrupted after parts of the batches of a fit; and without.
-
-    Args:
-        rank: of this process.
-        size: how many there are.
-        folder: for files.
-        names: of cases.
-        parts: of the batches that the highest rank loads in a fit without a checkpoint.
-        lost: "file" if the highest rank then finds no file; "write" if it finds that of the first interruption.
-
-    Returns:
-        For each case what the resumed fit has, what a fit without a checkpoint has, the errors, and what was logged, of
-        the resumed fit alone where something was lost.
-    """
-    return {name: _interrupted(rank, size, folder / f"{name}.safetensors", name, parts, lost) for name in names}
-
-
-def _interrupted(
-    rank: int, size: int, path: Path, name: str, parts: list[float], lost: str
-) -> tuple[Any, Any, list[str], str]:
-    outputs, options = ALL[name]
-    training, held_out = everything(name, size)
-    chosen = options(held_out[rank])
-    loader: Any = training[rank] if chosen.get("sample_weights") else [batch[:2] for batch in training[rank]]
-
-    def fit(loader: Stopping, **kept: Any) -> dict[str, Any]:
-        return bits(lw.fit(network(outputs), loader, **chosen, **kept))
-
-    highest, errors, files = rank == size - 1, [], []
-    mine, whole = path.with_name(f"{path.name}.{rank}"), Stopping(loader, ENOUGH)
-    expected = fit(whole)
-    with logged() as records:
-        for part in parts:
-            stopping = Stopping(loader, round(part * (ENOUGH - whole.left)) if highest else ENOUGH)
-            errors.append(refused(lambda stopping=stopping: fit(stopping, checkpoint=path, every=1)))
-            files.append(mine.read_bytes() if highest and mine.exists() else b"")
-        if lost:
-            records.clear()
-            if highest:
-                mine.unlink(missing_ok=True)
-                if lost == "write" and files[0]:
-                    mine.write_bytes(files[0])
-        resumed = fit(Stopping(loader, ENOUGH), checkpoint=path, every=1)
-    return resumed, expected, errors, " ".join(record.getMessage() for record in records)
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[logging.LogRecord]]:
-    """Collects what lapwing logs."""
-    records: list[logging.LogRecord] = []
-    log, handler = logging.getLogger("lapwing"), logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign, assignment]
-    level = log.level
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    yield records
-    log.removeHandler(handler)
-    log.setLevel(level)
-
-
-class Slow(list):
-    """Batches that take a while, so that kills come between them."""
-
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            time.sleep(0.01)
-            yield batch
-
-
-def kill_at_random(
-    folder: Path, size: int, kills: int, method: lw.Method
-) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
-    """Kills one rank of a fit or all at random moments, and starts them again; a fit that ends is followed by another.
-
-    Args:
-        folder: for files.
-        size: how many ranks.
-        kills: how many at least.
-        method: of the fit.
-
-    Returns:
-        How often ranks were killed, how many fits ended, what the latest of these has, and a fit without a kill.
-    """
-    context, random = multiprocessing.get_context("fork"), torch.Generator().manual_seed(1)
-
-    def start(checkpoint: Path | None) -> list[Any]:
-        tasks = [(_slow_fit, method, checkpoint)]
-        group = [context.Process(target=_rank, args=(folder, rank, size, tasks, 30.0)) for rank in range(size)]
-        (folder / "group").unlink(missing_ok=True)
-        for process in group:
-            process.start()
-        return group
-
-    def wait(group: list[Any], seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        for process in group:
-            process.join(max(0.0, end - time.monotonic()))
-        return all(process.exitcode == 0 for process in group)
-
-    assert wait(start(None), 60.0)
-    expected, count, ended, longest = torch.load(folder / "0.pt", weights_only=False)[0], 0, 0, 0.2
-    while count < kills or not ended:
-        group = start(folder / "fit")
-        done, longest = wait(group, longest * float(torch.rand((), generator=random))), 1.1 * longest
-        first = int(torch.randint(2 * size, (), generator=random))
-        if first < size and group[first].exitcode is None:  # one alone, and soon the others
-            group[first].kill()
-            group[first].join()
-            count += 1
-            wait(group, 3.0)
-        for process in group:
-            count += process.exitcode is None
-            process.kill()
-            process.join()
-        ended, longest = ended + done, 0.2 if done else longest
-    return count, ended, torch.load(folder / "0.pt", weights_only=False)[0], expected
-
-
-def _slow_fit(rank: int, size: int, method: lw.Method, checkpoint: Path | None) -> dict[str, Any]:
-    x, y = data(3, 120, 1)
-    parts = shares((x, y), [[4] * 12, [4] * 18])
-    return bits(lw.fit(network(3), Slow(parts[rank]), method, checkpoint=checkpoint, every=checkpoint and 1))
-
-
-def never_ending(rank: int, size: int, folder: Path) -> str:
-    """Leaves the checkpoint of a fit that is interrupted."""
-    training, _ = everything("default", size)
-    loader: Any = [batch[:2] for batch in training[rank]]
-    path = folder / "left.safetensors"
-    return refused(lambda: lw.fit(network(3), Stopping(loader, 7 + rank), lw.KFAC(), checkpoint=path, every=1))
-
-
-class OwnSteps(IteratePass):
-    """Steps of a method from outside, which know of no other process."""
-
-    label, steps = "own steps", 1
-
-    def init(self) -> State:
-        return State()
-
-    def step(self, state: State, batch: Any, generator: Any) -> None:
-        pass
-
-
-class OwnMethod(lw.Method):
-    def passes(self, problem: Any) -> Any:
-        yield OwnSteps()
-
-
-def fail(rank: int, size: int) -> dict[str, str]:
-    """Fails on the highest rank alone, in several ways."""
-    training, _ = everything("default", size)
-    loader: Any = [batch[:2] for batch in training[rank]]
-    other, highest = network(3), rank == size - 1
-    if highest:
-        other[0].weight.data += 1
-    errors = {
-        "while it loads": refused(lambda: lw.fit(network(3), Failing(loader) if highest else loader, lw.KFAC())),
-        "other weights": refused(lambda: lw.fit(other, loader, lw.KFAC())),
-        "another method": refused(lambda: lw.fit(network(3), loader, lw.Diagonal() if highest else lw.KFAC())),
-        "another shape": refused(lambda: lw.fit(network(3), [(x[:, :3], y) for x, y in loader] if highest else loader)),
-    }
-    held_out: Any = everything("default", size)[1][rank]
-    options: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "prior_precision": ({"prior_precision": 2.0}, {"prior_precision": 1}),
-        "prior_mean": ({"prior_mean": {"3.bias": torch.ones(3)}}, {"prior_mean": {"3.bias": torch.zeros(3)}}),
-        "tune": ({"tune": lw.Evidence()}, {"tune": None}),
-        "a tuning's": ({"tune": lw.Validation(held_out)}, {"tune": lw.Validation(held_out, points=9)}),
-        "seed": ({"seed": 1}, {}),
-        "validation": ({"validation": held_out}, {}),
-    }
-    for name, pair in options.items():
-        errors[name] = refused(partial(lw.fit, network(3), loader, lw.KFAC(), **pair[highest]))
-    errors["steps from outside"] = refused(lambda: lw.fit(network(3), loader, OwnMethod()))
-    return errors | {"then": refused(lambda: lw.fit(network(3), loader, lw.KFAC()))}
+    return {**posterior.covariance.tensors(), **posterior.statistics, "precision": posterior.prior.precision}
 
 
 def die(rank: int, size: int) -> str:
-    """Kills the highest rank in the middle of a pass."""
+    """Kills the last rank in the middle of a pass."""
 
     class Deadly(list):
         def __iter__(self) -> Any:
             yield self[0]
             os.kill(os.getpid(), signal.SIGKILL)
 
-    training, _ = everything("default", size)
-    loader = [batch[:2] for batch in training[rank]]
+    loader = training(3, size)[rank]
     return refused(lambda: lw.fit(network(3), Deadly(loader) if rank == size - 1 else loader, lw.KFAC()))
 
 
@@ -422,7 +214,7 @@ def run(folder: Path, size: int, tasks: Sequence[tuple[Any, ...]], seconds: floa
 
     Args:
         folder: for files.
-        size: how many ranks.
+        size: number of ranks.
         tasks: a function of this file and its arguments after rank and size.
         seconds: the timeout of the group.
     """

@@ -11,8 +11,9 @@ import lapwing
 
 ROOT = Path(lapwing.__file__).parent
 ORDER = (
-    "environment", "errors", "options", "linalg", "jacobian", "network", "tangent", "covariance", "likelihoods",
-    "prediction", "posterior", "methods", "tuning", "fitting", "deployment", "evaluation", "integrations", "__main__",
+    "environment", "errors", "options", "ranks", "linalg", "jacobian", "network", "tangent", "covariance",
+    "likelihoods", "prediction", "posterior", "methods", "tuning", "fitting", "deployment", "evaluation",
+    "integrations", "__main__",
 )  # fmt: skip
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 

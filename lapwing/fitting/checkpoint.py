@@ -1,51 +1,45 @@
-"""Checkpoints of a fit: how far the runner is, in a file, so that a fit that was killed goes on.
+"""Checkpoints of a fit: the states of its passes in a file, so that a fit that was killed can go on.
 
-A method is a generator that gets the finished state of each pass. So a file holds these, and the unfinished state of
-the pass that the fit was in. To go on, the generator runs again: finished passes are answered from the file, and the
-unfinished one goes on after the batches that it had. What is between passes and after them, tuning included, is
-computed again.
+A method is a generator that gets the finished state of each pass. A checkpoint holds these states, and the unfinished
+state of a sum pass. To go on, the generator runs again: finished passes are answered from the file, and the unfinished
+pass skips the batches that it has added. Everything between passes and after them, tuning included, is computed again.
+
+The file is written only between batches and after passes, never after an exception. Of several processes rank 0 writes
+it, after passes only, when the state is the same on all ranks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Integral
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from .. import ranks
 from ..errors import LapwingError, check_count, shown
-from ..network import ranks
 from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
-from .same_fit import agree, described, repeated_first_batch
-from .standing import Entry, Standing
+from .runner_state import RunnerState, SavedPass
+from .same_fit import fingerprint_of_options, repeated_first_batch, same_fingerprints
 
 log = logging.getLogger("lapwing")
 
-FORMAT = 1
-"""The one format that is written and read."""
+FORMAT = 2
+"""Version of the contents of a checkpoint."""
 
 SECONDS = 60.0
-"""A checkpoint is written at most so often where `every` is None."""
-
-REST = 10
-"""And then at most so many times as long apart as it takes to write one."""
+"""Time between two checkpoints of a pass, if `every` is None."""
 
 
 def checkpoint_of(path: Any, every: Any) -> Checkpoint | None:
-    """Returns the checkpoint of `lw.fit`; None without a path.
+    """Returns the checkpoint of `lw.fit`, or None without a path.
 
     Raises:
-        LapwingError: for what is no path or number of batches.
+        LapwingError: if `path` is not a path, or `every` is not a number of batches.
     """
     if path is None:
         if every is not None:
@@ -58,17 +52,14 @@ def checkpoint_of(path: Any, every: Any) -> Checkpoint | None:
 
 
 class Checkpoint:
-    """The file of one fit. Entered, it is removed at the end, unless an exception ends the fit.
+    """The checkpoint of one fit. As a context manager, it removes the file at the end unless an exception is raised.
 
     Args:
-        path: of the file.
-        every: write after so many batches; None writes at most once a minute.
-
-    Attributes:
-        in_batch: whether a batch is half done.
+        path: path of the file.
+        every: number of batches between two checkpoints of a pass; None writes one a minute.
 
     Raises:
-        LapwingError: for a path or a number that is none.
+        LapwingError: if the path or the number cannot be used.
     """
 
     def __init__(self, path: Any, every: Any) -> None:
@@ -91,174 +82,107 @@ class Checkpoint:
             raise LapwingError(
                 f"checkpoint={shown(path)} is no path that can be written to. Write checkpoint='fit.safetensors'."
             ) from error
-        self.path, self._every, self._option = os.fspath(path), every, os.fspath(path)
-        if ranks.rank():  # each process has a file
-            self.path = f"{self._option}.{ranks.rank()}"
-            self._target = self._target.with_name(f"{self._target.name}.{ranks.rank()}")
-        self._fit: Any = None
-        self._entries: list[Entry] = []  # of the finished passes
-        self._former: list[Entry] = []  # of the file, to go on from
-        self._written = self._batches = 0
-        self._time, self._pause = time.monotonic(), SECONDS
-        self.in_batch = self._interrupted = self._handles = False
+        self.path, self._every = os.fspath(path), every
+        self._fit: dict[str, Any] = {}
+        self._passes: list[SavedPass] = []  # finished in this call or an earlier one
+        self._left: list[SavedPass] = []  # of the file, not yet asked for
+        self._batches, self._time = 0, time.monotonic()
 
     def open(self, loader: Any, fit: Mapping[str, Any]) -> None:
-        """Reads the file, if it is there.
+        """Reads the file if it exists.
 
         Args:
-            loader: the training data.
-            fit: what else the fit is of, by the names that a message shows.
+            loader: training data.
+            fit: options of the fit, by the names that a message shows.
 
         Raises:
-            LapwingError: for a folder that cannot be written to, a loader that shows other samples the second time, and
-                a file that is damaged, or of another fit.
+            LapwingError: if the folder cannot be written to, the loader does not repeat its first batch, or the file
+                is damaged or belongs to another fit.
         """
-        check_writable(self._target)
-        fit = {**fit, "the first batch": repeated_first_batch(loader)}
+        first = fingerprint_of_options(repeated_first_batch(loader))
+        described = {name: fingerprint_of_options(value) for name, value in fit.items()}
+        described["the first batch"] = ranks.gathered("the first batches", first)
         if ranks.several():
-            fit["the number of processes"] = ranks.size()
-        fit = {name: described(value) for name, value in fit.items()}
-        self._fit = json.loads(json.dumps(fit))
+            described["the number of processes"] = ranks.size()
+        self._fit = json.loads(json.dumps(described))
+        self._left = ranks.on_first("the checkpoint", self._read)
+
+    def _read(self) -> list[SavedPass]:
+        """Returns the passes of the file, none if there is no file."""
+        check_writable(self._target)
         remove_temporaries(self._target)
         if not self._target.exists():
-            return
+            return []
+        passes = []
         try:
             tensors, header = read_safetensors(self._target)
             kept = header["checkpoint"]
             if kept["version"] != FORMAT:
                 raise ValueError
-            others = self._differences(kept["fit"])
-            for number, (label, layouts) in enumerate(kept["passes"]):
-                prefix = f"{number}/"
-                parts = {path.removeprefix(prefix): t for path, t in tensors.items() if path.startswith(prefix)}
-                self._former.append(Entry(label, layouts, parts))
+            names = {*self._fit, *kept["fit"]}
+            others = [name for name in names if not same_fingerprints(self._fit.get(name), kept["fit"].get(name))]
+            for number, (label, on_cpu) in enumerate(kept["passes"]):
+                start = f"{number}/"
+                parts = {path.removeprefix(start): t for path, t in tensors.items() if path.startswith(start)}
+                passes.append(SavedPass(label, parts, on_cpu))
         except (LapwingError, KeyError, TypeError, ValueError) as error:
             raise self._damaged() from error
         if others:
             raise LapwingError(
-                f"The checkpoint {self.path} is of another fit, which differs in {', '.join(others)}. Pass what was "
-                "passed to that fit, or delete the file to begin anew."
+                f"The checkpoint {self.path} is of another fit, which differs in {', '.join(sorted(others))}. Pass "
+                "what was passed to that fit, or delete the file to begin anew."
             )
+        return passes
 
-    def _differences(self, fit: Mapping[str, Any]) -> list[str]:
-        """Lists in what the fit of a file is another one."""
-        return sorted(name for name in {*self._fit, *fit} if not agree(self._fit.get(name), fit.get(name)))
-
-    def begin(self, label: str, fresh: Standing, device: torch.device, joint: bool = False) -> Standing:
-        """Returns where to go on in the next pass: as the file says, or else at the fresh standing.
+    def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
+        """Returns the saved state of the next pass, or `fresh` if the file has no further pass.
 
         Args:
-            label: of the pass.
-            fresh: where it begins.
-            device: of the weights.
-            joint: whether all ranks go through the pass together. They go on from the file that is furthest.
+            label: label of the pass.
+            fresh: state at the start of the pass.
+            device: device of the weights.
         """
-        mine = self._former.pop(0) if self._former else None
-        if mine is not None and mine.label != label:
-            raise self._damaged()
-        entry = self._furthest(mine) if joint else mine
-        if entry is None:
+        if not self._left:
             return fresh
+        saved = self._left.pop(0)
+        if saved.label != label:
+            raise self._damaged()
         try:
-            standing = (entry.of_rank(ranks.rank()) if joint else entry).standing(fresh, device)
+            state = saved.restored(fresh, device)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise self._damaged() from error
-        if not standing.finished:
-            log.info("The fit goes on from %s, after %d batches of '%s'.", self.path, standing.batches, label)
-        elif entry is mine:
-            self._entries.append(dataclasses.replace(entry, tensors=None))
-            self._written += 1
-        else:
-            self._entries.append(entry)
-        return standing
+        if state.finished:
+            self._passes.append(saved)
+        log.info("The fit goes on from %s, after %d batches of '%s'.", self.path, state.batches, label)
+        return state
 
-    def _furthest(self, mine: Entry | None) -> Entry | None:
-        """Returns the entry of the rank that is furthest in a pass. A rank behind forgets the rest of its file."""
-        places = ranks.gathered("where the checkpoints are", None if mine is None else mine.place)
-        furthest = max(places, key=lambda place: place or (False, -1))
-        if all(place == furthest for place in places):
-            return mine
-        entry = ranks.decided("the furthest checkpoint", mine, places.index(furthest))
-        if places[ranks.rank()] == furthest:
-            return mine
-        self._former.clear()
-        return entry
-
-    def _is_due(self) -> bool:
-        """Whether to write the file after one more batch."""
+    def after_batch(self, label: str, state: RunnerState) -> None:
+        """Writes the file if it is time. Several processes write it after passes only."""
         self._batches += 1
-        if self._every is not None:
-            return self._batches >= self._every
-        return time.monotonic() - self._time >= self._pause
+        due = self._batches >= self._every if self._every is not None else time.monotonic() - self._time >= SECONDS
+        if due and not ranks.several():
+            self._write([*self._passes, SavedPass.of(label, state)])
 
-    def keep(self, label: str, standing: Standing, again: bool = False, joint: bool = False) -> None:
-        """Keeps a finished pass for the next time that the file is written.
-
-        Args:
-            label: of the pass, or of a landmark.
-            standing: at its end.
-            again: whether this takes the place of the latest of this label and all that came after it, if there is one.
-            joint: whether all ranks go through the pass together.
-        """
-        places = [number for number, entry in enumerate(self._entries) if again and entry.label == label]
-        if places:
-            del self._entries[places[-1] :]
-            self._written = min(self._written, len(self._entries))
-        self._entries.append(Entry.of(label, standing, copy=True, joint=joint))
-        self.in_batch = False
-        self._raise()
-
-    def save(self, label: str = "", standing: Standing | None = None, joint: bool = False) -> None:
-        """Writes the file, unless it holds all of this: the finished passes, and where the next one stands."""
-        entries = self._entries
-        if standing is not None and standing.batches + standing.taken:
-            entries = [*entries, Entry.of(label, standing, copy=False, joint=joint)]
-        if len(entries) > self._written:
-            self._write(entries)
-
-    def end_batch(self, label: str, standing: Callable[[], Standing], joint: bool = False) -> None:
-        """Writes the file after a batch, if it is time or Ctrl-C came during the batch, which then goes on.
-
-        Where all ranks go through the pass together, it is time for all where it is for one.
-        """
-        self.in_batch = joint  # Ctrl-C must not end what all ranks do together
-        due = self._is_due() or self._interrupted
-        if any(ranks.gathered("the time of a checkpoint", due)) if joint else due:
-            self.save(label, standing(), joint)
-        self.in_batch = False
-        self._raise()
-
-    def _raise(self) -> None:
-        if self._interrupted:
-            self._interrupted = False
-            raise KeyboardInterrupt
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Puts off the first Ctrl-C to the end of a batch, so that its work is kept."""
-        if not self.in_batch or self._interrupted:
-            signal.default_int_handler(number, frame)
-        self._interrupted = True
+    def after_pass(self, label: str, state: RunnerState) -> None:
+        """Writes the file."""
+        self._passes.append(SavedPass.of(label, state))
+        if ranks.rank() == 0:
+            self._write(self._passes)
 
     def __enter__(self) -> Checkpoint:
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._interrupt)
-            self._handles = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Removes the file of a finished fit; of another it says where the file is."""
-        if self._handles:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        """Removes the file of a fit that has ended, or else logs where it is."""
+        if ranks.rank():
+            return
         if kind is None:
             try:
                 self._target.unlink(missing_ok=True)
             except OSError as error:
                 log.warning("The fit has ended, and its checkpoint cannot be removed: %s. Delete it.", error)
-            return
-        self.save()
-        if self._target.exists():
-            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self._option)
+        elif self._target.exists():
+            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self.path)
 
     def _damaged(self) -> LapwingError:
         return LapwingError(
@@ -266,26 +190,14 @@ class Checkpoint:
             "to begin anew."
         )
 
-    def _write(self, entries: list[Entry]) -> None:
-        """Writes passes to the file, those that are in it already by way of it; a failure does not end the fit."""
-        start = time.monotonic()
+    def _write(self, passes: list[SavedPass]) -> None:
+        """Writes the file. The fit goes on if that fails."""
+        tensors = {
+            f"{number}/{path}": tensor for number, saved in enumerate(passes) for path, tensor in saved.tensors.items()
+        }
+        kept = {"version": FORMAT, "fit": self._fit, "passes": [[saved.label, saved.on_cpu] for saved in passes]}
         try:
-            tensors: dict[str, Tensor] = {}
-            if self._written:
-                present, header = read_safetensors(self._target)
-                if self._differences(header.get("checkpoint", {}).get("fit", {})):
-                    raise LapwingError(f"{self.path} is of another fit by now. Give each fit a path of its own.")
-                former = tuple(f"{number}/" for number in range(self._written))
-                tensors = {path: value for path, value in present.items() if path.startswith(former)}
-            for number, entry in enumerate(entries):
-                tensors |= {f"{number}/{path}": value for path, value in (entry.tensors or {}).items()}
-            passes = [[entry.label, entry.layouts] for entry in entries]
-            kept = {"version": FORMAT, "fit": self._fit, "passes": passes}
             write_safetensors(self._target, tensors, {"checkpoint": kept})
         except LapwingError as error:
             log.warning("The checkpoint was not written, and the fit goes on. %s", error)
-        else:
-            self._entries = [dataclasses.replace(entry, tensors=None) for entry in self._entries]
-            self._written = len(self._entries)
         self._batches, self._time = 0, time.monotonic()
-        self._pause = max(SECONDS, REST * (self._time - start))

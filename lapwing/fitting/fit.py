@@ -7,24 +7,27 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import ranks
 from ..covariance import PriorCovariance
 from ..errors import check_flag
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..methods import KFAC, FisherRoot, FitShape, Method, Problem
 from ..methods.problem import root_positions
-from ..network import batches, ranks
+from ..network import batches
 from ..network.batches import Forward
 from ..network.data import as_loader
 from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress, known_size, warn_of_unseen_samples
 from ..network.progress import with_progress
+from ..network.shares import check_same_network, joined_first_batch, share
 from ..posterior import Posterior
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
@@ -35,10 +38,10 @@ from .default_method import check_method, method_and_tangent, price
 from .further import continued
 from .memory_check import check_memory
 from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
-from .result import checked, posteriors_of, with_tuning
+from .result import checked, posteriors_of, tuned
 from .runner import Runner
 from .same_fit import check_same_options
-from .validation import check_held_out, first_held_out, with_all_weights
+from .validation import check_held_out, first_held_out, with_all_weights, with_joined_data
 
 log = logging.getLogger("lapwing")
 
@@ -169,12 +172,15 @@ def fit(
 
     # the data
     data = as_loader(loader, model)
-    loader = ranks.share(data)
-    first = ranks.joined_first_batch(loader)
+    loader = share(data)
+    first = joined_first_batch(loader)
     inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
     if validation is not None:
         validation = as_loader(validation, model)
         tune, held_out = Validation(validation), first_held_out(validation, data, (inputs, targets))
+    tune = None if tune is None else with_joined_data(tune, model)
+    if isinstance(tune, Validation) and validation is not None:
+        validation = tune.loader
     if data_size is not None:
         check_data_size(data_size, known_size(loader) or 0)
     training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
@@ -197,7 +203,7 @@ def fit(
             log.info("%s %s", reason, price(method, shape))
         precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay
         prior = Prior.read(tangent, precision, prior_mean)
-        ranks.check_same_network(tangent.model, tangent.state())
+        check_same_network(tangent.model, tangent.state())
         traces = tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise)
         return runner, method, Problem(
             tangent, likelihood, _root(tangent, likelihood, seed), prior, traces, seed, runner.labels, runner.count,
@@ -249,11 +255,10 @@ def _run(
     before, shown_data = time.perf_counter(), Training(training, parts, runner.count())
     if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
         unused = "validation=" if held_out else f"tune={type(tune).__name__}"
-        tuned = _with_prior_of_method(whole, method, tune, shown_data, unused, problem.prior.fixed)
-        return checked(tuned if tune is None else with_tuning(whole, tuned, tune))
+        return checked(_with_prior_of_method(whole, method, tune, shown_data, unused, problem.prior.fixed))
     if tune is None:
         return checked(whole if whole.tuned else whole.with_defaults())
-    posterior = checked(with_tuning(whole, problem.tangent.retried(lambda: tune.tune(whole, shown_data)), tune))
+    posterior = checked(tuned(tune, whole, shown_data))
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
     return posterior
 
@@ -294,9 +299,9 @@ def _with_prior_of_method(
     """Returns the posterior of a method that chooses its own prior, the logit temperature or noise tuned beside it."""
     open_noise = not whole.noise_fixed and not isinstance(whole.covariance, PriorCovariance)
     if isinstance(tune, Validation) and (open_noise or whole.logit_temperature == 1):
-        return tune.tune(whole)
+        return tuned(tune, whole, replace(training, shown=None))
     if isinstance(tune, BoundedEvidence) and open_noise:
-        return whole.tangent.retried(lambda: tune.tune(whole, training))
+        return tuned(tune, whole, training)
     if not fixed and tune is not None and tune is not DEFAULT_TUNING:
         log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
     return whole

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from .. import ranks
 from ..covariance import LowRankWithResidual
 from ..errors import LapwingError, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.further import Further
-from ..network import batches, ranks
+from ..network import batches
 from ..network.data import as_loader
 from ..network.loaders import WeightedLoader
+from ..network.shares import check_same_network, joined_first_batch, share
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import precision_product
@@ -46,7 +48,7 @@ def with_further(
         )
     likelihood = posterior.likelihood
     runner = Runner(loader, checkpoint=checkpoint)
-    ranks.check_same_network(tangent.model, tangent.state())
+    check_same_network(tangent.model, tangent.state())
     seed = posterior.samples  # draws for the further data are not those for the data so far
     generator = torch.Generator(tangent.device).manual_seed(seed + ranks.rank())
     traces = bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any())
@@ -113,8 +115,8 @@ def continued(
     prior._check_network()
     former = prior.tangent
     _check_prior(prior)
-    loader = ranks.share(as_loader(loader, model))
-    first = ranks.joined_first_batch(loader)
+    loader = share(as_loader(loader, model))
+    first = joined_first_batch(loader)
     inputs, _ = batches.split(batches.weighted(first) if sample_weights else first)
     if isinstance(model, torch.nn.Module):
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -1,21 +1,23 @@
-"""From what a method returns to posteriors: with its numbers, agreed on by all ranks, and refused if not finite."""
+"""From what a method returns to posteriors: tuned, equal on all ranks, and refused if not finite."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from ..covariance import Covariance, PriorCovariance
+from .. import ranks
+from ..covariance import Covariance, PriorCovariance, Subspace
 from ..errors import LapwingError
 from ..linalg import is_finite
 from ..methods import FitResult, Method, Problem
-from ..network import ranks
+from ..network.shares import share_of
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
-from ..tuning import Tuning
+from ..tuning import Training, Tuning
+from ..tuning.bounded_evidence import spread
 from .options import check_data_size, check_noise
 from .runner import Runner
 
@@ -62,14 +64,27 @@ def posteriors_of(
     return whole, tuple(posterior(*kept, samples, 1.0) for samples, kept in unscaled)
 
 
-def with_tuning(before: Posterior, tuned: Posterior, tune: Tuning) -> Posterior:
-    """Returns a tuned posterior that names its tuning; the same one if the tuning left it as it was."""
-    return tuned if tuned is before else replace(tuned, method=replace(tuned.method, tuning=repr(tune)))
+def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
+    """Returns the tuned posterior. Of several processes rank 0 tunes, with the training samples of all of them.
+
+    Over several processes the tuning's held-out data are those of all, on rank 0: see `with_joined_data`.
+    """
+    whole = training
+    if ranks.several():
+        limit, share, rows = tune.training_samples(posterior), share_of(training.loader), []
+        if limit and share is not None and training.shown is not None:
+            rows = list(spread(training, limit, posterior, share.before))
+        rows = ranks.gathered_on_first("training data of the tuning", rows)
+        whole = replace(training, loader=rows, chosen=True)
+    best = posterior if ranks.rank() else posterior.tangent.retried(lambda: tune.tune(posterior, whole))
+    if best is not posterior:
+        best = replace(best, method=replace(best.method, tuning=repr(tune)))
+    return _as_on_first(best, training.prefixes)
 
 
 def checked(posterior: Posterior) -> Posterior:
     """Returns the result of a fit, refused where it is not finite; warns where rounding decides some variances."""
-    posterior = _agreed(posterior)
+    posterior = _as_on_first(posterior)
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
     if not all(is_finite(values) for values in tensors):
         raise LapwingError(
@@ -88,15 +103,27 @@ def checked(posterior: Posterior) -> Posterior:
     return posterior
 
 
-def _agreed(posterior: Posterior) -> Posterior:
-    """Returns the posterior at the numbers of rank 0, from which those of another machine may differ by rounding."""
-    tuned = posterior.prior.precision.tolist(), posterior.noise_variance, posterior.logit_temperature
-    precision, noise, temperature = ranks.decided("the numbers that were tuned", tuned)
-    if (precision, noise, temperature) == tuned:
+def _as_on_first(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
+    """Returns the posterior with the numbers, the rank and the samples that rank 0 has chosen.
+
+    Args:
+        posterior: posterior of this rank.
+        parts: posteriors of the first samples, of which rank 0 may have chosen one.
+    """
+    if not ranks.several():
         return posterior
+    precision, noise, temperature, data, rank, method = ranks.sent("the numbers that were tuned", (
+        posterior.prior.precision.tolist(), posterior.noise_variance, posterior.logit_temperature,
+        (posterior.samples, posterior.data_factor), getattr(posterior.covariance, "rank", None), posterior.method,
+    ))  # fmt: skip
+    if not ranks.rank():
+        return posterior
+    chosen = next(one for one in (posterior, *parts) if (one.samples, one.data_factor) == data)
+    if rank is not None and isinstance(chosen.covariance, Subspace) and chosen.covariance.rank != rank:
+        chosen = replace(chosen, covariance=chosen.covariance.with_rank(rank))
     if temperature is not None:
-        likelihood = posterior.likelihood.with_logit_temperature(temperature)
-        posterior = replace(posterior, likelihood=likelihood)
-    if not isinstance(posterior.covariance, PriorCovariance):
-        return posterior.with_noise(noise)
-    return posterior.at(posterior.prior.precision.new_tensor(precision), noise)
+        chosen = replace(chosen, likelihood=chosen.likelihood.with_logit_temperature(temperature))
+    chosen = replace(chosen, method=method)
+    if isinstance(chosen.covariance, PriorCovariance):
+        return chosen.at(chosen.prior.precision.new_tensor(precision), noise)
+    return chosen.with_noise(noise)

@@ -1,4 +1,4 @@
-"""Whether two processes make the same fit, one after another or together: what its options are, as JSON."""
+"""Whether two calls make the same fit, one after another or together: fingerprints of its options, as JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import ranks
 from ..errors import LapwingError, shown
-from ..network import batches, ranks
+from ..network import batches
 from ..network.loaders import first_batch
 from ..network.stamp import fingerprint
 
 
-def described(value: Any, with_data: bool = True) -> Any:
-    """Returns what an option is, as JSON: numbers and texts as they are, tensors by fingerprints, others by their type.
+def fingerprint_of_options(value: Any, with_data: bool = True) -> Any:
+    """Returns an option as JSON: numbers and texts as they are, tensors by fingerprints, other objects by their type.
 
-    No address is in it, so that it is the same in another process. Its floats are sums, and rounded. Data, such as
-    held-out batches, are fields that `repr` leaves out.
+    It holds no address, so it is the same in another process. Its floats are rounded sums.
+
+    Args:
+        value: value of the option.
+        with_data: whether fields of dataclasses count that `repr` leaves out, such as held-out batches.
     """
     if isinstance(value, Tensor):
         sums = fingerprint(value).nan_to_num().tolist()
@@ -33,36 +37,36 @@ def described(value: Any, with_data: bool = True) -> Any:
     if isinstance(value, Real):
         return int(float(value)) if float(value).is_integer() else repr(float(value))
     if isinstance(value, Mapping):
-        return {str(key): described(item, with_data) for key, item in value.items()}
+        return {str(key): fingerprint_of_options(item, with_data) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [described(item, with_data) for item in value]
+        return [fingerprint_of_options(item, with_data) for item in value]
     name = getattr(value, "__qualname__", type(value).__qualname__)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [each.name for each in dataclasses.fields(value) if with_data or each.repr]
-        return [name, {field: described(getattr(value, field), with_data) for field in fields}]
+        return [name, {field: fingerprint_of_options(getattr(value, field), with_data) for field in fields}]
     return name
 
 
-def agree(one: Any, other: Any) -> bool:
-    """Whether two descriptions agree, sums of tensors up to rounding."""
+def same_fingerprints(one: Any, other: Any) -> bool:
+    """Whether two fingerprints are the same, sums of tensors up to rounding."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(agree, one, other))
+        return len(one) == len(other) and all(map(same_fingerprints, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(agree(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same_fingerprints(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other)
 
 
 def check_same_options(options: Mapping[str, Any]) -> None:
-    """Raises where the processes of a fit were given different options. Each has data of its own."""
+    """Raises if the processes of a fit got different options. Their data may differ."""
     if not ranks.several():
         return
-    mine = {name: (described(value, with_data=False), shown(value)) for name, value in options.items()}
+    mine = {name: (fingerprint_of_options(value, with_data=False), shown(value)) for name, value in options.items()}
     every = ranks.gathered("the options", mine)
     for name, (first, text) in every[0].items():
         for other, given in enumerate(every):
-            if not agree(first, given[name][0]):
+            if not same_fingerprints(first, given[name][0]):
                 raise LapwingError(
                     f"The processes were given different options: {name} is {text} in process 0 and {given[name][1]} "
                     f"in process {other}. Call lw.fit with the same network, method and options in each of them."
@@ -73,7 +77,7 @@ def repeated_first_batch(loader: Any) -> list[Tensor]:
     """Returns the tensors of the first batch.
 
     Raises:
-        LapwingError: for a loader whose first batch is another one the second time.
+        LapwingError: if the loader shows another first batch the second time.
     """
     if ranks.several() and next(iter(loader), None) is None:
         return []

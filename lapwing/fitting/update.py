@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import ranks
 from ..errors import LapwingError, check_flag, shown
-from ..network import ranks
 from ..network.data import as_loader
 from ..network.entry import outside_modes
 from ..network.loaders import WeightedLoader, check_progress
+from ..network.shares import joined_first_batch, share
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .further import with_further
-from .result import checked, with_tuning
+from .result import checked, tuned
+from .validation import with_joined_data
 
 
 @outside_modes
@@ -28,11 +30,13 @@ def updated(
         )
     check_progress(progress)
     check_flag("posterior.update", "sample_weights", sample_weights)
-    loader = ranks.share(as_loader(loader, posterior.model))
-    ranks.joined_first_batch(loader)
+    loader = share(as_loader(loader, posterior.model))
+    joined_first_batch(loader)
     loader = WeightedLoader(loader, ranks.several()) if sample_weights else loader
     whole = with_further(posterior, posterior.tangent, loader)
-    return checked(whole if tune is None else with_tuning(whole, tune.tune(whole, Training()), tune))
+    if tune is None:
+        return checked(whole)
+    return checked(tuned(with_joined_data(tune, posterior.model), whole, Training()))
 
 
 Posterior.updating = staticmethod(updated)

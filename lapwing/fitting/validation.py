@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
+from .. import ranks
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..network import batches, ranks
+from ..network import batches
+from ..network.data import as_loader
 from ..network.loaders import known_size, sampler_size
+from ..network.shares import joined_first_batch, on_first_rank, share
 from ..posterior import Posterior
 from ..tangent import Tangent, everything
+from ..tuning import EarlyStopping, Tuning, Validation
 from ..tuning.held_out import sample_scores
 from .default_method import is_affordable_for_kfac
 
@@ -45,7 +50,7 @@ def first_held_out(validation: Any, loader: Iterable[Any], first: tuple[Any, Any
         first: their first batch.
     """
     same = any(ranks.gathered("held-out data", validation is loader or _same_dataset(validation, loader)))
-    held_out = batches.split(ranks.joined_first_batch(ranks.share(validation)))
+    held_out = batches.split(joined_first_batch(share(validation)))
     if same or _overlap(_tensors(validation, held_out), _tensors(loader, first)) or _same_rows(held_out, first):
         log.warning(
             "The validation data are the training data. The network fits these better than any others, so that its "
@@ -61,6 +66,13 @@ def first_held_out(validation: Any, loader: Iterable[Any], first: tuple[Any, Any
             count,
         )  # fmt: skip
     return held_out
+
+
+def with_joined_data(tune: Tuning, model: Any) -> Tuning:
+    """Returns the tuning with the held-out data of all ranks, on rank 0; on other ranks without data."""
+    if not ranks.several() or not isinstance(tune, (EarlyStopping, Validation)):
+        return tune
+    return replace(tune, loader=on_first_rank(as_loader(tune.loader, model)))
 
 
 def check_held_out(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
@@ -120,7 +132,7 @@ def with_all_weights(
     Args:
         posterior: of the last layer.
         fit: returns that of all weights.
-        validation: the held-out data.
+        validation: the held-out data; of several processes, those of all on rank 0.
         inputs: of the first batch.
         samples: N.
     """
@@ -132,14 +144,18 @@ def with_all_weights(
     except LapwingError as error:
         _log_impossible(error)
         return posterior
-    held_out = ranks.share(validation)
-    narrow, every = (sample_scores([one], lambda one: [one], held_out).flatten() for one in (posterior, other))
-    gain = every - narrow
-    deviation = float(gain.std(correction=0)) / math.sqrt(len(gain))
-    better = ranks.decided("all weights", float(gain.mean()) > max(GAIN, deviation))
+
+    def gain_of_all() -> tuple[float, float]:
+        """Returns the mean gain in nats per held-out sample, and its standard error."""
+        narrow, every = (sample_scores([one], lambda one: [one], validation).flatten() for one in (posterior, other))
+        gain = every - narrow
+        return float(gain.mean()), float(gain.std(correction=0)) / math.sqrt(len(gain))
+
+    gain, deviation = ranks.on_first("all weights", gain_of_all)
+    better = gain > max(GAIN, deviation)
     log.info(
         "%s is treated: on held-out data all weights gain %.2g nats a sample, with a standard error of %.2g.",
-        f"All of {whole.size} weights" if better else "The last layer alone", float(gain.mean()), deviation,
+        f"All of {whole.size} weights" if better else "The last layer alone", gain, deviation,
     )  # fmt: skip
     return other if better else posterior
 

@@ -22,7 +22,6 @@ from ..covariance import (
 from ..covariance.dense import concatenate
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
-from ..network import ranks
 from ..posterior import MethodInfo
 from .full import AllRows, DenseCurvature, DenseSum
 from .kfac import Factors, _FactorPass
@@ -84,14 +83,13 @@ class Onward(CurvaturePass[S], Generic[S]):
         self._inner, self._before, self.label = inner, before, inner.label
 
     def init(self) -> S:
-        state = self._inner.init()
-        return state if ranks.rank() else state.added(self._before)  # once among all ranks
+        return self._inner.init()
 
     def update(self, state: S, batch: Batch) -> None:
         self._inner.update(state, batch)
 
     def finish(self, state: S) -> Covariance:
-        return self._inner.finish(state)
+        return self._inner.finish(state.added(self._before))
 
 
 def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onward[Factors]:
@@ -146,10 +144,6 @@ class _MoreOnBasis(ProjectionPass):
         super().__init__(problem, covariance.basis, "prior" if isinstance(covariance, LowRankWithResidual) else None)
         self._covariance = covariance
 
-    def init(self) -> ProjectedCurvature:
-        if ranks.rank():  # the sums so far count once among all ranks
-            return super().init()
-        return ProjectedCurvature(self._covariance.curvature.clone(), self._covariance.traces.clone())
-
     def finish(self, state: ProjectedCurvature) -> LowRank | LowRankWithResidual:
-        return super().finish(state).with_rank(self._covariance.rank)
+        former = ProjectedCurvature(self._covariance.curvature, self._covariance.traces)
+        return super().finish(state.added(former)).with_rank(self._covariance.rank)

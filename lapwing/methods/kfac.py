@@ -5,9 +5,9 @@ Both share the factor pass; EKFAC adds a second pass for the true second moments
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,15 +16,11 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, K
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
-from ..network import ranks
 from ..tangent import Record, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import MemoryNeed, Problem
 from .state import BlockSums, State
-
-SHARED = 2**24
-"""Several processes share out the decompositions of blocks with `I³ + O³` of at least so much."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,6 @@ class EKFAC(KFAC):
         """Yields KFAC's pass, then one for the second moments."""
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
-        ranks.agree("the eigenbasis", [x for structure in structures.values() for x in structure.tensors().values()])
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
 
     def footprint(self, shape: FitShape) -> Footprint:
@@ -149,24 +144,11 @@ class Factors(State):
     excess: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _eigenbases(state: Factors, columns: int, logits: set[str], device: torch.device) -> dict[str, KroneckerBlock]:
-    """Diagonalises all factors, used up. Of several processes each takes a part of the large ones, for all of them."""
+def _eigenbases(state: Factors, columns: int, logits: set[str]) -> dict[str, KroneckerBlock]:
+    """Diagonalises all factors, which are used up."""
     work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
-    large = sorted((name for name in work if work[name] >= SHARED and ranks.several()), key=work.__getitem__)
-    sources = {name: number % ranks.size() for number, name in enumerate(large)}
-    bases = {}
-    for name in sorted(work, key=work.__getitem__, reverse=True):  # the widest while little else is decomposed
-        if sources.get(name, ranks.rank()) == ranks.rank():
-            bases[name] = _eigenbasis(state, name, columns, name in logits)
-        else:
-            del state.A[name], state.Gamma[name]
-    for name, source in sources.items():
-        sent = vars(bases[name].factors) if name in bases else {}
-        parts = ranks.decided(f"the eigenbasis of {name}", sent, source)
-        moved: dict[str, Any] = {key: part if part is None else part.to(device) for key, part in parts.items()}
-        factors = KroneckerFactors(**moved)
-        bases[name] = KroneckerBlock(factors.products(), factors)
-    return bases
+    widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
+    return {name: _eigenbasis(state, name, columns, name in logits) for name in widest_first}
 
 
 def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> KroneckerBlock:
@@ -247,7 +229,7 @@ class _FactorPass(CurvaturePass[Factors]):
         problem, structures = self._problem, dict[str, Structure]()
         softmax, tangent = problem.likelihood.activation == "softmax", problem.tangent
         logits = {block.name for block in tangent.blocks if softmax and tangent.gives_outputs(block)}
-        bases = _eigenbases(state, problem.summed_root.rank, logits, problem.tangent.device)
+        bases = _eigenbases(state, problem.summed_root.rank, logits)
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
@@ -274,6 +256,10 @@ class _SecondMoments(CurvaturePass[BlockSums]):
     def __init__(self, problem: Problem, structures: Mapping[str, Structure]) -> None:
         self._problem, self._structures = problem, structures
         self._bases = {name: s for name, s in structures.items() if isinstance(s, KroneckerBlock)}
+
+    def basis_tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors of KFAC's structures."""
+        return (tensor for structure in self._structures.values() for tensor in structure.tensors().values())
 
     def init(self) -> BlockSums:
         return BlockSums({name: torch.zeros_like(basis.eigenvalues) for name, basis in self._bases.items()})

@@ -1,10 +1,11 @@
 """The contract between a method and `fitting/runner.py`: what a pass over the data is.
 
 A method is a frozen dataclass whose `passes` is a generator: it yields passes, receives the finished state of each, and
-returns a covariance. There are two kinds of pass, and a `Landmark` between passes:
+returns a covariance. There are two kinds of pass:
 
 - a **sum** pass has a state that adds over data. So a method does nothing for batches, ranks, checkpoints and resuming.
-- an **iterate** pass has a state, a random generator and a step.
+- an **iterate** pass has a state, a random generator and a step. It runs in one process, and a checkpoint keeps only
+  its end.
 
 A state is a dataclass of tensors (`state.py`).
 """
@@ -12,7 +13,7 @@ A state is a dataclass of tensors (`state.py`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
@@ -44,7 +45,6 @@ class Batch:
         weights: sample weights w (B,); None for ones.
         likelihood: p(y|f), whose weights of targets count too; None where they do not.
         round: how often the data were gone through before.
-        joined: of a step over several processes, how many samples the batches of all of them have.
     """
 
     tangent: Tangent
@@ -55,7 +55,6 @@ class Batch:
     weights: Tensor | None = None
     likelihood: Likelihood | None = None
     round: int = 0
-    joined: int | None = None
     _outputs: list[tuple[slice, Tensor]] = field(default_factory=list)
     _rows: Tensor | None = None
     _kept: Tensor | None = None
@@ -68,8 +67,8 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """The number of samples of a step, those of other processes included."""
-        return batches.size(self.inputs) if self.joined is None else self.joined
+        """The number of samples, B."""
+        return batches.size(self.inputs)
 
     def records(
         self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
@@ -180,10 +179,20 @@ class SumPass(ABC, Generic[S]):
     Attributes:
         label: what the progress bar calls it.
         limit: how many of the first samples it needs; None for all.
+        in_iteration: whether the pass is one step of an iteration, such as conjugate gradients. Then it runs in one
+            process, and a checkpoint keeps neither this pass nor a later one.
     """
 
     label: str
     limit: int | None = None
+    in_iteration: ClassVar[bool] = False
+
+    def basis_tensors(self) -> Iterable[Tensor]:
+        """Returns tensors that the pass reads and that rounding may change between machines, such as an eigenbasis.
+
+        Before the pass, rank 0's numbers are written into them on all ranks.
+        """
+        return ()
 
     @abstractmethod
     def init(self) -> S:
@@ -208,19 +217,15 @@ class CurvaturePass(SumPass[S]):
 class IteratePass(ABC, Generic[S]):
     """A pass that takes steps and cycles through the data; it ends after its final step, anywhere in the data.
 
-    Of several processes each has a batch of its own in a step, which is that of the batches of all. So a step adds what
-    it sums over samples by `ranks.summed`, divides by `Batch.count`, and says so by `joins_processes`. All then have
-    the same state. A process that has no further batch has a sample of weight 0.
+    It runs in one process. A fit that was killed during the pass begins the pass again.
 
     Attributes:
         label: what the progress bar calls it.
         steps: how many, at most.
-        joins_processes: whether its steps are those of all processes; else a fit over several is refused.
     """
 
     label: str
     steps: int
-    joins_processes: ClassVar[bool] = False
 
     @abstractmethod
     def init(self) -> S:
@@ -235,24 +240,7 @@ class IteratePass(ABC, Generic[S]):
         return False
 
 
-@dataclass(frozen=True)
-class Landmark(Generic[S]):
-    """A place that a method comes by again and again, where all that it still needs of its passes is one state.
-
-    It gets a state back and goes on with that: the same one; or, where a fit goes on after an interruption, that of its
-    latest visit. So a solver of a hundred passes goes on without the states of all of them. Of several processes all
-    come by with the same state.
-
-    Attributes:
-        label: of the place.
-        state: what the method needs to go on.
-    """
-
-    label: str
-    state: S
-
-
-Pass = SumPass[Any] | IteratePass[Any] | Landmark[Any]
+Pass = SumPass[Any] | IteratePass[Any]
 
 
 class LikelihoodPass(SumPass[DataSummary]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +13,28 @@ from ..likelihoods import Likelihood
 
 S = TypeVar("S", bound="State")
 
+Join = Callable[[Tensor, Tensor], Tensor]
+"""Returns one tensor from the tensors of two parts of the data."""
+
+
+def joined_by(join: Join, default: Any = MISSING) -> Any:
+    """Declares a field of a `State` that does not add over data.
+
+    For example, `largest: Tensor = joined_by(torch.maximum)`.
+
+    Args:
+        join: an associative function of two tensors of one shape.
+        default: default value of the field; without one the field has to be given.
+    """
+    return field(default=default, metadata={"join": join})
+
 
 @dataclass
 class State:
     """What a pass has computed so far.
 
-    A subclass is a dataclass. Each field is a tensor, a number, a dict of tensors by name, another state, or None.
+    A subclass is a dataclass. Each field is a tensor, a number, a dict of tensors by name, another state, or None. The
+    state of all data is the sum of the states of its parts, field by field, unless a field says `joined_by`.
 
     Example:
         >>> from dataclasses import dataclass
@@ -61,14 +77,26 @@ class State:
                 values[each.name] = type(old)(flat[each.name].item())
         return type(self)(**values)
 
+    def joins(self) -> dict[str, Join]:
+        """Returns path -> how two tensors are joined, for the tensors that are not summed."""
+        found: dict[str, Join] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, State):
+                found |= {f"{each.name}/{path}": join for path, join in value.joins().items()}
+            elif "join" in each.metadata:
+                paths = [f"{each.name}/{name}" for name in value] if isinstance(value, dict) else [each.name]
+                found |= dict.fromkeys(paths, each.metadata["join"])
+        return found
+
     def added(self: S, other: S) -> S:
-        """Returns the state of both parts of the data; a tensor that only one part has is taken as it is."""
-        first, second = self.tensors(), other.tensors()
-        both = {path: first[path] + second[path] for path in first.keys() & second.keys()}
+        """Returns the state of both parts of the data. A tensor that only one part has stays as it is."""
+        first, second, joins = self.tensors(), other.tensors(), {**self.joins(), **other.joins()}
+        both = {path: joins.get(path, torch.add)(first[path], second[path]) for path in first.keys() & second.keys()}
         return self.with_tensors({**first, **second, **both})
 
     def mapped(self: S, function: Callable[[Tensor], Tensor]) -> S:
-        """Returns the state with a function applied to every tensor: a copy, or a sum over ranks."""
+        """Returns the state with a function applied to every tensor: such as `torch.clone`."""
         return self.with_tensors({path: function(tensor) for path, tensor in self.tensors().items()})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.dense import cut, expand
 from ..linalg import RANK_CUT, doubled, eigen_in_place, orthonormal_rows, placed
-from ..network import ranks
 from ..tangent import Anchors
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
@@ -30,7 +29,6 @@ SVD_NUMBERS = 2**24
 
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
     """Yields the pass for `H = W G Wᵀ`; returns the covariance on the basis, with or without the prior outside it."""
-    ranks.agree("the basis", basis.tensors().values())
     return (yield from run_curvature_pass(ProjectionPass(problem, basis, residual)))
 
 
@@ -176,6 +174,10 @@ class ProjectionPass(CurvaturePass[ProjectedCurvature]):
 
     def __init__(self, problem: Problem, basis: Basis, residual: Residual) -> None:
         self._problem, self._basis, self._residual = problem, basis, residual
+
+    def basis_tensors(self) -> Iterable[Tensor]:
+        """Returns the tensors of the basis."""
+        return self._basis.tensors().values()
 
     def init(self) -> ProjectedCurvature:
         return ProjectedCurvature.zeros(self._problem, self._basis.rank)

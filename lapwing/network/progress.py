@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from operator import length_hint
 from typing import Any, ParamSpec, TypeVar
 
-from . import ranks
+from .. import ranks
 
 log = logging.getLogger("lapwing")
 

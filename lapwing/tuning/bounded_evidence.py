@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..covariance import PriorCovariance
-from ..network import batches, ranks
+from ..network import batches
 from ..network.entry import outside_modes
 from ..network.loaders import other_size
 from ..network.positions import Positions
@@ -92,7 +91,7 @@ class BoundedEvidence(Tuning):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the evidence's prior precision within the bound, or at the width of a regression."""
         residual = posterior.likelihood.residual_variance(posterior.statistics)
-        if residual is not None and not posterior.noise_fixed and posterior.tangent.positions is None:
+        if residual is not None and _has_open_width(posterior):
             return self._with_width(posterior, residual, training)
         if not isinstance(posterior.covariance, PriorCovariance):
             return posterior
@@ -108,7 +107,7 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         exponents = evenly(0.0, self.decades, self.points)
         candidates = [_raised(tuned, exponent) for exponent in exponents]
-        costs = self.costs(candidates, training.loader, training.shown)
+        costs = self.costs(candidates, training)
         exponent = crossing(exponents, costs, self.nats)
         if exponent == 0:
             return tuned
@@ -124,6 +123,17 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return _raised(tuned, exponent)
 
+    def training_samples(self, posterior: Posterior) -> int:
+        """Returns the samples that the kernel of a regression has, or whose spread is bounded."""
+        if _has_open_width(posterior):
+            return 4 * self.samples
+        return 0 if posterior.prior.fixed or posterior.likelihood.needs_noise else self._limit(posterior)
+
+    def _limit(self, posterior: Posterior) -> int:
+        """Returns the maximum number of samples whose spread is bounded."""
+        positions = posterior.tangent.positions
+        return self.samples if positions is None else self._inputs(positions)
+
     def _inputs(self, positions: Positions) -> int:
         """Returns how many inputs with positions are used."""
         count = 16 * self.samples // min(positions.count, 1024)
@@ -133,7 +143,7 @@ class BoundedEvidence(Tuning):
 
     def _with_width(self, posterior: Posterior, residual: float, training: Training) -> Posterior:
         """Returns the posterior of a regression whose predictions of unseen targets have the width s."""
-        parts = joined_spread(training.loader, 4 * self.samples, posterior, training.shown)
+        parts = list(spread(training, 4 * self.samples, posterior))
         size = max(training.shown or 0, posterior.samples * posterior.data_factor)
         exact = leave_one_out(posterior, parts, size, residual)
         explained = (exact.training_variance / exact.noise_variance - 1) * exact.samples / size
@@ -142,14 +152,14 @@ class BoundedEvidence(Tuning):
         precision = torch.full_like(posterior.prior.precision, exact.precision)
         noise = exact.noise_variance
         start = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
-        spread = mean_variances([start], parts)[0]
-        factor = width / exact.unseen(noise + spread)
+        variance = mean_variances([start], parts)[0]
+        factor = width / exact.unseen(noise + variance)
         if exact.drawn:
             noise = (posterior.noise_variance or 0.0) + max(width - exact.drawn, 0.0)
         elif not isinstance(posterior.covariance, PriorCovariance):
-            noise = max(factor * (noise + spread) - spread, residual)
+            noise = max(factor * (noise + variance) - variance, residual)
         elif posterior.prior.fixed:
-            noise = _noise_of_width(posterior, parts, factor * (noise + spread))
+            noise = _noise_of_width(posterior, parts, factor * (noise + variance))
         else:
             noise = max(factor * noise, LOWEST_NOISE * width)
         log.info(
@@ -167,17 +177,13 @@ class BoundedEvidence(Tuning):
             )  # fmt: skip
         return posterior.with_noise(noise) if keeps_prior else posterior.at(precision / factor, noise)
 
-    def costs(self, candidates: Sequence[Posterior], loader: Iterable[Any], shown: int | None = None) -> list[float]:
-        """Returns what the spread of each candidate costs, in nats a training sample; negative where it helps.
+    def costs(self, candidates: Sequence[Posterior], training: Training) -> list[float]:
+        """Returns the cost of each candidate's spread, in nats per training sample; negative if it helps.
 
-        The candidates are posteriors of one fit, and the loader shows its training data: see `spread`.
+        The candidates are posteriors of one fit.
         """
-        first, positions, limit = candidates[0], candidates[0].tangent.positions, self.samples
-        if positions is not None:
-            limit = self._inputs(positions)
-        here = spread_costs(candidates, spread(loader, limit, first, shown))
-        shares, counts = zip(*ranks.gathered("the costs of the spread", here), strict=True)
-        totals, count = torch.stack(shares).sum(0), sum(counts)
+        first = candidates[0]
+        totals, count = spread_costs(candidates, spread(training, self._limit(first), first))
         return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
 
 
@@ -188,37 +194,48 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
     """
     if not isinstance(posterior.covariance, PriorCovariance) or posterior.tangent.positions is not None:
         return None
-    parts = joined_spread(training.loader, 4 * BoundedEvidence.samples, posterior, training.shown)
+    parts = list(spread(training, 4 * BoundedEvidence.samples, posterior))
     size = max(training.shown or 0, posterior.samples * posterior.data_factor)
     residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
     exact = leave_one_out(posterior, parts, size, residual)
     return exact.precision * exact.noise_variance
 
 
-def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> Iterator[batches.Weighted]:
+def _has_open_width(posterior: Posterior) -> bool:
+    """Whether the width of a regression without positions is open."""
+    return not posterior.noise_fixed and posterior.tangent.positions is None
+
+
+def spread(
+    training: Training, limit: int, posterior: Posterior, before: Sequence[int] | None = None
+) -> Iterator[batches.Weighted]:
     """Yields whole batches spread evenly over the training data of a posterior, up to a number of samples.
 
     Args:
-        loader: the training data.
-        limit: how many samples.
-        posterior: whose device they are put on.
-        shown: how many samples the loader shows; those of the posterior where None.
+        training: training data.
+        limit: maximum number of samples.
+        posterior: posterior whose device they are put on.
+        before: of several processes, the sizes of the batches of the processes before this one. None in one process.
 
     Raises:
         LapwingError: for a loader without samples, or that ends after other samples than the fit had, if it had all.
     """
-    device, whole, share = posterior.tangent.device, shown or posterior.samples, ranks.share_of(loader)
+    device, shown = posterior.tangent.device, training.shown
+    if training.chosen:
+        yield from (batches.plain(part, device) for part in training.loader)
+        return
+    whole = shown or posterior.samples
     start = taken = 0
 
     def count(size: int) -> int:
         """Returns how many samples of the next batch are taken."""
         return min(size, limit - taken) if taken < limit and taken * whole <= start * limit else 0
 
-    for size in () if share is None else share.before:
+    for size in before or ():
         taken, start = taken + count(size), start + size
     if taken >= limit:
         return
-    for batch in tracked(loader, "training data for the tuning"):
+    for batch in tracked(training.loader, "training data for the tuning"):
         inputs, targets = batches.split(batch)
         weights = batches.weights_of(batch, device)
         size = batches.size(inputs)
@@ -233,17 +250,8 @@ def spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int |
         start += size
         if taken >= limit:
             return
-    if share is None and (not taken or (shown == posterior.samples and start != whole)):
+    if before is None and (not taken or (shown == posterior.samples and start != whole)):
         raise other_size(start, "to the tuning", posterior.samples)
-
-
-def joined_spread(loader: Iterable[Any], limit: int, posterior: Posterior, shown: int | None) -> list[Any]:
-    """Returns what `spread` yields, on each of several processes the batches of all of them."""
-    parts = list(spread(loader, limit, posterior, shown))
-    if not ranks.several():
-        return parts
-    every = ranks.gathered("training data of the tuning", parts)
-    return [batches.plain(part, posterior.tangent.device) for some in every for part in some]
 
 
 def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:

@@ -17,7 +17,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian, SampledLink
 from ..linalg import doubled
 from ..methods.passes import Batch
-from ..network import batches, ranks
+from ..network import batches
 from ..network.progress import tracked
 from ..options import Rule
 from ..posterior import Posterior
@@ -287,7 +287,6 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
             likelihood.check(rows["outputs"], rows["targets"])
             values = likelihood.statistics(rows["outputs"], rows["targets"])
             sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
-    sums = ranks.summed("residuals of held-out data", sums, posterior.tangent.device)
     residual = posterior.likelihood.residual_variance(sums) if sums else None
     if residual is None:
         raise no_batch()

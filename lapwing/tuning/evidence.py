@@ -38,11 +38,13 @@ class Training:
         prefixes: posteriors of the first samples alone, by rising number, if the tuning asks for them; with
             `data_size`, the posterior of all samples too, not scaled.
         shown: how many samples the loader shows, or None if unknown. The posterior may be of fewer.
+        chosen: whether the loader holds only the samples that the tuning reads: see `Tuning.training_samples`.
     """
 
     loader: Iterable[Any] = ()
     prefixes: tuple[Posterior, ...] = ()
     shown: int | None = None
+    chosen: bool = False
 
 
 class Tuning(Options, ABC):
@@ -64,6 +66,13 @@ class Tuning(Options, ABC):
         Raises:
             LapwingError: says what is wrong and what to do.
         """
+
+    def training_samples(self, posterior: Posterior) -> int:
+        """Returns the maximum number of training samples that tuning this posterior reads.
+
+        In a fit over several processes, rank 0 tunes, and gets only these.
+        """
+        return 0
 
     @abstractmethod
     def tune(self, posterior: Posterior, training: Training) -> Posterior:

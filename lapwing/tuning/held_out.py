@@ -17,7 +17,7 @@ from ..jacobian.jacobian import Reads
 from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
 from ..linalg import doubled
-from ..network import batches, ranks
+from ..network import batches
 from ..network.positions import EXACT_OUTPUTS
 from ..network.progress import tracked
 from ..posterior import Posterior
@@ -74,19 +74,17 @@ def sample_scores(
 
 
 def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
-    """Returns numbers of all held-out samples, the last dimension, stacked by candidate.
+    """Returns the numbers of all held-out samples (candidates, K, N).
 
     Args:
-        rows: parts (K, N_part) by the place of a candidate; of several processes those of this one.
+        rows: place of a candidate -> its parts (K, N_part).
 
     Raises:
-        LapwingError: where there is no sample.
+        LapwingError: if there is no sample.
     """
-    here = torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())]) if rows else None
-    joined = ranks.joined("scores of held-out data", here, -1)
-    if joined is None:
+    if not rows:
         raise no_batch()
-    return joined
+    return torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
 
 
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[Tensor, float]:

@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from ..errors import LapwingError
 from ..methods import FitShape, Method
-from ..network import ranks
 from ..network.data import as_loader, check_data
 from ..network.entry import outside_modes
 from ..options import at_least, number, option
 from ..posterior import Posterior
-from .bounded_evidence import trained_product
+from .bounded_evidence import BoundedEvidence, trained_product
 from .choice import RISING, TEMPERATURES, best_of, check_ranks, chosen_numbers, scores_of_links, with_ranks
 from .evidence import Training, Tuning
 
@@ -103,17 +102,23 @@ class Validation(_OnHeldOutData):
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.tuned and not self.ranks and scaled:
             return posterior
-        product, loader = None, ranks.share(as_loader(self.loader, posterior.model))
-        if not posterior.noise_fixed and not posterior.prior.fixed and training.shown is not None:
+        product, loader = None, as_loader(self.loader, posterior.model)
+        if self._reads_training(posterior) and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
             with_ranks(posterior, self.ranks), self.decades, self.points, loader,
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
         if log.isEnabledFor(logging.INFO):
-            scores = "" if ranks.several() else scores_of_links(best, loader)  # a pass, which only some ranks may log
-            log.info("Validation of %s: %s%s", best.method, chosen_numbers(best), scores)
+            log.info("Validation of %s: %s%s", best.method, chosen_numbers(best), scores_of_links(best, loader))
         return best
+
+    def training_samples(self, posterior: Posterior) -> int:
+        """Returns the samples of `trained_product`, if δ and σ² are open."""
+        return 4 * BoundedEvidence.samples if self._reads_training(posterior) else 0
+
+    def _reads_training(self, posterior: Posterior) -> bool:
+        return not posterior.noise_fixed and not posterior.prior.fixed
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ class EarlyStopping(_OnHeldOutData):
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))
-        loader = ranks.share(as_loader(self.loader, posterior.model))
+        loader = as_loader(self.loader, posterior.model)
         best = best_of(candidates, self.decades, self.points, loader)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, posterior.samples)))

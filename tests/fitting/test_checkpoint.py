@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.fitting import checkpoint
-from lapwing.methods.diagonal import SquaredSums
 from lapwing.tuning import Tuning
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 
@@ -157,30 +155,7 @@ def test_a_former_posterior_is_continued(tmp_path: Path) -> None:
     check_same(interrupted(model, every, tmp_path / "fit", 4, 5, prior=prior), expected)
 
 
-class Counting(TensorDataset):
-    """A data set that counts what is read."""
-
-    read = 0
-
-    def __getitem__(self, index: int) -> Any:
-        Counting.read += 1
-        return super().__getitem__(index)
-
-
-def test_batches_that_are_done_are_not_loaded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, x, y, _ = data("mlp", 8)
-    model, every = pieces(size=2)
-    with suppress(Killed):
-        lw.fit(model, Loader(every, 6), lw.KFAC(), tune=None, checkpoint=tmp_path / "fit")
-    Counting.read = 0
-    with caplog.at_level(logging.INFO, "lapwing"):
-        posterior = lw.fit(model, DataLoader(Counting(x, y), 2), lw.KFAC(), tune=None, checkpoint=tmp_path / "fit")
-    assert "after 3 batches of 'Kronecker factors'" in caplog.text
-    assert Counting.read == 3 * 2 + 2  # the first batch for the survey and twice for its order, and what was left
-    check_same(posterior, lw.fit(model, every, lw.KFAC(), tune=None))
-
-
-def test_what_is_done_is_written_at_most_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_written_after_passes_and_between_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, every = pieces()
     written, write = list[int](), checkpoint.write_safetensors
 
@@ -190,42 +165,39 @@ def test_what_is_done_is_written_at_most_once_a_minute(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(checkpoint, "write_safetensors", noted)
     lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit")
-    assert len(written) == 1  # before the tuning
-    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    assert len(written) == 2  # after both passes
     lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit", every=2)
-    assert len(written) == 1 + 4  # after 2, 4 and 6 batches, and before the tuning
+    assert len(written) == 2 + 4  # after two batches of each pass too
+    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit")
+    assert len(written) == 2 + 4 + 8
 
 
-def test_an_interruption_leaves_a_checkpoint_and_says_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_solves_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products of conjugate gradients would need a state for each iteration."""
     model, every = pieces()
-    loader = Loader(every, 5)
+    passes: list[int] = []
+    monkeypatch.setattr(
+        checkpoint,
+        "write_safetensors",
+        lambda path, tensors, header: passes.append(len(header["checkpoint"]["passes"])),
+    )
+    lw.fit(model, every, lw.SampledLLA(2, prior="g"), checkpoint=tmp_path / "fit")
+    assert passes == [1]  # the features
+
+
+def test_an_interruption_leaves_the_latest_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, every = pieces()
     with pytest.raises(Killed):
-        lw.fit(model, loader, lw.KFAC(), checkpoint=tmp_path / "fit")
+        lw.fit(model, Loader(every, 5), lw.KFAC(), checkpoint=tmp_path / "fit")
+    assert not list(tmp_path.iterdir())  # never after an exception
+    with pytest.raises(Killed):
+        lw.fit(model, Loader(every, 8), lw.EKFAC(), checkpoint=tmp_path / "fit")
     assert [path.name for path in tmp_path.iterdir()] == ["fit"]
     assert f"Call lw.fit again with checkpoint='{tmp_path / 'fit'}' to go on." in caplog.text
-
-
-def test_an_interrupt_waits_for_the_end_of_the_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, every = pieces()
-    expected, update = lw.fit(model, every, lw.Diagonal()), SquaredSums.update
-    before = signal.default_int_handler  # a shell's background jobs ignore interrupts
-    signal.signal(signal.SIGINT, before)
-
-    def interrupting(step: Any, state: Any, batch: Any) -> None:
-        if batch.start:
-            signal.raise_signal(signal.SIGINT)
-        update(step, state, batch)
-
-    monkeypatch.setattr(SquaredSums, "update", interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        lw.fit(model, every, lw.Diagonal(), checkpoint=tmp_path / "fit")
-    monkeypatch.undo()
-    assert signal.getsignal(signal.SIGINT) is before
     with caplog.at_level(logging.INFO, "lapwing"):
-        check_same(lw.fit(model, every, lw.Diagonal(), checkpoint=tmp_path / "fit"), expected)
-    assert "after 2 batches of 'diagonal of the GGN'" in caplog.text
+        lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit")
+    assert "after 3 batches of 'Kronecker factors'" in caplog.text
 
 
 class Unwilling(Tuning):
@@ -253,7 +225,7 @@ def begun(path: Path, **options: Any) -> tuple[nn.Module, list[Any]]:
     """Leaves a checkpoint of a fit that has not ended."""
     model, every = pieces()
     with suppress(Killed):
-        lw.fit(model, Loader(every, 5), **{"method": lw.KFAC(), "seed": SEED, **options}, checkpoint=path)
+        lw.fit(model, Loader(every, 5), **{"method": lw.KFAC(), "seed": SEED, **options}, checkpoint=path, every=1)
     assert path.exists()
     return model, every
 
@@ -314,30 +286,6 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_fit() -> None:
         lw.fit(model, Loader(every), lw.KFAC(), checkpoint="/proc/fit")
 
 
-def test_passes_of_another_fit_do_not_enter_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two fits that began at one path: the one whose file was replaced goes on without, and nothing is mixed."""
-    model, every = pieces()
-    path, others = tmp_path / "fit", [(x + 1, y) for x, y in every]
-    with suppress(Killed):
-        lw.fit(model, Loader(others, 8), lw.EKFAC(), checkpoint=path, every=1)
-    other = path.read_bytes()
-    path.unlink()
-
-    class Replacing(Loader):
-        def __iter__(self) -> Iterator[Any]:
-            for batch in super().__iter__():
-                if not self.left:  # in the second pass
-                    path.write_bytes(other)
-                yield batch
-
-    with pytest.raises(Killed):
-        lw.fit(model, Replacing(every, 8), lw.EKFAC(), checkpoint=path, every=1)
-    assert "The checkpoint was not written, and the fit goes on." in caplog.text
-    assert "is of another fit by now. Give each fit a path of its own." in caplog.text
-    assert path.read_bytes() == other
-    check_same(lw.fit(model, others, lw.EKFAC(), checkpoint=path), lw.fit(model, others, lw.EKFAC()))
-
-
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     model, every = begun(tmp_path / "fit")
     whole = (tmp_path / "fit").read_bytes()
@@ -376,18 +324,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
         lw.fit(model, every, checkpoint=tmp_path / "fit", every=True)
     with pytest.raises(lw.LapwingError, match="every=0"):
         lw.fit(model, every, checkpoint=tmp_path / "fit", every=0)
+    lw.fit(model, every, checkpoint=tmp_path / "fit", every=np.int64(1))
     with pytest.raises(lw.LapwingError, match="every=3 says how often a checkpoint is written, and there is none"):
         lw.fit(model, every, every=3)
-
-
-def test_a_checkpoint_is_no_posterior(tmp_path: Path) -> None:
-    model, every = pieces()
-    path = tmp_path / "fit"
-    with pytest.raises(Killed):
-        lw.fit(model, Loader(every, 5), lw.KFAC(), checkpoint=path, every=np.int64(1))
-    assert path.exists()
-    with pytest.raises(lw.LapwingError, match=r"checkpoint of a fit that has not ended.* checkpoint= again"):
-        lw.load(path, model)
 
 
 def test_a_disk_without_room_does_not_end_the_fit(
@@ -404,20 +343,10 @@ def test_a_disk_without_room_does_not_end_the_fit(
     assert "The checkpoint was not written, and the fit goes on. No space is left." in caplog.text
 
 
-def test_what_a_killed_process_left_is_swept_up(tmp_path: Path) -> None:
-    model, every = begun(tmp_path / "fit")
-    own, other = tmp_path / f".fit-{'0' * 16}.tmp", tmp_path / f".fit-2-{'0' * 16}.tmp"
-    own.touch()
-    other.touch()
-    lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
-    assert list(tmp_path.iterdir()) == [other]
-
-
 def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, every = begun(tmp_path / "fit")
-    (tmp_path / f".fit-{'0' * 16}.tmp").touch()
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError("Permission denied")

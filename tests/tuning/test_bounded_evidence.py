@@ -58,7 +58,7 @@ def test_costs_equal_predictions_made_one_by_one(name, method):
     loader = [(case.inputs(6, 1), case.targets(6, 1)), (case.inputs(3, 2), case.targets(3, 2))]
     fitted = lw.fit(case.build(), loader, method, likelihood="categorical", params=lw.matching("*"), tune=None)
     candidates = [fitted.with_prior(delta) for delta in (0.1, 1.0, 30.0)]
-    for found, candidate in zip(BoundedEvidence().costs(candidates, loader), candidates, strict=True):
+    for found, candidate in zip(BoundedEvidence().costs(candidates, Training(loader)), candidates, strict=True):
         assert found == pytest.approx(cost(candidate, loader), rel=1e-9, abs=1e-12)
 
 
@@ -85,7 +85,7 @@ def test_a_logit_temperature_is_no_cost_of_the_spread(temperature):
         (-sum(float(candidate.predict(x).log_prob(y).sum()) for x, y in loader) - alone) / 40
         for candidate in candidates
     ]
-    found = BoundedEvidence().costs(candidates, loader)
+    found = BoundedEvidence().costs(candidates, Training(loader))
     assert found == pytest.approx(lost, abs=1e-9)
     assert found[0] > 1e-4 > found[1]
 
@@ -580,14 +580,14 @@ def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples
     parts = [(torch.arange(start, start + 10.0)[:, None], torch.zeros(10)) for start in range(0, 90, 10)]
     parts.insert(3, (torch.zeros(0, 1), torch.zeros(0)))
     posterior = lw.fit(nn.Linear(1, 1).eval(), parts, prior_precision=1.0, tune=None)
-    taken = list(spread(parts, samples, posterior, None))
+    taken = list(spread(Training(parts), samples, posterior))
     rows = torch.cat([x for x, *_ in taken]).flatten()
     assert len(rows) == min(samples, 90) == len(rows.unique())
     assert all(len(x) == len(y) for x, y, _ in taken)
     if samples >= 20:
         assert rows.max() >= 40  # not the first ones alone
     whole = [(torch.arange(90.0)[:, None], torch.zeros(90))]
-    ((x, *_),) = spread(whole, samples, posterior, None)
+    ((x, *_),) = spread(Training(whole), samples, posterior)
     assert len(x) == min(samples, 90)
     assert samples == 1 or x.max() >= 90 / 2
 
@@ -595,7 +595,7 @@ def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples
 def test_a_second_batch_counts():
     model, loader = memorised()
     wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
-    one, both = (BoundedEvidence().costs([wide], part)[0] for part in (loader[:1], loader))
+    one, both = (BoundedEvidence().costs([wide], Training(part))[0] for part in (loader[:1], loader))
     assert both == pytest.approx(cost(wide, loader), rel=1e-9)
     assert one != pytest.approx(both, rel=1e-3)
 

@@ -13,7 +13,7 @@ from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
 from ...linalg import doubled
-from ...network import batches, ranks, recurrent
+from ...network import batches, recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
 from ..passes import Batch, IteratePass
@@ -57,7 +57,6 @@ class FineTuning(IteratePass[Descent]):
     """
 
     label = "fine-tuning"
-    joins_processes = True
 
     def __init__(self, problem: Problem, steps: int, learning_rate: float, std_rate: float, initial_std: float) -> None:
         self.steps = steps
@@ -79,11 +78,8 @@ class FineTuning(IteratePass[Descent]):
         samples = batch.count
         factor = self._scale.of_likelihood / samples
         fit, gradients, statistics = self._log_likelihood(state, batch, generator)
-        fits = {"fit": torch.tensor(fit, dtype=torch.float64)}
-        sums = ranks.summed(self.label, {**fits, **gradients, **statistics}, self._tangent.device)
-        fit, gradients = float(sums.pop("fit")), {name: sums.pop(name) for name in gradients}
         if statistics:
-            fit, scale = self._at_noise(state, sums)
+            fit, scale = self._at_noise(state, statistics)
             gradients = {name: scale * gradient for name, gradient in gradients.items()}
         precision = self.weight_precision(state)
         distance = divergence(log_std, offset, precision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,14 +14,12 @@ from torch import Tensor
 from ...covariance import Draws
 from ...likelihoods import Likelihood
 from ...linalg import doubled, total
-from ...network import ranks
 from ...options import at_least, instance_of, option
 from ...tangent import Tangent, Vectors
 from ..diagonal import SquaredSums
 from ..footprint import FitShape, Footprint
-from ..passes import FitResult, Landmark, Method, Pass, Passes, check_within, prior_covariance
+from ..passes import FitResult, Method, Pass, Passes, check_within, prior_covariance
 from ..problem import MemoryNeed, Problem
-from ..state import State
 from .conjugate_gradients import ConjugateGradients, Solved, Solving
 from .em import EvidenceSteps
 from .linearised_mode import LinearisedMode
@@ -118,14 +116,9 @@ class SampledLLA(Method):
         if self.em_steps:
             steps.begin(system, mode.distance(system.features))
             steps = replace(steps, moving_mode=mode.wanted, before=None)
-        state = _Solves(steps, mode.offset, start, products, problem.precision)
-        del start, products
+        history: dict[str, Tensor] = {}
+        before, left = problem.precision, self.em_steps
         while True:
-            state = yield Landmark("solve", state)
-            steps, mode.offset, history = state.steps, state.offset, state.history
-            left, start, products = self.em_steps - state.done, state.solution, state.products
-            before = state.before
-            del state
             wanted = problem.scale_at(steps.noise_variance).of_curvature
             system = replace(system, precision=steps.precision, scale=min(wanted, most * float(steps.precision.min())))
             yield from system.start(start, products, before)
@@ -137,11 +130,11 @@ class SampledLLA(Method):
             )
             effective = system.scale * inner_by_block(solution, products).mean(1)
             _note(history, steps, effective, solved)
-            if not left or not ranks.decided("EM", steps.step(effective, mode.distance(system.features))):
+            if not left or not steps.step(effective, mode.distance(system.features)):
                 break
-            done = self.em_steps - left + 1
-            state = _Solves(steps, mode.offset, solved.solution, solved.products, system.precision, history, done)
-            del solved, solution, products
+            before, left = system.precision, left - 1
+            start, products = solved.solution, solved.products
+            del solved, solution
         if system.scale < wanted:
             log.warning(
                 "The draws of SampledLLA have %.3g times the noise variance: at less, rounding of %s would drown them. "
@@ -234,29 +227,6 @@ def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
     mean = total(doubled(d).sum() for d in diagonals.values()) / problem.tangent.size
     ratios = {name: d / mean.clamp_min(torch.finfo(d.dtype).tiny).to(d) for name, d in diagonals.items()}
     return {name: torch.where(ratio > NO_CURVATURE, ratio, 1.0) for name, ratio in ratios.items()}
-
-
-@dataclass
-class _Solves(State):
-    """Where EM stands before a solve.
-
-    Attributes:
-        steps: of prior and noise.
-        offset: the linearised model's mode, beside θ̂.
-        solution: where the solve begins, Z (S, P_block) by block.
-        products: `G Z` of that.
-        before: δ at which Z was solved for or drawn (n_blocks,).
-        history: numbers solve by solve, by name.
-        done: how many solves.
-    """
-
-    steps: EvidenceSteps
-    offset: Vectors
-    solution: Vectors
-    products: Vectors
-    before: Tensor
-    history: dict[str, Tensor] = field(default_factory=dict)
-    done: int = 0
 
 
 def _note(history: dict[str, Tensor], steps: EvidenceSteps, effective: Tensor, solved: Solved) -> None:

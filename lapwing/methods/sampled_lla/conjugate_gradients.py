@@ -12,11 +12,9 @@ from torch import Tensor
 
 from ...errors import LapwingError
 from ...linalg import symmetric_eigen
-from ...network import ranks
 from ...options import Options, at_least, between, instance_of, option
 from ...tangent import Vectors
-from ..passes import Landmark, Method, Pass
-from ..state import State
+from ..passes import Method, Pass
 from .system import LinearSystem, gram, inner, recombine
 
 log = logging.getLogger("lapwing")
@@ -102,13 +100,13 @@ class ConjugateGradients(Options):
             residual, norms = _residual(system, solution, products)
             relative, bound = inner(residual, residual).sqrt() / norms, _bound(system, residual)
             _check_finite(relative)
-            worst = ranks.decided("residuals", float(relative.max()))
+            worst = float(relative.max())
             if state is not None:
                 errors = torch.minimum(bound, state.moved)
                 again = errors > self.tolerance
                 if state.taken > state.began + 1:
                     again |= bound > (2 * state.bound).clamp_min(self.tolerance)
-                ended = not ranks.decided("errors", bool(again.any()))
+                ended = not bool(again.any())
                 if ended or state.taken >= self.iterations or worst > state.before / 2:
                     return Solved(solution, products, relative, errors, state.taken)
             taken = 0 if state is None else state.taken
@@ -135,14 +133,13 @@ class ConjugateGradients(Options):
         state = ConjugateState(solution, residual, directions, mixing, unknown, unknown, taken, taken, before)
         del moved
         while True:
-            state = yield Landmark("iteration", state)
-            solution, residual, directions, mixing = state.solution, state.residual, state.directions, state.mixing
+            mixing = state.mixing
             state.bound = _lengths(mixing, gram(residual, {name: v / prior[name] for name, v in residual.items()}))
             _check_finite(state.bound)
             errors = torch.minimum(state.bound, state.moved)
             log.debug("iteration %d: errors up to %.2e standard deviations", state.taken, errors.max())
             more = state.taken < self.iterations and bool((errors > self.tolerance).any())
-            if not ranks.decided("errors", more):
+            if not more:
                 return state
             image = system.completed(directions, (yield from system.products(directions)))
             steps = _inverse(gram(directions, image))  # α (r, r)
@@ -162,7 +159,7 @@ class ConjugateGradients(Options):
 
 
 @dataclass
-class ConjugateState(State):
+class ConjugateState:
     """Where conjugate gradients stand: Z, Q, P and D as in `ConjugateGradients`.
 
     Attributes:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
-from ..state import State
 from .system import LinearSystem
 
 TOLERANCE = 0.01
@@ -20,7 +19,7 @@ MAX_LOG_STEP = 20.0
 
 
 @dataclass
-class EvidenceSteps(State):
+class EvidenceSteps:
     """MacKay's fixed point for prior precision and noise, from the effective dimension γ (MacKay 1992).
 
         δ ← γ / ‖θ̂ - μ0‖²        σ² ← Σ r² / (n C - γ τ n/N)

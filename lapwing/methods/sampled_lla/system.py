@@ -19,7 +19,6 @@ from torch import Tensor
 from ...covariance import PriorCovariance
 from ...errors import LapwingError
 from ...linalg import doubled, row_products, total
-from ...network import ranks
 from ...tangent import Record, Vectors
 from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
@@ -111,10 +110,10 @@ class CurvatureProducts(SumPass[BlockSums]):
     """`G Z` at unit noise, (S, P_block) by block, for Z (S, P_block) by block."""
 
     label = "products with the curvature"
+    in_iteration = True
 
     def __init__(self, problem: Problem, root: PositionedRoot, vectors: Vectors, sums: int | None = None) -> None:
         """Takes Z, and how many vectors the pass sums; None for as many as Z has."""
-        ranks.agree("vectors", vectors.values())
         self._problem, self._root, self._vectors = problem, root, vectors
         self._count = sums or len(next(iter(vectors.values())))
         tangent = problem.tangent

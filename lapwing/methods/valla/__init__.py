@@ -14,7 +14,7 @@ import torch
 
 from ...covariance import Basis, LowRankWithResidual
 from ...likelihoods import Likelihood
-from ...network import batches, ranks
+from ...network import batches
 from ...options import Options, at_least, instance_of, option, positive
 from ...tangent import Anchors, Tangent
 from ..footprint import FitShape, Footprint
@@ -187,7 +187,6 @@ class _NaturalSteps(IteratePass[NaturalState]):
     """`H ← (1-ρ) H + ρ 1/B Σ φᵀΛφ`, `φ = J Wᵀ` on a basis W; ρ as in `NaturalGradient`."""
 
     label = "natural gradients"
-    joins_processes = True
 
     def __init__(self, problem: Problem, basis: Basis, fit: NaturalGradient) -> None:
         self.steps, self._problem, self._basis, self._rate = fit.steps, problem, basis, fit.rate
@@ -209,7 +208,6 @@ class _NaturalSteps(IteratePass[NaturalState]):
         rate = count / state.samples if self._rate is None else self._rate
         more = ProjectedCurvature.zeros(problem, self._basis.rank)
         more.add(problem, self._basis, batch, rate / count)
-        more = more.with_tensors(ranks.summed(self.label, more.tensors(), problem.tangent.device))
         state.mean = state.mean.mapped(lambda mean: (1 - rate) * mean).added(more)
 
     def finish(self, state: NaturalState) -> LowRankWithResidual:

@@ -14,7 +14,7 @@ from ...covariance.terms import DenseTerm
 from ...errors import LapwingError
 from ...likelihoods import Probit
 from ...linalg import cholesky, generator_on
-from ...network import batches, ranks
+from ...network import batches
 from ...options import Rule, at_least, number, option, positive
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel
@@ -155,7 +155,7 @@ class AlphaSteps(MovingSteps):
             self._link,
         )
         fit = self.scale.of_likelihood / batch.count * rows.weighted(logs).sum()
-        return -fit if ranks.rank() else divergence(factor) - fit
+        return divergence(factor) - fit
 
     def _rows(
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
@@ -189,7 +189,7 @@ class AlphaSteps(MovingSteps):
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
         logs, counts = [], []
         generator = self.problem.generator()  # the same positions at every evaluation
-        for raw in ranks.share(self._fit.validation):
+        for raw in self._fit.validation:
             inputs, targets = batches.split(raw, tangent.device)
             tangent.check(inputs, "the validation inputs")
             batch = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets))
@@ -198,14 +198,12 @@ class AlphaSteps(MovingSteps):
             latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))
             logs.append(rows.weighted(likelihood.predict(latent).log_prob(rows.targets)))
             counts.append(rows.weighted(torch.ones_like(logs[-1])))
-        pairs = torch.stack([torch.cat(logs), torch.cat(counts)], -1) if logs else None
-        scores = ranks.joined("validation", pairs)
-        if scores is None:
+        if not logs:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
                 "batches that can be read at every evaluation: [(x_val, y_val)]."
             )
-        score, count = scores.sum(0)
+        score, count = torch.cat(logs).sum(), torch.cat(counts).sum()
         state.note(validation=-score / count)
         history = state.history["validation"]
         if int(history.argmin()) == len(history) - 1:

@@ -15,7 +15,7 @@ from ...covariance import Covariance
 from ...errors import LapwingError
 from ...likelihoods import curvature_weights
 from ...linalg import cholesky, doubled
-from ...network import nesting, ranks
+from ...network import nesting
 from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
 from ...tangent.inducing import kernel
@@ -77,7 +77,6 @@ class MovingSteps(IteratePass[Descent]):
         noise_variance: where σ² begins if it is open.
     """
 
-    joins_processes = True
     method: str
     """The fit's name, for messages."""
 
@@ -114,10 +113,7 @@ class MovingSteps(IteratePass[Descent]):
     def objective(
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
-        """Returns what is to be minimised at the values of what is open; may add to the state.
-
-        Of several processes each returns its part of a sum: that of its batch, and the first what is of no batch.
-        """
+        """Returns what is to be minimised at the values of what is open; may add to the state."""
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         """Takes one step of Adam, in units of `width`."""
@@ -127,11 +123,10 @@ class MovingSteps(IteratePass[Descent]):
             leaves = list(values.values())
             gradients = torch.autograd.grad(objective, leaves, allow_unused=True) if objective.requires_grad else ()
         parts = {name: part for name, part in zip(values, gradients, strict=False) if part is not None}
-        sums = ranks.summed(self.label, {"": objective.detach(), **parts}, self.problem.tangent.device)
-        objective = sums.pop("")
-        self._check(state, float(objective), list(sums.values()))
+        objective = objective.detach()
+        self._check(state, float(objective), list(parts.values()))
         state.note(objective=objective)
-        for name, gradient in sums.items():
+        for name, gradient in parts.items():
             state.move(name, gradient, self.rate * (1 - state.taken / self.steps), self.width(name), eps=1e-12)
         state.taken += 1
 
@@ -241,7 +236,7 @@ class BoundSteps(MovingSteps):
     def objective(
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
-        problem, likelihood = self.problem, self.problem.likelihood
+        likelihood = self.problem.likelihood
         rows = self._rows(values, batch, generator)
         blocks, targets = rows.blocks, rows.targets
         precision, noise = self.precision_at(values), self.noise_at(values)
@@ -249,8 +244,8 @@ class BoundSteps(MovingSteps):
         eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
         root = cholesky(inner + JITTER * inner.detach().diagonal().mean() * eye)
         features = torch.linalg.solve_triangular(root, blocks.cross.flatten(0, 1).T, upper=False)  # (M, B R)
-        device, count = problem.tangent.device, batch.count
-        recent = ranks.summed(self.label, {"": (features @ features.T).detach()}, device)[""] / count
+        count = batch.count
+        recent = (features @ features.T).detach() / count
         h = state.kept.get("h", recent)  # of earlier batches: no sample explains itself
         scale = self.scale.at(likelihood.noise_variance if noise is None else noise)
         factor = cholesky(self.check_finite(state, eye + h * (scale.of_curvature / precision)))
@@ -268,7 +263,7 @@ class BoundSteps(MovingSteps):
         if noise is not None:
             state.note(noise_variance=noise)
         fit = (scale.of_likelihood * logs - scale.of_curvature * spread / precision / 2) / count
-        return -fit if ranks.rank() else divergence(factor) + precision * self.distance / 2 - fit
+        return divergence(factor) + precision * self.distance / 2 - fit
 
     def _rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> Rows:
         """Returns the blocks of the Fisher root's columns at a batch, of which `features` are."""
