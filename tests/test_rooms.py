@@ -8,6 +8,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import lapwing
+from lapwing.covariance import Covariance, Structure
+from lapwing.covariance.positions import Described
 
 ROOT = Path(lapwing.__file__).parent
 ORDER = (
@@ -77,3 +79,25 @@ def test_every_room_says_what_lives_there():
         assert text, f"{path} has no docstring"
         if path.parent.parent == ROOT:
             assert "Begin with" in " ".join(text.split()), f"{path} does not say where to begin"
+
+
+TRAITS = (Covariance, Structure, Described)
+"""Roots of the classes that no code outside their room asks for by name: it asks what they declare."""
+
+
+def family(kind: type) -> set[str]:
+    """The names of a class and of all its subclasses in the package."""
+    inside = {kind.__name__} if kind.__module__.startswith("lapwing.") else set()
+    return inside.union(*(family(sub) for sub in kind.__subclasses__()))
+
+
+def test_other_rooms_ask_for_traits_and_not_for_classes():
+    for root in TRAITS:
+        room, names = root.__module__.split(".")[1], family(root) - {root.__name__}
+        for name, path in FILES.items():
+            if name.split(".")[0] == room:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                    asked = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)} & names
+                    assert not asked, f"{name} asks for the class {', '.join(asked)} in line {node.lineno}"

@@ -6,15 +6,15 @@ It imports `tangent` and what is below it. Begin with `base.py` (what every stru
 
 from __future__ import annotations
 
-from .base import COVARIANCES, Covariance, PriorCovariance, register
+from .base import COVARIANCES, Covariance, PriorCovariance, has_prior, register
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
-from .draws import AnyLatent, LatentDraws, LinearDraws
+from .draws import AnyLatent, LatentDraws, LinearDraws, has_factor, has_positions, is_selected
 from .kronecker import KroneckerBlock, KroneckerFactors
 from .latent import JointLatent, Latent, SelectedLatent
 from .layer_block import LayerBlock
-from .low_rank import LowRank, Subspace
+from .low_rank import LowRank, Subspace, has_rank
 from .low_rank_diagonal import Draws, LowRankPlusDiagonal
 from .low_rank_with_residual import LowRankWithResidual
 from .structures import DenseBlock, DiagonalBlock, Structure
@@ -24,5 +24,6 @@ __all__ = [
     "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "CoordinateBasis", "Covariance", "DenseBlock", "DenseCovariance",
     "DiagonalBlock", "Draws", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "KroneckerFactors",
     "Latent", "LatentDraws", "LayerBlock", "LinearDraws", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual",
-    "PriorCovariance", "SelectedLatent", "Structure", "Subspace", "Term", "register",
+    "PriorCovariance", "SelectedLatent", "Structure", "Subspace", "Term", "has_factor",
+    "has_positions", "has_prior", "has_rank", "is_selected", "register",
 ]  # fmt: skip

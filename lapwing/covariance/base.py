@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .layer_block import LayerBlock
 from .terms import Term
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, TypeIs
 
 
 COVARIANCES: dict[str, type[Covariance]] = {}
@@ -74,12 +74,23 @@ class Covariance(ABC):
         record_dtype: the dtype records must be contracted in, or None for the usual one.
         precision: prior precision δ of each block (n_blocks,) float64 of the fit, or None without a prior.
         full_rank: whether every direction of the weights has a positive variance.
+        has_prior: whether the prior can be changed: `PriorCovariance`. Ask `has_prior(covariance)`.
+        has_rank: whether it is a subspace, of which the leading directions can be taken: `Subspace`. Ask `has_rank`.
+        distinct_draws: number of draws that Σ is made of, or None for any other Σ.
+        keeps_outputs: whether `output_covariance` of a layer that gives all outputs needs no matrix (B, C, C).
+        continued_by: how further data are added to the curvature, or None if they cannot be: to Kronecker factors and
+            other sums by block, to a matrix G, to rows U with `G = Uᵀ M U`, or to the curvature on a fixed basis.
     """
 
     blocks: tuple[Block, ...]
     record_dtype: torch.dtype | None = None
     precision: Tensor | None = None
     full_rank: bool = False
+    has_prior: ClassVar[bool] = False
+    has_rank: ClassVar[bool] = False
+    distinct_draws: int | None = None
+    keeps_outputs: ClassVar[bool] = False
+    continued_by: Literal["blocks", "matrix", "rows", "basis"] | None = None
 
     @property
     def size(self) -> int:
@@ -169,6 +180,7 @@ class PriorCovariance(Covariance):
 
     precision: Tensor
     scale: float
+    has_prior = True
 
     @abstractmethod
     def with_prior(self, precision: Tensor, scale: float) -> PriorCovariance:
@@ -206,3 +218,8 @@ class PriorCovariance(Covariance):
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature outside a subspace; else 0."""
         return torch.zeros((), dtype=torch.float64, device=precision.device)
+
+
+def has_prior(covariance: Covariance) -> TypeIs[PriorCovariance]:
+    """Whether the prior of a covariance can be changed."""
+    return covariance.has_prior

@@ -52,6 +52,8 @@ class Blockwise(PriorCovariance):
     """
 
     full_rank = True
+    keeps_outputs = True
+    continued_by = "blocks"
 
     def __init__(
         self, blocks: tuple[Block, ...], structures: Mapping[str, Structure], precision: Tensor, scale: float

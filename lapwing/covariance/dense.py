@@ -55,6 +55,7 @@ class DenseCovariance(PriorCovariance):
 
     record_dtype = torch.float64
     full_rank = True
+    continued_by = "matrix"
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +13,12 @@ from torch import Tensor
 from ..errors import LapwingError
 from ..linalg import doubled
 from ..network.entry import full_precision
-from .latent import JointLatent, Latent, check_finite, generator_for
+from .latent import JointLatent, Latent, SelectedLatent, check_finite, generator_for
 from .positions import Described, LatentAtPositions
 from .terms import standard_deviation
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,6 +116,7 @@ class LinearDraws(Described):
     deviations: Tensor
     joint: bool = False
     draws = None
+    has_factor = True
 
     @cached_property
     def variance(self) -> Tensor:
@@ -193,3 +198,18 @@ class LinearDraws(Described):
 
 
 AnyLatent = Latent | JointLatent | LinearDraws | LatentDraws | LatentAtPositions
+
+
+def has_positions(latent: AnyLatent) -> TypeIs[LatentAtPositions]:
+    """Whether a latent has positions."""
+    return latent.has_positions
+
+
+def is_selected(latent: AnyLatent) -> TypeIs[SelectedLatent]:
+    """Whether a latent is one of some of the outputs."""
+    return latent.is_selected
+
+
+def has_factor(latent: AnyLatent) -> TypeIs[LinearDraws]:
+    """Whether the covariance of a latent has the factor of its draws."""
+    return latent.has_factor

@@ -178,6 +178,7 @@ class SelectedLatent(Latent):
 
     outputs: Tensor = field(kw_only=True)
     every_mean: Tensor = field(kw_only=True)
+    is_selected = True
     _row_names: ClassVar[tuple[str, ...]] = ("mean", "outputs", "every_mean")
 
     def tempered(self, temperature: float) -> SelectedLatent:

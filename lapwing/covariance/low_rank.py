@@ -24,13 +24,13 @@ from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
-from .base import PriorCovariance, precision_spec, register, same_ratios
+from .base import Covariance, PriorCovariance, precision_spec, register, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .terms import FactoredTerm, Term, cross_covariance, of_both
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, TypeIs
 
 
 BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (CoordinateBasis, ExplicitBasis, ImplicitBasis)}
@@ -50,6 +50,9 @@ class Subspace(PriorCovariance):
         rank: how many of the leading directions count; all when None.
         eigen: h (k,) and Q (K, k), rows beyond k zero, at a precision of the same ratios, as (h, Q, that precision).
     """
+
+    has_rank = True
+    continued_by = "basis"
 
     def __init__(
         self,
@@ -194,6 +197,11 @@ class Subspace(PriorCovariance):
     def _built(cls, basis: Basis, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
         curvature, traces, precision = (tensors[name] for name in ("curvature", "traces", "precision"))
         return cls(tangent.blocks, basis, curvature, traces, precision, extra["scale"], extra["rank"])
+
+
+def has_rank(covariance: Covariance) -> TypeIs[Subspace]:
+    """Whether a covariance is a subspace, of which the leading directions can be taken."""
+    return covariance.has_rank
 
 
 @register

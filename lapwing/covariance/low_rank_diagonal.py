@@ -129,12 +129,12 @@ class Draws(Covariance):
         self.draws = {block.name: draws[block.name] for block in blocks}
 
     @property
-    def count(self) -> int:
+    def distinct_draws(self) -> int:  # type: ignore[override]
         """S."""
         return len(self.draws[self.blocks[0].name])
 
     def mv(self, vectors: Vectors) -> Vectors:
-        inner = total(vectors[name] @ z.T for name, z in self.draws.items()) / self.count  # (n, S)
+        inner = total(vectors[name] @ z.T for name, z in self.draws.items()) / self.distinct_draws  # (n, S)
         return {name: inner @ z for name, z in self.draws.items()}
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
@@ -143,10 +143,10 @@ class Draws(Covariance):
         Either way mean and covariance are 0 and Σ.
         """
         options: dict[str, Any] = {"generator": generator, "device": self.device}
-        if count > self.count:
-            weights = torch.randn((count, self.count), dtype=self.dtype, **options) / self.count**0.5
+        if count > self.distinct_draws:
+            weights = torch.randn((count, self.distinct_draws), dtype=self.dtype, **options) / self.distinct_draws**0.5
             return {name: weights @ z for name, z in self.draws.items()}
-        picked = torch.randperm(self.count, **options)[:count]
+        picked = torch.randperm(self.distinct_draws, **options)[:count]
         sign = 2 * torch.randint(2, (count, 1), **options).to(self.dtype) - 1
         return {name: sign * z[picked] for name, z in self.draws.items()}
 
@@ -155,10 +155,10 @@ class Draws(Covariance):
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
         """Returns the thin factor `J Zᵀ/√S` (B, R, S)."""
-        return (FactoredTerm(record.jvp(self.draws) / self.count**0.5),)
+        return (FactoredTerm(record.jvp(self.draws) / self.distinct_draws**0.5),)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        return cross_covariance(*of_both(lambda one: one.jvp(self.draws), record, other)) / self.count
+        return cross_covariance(*of_both(lambda one: one.jvp(self.draws), record, other)) / self.distinct_draws
 
     def layer_block(self, name: str) -> LayerBlock:
         draws = self.draws[name].reshape(-1, *self.block(name).matrix_shape[1:])
@@ -169,7 +169,7 @@ class Draws(Covariance):
         return {**{f"draws/{name}": z for name, z in self.draws.items()}, "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
-        return {"count": self.count}
+        return {"count": self.distinct_draws}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:

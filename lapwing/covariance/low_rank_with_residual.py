@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class LowRankWithResidual(Subspace):
         self._rows = from_rows  # U and M with G = Uᵀ M U, of which W and H were made for this prior, or None
         self._removed = self.scale * self._curvatures * self._weights
         self._delta = {block.name: delta for block, delta in zip(self.blocks, self.precision.tolist(), strict=True)}
+
+    @property
+    def continued_by(self) -> Literal["rows", "basis"]:  # type: ignore[override]
+        return "basis" if self._rows is None else "rows"
 
     @property
     def rows(self) -> tuple[ExplicitBasis, Tensor] | None:

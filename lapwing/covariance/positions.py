@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
 
 class Described:
-    """A latent that prints as its kind and the shape of its moments, and not as tensors."""
+    """A latent that prints as its kind and the shape of its moments, and not as tensors.
+
+    Attributes:
+        has_positions: whether it is a `LatentAtPositions`. Ask `has_positions(latent)`; likewise for the others.
+        is_selected: whether it is a `SelectedLatent`, of some of the outputs.
+        has_factor: whether it is `LinearDraws`, whose covariance has the factor of its draws.
+    """
+
+    has_positions: ClassVar[bool] = False
+    is_selected: ClassVar[bool] = False
+    has_factor: ClassVar[bool] = False
 
     def without_wide_factors(self: Any) -> Any:
         """Returns the latent with wide factors multiplied out; most have none."""
@@ -40,6 +50,7 @@ class LatentAtPositions(Described):
     rows: Latent | LatentDraws | LinearDraws
     places: Places
     joint = False
+    has_positions = True
 
     @property
     def mean(self) -> Tensor:

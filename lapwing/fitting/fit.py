@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..covariance import PriorCovariance
+from ..covariance import has_prior
 from ..errors import check_flag
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
@@ -253,7 +253,7 @@ def _run(
     result = runner.run(method, problem)
     whole, parts = posteriors_of(runner, method, problem, result)
     before, shown_data = time.perf_counter(), Training(training, parts, runner.count())
-    if result.precision is not None or not isinstance(result.covariance, PriorCovariance):
+    if result.precision is not None or not has_prior(result.covariance):
         unused = "validation=" if held_out else f"tune={type(tune).__name__}"
         return checked(_with_prior_of_method(whole, method, tune, shown_data, unused, problem.prior.fixed))
     if tune is None:
@@ -297,7 +297,7 @@ def _with_prior_of_method(
     whole: Posterior, method: Method, tune: Tuning | None, training: Training, unused: str, fixed: bool
 ) -> Posterior:
     """Returns the posterior of a method that chooses its own prior, the logit temperature or noise tuned beside it."""
-    open_noise = not whole.noise_fixed and not isinstance(whole.covariance, PriorCovariance)
+    open_noise = not whole.noise_fixed and not has_prior(whole.covariance)
     if isinstance(tune, Validation) and (open_noise or whole.logit_temperature == 1):
         return tuned(tune, whole, replace(training, shown=None))
     if isinstance(tune, BoundedEvidence) and open_noise:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import ranks
-from ..covariance import LowRankWithResidual
+from ..covariance import has_rank
 from ..errors import LapwingError, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.further import Further
@@ -69,7 +69,7 @@ def _check_prior(prior: Posterior) -> None:
     covariance = prior.covariance
     zeros = {b.name: torch.zeros(b.size, dtype=covariance.dtype, device=covariance.device) for b in covariance.blocks}
     precision_product(covariance, zeros, prior.method)
-    if isinstance(covariance, LowRankWithResidual) and covariance.rows is None:
+    if has_rank(covariance) and covariance.continued_by == "basis":
         raise LapwingError(
             f"The posterior by {prior.method} keeps the directions of its own data, and further data have others. Fit "
             "lw.KFAC(), lw.Diagonal() or lw.Full()."

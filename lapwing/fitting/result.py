@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from .. import ranks
-from ..covariance import Covariance, PriorCovariance, Subspace
+from ..covariance import Covariance, has_prior, has_rank
 from ..errors import LapwingError
 from ..linalg import is_finite
 from ..methods import FitResult, Method, Problem
@@ -41,12 +41,12 @@ def posteriors_of(
         prior = replace(prior, precision=result.precision, fixed=True)
 
     def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
-        given = likelihood if isinstance(covariance, PriorCovariance) else problem.likelihood
+        given = likelihood if has_prior(covariance) else problem.likelihood
         fitted = Posterior(
             tangent, covariance, likelihood, prior, dict(statistics), samples, factor, problem.temperature,
             MethodInfo.of(method), not given.needs_noise, Stamp.of(tangent.state()), result.history,
         )  # fmt: skip
-        settled = fitted.noise_fixed and isinstance(covariance, PriorCovariance)
+        settled = fitted.noise_fixed and has_prior(covariance)
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
 
     summary, factor = result.summary, result.data_factor
@@ -119,11 +119,11 @@ def _as_on_first(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Poste
     if not ranks.rank():
         return posterior
     chosen = next(one for one in (posterior, *parts) if (one.samples, one.data_factor) == data)
-    if rank is not None and isinstance(chosen.covariance, Subspace) and chosen.covariance.rank != rank:
+    if rank is not None and has_rank(chosen.covariance) and chosen.covariance.rank != rank:
         chosen = replace(chosen, covariance=chosen.covariance.with_rank(rank))
     if temperature is not None:
         chosen = replace(chosen, likelihood=chosen.likelihood.with_logit_temperature(temperature))
     chosen = replace(chosen, method=method)
-    if isinstance(chosen.covariance, PriorCovariance):
+    if has_prior(chosen.covariance):
         return chosen.at(chosen.prior.precision.new_tensor(precision), noise)
     return chosen.with_noise(noise)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, SelectedLatent
+from ..covariance import AnyLatent, is_selected
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, seeded
 from ..options import Options
@@ -302,7 +302,7 @@ class Likelihood(Options, ABC):
         Raises:
             LapwingError: for a class in place of an instance, or a link that does not fit.
         """
-        if isinstance(latent, SelectedLatent) and not self.selects_outputs:
+        if is_selected(latent) and not self.selects_outputs:
             raise LapwingError(
                 f"The {self.name} likelihood needs all outputs of an input in their order, and "
                 "lw.Linearized(outputs=...) selects some. Leave outputs= out, or take posterior.latent(x, via=...)."

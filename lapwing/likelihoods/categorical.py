@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, Latent, SelectedLatent
+from ..covariance import AnyLatent, Latent, is_selected
 from ..covariance.terms import DenseTerm
 from ..errors import LapwingError
 from ..linalg import check_draws, doubled, seeded
@@ -163,7 +163,7 @@ class Categorical(LogitLikelihood):
     ) -> ClassPrediction:
         """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
         chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
-        if isinstance(latent, SelectedLatent):
+        if is_selected(latent):
             latent = latent.of_classes()
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen, self.ignore_index)
 

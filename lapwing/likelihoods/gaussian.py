@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, SelectedLatent
+from ..covariance import AnyLatent, is_selected
 from ..errors import LapwingError, plain_numbers, shown
 from ..linalg import cholesky, doubled
 from ..options import POSITIVE_NUMBERS, option
@@ -202,7 +202,7 @@ class Gaussian(Likelihood):
             LapwingError: if σ² is not set, or for any link but ExactLink.
         """
         self.choose_link(latent, link)
-        if self.noise_ratios is not None and not isinstance(latent, SelectedLatent):
+        if self.noise_ratios is not None and not is_selected(latent):
             self.ratios(latent.mean)
         return RegressionPrediction(latent, self._set_noise("predict()"), self.missing, self.noise_ratios)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent
+from ..covariance import AnyLatent, has_positions
 from ..covariance.positions import LatentAtPositions
 from ..network.data import as_targets
 from ..network.positions import Places
@@ -21,7 +21,7 @@ def predicted(
     likelihood: Likelihood, latent: AnyLatent, link: Link | None, generator: torch.Generator | None
 ) -> Prediction:
     """Returns the distribution of y under a latent, position by position where it has positions."""
-    if isinstance(latent, LatentAtPositions):
+    if has_positions(latent):
         return PredictionAtPositions(likelihood.predict(latent.rows, link, generator), latent)
     return likelihood.predict(latent, link, generator)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, LinearDraws, SelectedLatent
+from ..covariance import AnyLatent, has_factor, is_selected
 from ..linalg import check_draws, cholesky, seeded
 from ..network.data import as_targets
 from .links import at_least_float32
@@ -61,7 +61,7 @@ class RegressionPrediction(RealPrediction):
         if self.noise_ratios is None:
             return noise
         ratios = noise.new_tensor(self.noise_ratios)
-        return noise * (ratios[self.latent.outputs] if isinstance(self.latent, SelectedLatent) else ratios)
+        return noise * (ratios[self.latent.outputs] if is_selected(self.latent) else ratios)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the central interval that holds y with probability `level`, one output at a time.
@@ -112,7 +112,7 @@ class RegressionPrediction(RealPrediction):
                 targets.nan_to_num() if self.missing else targets
             )
             return (torch.where(targets.isnan(), 0.0, values) if self.missing else values).squeeze(-1)
-        if isinstance(self.latent, LinearDraws) and not self.missing:
+        if has_factor(self.latent) and not self.missing:
             columns = self.latent.factor.double()
             return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
         blocks, holes = self._blocks().double(), torch.zeros(())
@@ -168,7 +168,7 @@ class RegressionPrediction(RealPrediction):
             )
             weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
             return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
-        if isinstance(self.latent, LinearDraws):
+        if has_factor(self.latent):
             factor = at_least_float32(self.latent.factor)
             return (
                 self._low_rank(mean.flatten(), factor.flatten(0, 1))

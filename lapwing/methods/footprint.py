@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..covariance import Covariance, PriorCovariance
+from ..covariance import Covariance
 from ..jacobian.blocks import Block
 from ..jacobian.jacobian import SLICE_BYTES
 from ..likelihoods import Likelihood
@@ -143,7 +143,7 @@ class FitShape:
             extra: its settings, as `Covariance.entries` reads them.
             dtype: dtype of the tensors whose dtype may vary; None means the network's.
         """
-        scale = {"scale": 1.0} if issubclass(kind, PriorCovariance) else {}
+        scale = {"scale": 1.0} if kind.has_prior else {}
         dtype, total = dtype or self.tangent.dtype, 0
         for entry in kind.entries(self.tangent, {**scale, **extra}).values():
             assert entry.shape is not None

@@ -11,13 +11,11 @@ from ..covariance import (
     Blockwise,
     Covariance,
     DenseBlock,
-    DenseCovariance,
     DiagonalBlock,
     ExplicitBasis,
     KroneckerBlock,
     LowRank,
     LowRankWithResidual,
-    PriorCovariance,
 )
 from ..covariance.dense import concatenate
 from ..errors import LapwingError
@@ -52,20 +50,19 @@ class Further(Method):
         Raises:
             LapwingError: for a method whose curvature cannot go on.
         """
-        covariance, name = self.covariance, self.made_by.name
-        if not self.made_by.accepts_further_data or not isinstance(covariance, PriorCovariance):
-            raise _refusal(name)
-        if isinstance(covariance, Blockwise):
+        covariance: Any = self.covariance
+        way = covariance.continued_by if self.made_by.accepts_further_data else None
+        if way == "blocks":
             reduce = self.made_by.options.get("weight_sharing") == "reduce"
             step: CurvaturePass[Any] = _with_factors(covariance, problem, reduce)
-        elif isinstance(covariance, DenseCovariance):
+        elif way == "matrix":
             step = Onward(DenseCurvature(problem), DenseSum(covariance.curvature))
-        elif isinstance(covariance, LowRankWithResidual) and covariance.rows is not None:
+        elif way == "rows":
             step = _MoreRows(problem, *covariance.rows)
-        elif isinstance(covariance, (LowRank, LowRankWithResidual)):
+        elif way == "basis":
             step = _MoreOnBasis(problem, covariance)
         else:
-            raise _refusal(name)
+            raise _refusal(self.made_by.name)
         return (yield from run_curvature_pass(step))
 
 
@@ -95,8 +92,9 @@ class Onward(CurvaturePass[S], Generic[S]):
 def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onward[Factors]:
     """Returns the pass of KFAC, and of the diagonal, after the sums that the structures are made of."""
     before, kinds = Factors(), dict[str, str]()
+    structure: Any
     for name, structure in covariance.structures.items():
-        if isinstance(structure, KroneckerBlock):
+        if structure.kind == KroneckerBlock.kind:
             factors, kinds[name] = structure.factors, "factored"
             alpha, gamma, outputs = factors.input_eigenvalues, factors.output_eigenvalues, doubled(factors.outputs)
             like = structure.eigenvalues
@@ -110,9 +108,9 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
             if factors.count.is_floating_point():  # Σ w, and A's rank bounds how many positions made it
                 before.count[name] = (alpha > 0).sum(-1).amax(keepdim=True).to(torch.int64)
                 before.excess[name] = factors.count - before.count[name]
-        elif isinstance(structure, DiagonalBlock):
+        elif structure.kind == DiagonalBlock.kind:
             before.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
-        elif isinstance(structure, DenseBlock):
+        elif structure.kind == DenseBlock.kind:
             basis = doubled(structure.basis)
             before.dense[name], kinds[name] = (basis * doubled(structure.eigenvalues)) @ basis.T, "dense"
         else:
@@ -141,7 +139,7 @@ class _MoreOnBasis(ProjectionPass):
     """The curvature on the directions of a subspace covariance, whose rank stays."""
 
     def __init__(self, problem: Problem, covariance: LowRank | LowRankWithResidual) -> None:
-        super().__init__(problem, covariance.basis, "prior" if isinstance(covariance, LowRankWithResidual) else None)
+        super().__init__(problem, covariance.basis, "prior" if covariance.full_rank else None)
         self._covariance = covariance
 
     def finish(self, state: ProjectedCurvature) -> LowRank | LowRankWithResidual:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -255,7 +255,7 @@ class _SecondMoments(CurvaturePass[BlockSums]):
 
     def __init__(self, problem: Problem, structures: Mapping[str, Structure]) -> None:
         self._problem, self._structures = problem, structures
-        self._bases = {name: s for name, s in structures.items() if isinstance(s, KroneckerBlock)}
+        self._bases = {n: cast("KroneckerBlock", s) for n, s in structures.items() if s.kind == KroneckerBlock.kind}
 
     def basis_tensors(self) -> Iterator[Tensor]:
         """Yields the tensors of KFAC's structures."""

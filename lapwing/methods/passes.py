@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance, PriorCovariance
+from ..covariance import Covariance, PriorCovariance, has_prior
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..network import batches
@@ -364,7 +364,7 @@ def prior_covariance(method: Method, problem: Problem, option: str) -> Generator
     """
     result = yield from method.passes(problem)
     covariance = result.covariance if isinstance(result, FitResult) else result
-    if not isinstance(covariance, PriorCovariance):
+    if not has_prior(covariance):
         raise _without_prior(method, option)
     return covariance
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..covariance import Covariance, PriorCovariance
+from ..covariance import Covariance, has_prior
 from ..errors import LapwingError
 from ..network.eager import parameters_of, uncompiled
 from ..network.entry import full_precision
@@ -48,7 +48,7 @@ def precision_product(covariance: Covariance, vectors: dict[str, Tensor], method
     Raises:
         LapwingError: for a covariance that has no inverse, or none that is known without a factorisation.
     """
-    product = covariance.precision_mv(vectors) if isinstance(covariance, PriorCovariance) else None
+    product = covariance.precision_mv(vectors) if has_prior(covariance) else None
     if product is None:
         raise LapwingError(
             f"The covariance by {method} has no inverse at hand, so it cannot be a prior. Fit lw.KFAC(), lw.Diagonal() "

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, Covariance
-from ..covariance.positions import LatentAtPositions
+from ..covariance import AnyLatent, Covariance, has_positions
 from ..errors import LapwingError, shown
 from ..network import batches
 from ..network.data import as_inputs, with_tensors
@@ -69,7 +68,7 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = tangent.retried(lambda: via.latent(tangent, covariance, inputs, joint))
     if tangent.positions is not None:
-        if not isinstance(latent, LatentAtPositions):
+        if not has_positions(latent):
             raise LapwingError(
                 f"The outputs of {type(tangent.model).__name__} have positions, which via={shown(via)} does not take. "
                 "Pass via=lw.Linearized() or via=lw.MonteCarlo(draws=50)."

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, Covariance, PriorCovariance
+from ..covariance import AnyLatent, Covariance, PriorCovariance, has_prior
 from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, Link, Prediction
 from ..likelihoods.positions import predicted
@@ -151,7 +151,7 @@ class Posterior:
 
     def with_noise(self, noise_variance: float | None) -> Posterior:
         """Returns the posterior at another noise variance; a covariance that chose its own prior stays as it is."""
-        if isinstance(self.covariance, PriorCovariance):
+        if has_prior(self.covariance):
             return self.at(self.prior.precision, noise_variance)
         return replace(self, likelihood=self.likelihood.with_noise_variance(noise_variance))
 
@@ -347,7 +347,7 @@ class Posterior:
     def diagnose(self) -> Diagnosis:
         """Returns what was fitted, in numbers: sizes, coverage, prior, noise, evidence, effective parameters."""
         effective = evidence = None
-        if isinstance(self.covariance, PriorCovariance):
+        if has_prior(self.covariance):
             effective = effective_parameters(self.covariance, self.prior)
             evidence = None if self.method.after_former else self.log_marginal_likelihood()
         return Diagnosis(
@@ -449,6 +449,6 @@ class Posterior:
             )
 
     def _prior_covariance(self, what: str) -> PriorCovariance:
-        if not isinstance(self.covariance, PriorCovariance):
+        if not has_prior(self.covariance):
             raise LapwingError(f"A posterior by {self.method} has no {what}. Fit again with lw.KFAC().")
         return self.covariance

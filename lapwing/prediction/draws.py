@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance, Draws, LinearDraws
+from ..covariance import Covariance, LinearDraws
 from ..covariance.positions import LatentAtPositions
 from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
@@ -32,7 +32,7 @@ def latent_of_draws(
     itself, as that of `lw.SampledLLA`, gives no more than those.
     """
     checked = tangent.check(inputs)
-    count = min(draws, covariance.count) if isinstance(covariance, Draws) else draws
+    count = min(draws, covariance.distinct_draws or draws)
     positions = 1 if tangent.positions is None else tangent.positions.count
     check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.outputs * positions)
     largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
@@ -97,7 +97,7 @@ def _weight_draws(
         return
     length = max(1, tangent.memory // (2 * covariance.size * tangent.dtype.itemsize))
     length -= length % DIRECTIONS if length > DIRECTIONS else 0
-    length = count if isinstance(covariance, Draws) else length  # all at once, so that none comes twice
+    length = count if covariance.distinct_draws else length  # all at once, so that none comes twice
     for start in range(0, count, length):
         rows = slice(start, min(start + length, count))
         yield rows, direction_groups(split(covariance.blocks, covariance.sample(rows.stop - start, generator)))

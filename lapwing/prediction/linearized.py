@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..covariance import (
     AnyLatent,
-    Blockwise,
     Covariance,
     JointLatent,
     Latent,
     LinearDraws,
     SelectedLatent,
     Term,
+    is_selected,
 )
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, multiplied_out, selected
@@ -128,7 +128,7 @@ class Linearized(Way):
             return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
         latent = _of_weights(tangent, covariance, checked, joint, selection)
         if selection is not None:  # as the recorded pass ordered them
-            added = selected(added, latent.outputs if isinstance(latent, SelectedLatent) else selection.of(mean))
+            added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
         return latent.plus(added)
 
     def _check_positions(self, uncertain: bool) -> None:
@@ -252,7 +252,7 @@ def _of_weights(
     if joint:
         return _joint(tangent, covariance, checked, dtype, selection)
     # the layer that gives the outputs has all of them at once in its eigenbasis
-    late = selection is not None and tangent.treats_output_alone and isinstance(covariance, Blockwise)
+    late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
 

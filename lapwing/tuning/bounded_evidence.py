@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..covariance import PriorCovariance
+from ..covariance import has_prior
 from ..network import batches
 from ..network.entry import outside_modes
 from ..network.loaders import other_size
@@ -93,7 +93,7 @@ class BoundedEvidence(Tuning):
         residual = posterior.likelihood.residual_variance(posterior.statistics)
         if residual is not None and _has_open_width(posterior):
             return self._with_width(posterior, residual, training)
-        if not isinstance(posterior.covariance, PriorCovariance):
+        if not has_prior(posterior.covariance):
             return posterior
         tuned = Evidence().tune(posterior)
         if posterior.prior.fixed or tuned.noise_variance is not None:
@@ -148,7 +148,7 @@ class BoundedEvidence(Tuning):
         exact = leave_one_out(posterior, parts, size, residual)
         explained = (exact.training_variance / exact.noise_variance - 1) * exact.samples / size
         width = max(exact.width, (1 + explained) * residual)  # the network may fit worse than its linearised model
-        keeps_prior = posterior.prior.fixed or not isinstance(posterior.covariance, PriorCovariance)
+        keeps_prior = posterior.prior.fixed or not has_prior(posterior.covariance)
         precision = torch.full_like(posterior.prior.precision, exact.precision)
         noise = exact.noise_variance
         start = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
@@ -156,7 +156,7 @@ class BoundedEvidence(Tuning):
         factor = width / exact.unseen(noise + variance)
         if exact.drawn:
             noise = (posterior.noise_variance or 0.0) + max(width - exact.drawn, 0.0)
-        elif not isinstance(posterior.covariance, PriorCovariance):
+        elif not has_prior(posterior.covariance):
             noise = max(factor * (noise + variance) - variance, residual)
         elif posterior.prior.fixed:
             noise = _noise_of_width(posterior, parts, factor * (noise + variance))
@@ -192,7 +192,7 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
 
     It says how predictions of different inputs differ in width; `(δ/c, c σ²)` has the same λ for every c.
     """
-    if not isinstance(posterior.covariance, PriorCovariance) or posterior.tangent.positions is not None:
+    if not has_prior(posterior.covariance) or posterior.tangent.positions is not None:
         return None
     parts = list(spread(training, 4 * BoundedEvidence.samples, posterior))
     size = max(training.shown or 0, posterior.samples * posterior.data_factor)

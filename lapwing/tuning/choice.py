@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import PriorCovariance, Subspace
+from ..covariance import has_prior, has_rank
 from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian, SampledLink
 from ..linalg import doubled
@@ -76,8 +76,8 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     if isinstance(ranks, tuple) and not ranks:
         return [posterior]
     covariance = posterior.covariance
-    check_ranks(ranks, str(posterior.method), isinstance(covariance, Subspace))
-    assert isinstance(covariance, Subspace)
+    check_ranks(ranks, str(posterior.method), has_rank(covariance))
+    assert has_rank(covariance)
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
 
@@ -109,8 +109,7 @@ def best_of(
             for the best.
     """
     first = posteriors[0]
-    has_prior = isinstance(first.covariance, PriorCovariance)
-    open_prior = has_prior and not first.prior.fixed
+    open_prior = has_prior(first.covariance) and not first.prior.fixed
     exponents = evenly(*decades, points)
     if first.noise_fixed:
         return _best_point(posteriors, exponents if open_prior else [], loader, temperatures, tolerance)

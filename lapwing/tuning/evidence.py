@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import PriorCovariance, Subspace
+from ..covariance import has_prior, has_rank
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
@@ -128,7 +128,7 @@ class Evidence(Tuning):
         best, covariance = self._tuned(posterior), posterior.covariance
         if self.rank_gap is None:
             return best
-        if not isinstance(covariance, Subspace):
+        if not has_rank(covariance):
             raise self._without_rank(str(posterior.method))
         enough = _value(best) - self.rank_gap
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
@@ -142,7 +142,7 @@ class Evidence(Tuning):
         return best
 
     def _tuned(self, posterior: Posterior) -> Posterior:
-        if not isinstance(posterior.covariance, PriorCovariance):
+        if not has_prior(posterior.covariance):
             return posterior
         precision, noise = _maximum(posterior, self.per_layer)
         lowest, highest = _decades(noise)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import Blockwise, Latent, PriorCovariance
+from ..covariance import Latent, has_prior
 from ..covariance.terms import MarginalTerm
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
@@ -149,7 +149,7 @@ def _contracted(
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), reads)
     scratch += 4 * copies * first.tangent.outputs * (first.tangent.outputs if reads == "covariances" else 1)
     probes = _probes(first) if are_probed(first.tangent, first.likelihood) else None
-    alone = reads != "covariances" and first.tangent.treats_output_alone and isinstance(first.covariance, Blockwise)
+    alone = reads != "covariances" and first.tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
@@ -251,7 +251,7 @@ def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
 
 def _probes(posterior: Posterior) -> Probes | None:
     """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`."""
-    if not isinstance(posterior.covariance, PriorCovariance):
+    if not has_prior(posterior.covariance):
         return None
     outputs, device = posterior.tangent.outputs, posterior.tangent.device
     signs = torch.randn(outputs, PROBES, generator=torch.Generator().manual_seed(0)).sign()
@@ -265,7 +265,7 @@ def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, prob
     """
     covariances: list[Any] = [candidate.covariance for candidate in candidates]
     mean = record.outputs.to(record.device)
-    if not isinstance(covariances[0], PriorCovariance):
+    if not has_prior(covariances[0]):
         return [Latent(mean, covariance.output_covariance(record)) for covariance in covariances]
     if not probed:
         return (Latent(mean, terms) for terms in covariances[0].output_covariances(record, covariances, reads))

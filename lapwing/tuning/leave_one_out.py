@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..covariance import Draws
 from ..errors import LapwingError
 from ..network import batches
 from ..network.eager import parameters_of
@@ -98,7 +97,7 @@ def _left_out(
             middle = (log10 + end) / 2
             result = process.left_out(middle, size)
             log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
-    if isinstance(posterior.covariance, Draws) and posterior.noise_variance:
+    if posterior.covariance.distinct_draws and posterior.noise_variance:
         delta = float(posterior.prior.precision.mean())
         own = math.log10(posterior.noise_variance * delta / process.unit)
         result = replace(result, drawn=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import SelectedLatent
-from ..covariance.positions import LatentAtPositions
+from ..covariance import has_positions, is_selected
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..linalg import doubled
@@ -137,9 +136,9 @@ def _latents(
         inputs, targets = batches.split(batch, posterior.tangent.device)
         latent: Any = posterior.latent(inputs, via)
         count += len(latent.mean)
-        if isinstance(latent, LatentAtPositions):
+        if has_positions(latent):
             latent, targets = latent.rows, latent.places.targets(targets, latent.rows.mean.shape[-1])
-        if isinstance(latent, SelectedLatent):
+        if is_selected(latent):
             raise LapwingError(
                 f"lw.scale_factor compares all outputs with the targets, and via={via} selects some. Choose the factor "
                 "with via=lw.Linearized(), and use it in lw.Scaled with any way."

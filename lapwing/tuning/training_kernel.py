@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import PriorCovariance
+from ..covariance import has_prior
 from ..likelihoods import Gaussian, aligned_targets, curvature_weights
 from ..linalg import doubled, symmetric_eigen
 from ..posterior import Posterior
@@ -45,7 +45,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
         torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
     )
     treated = tangent is posterior.tangent
-    given = posterior.prior.fixed and isinstance(posterior.covariance, PriorCovariance)  # not by the method
+    given = posterior.prior.fixed and has_prior(posterior.covariance)  # not by the method
     outputs, prior_fixed = residuals.shape[1], given and treated
     count = min(len(residuals), max(20, MAX_ROWS // outputs))
     times = min(outputs, MAX_ROWS // count)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -221,8 +221,7 @@ class VariationalBound(VallaFit):
             return (yield from self.then.passes(problem, anchors))
         state = yield steps
         covariance = yield from self.then.passes(problem, steps.anchors_at(state.values))
-        assert isinstance(covariance, Covariance)
-        return FitResult(covariance, history=state.history)
+        return FitResult(cast("Covariance", covariance), history=state.history)
 
 
 class BoundSteps(MovingSteps):
