@@ -13,7 +13,7 @@ from lapwing.covariance.positions import Described
 
 ROOT = Path(lapwing.__file__).parent
 ORDER = (
-    "environment", "errors", "options", "ranks", "linalg", "jacobian", "network", "tangent", "covariance",
+    "environment", "errors", "options", "linalg", "ranks", "data", "jacobian", "network", "tangent", "covariance",
     "likelihoods", "prediction", "posterior", "methods", "tuning", "fitting", "deployment", "evaluation",
     "integrations", "__main__",
 )  # fmt: skip

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..covariance import Latent
 from ..covariance.terms import MarginalTerm
+from ..data import batches
+from ..data.frames import with_tensors
 from ..errors import LapwingError, check_choice, shown
 from ..likelihoods import Likelihood, Link
-from ..network import batches
-from ..network.data import with_tensors
 from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Streamlined, Way

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
+from ..data import batches
 from ..errors import LapwingError, extra
-from ..network import batches
 from ..prediction.streamlined.graph import quiet
 from .tracing import Traced
 

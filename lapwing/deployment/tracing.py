@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from ..covariance import Covariance
 from ..covariance.terms import DenseTerm, EigenTerm
+from ..data import batches
 from ..errors import LapwingError
-from ..network import batches
 from ..network.eager import without_compiled
 from ..prediction import Streamlined
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where

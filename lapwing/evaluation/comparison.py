@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from ..covariance import Latent
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import EigenTerm
+from ..data import batches
+from ..data.frames import as_inputs, as_loader
+from ..data.loaders import WeightedLoader, check_progress
+from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_count, check_flag, extra, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.positions import predicted
-from ..network import batches
 from ..network.calling import shaped_outputs
-from ..network.data import as_inputs, as_loader
 from ..network.entry import outside_modes
-from ..network.loaders import WeightedLoader, check_progress
 from ..network.positions import Positions
-from ..network.progress import tracked, with_progress
 from ..posterior import Posterior
 from ..prediction import Way
 from . import metrics

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.batches import check_dense
 from ..errors import LapwingError, extra, is_whole, shown
 from ..linalg import doubled
-from ..network.batches import check_dense
 
 _SQRT_HALF = math.sqrt(0.5)
 

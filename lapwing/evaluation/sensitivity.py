@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data import batches
+from ..data.batches import Forward
 from ..errors import LapwingError, is_positive, shown
 from ..likelihoods import Likelihood, Prediction, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..network import batches
-from ..network.batches import Forward
 from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way

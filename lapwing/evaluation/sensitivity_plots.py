@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..data import batches
 from ..errors import LapwingError, extra, shown
-from ..network import batches
 
 
 def maps(

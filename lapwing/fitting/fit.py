@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..covariance import has_prior
+from ..data import batches
+from ..data.batches import Forward
+from ..data.frames import as_loader
+from ..data.loaders import WeightedLoader, check_progress, known_size, warn_of_unseen_samples
+from ..data.progress import with_progress
+from ..data.shares import joined_first_batch, share
 from ..errors import check_flag
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..methods import KFAC, FisherRoot, FitShape, Method, Problem
 from ..methods.problem import root_positions
-from ..network import batches
-from ..network.batches import Forward
-from ..network.data import as_loader
 from ..network.entry import outside_modes
-from ..network.loaders import WeightedLoader, check_progress, known_size, warn_of_unseen_samples
-from ..network.progress import with_progress
-from ..network.shares import check_same_network, joined_first_batch, share
 from ..posterior import Posterior
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
@@ -40,7 +40,7 @@ from .memory_check import check_memory
 from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
 from .result import checked, posteriors_of, tuned
 from .runner import Runner
-from .same_fit import check_same_options
+from .same_fit import check_same_network, check_same_options
 from .validation import check_held_out, first_held_out, with_all_weights, with_joined_data
 
 log = logging.getLogger("lapwing")

@@ -11,13 +11,13 @@ import torch
 
 from .. import ranks
 from ..covariance import has_rank
+from ..data import batches
+from ..data.frames import as_loader
+from ..data.loaders import WeightedLoader
+from ..data.shares import joined_first_batch, share
 from ..errors import LapwingError, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.further import Further
-from ..network import batches
-from ..network.data import as_loader
-from ..network.loaders import WeightedLoader
-from ..network.shares import check_same_network, joined_first_batch, share
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import precision_product
@@ -25,6 +25,7 @@ from ..posterior.prior import Prior
 from ..tangent import Tangent
 from .checkpoint import Checkpoint
 from .runner import Runner
+from .same_fit import check_same_network
 
 
 def with_further(

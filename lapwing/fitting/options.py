@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from ..data import batches
+from ..data.loaders import check_seed
 from ..errors import LapwingError, is_positive, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.inferred import check_logits
 from ..methods import FitShape, Method
-from ..network import batches
-from ..network.loaders import check_seed
 from ..posterior.prior import check_range
 from ..tangent import Tangent
 from ..tuning import BoundedEvidence, Tuning

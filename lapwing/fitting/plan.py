@@ -14,15 +14,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
+from ..data import batches
+from ..data.batches import Forward
+from ..data.frames import as_loader
+from ..data.loaders import WeightedLoader, first_batch, known_size
 from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..methods import KFAC, METHODS, FitShape, Method
-from ..network import batches
-from ..network.batches import Forward
-from ..network.data import as_loader
 from ..network.entry import outside_modes
-from ..network.loaders import WeightedLoader, first_batch, known_size
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning, Validation

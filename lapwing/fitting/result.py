@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import ranks
 from ..covariance import Covariance, has_prior, has_rank
+from ..data.shares import share_of
 from ..errors import LapwingError
 from ..linalg import is_finite
 from ..methods import FitResult, Method, Problem
-from ..network.shares import share_of
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
 from ..tuning import Training, Tuning

@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader
 
 from .. import ranks
 from ..covariance import Covariance
+from ..data import batches
+from ..data.loaders import WeightedLoader, known_size, other_size, sampler_size
+from ..data.progress import one_bar, tracked
+from ..data.shares import share_of
 from ..errors import LapwingError
 from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
 from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
-from ..network import batches
-from ..network.loaders import WeightedLoader, known_size, other_size, sampler_size
-from ..network.progress import one_bar, tracked
-from ..network.shares import share_of
 from .checkpoint import Checkpoint
 from .runner_state import PassSums, RunnerState
 

@@ -9,12 +9,12 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ranks
+from ..data import batches
+from ..data.loaders import first_batch
 from ..errors import LapwingError, shown
-from ..network import batches
-from ..network.loaders import first_batch
 from ..network.stamp import fingerprint
 
 
@@ -91,3 +91,26 @@ def repeated_first_batch(loader: Any) -> list[Tensor]:
             "shuffle=False; the fit does not depend on the order."
         )
     return once
+
+
+def check_same_network(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raises if the weights differ between ranks, or if every call of the network is collective."""
+    if not ranks.several():
+        return
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise LapwingError(
+            "The model is a DistributedDataParallel, whose calls wait for one another, and each process calls it as "
+            "often as its share needs. Pass the network inside: model.module."
+        )
+    every = ranks.gathered("the weights", {name: fingerprint(value) for name, value in state.items()})
+    for other, prints in enumerate(every):
+        odd = [
+            name for name in {**every[0], **prints}
+            if name not in prints or name not in every[0]
+            or not torch.allclose(every[0][name], prints[name], rtol=1e-9, atol=0, equal_nan=True)
+        ]  # fmt: skip
+        if odd:
+            raise LapwingError(
+                f"The network of process {other} has other weights than that of process 0: {odd[0]} differs. Load the "
+                "state dict of one process in all of them (training in parallel leaves batch norm's statistics apart)."
+            )

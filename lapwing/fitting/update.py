@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from .. import ranks
+from ..data.frames import as_loader
+from ..data.loaders import WeightedLoader, check_progress
+from ..data.shares import joined_first_batch, share
 from ..errors import LapwingError, check_flag, shown
-from ..network.data import as_loader
 from ..network.entry import outside_modes
-from ..network.loaders import WeightedLoader, check_progress
-from ..network.shares import joined_first_batch, share
 from ..posterior import Posterior
 from ..tuning import Evidence, Training, Tuning, Validation
 from .further import with_further

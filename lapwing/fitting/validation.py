@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from .. import ranks
+from ..data import batches
+from ..data.frames import as_loader
+from ..data.loaders import known_size, sampler_size
+from ..data.shares import joined_first_batch, on_first_rank, share
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..network import batches
-from ..network.data import as_loader
-from ..network.loaders import known_size, sampler_size
-from ..network.shares import joined_first_batch, on_first_rank, share
 from ..posterior import Posterior
 from ..tangent import Tangent, everything
 from ..tuning import EarlyStopping, Tuning, Validation

@@ -11,9 +11,9 @@ from torch import distributions as dist
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
+from ..data.frames import as_targets
 from ..errors import LapwingError
 from ..linalg import check_draws, doubled, seeded
-from ..network.data import as_targets
 from ..options import POSITIVE_NUMBERS, option
 from . import quadrature
 from .base import Integrals, Likelihood

@@ -12,9 +12,9 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent, Latent, is_selected
 from ..covariance.terms import DenseTerm
+from ..data.frames import as_targets
 from ..errors import LapwingError
 from ..linalg import check_draws, doubled, seeded
-from ..network.data import as_targets
 from ..options import POSITIVE_NUMBERS, integer, number, option
 from .base import Integrals, Likelihood
 from .links import (

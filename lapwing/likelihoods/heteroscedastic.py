@@ -12,9 +12,9 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent
+from ..data.frames import as_targets
 from ..errors import LapwingError
 from ..linalg import check_draws, seeded
-from ..network.data import as_targets
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_quantile

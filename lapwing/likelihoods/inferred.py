@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data import batches
 from ..errors import LapwingError
 from ..linalg import doubled
-from ..network import batches
 from .base import Likelihood
 from .bernoulli import Bernoulli
 from .categorical import Categorical

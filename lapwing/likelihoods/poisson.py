@@ -11,8 +11,8 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent
+from ..data.frames import as_targets
 from ..linalg import check_draws, doubled, seeded
-from ..network.data import as_targets
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .predictions import RealPrediction, check_level

@@ -10,7 +10,7 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent, has_positions
 from ..covariance.positions import LatentAtPositions
-from ..network.data import as_targets
+from ..data.frames import as_targets
 from ..network.positions import Places
 from .base import Likelihood
 from .links import Link

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
+from ..data.frames import as_targets
 from ..errors import LapwingError, check_choice, shown
 from ..linalg import check_draws, seeded
-from ..network.data import as_targets
 
 
 class Prediction(ABC):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent, has_factor, is_selected
+from ..data.frames import as_targets
 from ..linalg import check_draws, cholesky, seeded
-from ..network.data import as_targets
 from .links import at_least_float32
 from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile
 from .predictions import RealPrediction, check_level

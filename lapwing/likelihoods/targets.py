@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..data.batches import check_dense
 from ..errors import LapwingError
-from ..network.batches import check_dense
 
 
 def which_count(labels: Tensor, ignored: int) -> Tensor | None:

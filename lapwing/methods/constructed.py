@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
+from ..data import batches
+from ..data.batches import Forward
+from ..data.loaders import check_progress, checked_batches, other_size
+from ..data.progress import show_progress, tracked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood
-from ..network import batches
-from ..network.batches import Forward
 from ..network.eager import LOCK, parameters_of, uncompiled
-from ..network.loaders import check_progress, checked_batches, other_size
-from ..network.progress import show_progress, tracked
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
 from ..posterior.prior import Prior

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..covariance import Covariance
+from ..data import batches
 from ..jacobian.blocks import Block
 from ..jacobian.jacobian import SLICE_BYTES
 from ..likelihoods import Likelihood
-from ..network import batches
 from ..network.probe import PROBED_SAMPLES
 from ..tangent import Tangent
 from .problem import MemoryNeed, root_columns, root_positions

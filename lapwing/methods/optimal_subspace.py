@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..covariance import Covariance, ExplicitBasis
 from ..covariance.dense import cut
+from ..data import batches
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import doubled, placed
-from ..network import batches
 from ..options import at_least, instance_of, option
 from ..tangent import Anchors, Tangent, Vectors
 from ..tangent.anchors import output_width

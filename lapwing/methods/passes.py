@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance, has_prior
+from ..data import batches
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
-from ..network import batches
 from ..network.gate import Checked
 from ..options import Options
 from ..tangent import Record, Tangent

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..data import batches, nesting
 from ..errors import LapwingError, shown
-from ..network import batches, nesting
 from ..tangent import Anchors
 from ..tangent.anchors import output_width
 from .passes import Batch, Pass, SumPass

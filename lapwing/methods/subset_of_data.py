@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..data import batches
 from ..errors import LapwingError
-from ..network import batches
 from ..options import at_least, option
 from ..tangent import Tangent
 from .ella import ELLA

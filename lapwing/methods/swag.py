@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
+from ..data import batches
+from ..data.batches import Forward
+from ..data.frames import as_loader
+from ..data.loaders import WeightedLoader, check_progress, check_seed, checked_batches, first_batch
+from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, check_positive, is_whole, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype
-from ..network import batches
-from ..network.batches import Forward
 from ..network.calling import call
-from ..network.data import as_loader
 from ..network.eager import parameters_of, uncompiled, without_compiled
 from ..network.entry import outside_modes
-from ..network.loaders import WeightedLoader, check_progress, check_seed, checked_batches, first_batch
-from ..network.progress import tracked, with_progress
 from ..network.selection import select
 from ..posterior import MethodInfo, Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything

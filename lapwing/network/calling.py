@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import Forward, describe, short, size, tensors
 from ..errors import LapwingError, is_out_of_memory
-from .batches import Forward, describe, short, size, tensors
 from .entry import network_precision
 from .invoke import invoke
 from .module_state import preserved_state

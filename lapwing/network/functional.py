@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from .batches import Forward
+from ..data.batches import Forward
 from .calling import call
 from .eager import EagerMode, OperationMode, eager_math, swapped, without_compiled
 from .module_state import preserved_state

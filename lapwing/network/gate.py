@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..data import batches
 from ..errors import LapwingError, shown
-from . import batches
 from .eager import parameters_of, uncompiled
 from .refusals import check_layers
 from .tracing import Recording

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from ..data.batches import describe, take, tensors
 from ..errors import LapwingError
 from ..linalg import total
-from .batches import describe, take, tensors
 from .eager import LOCK, batching_quiet
 from .entry import network_casts
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..data.batches import Forward
 from ..errors import LapwingError, shown
-from .batches import Forward
 
 
 def invoke(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:

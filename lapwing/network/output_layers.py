@@ -19,9 +19,9 @@ from torch._C import _functorch
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
+from ..data import batches
+from ..data.batches import Forward
 from ..errors import LapwingError
-from . import batches
-from .batches import Forward
 from .eager import EagerMode
 from .functional import FirstCall, first_call
 from .module_state import modules_of

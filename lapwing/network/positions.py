@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import Forward
 from ..errors import LapwingError
-from .batches import Forward
 from .invoke import invoke
 
 EXACT_OUTPUTS = 1000

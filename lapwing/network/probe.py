@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data import batches
+from ..data.batches import Forward
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import SLICE_NUMBERS, accumulation_dtype
-from . import batches
-from .batches import Forward
 from .calling import call
 from .eager import Draws, without_compiled
 from .functional import FirstCall, first_call

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
+from ..data.batches import Forward, size, tensors
 from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from . import recurrent
-from .batches import Forward, size, tensors
 from .calling import OutputsWithPositions, as_matrix, call, shaped_outputs
 from .eager import EagerMode, swapped, without_compiled
 

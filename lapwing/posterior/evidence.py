@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..covariance import PriorCovariance
+from ..data import batches
+from ..data.frames import as_loader
+from ..data.loaders import WeightedLoader
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import SLICE_NUMBERS, doubled, total
-from ..network import batches
-from ..network.data import as_loader
-from ..network.loaders import WeightedLoader
 from ..tangent import Tangent, Vectors
 from .prior import Prior
 from .scale import Scale

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, has_positions
+from ..data import batches
+from ..data.frames import as_inputs, with_tensors
+from ..data.loaders import check_progress
+from ..data.progress import show_progress, tracked
 from ..errors import LapwingError, shown
-from ..network import batches
-from ..network.data import as_inputs, with_tensors
 from ..network.entry import outside_modes
-from ..network.loaders import check_progress
-from ..network.progress import show_progress, tracked
 from ..network.tracing import wants_gradient
 from ..prediction import DefaultWay, Uncertain, Way
 from ..prediction.uncertain import placed, separate

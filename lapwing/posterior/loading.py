@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import COVARIANCES
+from ..data.batches import Forward
 from ..errors import LapwingError, is_out_of_memory, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.registry import REGISTERED
 from ..linalg import double_device, placed
-from ..network.batches import Forward
 from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
 from ..tangent import Tangent

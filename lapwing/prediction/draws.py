@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..covariance import Covariance, LinearDraws
 from ..covariance.positions import LatentAtPositions
+from ..data import batches
 from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
-from ..network import batches
 from ..network.gate import Checked
 from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_groups
 from ..tangent import Tangent, split

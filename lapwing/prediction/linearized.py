@@ -24,8 +24,8 @@ from ..covariance import (
 )
 from ..covariance.positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, multiplied_out, selected
+from ..data import batches
 from ..errors import LapwingError, is_whole, plain_numbers, shown
-from ..network import batches
 from ..network.gate import Checked
 from ..network.tracing import wants_gradient
 from ..options import LIMIT, SEED, at_least, option

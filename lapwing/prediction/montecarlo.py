@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, LatentDraws
+from ..data import batches
 from ..linalg import check_memory
-from ..network import batches
 from ..options import SEED, at_least, option
 from ..tangent import Tangent, split
 from .positions import draws_at_positions

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import AnyLatent, Blockwise, Covariance
+from ..data import batches
+from ..data.batches import Forward
 from ..errors import LapwingError, shown
 from ..linalg import accumulation_dtype
-from ..network import batches
-from ..network.batches import Forward
 from ..network.eager import parameters_of
 from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network

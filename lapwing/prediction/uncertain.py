@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..data import batches
 from ..errors import LapwingError
 from ..linalg import psd_root
-from ..network import batches
 from ..network.calling import call
 from ..network.eager import eager_math
 from ..tangent import Tangent

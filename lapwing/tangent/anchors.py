@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data import batches, nesting
 from ..jacobian.blocks import Vectors
 from ..linalg import double_device, doubled, placed, total
-from ..network import batches, nesting
 from .record import Record
 from .stored import TensorSpec
 from .tangent import Tangent

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from ..data import batches
+from ..data.batches import Forward
+from ..data.frames import with_tensors
 from ..errors import LapwingError
-from ..network import batches
-from ..network.batches import Forward
-from ..network.data import with_tensors
 from ..network.plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything
 from .tangent import Tangent

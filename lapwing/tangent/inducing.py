@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..data import batches, nesting
 from ..linalg import double_device, total
-from ..network import batches, nesting
 from .anchors import Anchors, Weights, ntk
 from .record import Record
 from .tangent import Cotangents, Tangent

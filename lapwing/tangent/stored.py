@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..data.batches import Forward
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
-from ..network.batches import Forward
 from ..network.eager import parameters_of
 from ..network.gate import checked_memory, checked_network
 from ..network.plan import Coverage, Plan

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data import batches
+from ..data.batches import Forward
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype, double_device, doubled
-from ..network import batches
-from ..network.batches import Forward
 from ..network.calling import OutputsWithPositions, shaped_outputs
 from ..network.eager import parameters_of, without_compiled
 from ..network.entry import outside_modes

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from ..covariance import has_prior
-from ..network import batches
+from ..data import batches
+from ..data.loaders import other_size
+from ..data.progress import tracked
 from ..network.entry import outside_modes
-from ..network.loaders import other_size
 from ..network.positions import Positions
-from ..network.progress import tracked
 from ..options import at_least, option, positive
 from ..posterior import Posterior
 from .evidence import Evidence, Training, Tuning

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
+from ..data import batches
+from ..data.progress import tracked
 from ..errors import LapwingError, shown
 from ..likelihoods import Gaussian, SampledLink
 from ..linalg import doubled
 from ..methods.passes import Batch
-from ..network import batches
-from ..network.progress import tracked
 from ..options import Rule
 from ..posterior import Posterior
 from .held_out import at_precision, no_batch, sample_scores, width_scores

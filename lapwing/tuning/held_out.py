@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..covariance import Latent, has_prior
 from ..covariance.terms import MarginalTerm
+from ..data import batches
+from ..data.progress import tracked
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
 from ..linalg import doubled
-from ..network import batches
 from ..network.positions import EXACT_OUTPUTS
-from ..network.progress import tracked
 from ..posterior import Posterior
 from ..tangent import Probes, Record, Tangent
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..data import batches
 from ..errors import LapwingError
-from ..network import batches
 from ..network.eager import parameters_of
 from ..posterior import Posterior
 from ..tangent import Tangent

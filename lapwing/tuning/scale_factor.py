@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_positions, is_selected
+from ..data import batches
+from ..data.frames import as_loader
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..linalg import doubled
-from ..network import batches
-from ..network.data import as_loader
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ..data.frames import as_loader, check_data
 from ..errors import LapwingError
 from ..methods import FitShape, Method
-from ..network.data import as_loader, check_data
 from ..network.entry import outside_modes
 from ..options import at_least, number, option
 from ..posterior import Posterior

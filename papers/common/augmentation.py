@@ -21,9 +21,9 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
+from lapwing.data import batches
 from lapwing.errors import LapwingError, is_whole, shown
 from lapwing.evaluation.metrics import real_tensor
-from lapwing.network import batches
 
 Normalisation = tuple[Sequence[float] | Tensor, Sequence[float] | Tensor]
 

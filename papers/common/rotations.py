@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lapwing import LapwingError
+from lapwing.data import batches
 from lapwing.errors import shown
 from lapwing.evaluation.metrics import real_tensor
-from lapwing.network import batches
 from papers.common.augmentation import pixels, warp
 
 Fill = float | Sequence[float] | Tensor

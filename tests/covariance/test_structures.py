@@ -27,7 +27,7 @@ from lapwing.covariance.dense import concatenate, cut
 from lapwing.covariance.latent import Latent
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.covariance.terms import concatenate as join_terms
-from lapwing.network import batches
+from lapwing.data import batches
 from tests.conformance import Setup, close, psd, sampled_from, setup
 from tests.zoo import Case
 from tests.zoo_modules import SpatialMean

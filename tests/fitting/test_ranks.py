@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lapwing as lw
 from lapwing import ranks as collectives
-from lapwing.network.shares import Share, share
+from lapwing.data.shares import Share, share
 from tests import ranks
 
 ROOT = Path(lw.__file__).parent.parent

@@ -8,8 +8,8 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.covariance import PriorCovariance
+from lapwing.data.loaders import WeightedLoader
 from lapwing.errors import LapwingError
-from lapwing.network.loaders import WeightedLoader
 from tests import oracle
 from tests.conformance import close, pack, setup
 

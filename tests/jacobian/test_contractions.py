@@ -9,13 +9,13 @@ import torch
 
 import lapwing as lw
 from lapwing import tangent as tn
+from lapwing.data import batches
 from lapwing.jacobian import shared_outer
 from lapwing.jacobian.jacobian import SumOfUses, Weighting
 from lapwing.jacobian.layers.embedding import OneHot
 from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips
 from lapwing.linalg import add_squares, mirrored
-from lapwing.network import batches
 from tests import oracle
 from tests.zoo import ZOO
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.data import batches
 from lapwing.methods.passes import Batch
 from lapwing.methods.valla.points import balanced_shares, cluster_centres, inducing_points, movable
-from lapwing.network import batches
 from lapwing.tangent import Anchors, Tangent
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, cut, jacobian, psd, setup, subspace_covariance

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.data import batches
 from lapwing.evaluation import sensitivity
-from lapwing.network import batches
 
 GETTERS = {getattr(Tensor, name).__get__ for name in ("dtype", "is_meta", "is_nested", "layout", "ndim", "shape")}
 HARMLESS = {Tensor.dim, Tensor.is_floating_point, Tensor.is_inference, Tensor.numel, Tensor.size, len, Tensor.__len__}

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from benchmarks.measure import LiveBytes
+from lapwing.data import batches
 from lapwing.jacobian.jacobian import BlockJacobian
 from lapwing.jacobian.layers import READERS
 from lapwing.jacobian.layers.linear import LinearUse
-from lapwing.network import batches
 from lapwing.network.plan import Plan
 from lapwing.tangent import Tangent
 from lapwing.tangent.stored import from_json, to_json

@@ -18,8 +18,8 @@ from torch import nn
 
 import lapwing as lw
 from benchmarks.measure import LiveBytes
+from lapwing.data import nesting
 from lapwing.likelihoods.registry import REGISTERED
-from lapwing.network import nesting
 from lapwing.posterior import files
 from tests.posterior import fixtures
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lapwing.data import batches, nesting
 from lapwing.likelihoods import Categorical
-from lapwing.network import batches, nesting
 from lapwing.tangent import Anchors
 from lapwing.tangent.inducing import kernel
 from tests import oracle

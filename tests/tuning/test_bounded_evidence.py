@@ -15,8 +15,8 @@ from torch.distributions import MultivariateNormal
 from torch.nn.functional import cross_entropy
 
 import lapwing as lw
+from lapwing.data import batches
 from lapwing.errors import LapwingError
-from lapwing.network import batches
 from lapwing.tuning import Training
 from lapwing.tuning.bounded_evidence import BoundedEvidence, crossing, spread
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ...covariance.low_rank_diagonal import LowRankPlusDiagonal
+from ...data import batches
+from ...data.batches import Forward
+from ...data.frames import as_loader
+from ...data.loaders import first_batch
 from ...errors import LapwingError, check_positive
 from ...likelihoods import Likelihood
-from ...network import batches
-from ...network.batches import Forward
-from ...network.data import as_loader
 from ...network.eager import parameters_of, uncompiled
 from ...network.entry import outside_modes
-from ...network.loaders import first_batch
 from ...network.selection import select
 from ...options import at_least, option, positive
 from ...posterior import MethodInfo, Posterior

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...data import batches
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
 from ...linalg import doubled
-from ...network import batches, recurrent
+from ...network import recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
 from ..passes import Batch, IteratePass

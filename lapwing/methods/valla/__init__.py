@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 
 from ...covariance import Basis, LowRankWithResidual
+from ...data import batches
 from ...likelihoods import Likelihood
-from ...network import batches
 from ...options import Options, at_least, instance_of, option, positive
 from ...tangent import Anchors, Tangent
 from ..footprint import FitShape, Footprint

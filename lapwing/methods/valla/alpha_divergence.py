@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
+from ...data import batches
 from ...errors import LapwingError
 from ...likelihoods import Probit
 from ...linalg import cholesky, generator_on
-from ...network import batches
 from ...options import Rule, at_least, number, option, positive
 from ...tangent import Anchors
 from ...tangent.inducing import Kernel, kernel

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...covariance import Covariance
+from ...data import nesting
 from ...errors import LapwingError
 from ...likelihoods import curvature_weights
 from ...linalg import cholesky, doubled
-from ...network import nesting
 from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
 from ...tangent.inducing import kernel

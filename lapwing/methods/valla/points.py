@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...data import batches, nesting
 from ...errors import LapwingError
-from ...network import batches, nesting
 from ...tangent import Anchors, Tangent
 from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass

@@ -19,9 +19,9 @@ from torch import Tensor
 from ...covariance import Covariance, Latent
 from ...covariance.positions import LatentAtPositions
 from ...covariance.terms import concatenate
+from ...data import batches
 from ...errors import LapwingError
 from ...linalg import is_finite
-from ...network import batches
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
 from ...network.refusals import check_layers

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...data import batches
 from ...errors import LapwingError
-from ...network import batches
 from .graph import Graph, execute
 from .moments import Layout
 from .operations import broadcast, operation_of, same_along

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, Term
+from ...data import batches
 from ...errors import LapwingError
-from ...network import batches
 from .axes import read_axes
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of

@@ -18,9 +18,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ...covariance import Covariance
+from ...data import batches
+from ...data.batches import Forward
 from ...errors import LapwingError
-from ...network import batches
-from ...network.batches import Forward
 from ...network.calling import call
 from ...tangent import Tangent
 from ..uncertain import leaves_of

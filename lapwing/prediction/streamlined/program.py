@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, EigenTerm, Term
+from ...data import batches
 from ...errors import LapwingError
-from ...network import batches
 from ...tangent import Block, Tangent
 from . import rules  # noqa: F401 (fills the table)
 from .axes import SampleAxes, read_axes, read_layouts

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
-from lapwing.network import batches, nesting
+from lapwing.data import batches, nesting
 from lapwing.network.calling import call
 from tests import oracle
 from tests.zoo import ZOO
@@ -139,20 +139,6 @@ def test_what_cannot_be_kept_is_not_flattened() -> None:
     for inputs in ({"x": object()}, namedtuple("Two", "a b")(torch.ones(1), 2), {("a", "b"): torch.ones(1)}):
         with pytest.raises(lw.LapwingError, match=r"cannot be kept.*forward="):
             nesting.flatten(inputs)
-
-
-@pytest.mark.parametrize(
-    "nest",
-    [
-        "[]", "3", "{}", '"tensor"', '["tensor", 1]', '["value"]', '["value", [1]]', '["tuple", 3]',
-        '["set", ["tensor"]]',
-        '["dict", ["x"]]', '["dict", [null, ["tensor"]]]', '["dict", [["x"], ["tensor"]]]', '["list"]', '["tuple", '
-        '["tensor"], ["tensor"]]', "[",
-    ],
-)  # fmt: skip
-def test_texts_of_another_form_make_no_inputs(nest: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 (JSON's own among them)
-        nesting.unflatten([torch.ones(1)], nest)
 
 
 def test_describe_names_structures_and_shapes() -> None:

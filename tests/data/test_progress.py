@@ -13,7 +13,7 @@ import tqdm.auto
 from torch import nn
 
 import lapwing as lw
-from lapwing.network import progress
+from lapwing.data import progress
 
 
 @pytest.fixture

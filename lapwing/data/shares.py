@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from .. import ranks
 from ..errors import LapwingError
 from . import batches
 from .loaders import WeightedLoader, equal_batches, first_batch, known_size
-from .stamp import fingerprint
 
 log = logging.getLogger("lapwing")
 
@@ -135,26 +132,3 @@ def on_first_rank(loader: Any) -> Any:
     In one process it returns the loader itself.
     """
     return ranks.gathered_on_first("the held-out data", list(Share(loader))) if ranks.several() else loader
-
-
-def check_same_network(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raises if the weights differ between ranks, or if every call of the network is collective."""
-    if not ranks.several():
-        return
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise LapwingError(
-            "The model is a DistributedDataParallel, whose calls wait for one another, and each process calls it as "
-            "often as its share needs. Pass the network inside: model.module."
-        )
-    every = ranks.gathered("the weights", {name: fingerprint(value) for name, value in state.items()})
-    for other, prints in enumerate(every):
-        odd = [
-            name for name in {**every[0], **prints}
-            if name not in prints or name not in every[0]
-            or not torch.allclose(every[0][name], prints[name], rtol=1e-9, atol=0, equal_nan=True)
-        ]  # fmt: skip
-        if odd:
-            raise LapwingError(
-                f"The network of process {other} has other weights than that of process 0: {odd[0]} differs. Load the "
-                "state dict of one process in all of them (training in parallel leaves batch norm's statistics apart)."
-            )
