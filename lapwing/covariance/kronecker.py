@@ -40,11 +40,6 @@ class KroneckerFactors:
     output_eigenvalues: Tensor
     count: Tensor
 
-    def __post_init__(self) -> None:
-        """Copies bases that are not contiguous: predictions multiply by their rows."""
-        object.__setattr__(self, "inputs", None if self.inputs is None else self.inputs.contiguous())
-        object.__setattr__(self, "outputs", self.outputs.contiguous())
-
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
         outputs, inputs = self.output_eigenvalues[..., :, None], self.input_eigenvalues[..., None, :]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..linalg import nonnegative
 from .jacobian import BlockJacobian, Reads, Weighting, kept
@@ -46,7 +45,7 @@ class InParts(BlockJacobian):
         if reads == "scale":
             for samples, squares, w in self._with_weights(self.centred_squares(), several):
                 sums = squares.new_zeros(self.batch, len(several)) if sums is None else sums
-                sums[samples] += group_products(squares.flatten(2).transpose(0, 1), w).sum(0)
+                sums[samples] += (squares.flatten(2).transpose(0, 1) @ w.mT).sum(0)
             assert sums is not None
             return nonnegative(sums).T
         for samples, rows, w in self._with_weights(self.parts(), several):
@@ -54,7 +53,7 @@ class InParts(BlockJacobian):
             rows = rows.flatten(3)
             for norms, values in zip(sums, (rows, rows - rows.mean(2, keepdim=True)), strict=True):
                 squares = values.square().transpose(0, 1).flatten(1, 2)  # (G, b R, o I)
-                norms[samples] += group_products(squares, w).sum(0).unflatten(0, (-1, self.cotangents))
+                norms[samples] += (squares @ w.mT).sum(0).unflatten(0, (-1, self.cotangents))
         assert sums is not None
         return sums.movedim(-1, 0)
 
@@ -124,8 +123,3 @@ class RotatedOuter(InParts):
             rows = rows.transpose(0, 1)  # (G, b, R, o, I)
             return (rows.flatten(1, 3) @ self._inputs[groups]).view(rows.shape).transpose(0, 1)
         return rows if self._inputs is None else rows @ self._inputs[groups][0]
-
-
-def group_products(left: Tensor, right: Tensor) -> Tensor:
-    """Returns `x yᵀ` (G, m, n) for x (G, m, k) and y (G, n, k)."""
-    return F.linear(left[0], right[0])[None] if len(left) == 1 else left @ right.mT

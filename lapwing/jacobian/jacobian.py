@@ -60,7 +60,8 @@ class Weighting:
         """Returns w as a matrix (O, I) without the column of the bias, and that column (O,), if there is a bias."""
         layout = outputs, inputs, bias
         if layout not in self._layouts:
-            weights = self.at(lambda flat: flat.reshape(outputs, inputs)[:, : inputs - bias]).contiguous()
+            weights = self.at(lambda flat: flat.reshape(outputs, inputs)[:, : inputs - bias])
+            # F.linear is five times slower with a bias that is not contiguous
             last = self.at(lambda flat: flat.reshape(outputs, inputs)[:, -1]).contiguous() if bias else None
             self._layouts[layout] = weights, last
         return self._layouts[layout]

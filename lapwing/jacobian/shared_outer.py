@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
-from .in_parts import InParts, RotatedOuter, group_products
+from .in_parts import InParts, RotatedOuter
 from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, kept
 from .strips import Strip, Strips
 
@@ -134,7 +134,7 @@ class SharedOuter(InParts, MatrixJacobian):
             return super().squared_sum()
         pairs = self._pairs(self._cached)
         parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in pairs)
-        return total(group_products(outputs, inputs.mT) for inputs, outputs in parts).flatten().clamp_min(0.0)
+        return total(outputs @ inputs for inputs, outputs in parts).flatten().clamp_min(0.0)
 
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
         """Returns the same by rows, or by pairs of positions if these need fewer products."""
@@ -151,7 +151,7 @@ class SharedOuter(InParts, MatrixJacobian):
         grams = [list[Tensor]() for _ in several]
         for samples, inputs, g, h in self._pairs(self._cached):
             for weighting, parts in zip(several, grams, strict=True):
-                scales = group_products(inputs, self._matrices(weighting.flat))  # (G, b k, O)
+                scales = inputs @ self._matrices(weighting.flat).mT  # (G, b k, O)
                 scales = scales.transpose(0, 1).unflatten(0, (samples.stop - samples.start, -1)).unsqueeze(1)
                 gram = (g * scales).flatten(2) @ h.flatten(2).mT
                 parts.append((gram + gram.mT) / 2)
@@ -163,7 +163,7 @@ class SharedOuter(InParts, MatrixJacobian):
         for _, inputs, g, h in self._pairs(self.slice_bytes):
             products = torch.stack([g * h, (g - g.mean(1, keepdim=True)) * (h - h.mean(1, keepdim=True))]).flatten(3)
             weights = (self._weights(weighting).unflatten(1, (self.outputs, -1)) for weighting in several)
-            scales = (group_products(inputs, w) for w in weights)  # (G, b k, O)
+            scales = (inputs @ w.mT for w in weights)  # (G, b k, O)
             columns = (scale.transpose(0, 1).reshape(len(g), -1, 1) for scale in scales)
             parts.append(torch.cat([products @ column for column in columns], -1))  # (2, b, R, n)
         return nonnegative(torch.cat(parts, 1)).movedim(-1, 0)

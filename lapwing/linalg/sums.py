@@ -26,7 +26,7 @@ def total(terms: Iterable[Tensor]) -> Tensor:
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n): its lower triangle, all that `mirrored` reads.
 
-    Cost: half the products of the whole matrix, by blocks of columns; memory of x once more.
+    Cost: half the products of the whole matrix, by blocks of columns.
     """
     size = sums.shape[-1]
     least, most = TRIANGLE_COLUMNS
@@ -34,7 +34,7 @@ def add_squares(sums: Tensor, values: Tensor) -> None:
         sums.baddbmm_(values.mT, values)
         return
     width = min(most, max(least, -(-size // 3)))
-    for matrix, x in zip(sums, values.mT.contiguous(), strict=True):  # its rows are cut as products take them fastest
+    for matrix, x in zip(sums, values.mT, strict=True):
         for start in range(0, size, width):
             part = slice(start, min(start + width, size))
             matrix[start:, part] += F.linear(x[start:], x[part])
