@@ -16,15 +16,13 @@ from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the network's modules with what comes before the names of their tensors, "" or "path.".
+    """Returns the network's modules, each once, with the prefix of the names of its tensors: "" or "path.".
 
-    As `named_modules`, but without its generators, since every prediction asks; where a module has its own, by that.
+    Faster than `named_modules`, because every prediction calls it.
     """
     modules, met, left = [], set(), [("", model)]
     while left:
         prefix, module = left.pop()
-        if type(module).named_modules is not nn.Module.named_modules:
-            return [(path and f"{path}.", module) for path, module in model.named_modules()]
         if module in met:
             continue
         met.add(module)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..linalg import SLICE_NUMBERS, doubled
-from .eager import LOCK, parameters_of
+from .eager import LOCK
 from .module_state import modules_of
 
 SAMPLED = 8
@@ -27,13 +27,12 @@ SAMPLED = 8
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns what a network's outputs depend on: name -> every parameter, every saved real or complex buffer."""
-    plain = type(model).named_parameters is nn.Module.named_parameters
-    parameters = {} if plain else parameters_of(model)
+    parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     met = set()  # a tied parameter counts under its first name
     with LOCK:
         for prefix, module in modules_of(model):
-            for name, value in module._parameters.items() if plain else ():
+            for name, value in module._parameters.items():
                 if value is not None and id(value) not in met:
                     met.add(id(value))
                     parameters[prefix + name] = value

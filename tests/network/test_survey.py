@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -508,46 +508,6 @@ def test_a_state_has_the_names_that_the_network_gives(name: str) -> None:
     kept = {name for name, _ in own.named_buffers()}  # once, where a module has two names
     assert set(list(state)[len(parameters) :]) == real & kept
     assert all(state[name] is value for name, value in parameters.items())
-
-
-class Hidden(nn.Module):
-    """A student that hides its teacher from those who ask for its modules and parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
-
-    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        return ((name, m) for name, m in super().named_modules(*args, **options) if "teacher" not in name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.student(x)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_a_network_hides_is_not_looked_at(inside: bool) -> None:
-    """Its teacher may train, and be written, after the fit."""
-    hidden = Hidden()
-    model = (nn.Sequential(hidden) if inside else hidden).eval()
-    x = torch.randn(3, 4)
-    posterior = lw.fit(model, [(x, torch.tensor([0, 1, 2]))], lw.Diagonal(), prior_precision=1.0)
-    assert not any("teacher" in name for name in posterior.tangent.state())
-    before = posterior.latent(x).variance
-    hidden.teacher.train()
-    with torch.no_grad():
-        hidden.teacher[0].weight.add_(1.0)
-    assert torch.equal(posterior.latent(x).variance, before)
-
-
-def test_a_state_by_the_networks_own_names() -> None:
-    """Where it says which parameters it has, it is believed."""
-
-    class Renamed(nn.Linear):
-        def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-            return (("my_" + name, value) for name, value in super().named_parameters(*args, **options))
-
-    model = Renamed(4, 3).eval()
-    assert list(Tangent.survey(model, torch.randn(3, 4)).state()) == ["my_weight", "my_bias"]
 
 
 def test_a_last_layer_has_no_gradients_of_its_own_to_hold():
