@@ -100,7 +100,7 @@ def fingerprint(value: Tensor) -> Tensor:
     """
     value = value.detach()
     if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
+        value = torch.view_as_real(value)
     sums, start = torch.zeros(3, dtype=torch.float64, device="cpu"), 0
     for part in value.flatten().split(SLICE_NUMBERS):
         part, stop = doubled(part), start + len(part)
@@ -120,7 +120,7 @@ def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:
     parts = []
     for value in state.values():
         value, step = value.detach(), max(1, value.numel() // SAMPLED)
-        if value.is_contiguous() and not value.is_neg():
+        if value.is_contiguous():
             part = value.as_strided((min(SAMPLED, value.numel()),), (step,))  # one view, where slices take three
         else:
             part = value.flatten()[: SAMPLED * step : step]
