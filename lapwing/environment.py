@@ -1,4 +1,4 @@
-"""What lapwing runs on: `lw.versions`, `python -m lapwing`, and how much memory there is."""
+"""The environment of lapwing: versions (`lw.versions`, `python -m lapwing`) and available memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ModuleNotFoundError:  # on Windows
 
 
 def versions() -> str:
-    """Returns what a bug report needs, a line for each: versions, the system, devices and threads.
+    """Returns the lines of a bug report: versions, the system, devices and threads.
 
     Example:
         >>> import lapwing as lw
@@ -50,9 +50,10 @@ def _installed(name: str) -> str:
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Returns how many bytes this process may use: the machine's memory, or less by a control group or `RLIMIT_AS`.
+    """Returns the memory limit of this process in bytes.
 
-    1 TiB where the system does not say. The files of control groups are those below `root`.
+    The limit is the smallest of the machine's memory, `RLIMIT_AS` and the limits of control groups, whose files are
+    read below `root`. If the machine's memory is unknown, 1 TiB replaces it.
     """
     limits = [2**40]
     if hasattr(os, "sysconf"):
@@ -63,7 +64,7 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def _limits_of_control_groups(root: Path) -> Iterator[int]:
-    """Yields the limits of this process's control group and of those around it, of versions 1 and 2."""
+    """Yields the limits in bytes of this process's control group and its parents (versions 1 and 2)."""
     with suppress(OSError):  # not on Linux
         for line in os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines():
             controllers, path = line.split(":", 2)[1:]
@@ -75,5 +76,5 @@ def _limits_of_control_groups(root: Path) -> Iterator[int]:
                 continue
             group = PurePosixPath(path.lstrip("/"))
             for place in (group, *group.parents):
-                with suppress(OSError, ValueError):  # a container sees a part of the path; "max" is no limit
+                with suppress(OSError, ValueError):  # a container sees only part of the path; "max" means unlimited
                     yield int((root / folder / place / name).read_bytes())

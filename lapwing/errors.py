@@ -30,7 +30,7 @@ class LapwingError(ValueError):
 
 
 class _Short(reprlib.Repr):
-    """Writes values briefly: arrays by their shapes, some entries of containers, the first line of anything else."""
+    """Writes values briefly: shapes of arrays, a few entries of containers, the first line of other values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory has run out: of a GPU, or of the CPU, where torch has no class for it."""
+    """Whether an exception means that memory has run out. torch has no class for this on a CPU, so text is matched."""
     words = "DefaultCPUAllocator", "bad_alloc"
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
@@ -59,36 +59,36 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether a value is one of the accepted labels; an array is none, and is not compared entry by entry."""
+    """Whether a value is one of the accepted labels, of the same type. Arrays are not compared entry by entry."""
     return any(type(value) is type(one) and value == one for one in accepted)
 
 
 def shown(value: Any) -> str:
-    """Returns a user's value as messages show it: at most one line, and no numbers of an array."""
+    """Returns a user's value as text for messages: at most one line, without entries of arrays."""
     try:
         return _cut(_SHORT.repr(value), 160)
-    except Exception:  # of a class that cannot write itself, or of a number too large for it
+    except Exception:  # its __repr__ fails, or the integer has too many digits
         return f"a {type(value).__name__}"
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value is a positive finite number, numpy's included."""
+    """Whether a value is a positive finite number, of Python or NumPy."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < inf
-    except OverflowError:  # an integer of more digits than a float has
+    except OverflowError:  # an integer above the largest float
         return False
 
 
 def is_whole(value: Any, low: int, high: float = 2**63) -> bool:
-    """Whether a value is an `int`, not a bool or a number of numpy's, from `low` to below `high`."""
+    """Whether a value is an `int` (not a bool, not of NumPy) from `low` to below `high`."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
 
 
 def plain_numbers(value: Any) -> Any:
-    """Returns the numbers of an array or tensor as lists; anything else, also what holds no dense numbers, as it is."""
+    """Converts a dense array or tensor to nested lists; returns any other value unchanged."""
     try:
         return value.tolist() if hasattr(value, "tolist") else value
-    except RuntimeError:  # a tensor that is sparse or on the meta device
+    except RuntimeError:  # a sparse tensor, or one on the meta device
         return value
 
 
@@ -136,18 +136,18 @@ PACKAGES = {
     "lightning": ("lightning", "lightning"),
     "transformers": ("transformers", "huggingface"),
 }
-"""Name to import -> the package's name, and the extra of lapwing that brings it."""
+"""Import name -> (name of the package, extra of lapwing that installs it)."""
 
 
 def extra(module: str, group: str | None = None) -> Any:
     """Returns a module of an optional package.
 
     Args:
-        module: its full name, of one of `PACKAGES`.
-        group: the extra that the message names, where it is not that of `PACKAGES`.
+        module: full name of a module of one of `PACKAGES`.
+        group: extra that the message names; None means the extra in `PACKAGES`.
 
     Raises:
-        LapwingError: where the package is not installed, with the line that installs it.
+        LapwingError: if the package is not installed, with the line that installs it.
     """
     top = module.partition(".")[0]
     package, name = PACKAGES[top]
@@ -155,7 +155,7 @@ def extra(module: str, group: str | None = None) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != top:
-            raise  # the package is there, and one that it needs is not
+            raise  # the package is installed, but one of its dependencies is missing
         raise LapwingError(
             f"This needs {package}, which is not installed. Run pip install lapwing[{group or name}]."
         ) from error

@@ -1,4 +1,4 @@
-"""Inputs as a flat list of tensors and a text, so that a file can keep both."""
+"""Inputs as a flat list of tensors and a JSON string, so that a file can store both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .batches import describe
 
 
 def flatten(inputs: Any) -> tuple[list[Tensor], str]:
-    """Separates inputs into their tensors and a text: how they nest, and what is not a tensor, as JSON.
+    """Separates inputs into their tensors and a JSON string with their nesting and their other values.
 
-    Every part of it is a list that begins with its kind: `["tensor"]`, `["value", 3]`, `["tuple", part, ...]`,
+    Every part of the JSON is a list that begins with its kind: `["tensor"]`, `["value", 3]`, `["tuple", part, ...]`,
     `["list", part, ...]` and `["dict", [key, part], ...]`.
 
     Raises:
-        LapwingError: for anything but tensors, numbers, texts, booleans and None, in tuples, lists and dicts.
+        LapwingError: unless the inputs are tensors, numbers, strings, booleans and None in tuples, lists and dicts.
     """
     leaves: list[Tensor] = []
 
@@ -46,12 +46,12 @@ def flatten(inputs: Any) -> tuple[list[Tensor], str]:
 
 
 def count_tensors(nest: str) -> int:
-    """Returns how many tensors `flatten` separated from a text: quotation marks within values are escaped there."""
+    """Returns the number of tensors of a JSON string from `flatten`. Values cannot match: their quotes are escaped."""
     return nest.count('["tensor"]')
 
 
 def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
-    """Puts together what `flatten` separated."""
+    """Rebuilds inputs from the results of `flatten`."""
     rest = iter(leaves)
 
     def whole(part: list[Any]) -> Any:

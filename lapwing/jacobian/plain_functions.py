@@ -1,4 +1,4 @@
-"""Functions whose derivatives torch lacks or gets wrong, made of plain operations."""
+"""Functions whose derivatives torch lacks or gets wrong, written with plain operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def transformed() -> bool:
-    """Whether a transformation of torch.func or forward-mode differentiation is under way."""
+    """Whether a transformation of torch.func or forward-mode differentiation is active."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
@@ -25,9 +25,9 @@ def _math_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes attention by plain products: fused kernels have no forward mode, second derivative or batching rule.
+    """Computes attention by plain products. Fused kernels lack forward mode, second derivatives and batching rules.
 
-    The operation beneath adds its mask to the scores whatever its dtype, so what a boolean one leaves out becomes -inf.
+    torch's operation adds the mask to the scores whatever its dtype, so False in a boolean mask becomes -inf.
     """
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
@@ -46,9 +46,9 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Computes batch norm in eval mode as the affine map that it is, where derivatives are wanted.
+    """Computes batch norm in eval mode as an affine map, if derivatives are needed.
 
-    torch's batched backward pass of one sample reads permuted gradients in the wrong order on a CPU.
+    On a CPU, torch's batched backward pass of one sample reads permuted gradients in the wrong order.
     """
     wanted = transformed() or _wants_graph(input, weight, bias)
     if training or running_mean is None or running_var is None or not wanted:
@@ -72,7 +72,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Computes instance norm as a group norm or an affine map: torch makes a batch norm of one sample of it."""
+    """Computes instance norm as a group norm or an affine map, since torch computes it as batch norm of one sample."""
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if running_mean is None and running_var is None:
@@ -89,4 +89,4 @@ INSTEAD: dict[Callable, Callable] = {
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
 }
-"""Functions whose derivatives torch lacks or gets wrong -> the same by plain operations."""
+"""Function whose derivatives torch lacks or gets wrong -> the same function by plain operations."""

@@ -1,7 +1,7 @@
-"""Cholesky, eigendecompositions and QR, with what guards and speeds them, on tensors alone.
+"""Safe and fast Cholesky, eigendecompositions and QR of plain tensors.
 
-It imports `environment` and `errors`. Begin with `values.py`, which says where float64 lives; `eigen.py` has the
-decompositions of KFAC, `factorisations.py` those of subspaces.
+The package imports `environment` and `errors`. Begin with `values.py`, which chooses the device of float64 tensors.
+`eigen.py` has the eigendecompositions of KFAC, `factorisations.py` has Cholesky, roots and orthonormal bases.
 """
 
 from __future__ import annotations

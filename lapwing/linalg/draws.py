@@ -1,4 +1,4 @@
-"""Random draws: whether so many fit into memory, and the generator that makes them."""
+"""Checks of the number of random draws and of their memory, and the generators of draws."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..errors import LapwingError, shown
 
 
 def check_memory(what: str, count: int, numbers: int) -> None:
-    """Raises where so many float32 tensors of so many numbers exceed the memory of this process."""
+    """Raises if `count` float32 tensors with `numbers` entries each exceed the memory of this process."""
     needed, limit = 4 * int(count) * numbers, memory_limit()
     if needed > limit:
         raise LapwingError(
-            f"{what} takes {min(needed, 2**99) / 2**30:.3g} GiB, and this process may use {limit / 2**30:.3g} GiB. Ask "
+            f"{what} needs {min(needed, 2**99) / 2**30:.3g} GiB, and this process may use {limit / 2**30:.3g} GiB. Ask "
             "for fewer draws at a time."
         )
 
 
 def check_draws(caller: str, name: str, count: int, numbers: int = 0) -> None:
-    """Raises where a count is not a positive whole number, or where so many draws do not fit into memory."""
+    """Raises unless `count` is a positive whole number and `count` draws of `numbers` entries fit into memory."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise LapwingError(
             f"{caller}({name}={shown(count)}) is not a number of draws. Pass a whole number of at least 1: "
@@ -31,10 +31,10 @@ def check_draws(caller: str, name: str, count: int, numbers: int = 0) -> None:
 
 
 def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """Returns the generator, or a new one with seed 0 on `device`: the same call gives the same answer.
+    """Returns the generator, or a new one with seed 0 on `device`, so that equal calls give equal results.
 
     Raises:
-        LapwingError: for what is not a generator.
+        LapwingError: if the argument is not a generator.
     """
     if generator is not None and not isinstance(generator, torch.Generator):
         raise LapwingError(
@@ -44,7 +44,7 @@ def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Gen
 
 
 def generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
-    """Returns the generator, or one on another device that it seeds."""
+    """Returns a generator on the device: the given one, or a new one that the given one seeds."""
     if generator.device.type == device.type:
         return generator
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)

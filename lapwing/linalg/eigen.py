@@ -1,4 +1,4 @@
-"""Eigenpairs of PSD matrices, in float64: of the whole matrix, or of the range of one that is a sum of few squares."""
+"""Eigenpairs of PSD matrices in float64, of the whole matrix or, for a sum of few squares, of its range."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .values import check_finite, double_device, doubled
 log = logging.getLogger("lapwing")
 
 WIDE = 256
-"""Matrices of low rank are reduced to their range from this width on."""
+"""Minimum width of a matrix of low rank that is reduced to its range."""
 
 SPARE = 8
-"""Columns of a random sketch beyond the rank; as many again check that they were enough."""
+"""Columns of a random sketch beyond the rank. The same number again checks that the rank was high enough."""
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64, rounding noise below zero clamped to 0.
+    """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64. Negative eigenvalues are rounding noise and become 0.
 
     Args:
         matrix: (..., n, n), symmetric positive semi-definite up to rounding.
@@ -43,13 +43,13 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Decomposes the lower triangles of symmetric matrices, on the CPU where the device fails."""
+    """Decomposes the lower triangles of symmetric matrices, on the CPU if the device fails."""
     try:
         return torch.linalg.eigh(matrix)
     except RuntimeError as error:  # it does not converge, or runs out of memory
         if matrix.device.type == "cpu":
             raise
-        log.info("eigh of %s failed on %s, and goes on on the CPU: %s", tuple(matrix.shape), matrix.device, error)
+        log.info("eigh of %s failed on %s, and continues on the CPU: %s", tuple(matrix.shape), matrix.device, error)
     values, vectors = torch.linalg.eigh(matrix.cpu())
     return values.to(matrix.device), vectors.to(matrix.device)
 
@@ -57,26 +57,27 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def eigen_in_place(
     lower: Tensor, rank: int | None = None, summed: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """Decomposes PSD matrices as `symmetric_eigen`, in their own memory on the CPU.
+    """Decomposes PSD matrices as `symmetric_eigen` does, on the CPU in their own memory.
 
-    Another device may fail, and must not have overwritten the matrix then.
+    Another device may fail, and then the matrix must still be intact.
 
     A matrix that is a sum of few squares is reduced to its range, which its product with a random matrix spans (Halko,
-    Martinsson and Tropp 2011). Where the rank was too low, all eigenpairs are taken, and are right.
+    Martinsson and Tropp 2011). If the given rank is too low, the whole matrix is decomposed instead.
 
     Args:
-        lower: (..., n, n), contiguous, of which the lower triangle is read; may be overwritten by U. In float64, or in
-            any dtype where it `is_reduced`.
-        rank: how many squares `x xᵀ` a matrix is the sum of. Its other eigenvalues are rounding noise, and become 0.
-        summed: the dtype that it was summed in.
+        lower: contiguous matrices (..., n, n). Only the lower triangle is read, and U may overwrite them. They are
+            float64, or of any dtype if they are reduced (`is_reduced`).
+        rank: number of squares `x xᵀ` in the sum, or None for full rank. The other eigenvalues are rounding noise and
+            become 0.
+        summed: dtype in which the squares were summed.
 
     Returns:
         λ (..., n) ascending in float64, and U (..., n, n) in the dtype of the matrix.
 
     Raises:
-        LapwingError: if it holds NaN or infinite entries.
+        LapwingError: if the matrix holds NaN or infinite entries.
 
-    Cost: time O(n³), or O(n² rank) where n is large and the rank low; memory the workspace of LAPACK, 16 n² bytes, or
+    Cost: time O(n³), memory 16 n² bytes for LAPACK; if n is large and the rank is low, time O(n² rank) and memory
     O(n rank).
     """
     check_finite(lower)
@@ -88,25 +89,25 @@ def eigen_in_place(
     if lower.device.type != "cpu":
         values, matrix = _eigh(lower)
     else:
-        values, matrix = lower.new_empty(lower.shape[:-1]), lower.mT  # columns lie in memory as LAPACK takes them
+        values, matrix = lower.new_empty(lower.shape[:-1]), lower.mT  # LAPACK needs columns contiguous in memory
         torch.linalg.eigh(matrix, "U", out=(values, matrix))
     return _without_noise(values, rank, noise), matrix
 
 
 def _without_noise(values: Tensor, rank: int, noise: float) -> Tensor:
-    """Returns λ (..., n), changed in place, where those beyond the rank are 0 if they may be rounding noise."""
-    others = values.clamp_min_(0.0)[..., : values.shape[-1] - rank]
-    others.masked_fill_(others <= noise * values[..., -1:], 0.0)
+    """Sets eigenvalues beyond the rank to 0, in place, if they may be rounding noise; returns λ (..., n)."""
+    beyond = values.clamp_min_(0.0)[..., : values.shape[-1] - rank]
+    beyond.masked_fill_(beyond <= noise * values[..., -1:], 0.0)
     return values
 
 
 def is_reduced(size: int, rank: int) -> bool:
-    """Whether the range of a matrix of this size and rank is found faster than all its eigenpairs."""
+    """Whether finding the range is faster than a full decomposition, for a matrix of this size and rank."""
     return size >= WIDE and 3 * (rank + 2 * SPARE) <= 2 * size
 
 
 def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:
-    """Returns λ (n,), and writes U over one matrix (n, n), whose rank may be higher."""
+    """Returns λ (n,) and overwrites a matrix (n, n) by U. Its true rank may be higher than `rank`."""
     mirror(matrix)
     values = _range_in_place(matrix, rank, noise)
     if values is not None:
@@ -117,10 +118,10 @@ def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:
 
 
 def _range_in_place(matrix: Tensor, rank: int, noise: float) -> Tensor | None:
-    """Returns λ (n,), and writes U over a symmetric matrix (n, n) of low rank; None where its rank is higher.
+    """Returns λ (n,) and overwrites a symmetric matrix (n, n) by U, or returns None if its rank is higher than `rank`.
 
-    All but the last columns of a sketch `M Ω` span the range, and these add to it no more than noise. The reflections
-    `I - W Vᵀ` that make the sketch triangular turn unit vectors into an orthonormal basis, first of the sketch.
+    The first columns of a sketch `M Ω` span the range, and the last `SPARE` columns add only noise to it. The
+    reflections `I - W Vᵀ` of the QR decomposition map unit vectors to an orthonormal basis that begins with the range.
     """
     size, count, within, device = len(matrix), rank + 2 * SPARE, rank + SPARE, double_device(matrix.device)
     random = torch.randn(size, count, generator=seeded(None, device), dtype=torch.float64, device=device)
@@ -129,7 +130,7 @@ def _range_in_place(matrix: Tensor, rank: int, noise: float) -> Tensor | None:
     triangle = v[:count].triu()
     if torch.linalg.vector_norm(triangle[within:, within:]) > noise * torch.linalg.vector_norm(triangle[:, within:]):
         return None
-    used = scales != 0  # what is 0 already is not reflected
+    used = scales != 0  # columns that are 0 already are not reflected
     v.tril_(-1).diagonal().copy_(used)
     inverse = (v.T @ v).triu_(1)
     inverse.diagonal().copy_(torch.where(used, 1 / scales, 1.0))

@@ -1,4 +1,4 @@
-"""Roots of PSD matrices, and the orthonormal rows that span given ones."""
+"""Cholesky factors and roots of PSD matrices, and orthonormal rows that span given rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANK_CUT = 1e-11  # relative singular value below which a direction of explicit 
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Factorises a positive definite matrix `M = L Lᵀ`, adding jitter only where that fails, and saying so.
+    """Factorises a positive definite matrix `M = L Lᵀ`, and adds and logs jitter only if this fails.
 
     Args:
         matrix: (..., n, n).
@@ -38,7 +38,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     jitter, failed = 10 * torch.finfo(matrix.dtype).eps, torch.zeros_like(info, dtype=torch.bool)[..., None, None]
     while jitter < 1e-4:
-        failed = failed | (info > 0)[..., None, None]  # what a smaller jitter repaired keeps needing one
+        failed = failed | (info > 0)[..., None, None]  # a matrix that failed once gets jitter in every later attempt
         factor, info = torch.linalg.cholesky_ex(matrix + failed * jitter * scale[..., None, None] * eye)
         if not info.any():
             log.info("Cholesky needed a jitter of %.1e times the mean diagonal", jitter)
@@ -62,13 +62,14 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
     Directions with `s < 1e-11 s_max` are cut.
 
     Args:
-        rows: (M, P), taken to float64.
-        rank: keep at most this many directions; all of them when None.
-        whole: by a QR decomposition of all rows, memory 24 to 32 bytes a number; else by those of slices, which leave a
-            triangle with their inner products, as a Gram matrix would only give them down to 1e-8 s_max.
+        rows: (M, P), converted to float64.
+        rank: maximum number of directions, or None for all.
+        whole: whether to use one QR decomposition of all rows, which needs 24 to 32 bytes per entry. Otherwise QR
+            decompositions of slices give a triangle with the same inner products. (A Gram matrix would give singular
+            values only down to 1e-8 s_max.)
 
     Returns:
-        V, by falling singular value; float64, but in the dtype of the rows where M <= P and they are not taken whole.
+        V, by falling singular value, in float64; in the dtype of the rows if M <= P and `whole` is False.
 
     Raises:
         LapwingError: if the rows hold NaN or infinite entries.
@@ -76,16 +77,16 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
     Cost: time O(M P min(M, P)), memory O(M P), or O(K P + min(M, P)²).
     """
     check_finite(rows)
-    if whole and len(rows) <= rows.shape[1]:  # QR before the SVD takes a third of the time
+    if whole and len(rows) <= rows.shape[1]:  # with QR first the SVD needs a third of the time
         orthonormal, triangle = torch.linalg.qr(doubled(rows).T)
         _, values, basis = torch.linalg.svd(triangle.T)
-        return basis[: _kept(values, rank)] @ orthonormal.T
+        return basis[: _numerical_rank(values, rank)] @ orthonormal.T
     if len(rows) > rows.shape[1]:
         _, values, basis = torch.linalg.svd(_triangle(rows))
-        return basis[: _kept(values, rank)]
+        return basis[: _numerical_rank(values, rank)]
     left, values = torch.linalg.svd(_triangle(rows.T).T)[:2]
-    kept = _kept(values, rank)
-    coefficients = (left[:, :kept] / values[:kept]).T
+    count = _numerical_rank(values, rank)
+    coefficients = (left[:, :count] / values[:count]).T
     basis = rows.new_empty(len(coefficients), rows.shape[1])
     length = max(1, SLICE_NUMBERS // max(1, len(rows)))
     for part, out in zip(rows.split(length, -1), basis.split(length, -1), strict=True):
@@ -93,15 +94,15 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
     return _orthonormalised(basis)
 
 
-def _kept(values: Tensor, rank: int | None) -> int:
-    """Returns how many singular values are above rounding, at most `rank`."""
+def _numerical_rank(values: Tensor, rank: int | None) -> int:
+    """Returns the number of singular values above rounding noise, at most `rank`."""
     tiny = torch.finfo(torch.float64).tiny
     keep = int((values > RANK_CUT * values[0].clamp_min(tiny)).sum()) if values.numel() else 0
     return keep if rank is None else min(rank, keep)
 
 
 def _triangle(columns: Tensor) -> Tensor:
-    """Returns R (n, n) with `RᵀR = XᵀX` for X (m, n), m >= n, by QR of slices of rows with what those before left."""
+    """Returns R (n, n) with `RᵀR = XᵀX` for X (m, n), m >= n, by QR of each slice below the previous triangle."""
     count = columns.shape[1]
     triangle = doubled(columns[:0])
     for part in columns.split(max(1, count, SLICE_NUMBERS // (2 * max(1, count)))):
@@ -110,7 +111,7 @@ def _triangle(columns: Tensor) -> Tensor:
 
 
 def _orthonormalised(rows: Tensor) -> Tensor:
-    """Makes rows (K, P) that nearly are orthonormal exactly so, in place: `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them."""
+    """Orthonormalises nearly orthonormal rows (K, P) in place by `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them."""
     root = cholesky(row_products(rows, rows))
     for part in rows.split(max(1, SLICE_NUMBERS // max(1, len(rows))), -1):
         part.copy_(torch.linalg.solve_triangular(root, doubled(part), upper=False))

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from .values import SLICE_NUMBERS, double_device, doubled
 
 TRIANGLE_COLUMNS = 96, 256
-"""Of a symmetric product at least and at most so many columns are taken at once, a third of all in between."""
+"""Minimum and maximum number of columns per block of a symmetric product. Between them a block has a third of all."""
 
 STRIP = 256
-"""Rows of a wide matrix that are taken at once."""
+"""Number of rows of a wide matrix per step."""
 
 
 def total(terms: Iterable[Tensor]) -> Tensor:
@@ -24,7 +24,7 @@ def total(terms: Iterable[Tensor]) -> Tensor:
 
 
 def add_squares(sums: Tensor, values: Tensor) -> None:
-    """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n): its lower triangle, all that `mirrored` reads.
+    """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n). Only the lower triangle is right; `mirrored` reads it.
 
     Cost: half the products of the whole matrix, by blocks of columns.
     """
@@ -41,7 +41,7 @@ def add_squares(sums: Tensor, values: Tensor) -> None:
 
 
 def mirrored(lower: Tensor) -> Tensor:
-    """Returns the symmetric matrices whose lower triangles are those of (..., n, n)."""
+    """Returns the symmetric matrices (..., n, n) with the given lower triangles."""
     return lower.tril() + lower.tril(-1).mT
 
 
@@ -56,7 +56,7 @@ def mirror(lower: Tensor) -> None:
 def row_products(first: Tensor, second: Tensor) -> Tensor:
     """Returns `x yᵀ` (M, N) in float64 for x (M, P) and y (N, P), a slice of columns at a time.
 
-    Cost: time O(M N P), memory of 2¹⁹ numbers of each, or of one column, beside the result.
+    Cost: time O(M N P), memory of the result plus 2¹⁹ entries, or one column, of x and of y.
     """
     device = double_device(first.device)
     products = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)

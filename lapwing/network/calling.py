@@ -1,4 +1,4 @@
-"""Calls the network: inputs in, an output matrix (B, C) out, and errors that say what the network did not take."""
+"""Calls the network on inputs, returns a matrix of outputs (B, C), and explains errors of the network."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .module_state import preserved_state
 from .positions import Positions
 
 OUTPUT_KEYS = "logits", "out"
-"""What networks that return a dict call their outputs: those of Hugging Face, and torchvision's for segmentation."""
+"""Keys of the outputs in a returned dict, as Hugging Face and torchvision (segmentation) name them."""
 
 
 class OutputsWithPositions(LapwingError):
-    """Raised where outputs have positions, and the call does not say which dimension holds the classes.
+    """Raised if outputs have positions, and `forward` is not a `Positions` that says which dimension holds the classes.
 
     Attributes:
-        shape: of the outputs.
+        shape: shape of the outputs.
     """
 
     def __init__(self, message: str, shape: torch.Size) -> None:
@@ -35,7 +35,7 @@ class OutputsWithPositions(LapwingError):
 def call(
     model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
 ) -> Tensor:
-    """Runs the network and returns its outputs as a matrix (B, C), those with positions as (B, T C).
+    """Runs the network and returns its outputs as a matrix (B, C), or (B, T C) if they have positions.
 
     The arguments and errors are those of `shaped_outputs`.
     """
@@ -43,28 +43,29 @@ def call(
 
 
 def as_matrix(outputs: Tensor, forward: Forward | None) -> Tensor:
-    """Returns the outputs of a network that is called so as a matrix."""
+    """Returns outputs as a matrix (B, C), or (B, T C) if `forward` is a `Positions`."""
     return forward.matrix(outputs) if isinstance(forward, Positions) else outputs
 
 
 def shaped_outputs(
     model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
 ) -> Tensor:
-    """Runs the network and returns its outputs (B, C), or with positions in their own shape.
+    """Runs the network and returns its outputs (B, C), or outputs with positions in their own shape.
 
     Args:
         model: the network.
         inputs: a tensor `model(x)`, a tuple `model(*x)` or a mapping `model(**x)`.
-        forward: replaces that call: `forward(model, inputs)`; `Positions` for outputs with positions.
-        mode: entered for the network alone, since a function mode would also see the checks of its outputs.
+        forward: function `forward(model, inputs)` that replaces this call; a `Positions` for outputs with positions.
+        mode: context in which only the network runs, since a function mode would also see the checks of its outputs.
 
     Returns:
-        Outputs (B, C); (B,) becomes (B, 1); of an object `.logits` is taken, of a dict one of `OUTPUT_KEYS`.
+        Outputs (B, C). Outputs (B,) become (B, 1). If the network returns an object, the outputs are its `.logits`; if
+        it returns a dict, they are the entry of the first of `OUTPUT_KEYS`.
 
     Raises:
         OutputsWithPositions: for outputs of three to five dimensions, unless `forward` says how to read them.
-        LapwingError: for inputs that the model cannot be called with, inputs of a shape or dtype that it does not take,
-            and outputs that are no (B, C) matrix.
+        LapwingError: if the model cannot be called with the inputs, rejects their shape or dtype, or returns outputs
+            that are not a (B, C) matrix.
     """
     try:
         with network_precision(), preserved_state(model):
@@ -100,7 +101,7 @@ def shaped_outputs(
 
 
 def output_tensor(out: Any) -> Any:
-    """Returns the outputs among what a network returns, (B,) as (B, 1); None where there are none."""
+    """Returns the tensor of outputs in the result of a network, (B,) as (B, 1), or None if there is no such tensor."""
     if not isinstance(out, Tensor):
         named = next((out[key] for key in OUTPUT_KEYS if key in out), None) if isinstance(out, Mapping) else None
         out = getattr(out, "logits", named)
@@ -108,7 +109,7 @@ def output_tensor(out: Any) -> Any:
 
 
 def _with_positions(model: nn.Module, out: Tensor) -> OutputsWithPositions:
-    """Says where outputs with positions are taken, and where they are not."""
+    """Returns the error for outputs with positions."""
     return OutputsWithPositions(
         f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
         "outputs) here. Fit them with lw.fit, which takes outputs with positions. To treat their mean, average over "
@@ -118,7 +119,7 @@ def _with_positions(model: nn.Module, out: Tensor) -> OutputsWithPositions:
 
 
 def _blames_inputs(error: Exception) -> bool:
-    """Whether an exception out of the network is about how it was called, or about shapes, dtypes and indices."""
+    """Whether an exception of the network is about its arguments, or about their shapes, dtypes and indices."""
     if isinstance(error, (LapwingError, NotImplementedError)) or is_out_of_memory(error):
         return False
     words = ("argument",) if isinstance(error, TypeError) else ("shape", "size", "type", "dimension", "index", "input")
@@ -126,7 +127,7 @@ def _blames_inputs(error: Exception) -> bool:
 
 
 def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
-    """Says what the network did not take: how it was called, or what it was given."""
+    """Returns the error for inputs that the network rejects, with the call and the remedy."""
     weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     leaves = tensors(inputs)
     other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)
@@ -150,7 +151,7 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
 
 
 def _how_called(inputs: Any, forward: Forward | None) -> str:
-    """Returns the line by which the network was called."""
+    """Returns the call of the network as code."""
     if (forward.forward if isinstance(forward, Positions) else forward) is not None:
         return "forward(model, inputs)"
     if isinstance(inputs, Mapping):

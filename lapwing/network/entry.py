@@ -1,7 +1,7 @@
-"""Public functions run outside the caller's autocast and inference mode.
+"""Decorators of public functions: they run outside the caller's autocast and inference mode.
 
-The caller's autocast is for the network's own layers (`network_precision`). What lapwing contracts runs outside it, in
-the dtype of its tensors (`full_precision`).
+The caller's autocast applies to the layers of the network (`network_precision`). The contractions of lapwing run
+without autocast, in the dtype of their tensors (`full_precision`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..jacobian.plain_functions import transformed
 from .eager import LOCK
 
 _AUTOCAST: ContextVar[tuple[str, ...]] = ContextVar("devices_of_autocast", default=())
-"""Devices for which the caller had switched autocast on, while `full_precision` is within it."""
+"""Devices for which the caller has autocast on; set while a `full_precision` function runs."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function outside the caller's autocast; `network_precision` switches it on again for the network."""
+    """Runs a function without the caller's autocast. `network_precision` switches autocast on again for the network."""
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -50,13 +50,13 @@ def _set_autocast(devices: tuple[str, ...], enabled: bool) -> None:
 
 
 def network_casts() -> bool:
-    """Whether the caller had autocast switched on, so that the network computes in less precision than its weights."""
+    """Whether the caller has autocast on. Then the network computes in less precision than its weights have."""
     return bool(_AUTOCAST.get())
 
 
 @contextlib.contextmanager
 def network_precision() -> Iterator[None]:
-    """Runs a call of the network under the autocast that the caller had switched on, if any."""
+    """Runs a call of the network under the caller's autocast, if it is on."""
     devices = tuple(device for device in _AUTOCAST.get() if not torch.is_autocast_enabled(device))
     _set_autocast(devices, True)
     try:
@@ -68,15 +68,16 @@ def network_precision() -> Iterator[None]:
 def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
 
-    In the latter's place it is as under `torch.no_grad()`; the network itself keeps the caller's autocast.
+    `torch.no_grad()` replaces inference mode. The network itself runs under the caller's autocast.
 
     Raises:
-        LapwingError: from the wrapped function, within a transformation of torch.func or forward-mode differentiation.
+        LapwingError: if the wrapped function is called within a transformation of torch.func or forward-mode
+            differentiation.
     """
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with LOCK:  # levels of forward mode are those of all threads, and `jvp` holds the lock while it has one
+        with LOCK:  # all threads share the level of forward mode, and `jvp` holds the lock while it raises the level
             within = transformed()
         if within:
             raise LapwingError(

@@ -1,11 +1,12 @@
-"""The network as a function of its weights: called with other values for some of them, and never written.
+"""The network as a function of its weights: calls with other values for some parameters, without writing them.
 
-A function mode hands the values in wherever the network uses its own parameters, which are known by identity. The mode
-is local to the thread: another one that calls the network, copies it or reads its `state_dict()` meanwhile sees the
-trained weights. Some code takes parameters past function modes: scripted modules, `torch.autograd.Function`,
-transformations of torch.func in a forward. The survey finds that (`first_call`); of use within `torch.no_grad()` it
-cannot be sure. Such a network is called with the values set in the module itself, as `torch.func.functional_call` does
-it, under lapwing's lock.
+A function mode replaces the parameters, which it recognises by identity, in every torch function that the network
+calls. The mode is local to the thread: another thread that calls the network, copies it or reads its `state_dict()`
+meanwhile sees the trained weights.
+
+Some code bypasses function modes: scripted modules, `torch.autograd.Function`, transformations of torch.func in a
+forward. The survey detects this (`first_call`). Use within `torch.no_grad()` counts as a bypass too, to be safe. For
+such a network `torch.func.functional_call` sets the values in the module itself, under lapwing's lock.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data.batches import Forward
 from .calling import call
-from .eager import EagerMode, OperationMode, eager_math, swapped, without_compiled
+from .eager import EagerMode, eager_math, swapped, without_compiled
 from .module_state import preserved_state
 
 
 class StandIns(EagerMode):
-    """Hands other tensors to every function that the network calls with some of its parameters.
+    """Replaces parameters by other tensors in every torch function that the network calls.
 
     Args:
-        parameters: name -> the network's parameter.
-        values: name -> what stands in for it.
+        parameters: name -> parameter of the network.
+        values: name -> tensor that replaces it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -37,17 +39,17 @@ class StandIns(EagerMode):
         self._values = {id(parameters[name]): value for name, value in values.items()}
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs the function with the stand-ins, also those in lists and tuples."""
+        """Runs the function with the replaced parameters, also inside lists and tuples."""
         if kwargs:
             kwargs = dict(zip(kwargs, swapped(tuple(kwargs.values()), self._values), strict=True))
         return function(*swapped(args, self._values), **kwargs)
 
-    def stand_ins(self, args: tuple) -> tuple:
+    def replaced(self, args: tuple) -> tuple:
         return swapped(args, self._values)
 
 
 class _WithoutGradients(StandIns):
-    """Notes the parameters used where gradients are off, as the forward of an `autograd.Function` is run."""
+    """Also collects the parameters that are used while gradients are off, as in a forward of `autograd.Function`."""
 
     def __init__(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         super().__init__(parameters, values)
@@ -60,8 +62,14 @@ class _WithoutGradients(StandIns):
         return out
 
 
-class _Reads(OperationMode):
-    """Notes which of some tensors any operation is called with, by whatever code."""
+class _Reads(TorchDispatchMode):
+    """Collects the given tensors that any operation of torch reads, also inside scripted code."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import torch._dynamo, which takes seconds
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -83,8 +91,13 @@ def call_with(
 ) -> Tensor:
     """Runs the network with other values for some parameters; returns its outputs (B, C).
 
-    `parameters` are the network's own by name, these and maybe others. `unseen` says that it takes parameters past
-    function modes, so that the values must be set in the module for the length of the call.
+    Args:
+        model: the uncompiled network.
+        forward: the user's way to call the network, or None.
+        parameters: name -> parameter of the network, at least for the names in `values`.
+        values: name -> value for this call.
+        inputs: a batch.
+        unseen: whether the network bypasses function modes. Then the values are set in the module during the call.
     """
     if not unseen:
         with without_compiled():
@@ -95,7 +108,7 @@ def call_with(
 
 
 class _Wrapped(nn.Module):
-    """Lets `functional_call` reach a network through the user's own `forward=`."""
+    """Module that calls the network by the user's `forward=`, since `functional_call` needs a module."""
 
     def __init__(self, model: nn.Module, forward: Forward | None) -> None:
         super().__init__()
@@ -106,13 +119,13 @@ class _Wrapped(nn.Module):
 
 
 class FirstCall(NamedTuple):
-    """The network, run with leaves of a graph for some parameters.
+    """Result of running the network with leaves of a graph instead of some parameters.
 
     Attributes:
         outputs: f (B, C), with their graph.
-        leaves: name -> what stood in for the parameter.
-        unseen: the parameters that the network takes past function modes: an operation sees the parameter itself, or
-            it is used where gradients are off, as within functions that have a backward pass of their own.
+        leaves: name -> leaf that replaced the parameter.
+        unseen: names of parameters that bypass function modes: an operation read the parameter itself, or a function
+            used it while gradients were off, as a custom `autograd.Function` does.
     """
 
     outputs: Tensor
@@ -127,9 +140,9 @@ def first_call(
     leaves: Mapping[str, Tensor],
     inputs: Any,
 ) -> FirstCall:
-    """Runs the network with leaves in the place of all these parameters, and finds out how it must be run from now on.
+    """Runs the network with a leaf for each parameter, and finds the parameters that bypass function modes.
 
-    The other arguments are those of `call_with`.
+    The arguments are those of `call_with`, with `leaves` as the values.
     """
     mode, reads = _WithoutGradients(parameters, leaves), _Reads(parameters.values())
     with without_compiled(), reads:

@@ -1,7 +1,7 @@
-"""Derivatives of any network: per-sample gradients of any parameter, and products `J V` by forward mode.
+"""Derivatives of any network: per-sample gradients of any parameter, and products `J V`.
 
-Gradients go by vmap where the network allows it, else by loops; products by forward mode, else by two backward passes.
-All are compared with autograd.
+Gradients use vmap, or a loop over samples if vmap fails. Products use forward mode, or two backward passes if forward
+mode fails. All results are compared with autograd.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def per_sample_rows(
 ) -> dict[str, Tensor]:
     """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` (B, R, P) of each parameter by name, for cotangents u (B, R, C).
 
-    Cost: R backward passes a sample and one more to check them, memory O(B R P) beside the vectorised forward pass.
+    Cost: R backward passes per sample and one more as a check; memory O(B R P) plus the vectorised forward pass.
     """
     parameters = {name: value.detach() for name, value in parameters.items()}
     samples = cotangents.shape[0]
@@ -38,7 +38,7 @@ def per_sample_rows(
         with batching_quiet():
             rows = _vectorised(network, parameters, inputs, cotangents)
         graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
-        lost = graph and not any(row.requires_grad for row in rows.values())  # scripted networks under vmap
+        lost = graph and not any(row.requires_grad for row in rows.values())  # as for scripted networks under vmap
         if not lost and _agrees_with_autograd(rows, network, parameters, inputs, cotangents):
             return rows
     except (RuntimeError, ValueError, TypeError, IndexError):  # data-dependent control flow, no batching rule
@@ -49,7 +49,7 @@ def per_sample_rows(
     ]
     rows = {name: torch.stack([row[name] for row in looped]) for name in parameters}
     half = min(value.dtype.itemsize for value in parameters.values()) < 4 or network_casts()
-    coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # it may compute in less precision here and there
+    coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # parts of the network may compute in less precision
     if samples > 1 and not _agrees_with_autograd(rows, network, parameters, inputs, cotangents, coarse):
         raise LapwingError(
             f"The gradients of {samples} samples of {describe(inputs)}, taken one by one, are not those of the batch: "
@@ -67,7 +67,7 @@ def _agrees_with_autograd(
     cotangents: Tensor,
     eps: float | None = None,
 ) -> bool:
-    """Compares a random sum of rows with a plain backward pass: some batching rules of torch are wrong (PReLU's)."""
+    """Compares a random sum of rows with a plain backward pass, as some batching rules of torch are wrong (PReLU)."""
     signs = torch.randn(cotangents.shape[:2], generator=torch.Generator().manual_seed(0))  # (B, R)
     signs = signs.to(cotangents)
     leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
@@ -76,7 +76,7 @@ def _agrees_with_autograd(
         u = torch.einsum("br,brc->bc", signs, cotangents.detach())
         truth = _gradients(out, leaves.values(), u)
     eps = eps or torch.finfo(cotangents.dtype).eps
-    largest = max(float(wanted.detach().norm()) for wanted in truth)  # beside it others may be nothing but rounding
+    largest = max(float(wanted.detach().norm()) for wanted in truth)  # much smaller ones may be rounding noise
     for row, wanted in zip(rows.values(), truth, strict=True):
         if row.shape != (*signs.shape, wanted.numel()):
             return False
@@ -115,7 +115,7 @@ def _looped(network: Network, parameters: dict[str, Tensor], sample: Any, cotang
 
 
 def _gradients(out: Tensor, leaves: Iterable[Tensor], u: Tensor, **options: bool) -> tuple[Tensor, ...]:
-    """Returns `uᵀ ∂out/∂leaf`, zeros where the outputs do not depend on it."""
+    """Returns `uᵀ ∂out/∂leaf`, or zeros if the outputs do not depend on the leaf."""
     wanted = tuple(leaves)
     if not out.requires_grad:
         return tuple(map(torch.zeros_like, wanted))
@@ -124,7 +124,7 @@ def _gradients(out: Tensor, leaves: Iterable[Tensor], u: Tensor, **options: bool
 
 @functools.cache
 def _load_rules() -> None:
-    """Makes torch load its rules of forward mode, for which it scripts functions and warns that this is deprecated."""
+    """Loads torch's rules of forward mode, and silences the deprecation warning that this raises."""
     with LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", category=FutureWarning)
         warnings.filterwarnings("ignore", "`torch.jit", category=DeprecationWarning)
@@ -144,9 +144,9 @@ def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
 def forward_products(
     network: Network, parameters: Mapping[str, Tensor], vectors: Mapping[str, Tensor], inputs: Any
 ) -> Tensor | None:
-    """Returns `J V` (B, C, K) for vectors (K, *shape) by name: one random sum of it is compared with a backward pass.
+    """Returns `J V` (B, C, K) for vectors (K, *shape) by name, and compares a random sum with a backward pass.
 
-    None where the network has no forward mode, or one that disagrees with reverse mode, as at padding tokens.
+    Returns None if the network has no forward mode, or if it disagrees with reverse mode, as at padding tokens.
 
     Cost: about 2 K forward passes and one backward pass; memory of one dual forward pass.
     """
@@ -159,7 +159,7 @@ Outputs = Callable[[dict[str, Tensor]], Tensor]
 """Values of the weights by name -> outputs (B, C) at some inputs."""
 
 DIRECTIONS = 8
-"""How many directions forward mode takes at once."""
+"""Number of directions in one call of forward mode."""
 
 
 Group = dict[str, Tensor]
@@ -167,22 +167,22 @@ Group = dict[str, Tensor]
 
 
 def direction_groups(directions: Mapping[str, Tensor]) -> list[Group]:
-    """Cuts directions (K, *shape) into groups, each tensor contiguous in memory of its own.
+    """Cuts directions (K, *shape) into groups of contiguous tensors that share no memory.
 
-    Forward mode first fills zeros and copies a tangent that lies in memory in another way than its weight: a slice, or
-    weights beside their biases. That takes longer than wide layers do.
+    Forward mode copies a tangent whose layout in memory differs from its weight, such as a slice. For wide layers this
+    copy would cost more than the layer.
     """
 
     def laid_out(part: Tensor) -> Tensor:
-        alone = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
-        return part if alone else part.clone(memory_format=torch.contiguous_format)
+        owns_memory = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
+        return part if owns_memory else part.clone(memory_format=torch.contiguous_format)
 
     parts = {name: map(laid_out, value.split(DIRECTIONS)) for name, value in directions.items()}
     return [dict(zip(parts, group, strict=True)) for group in zip(*parts.values(), strict=True)]
 
 
 def by_forward_mode(outputs: Outputs, values: dict[str, Tensor], groups: Sequence[Group]) -> Tensor:
-    """Returns `J V` (K, B, C) by forward mode: about 2 passes a direction, 3 where a layer has no batched product."""
+    """Returns `J V` (K, B, C) by forward mode: about 2 passes per direction, or 3 if a layer has no batched product."""
 
     def product(direction: dict[str, Tensor]) -> Tensor:
         return jvp(outputs, (values,), (direction,))[1]
@@ -193,7 +193,7 @@ def by_forward_mode(outputs: Outputs, values: dict[str, Tensor], groups: Sequenc
 
 
 def by_two_backward_passes(outputs: Outputs, values: dict[str, Tensor], groups: Sequence[Group]) -> Tensor:
-    """Returns `J V` (K, B, C) as the derivative of `Jᵀu` in u: for operations that have no forward mode."""
+    """Returns `J V` (K, B, C) as the derivative of `Jᵀu` in u, for operations without forward mode."""
     graph = torch.is_grad_enabled()
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     with torch.enable_grad():
@@ -213,13 +213,13 @@ def by_two_backward_passes(outputs: Outputs, values: dict[str, Tensor], groups: 
 class WeightProducts:
     """Products `J V` (K, B, C) for vectors (K, *shape) by name, by the first route that agrees with a backward pass.
 
-    The first call compares a random sum of its products with `Jᵀu`; later ones, at the same inputs, take that route.
-    Differentiable in the inputs where gradients are on.
+    The first call compares a random sum of its products with `Jᵀu`. Later calls must have the same inputs, and use the
+    route of the first call. If gradients are on, the products are differentiable in the inputs.
 
     Args:
         network: the network as a function of some weights and the inputs.
-        parameters: where the Jacobian is taken, by name.
-        routes: what to try, in order.
+        parameters: name -> value at which the Jacobian is computed.
+        routes: functions that compute products, in the order in which they are tried.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class WeightProducts:
         self._values = {name: value.detach() for name, value in parameters.items()}
 
     def __call__(self, vectors: Mapping[str, Tensor] | Sequence[Group], inputs: Any) -> Tensor | None:
-        """Returns the products, or None where no route gives them; vectors may be `direction_groups` already."""
+        """Returns the products, or None if every route fails. Vectors may be `direction_groups` already."""
         values = self._values
         parts = direction_groups(vectors) if isinstance(vectors, Mapping) else vectors
         groups = [{name: part[name].to(value) for name, value in values.items()} for part in parts]

@@ -12,7 +12,7 @@ from ..errors import LapwingError, shown
 
 
 def invoke(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
-    """Returns what the network returns."""
+    """Calls the network on a batch's inputs and returns its result unchanged."""
     if forward is not None and not callable(forward):
         raise LapwingError(
             f"forward={shown(forward)} is not a function of the model and a batch's inputs. Write forward=lambda "

@@ -1,8 +1,8 @@
 """Restores the attributes of a network's modules after our forward passes.
 
-Networks keep activations, weights made by hooks, tables that they derive from weights in eval mode, and flags that say
-what was set up. If these stayed, they would hold a pass's graph or, after a pass with drawn weights, change the outputs
-of the network. If only some were restored, the others would contradict them, so hooks that a pass registers go as well.
+Networks store activations, weights made by hooks, tables that they derive from weights in eval mode, and flags. If
+these stayed, they would keep the graph of a pass in memory. After a pass with drawn weights they would change the
+outputs of the network. All of them are restored, including hooks that a pass registers, so that they stay consistent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @contextlib.contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of all modules, and the entries of the dicts and lists that are attributes.
+    """Restores the attributes of all modules, and the entries of attributes that are dicts or lists.
 
     Entries of nested containers, tuples and sets are not restored.
 
@@ -66,4 +66,4 @@ def _restore(container: Any, entries: Any) -> None:
         return
     for name in [name for name in container if name not in entries]:
         del container[name]
-    container.update(entries)  # never cleared: other threads may read the rest
+    container.update(entries)  # without clear(), because other threads may read the other entries

@@ -1,4 +1,4 @@
-"""What the probe leaves behind: the plan by which every recording is read, and the report of what covers each block."""
+"""Results of the probe: the plan that reads every recording, and the coverage report of the blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..jacobian.layers import BatchAxis
 from .tracing import RecordedUse
 
 Uses = Mapping[str, Sequence[tuple[int, BatchAxis, frozenset[str]]]]
-"""Block name -> its uses as (index, where the samples are, roles treated)."""
+"""Block name -> its uses as (index, sample axis, treated roles)."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Covered:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which layer family treats each block of parameters; `generic` is slower, never wrong."""
+    """Layer family of each block of parameters. The family `generic` is slower but also exact."""
 
     lines: tuple[Covered, ...]
 
     @classmethod
     def of(cls, blocks: Sequence[Block], reasons: Sequence[str]) -> Coverage:
-        """Makes the report of blocks and the reasons why they are generic, "" where they are not."""
+        """Makes the report of blocks and the reasons why they are generic, or "" if they are not."""
         lines = zip(blocks, reasons, strict=True)
         return cls(tuple(Covered(b.name, b.parameters, b.size, b.family, reason) for b, reason in lines))
 
@@ -48,7 +48,7 @@ class Coverage:
         return tuple(line for line in self.lines if line.family == "generic")
 
     def __str__(self) -> str:
-        """A table: block, number of weights, family, and the reason where it is generic."""
+        """Returns a table: block, number of weights, family, and the reason if the block is generic."""
         width = max(len(line.block) for line in self.lines)
         rows = [f"{line.block:<{width}}  {line.weights:>10,}  {line.family:<9}  {line.reason}" for line in self.lines]
         return "\n".join(row.rstrip() for row in rows)
@@ -56,19 +56,19 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to read a recording: which parameters are watched, and which uses make up each block.
+    """Assigns the uses of a recording to blocks.
 
     Attributes:
         watched: names of covered parameters.
-        order: the names of each watched use by role, in order.
-        kinds: the kind of each of them.
-        shared: of each tensor of the inputs, whether the samples of the first batch shared it.
-        uses: block name -> its uses as (index, where the samples are, roles treated).
-        single_sample: the survey saw one sample only, so that batch axes are guesses.
-        sizes: a watched use's (out numel, patches numel) a sample.
-        spread: whether embeddings of a single row of tokens are spread over the samples.
-        last: the index of the use whose output is the network's, -1 where there is none.
-        unseen: whether the network takes parameters past function modes, as `functional.py` says.
+        order: (role, name) pairs of each watched use, in the order of the forward pass.
+        kinds: kind of each watched use.
+        shared: for each tensor of the inputs, whether the samples of the first batch shared it.
+        uses: block name -> its uses as (index, sample axis, treated roles).
+        single_sample: whether the survey saw only one sample, so that sample axes are guesses.
+        sizes: (entries of the output, entries of the unfolded inputs) per sample, for each watched use.
+        spread: whether embeddings of a single row of tokens are expanded over the samples.
+        last: index of the use whose output is the network's output, or -1.
+        unseen: whether the network bypasses function modes (see `functional.py`).
     """
 
     watched: tuple[str, ...] = ()
@@ -83,14 +83,14 @@ class Plan:
     unseen: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON: of the uses only where they hold the samples, since `order` tells the rest."""
+        """Returns the plan as JSON. Only the sample axes of the uses are stored, since `order` gives the rest."""
         axes = {i: [axis.axis, axis.inner] for uses in self.uses.values() for i, axis, _ in uses}
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("watched", "uses")}
         return {**plain, "axes": [axes[i] for i in range(len(self.order))]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], blocks: Sequence[Block]) -> Plan:
-        """Rebuilds the plan of these blocks, with its lists as tuples again; keys that it lacks have their defaults."""
+        """Rebuilds the plan of these blocks from JSON. Missing keys get their defaults."""
         order = tuple(tuple(map(tuple, use)) for use in data["order"])
         axes = [BatchAxis(*axis) for axis in data["axes"]]
         covered = [block for block in blocks if not block.is_generic]
@@ -110,7 +110,7 @@ class Plan:
 
     @cached_property
     def _axes(self) -> dict[tuple[tuple[str, str], ...], set[BatchAxis]]:
-        """The names of a use by role -> where its layers hold the samples."""
+        """Names of a use by role -> sample axes of its layers."""
         axes: dict[tuple[tuple[str, str], ...], set[BatchAxis]] = {}
         for uses in self.uses.values():
             for i, axis, _ in uses:
@@ -118,10 +118,11 @@ class Plan:
         return axes
 
     def uses_in(self, names: list[dict[str, str]], kinds: tuple[str, ...], samples: int, model: str) -> Uses:
-        """Returns the uses of a recording block by block: the survey's, or others where layers ran in another order.
+        """Returns the uses of a recording for each block: those of the survey, or new ones if the order differs.
 
         Raises:
-            LapwingError: where that is not clear, or a layer did not run; for batches where the survey saw one sample.
+            LapwingError: if the assignment is ambiguous, if a layer did not run, or if the batch has several samples
+                and the survey saw only one.
         """
         if self.single_sample and samples > 1:
             raise LapwingError(
@@ -147,26 +148,26 @@ class Plan:
         }
 
     def is_explicit(self, block: Block) -> bool:
-        """Whether rows are all there is of a block: it is generic, or its uses disagree about the layout."""
+        """Whether a block needs explicit rows, because it is generic or its uses disagree about the layout."""
         return block.is_generic or (block.matrix is None and len(self.uses[block.name]) > 1)
 
     def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
-        """Estimates the numbers held a sample: all g twice, and the patches and rotated gradients of one layer.
+        """Estimates the entries in memory per sample: all g twice, plus patches and rotated gradients of one layer.
 
         Args:
             cotangents: R.
-            written: whether they are numbers; else they are the outputs themselves, and a layer whose output they are
-                has no g.
+            written: whether the cotangents are explicit tensors. Otherwise they are the C outputs, and a layer whose
+                output is the network's output has no g.
         """
         gathered = largest = 0
         for i, (out, patches) in enumerate(self.sizes):
             gradients = 0 if i == self.last and not written else cotangents * out
             gathered, largest = gathered + gradients, max(largest, 2 * patches + 3 * gradients)
-        matrix = 0 if written else 2 * cotangents**2  # of the outputs, which some structures give, and its root
+        matrix = 0 if written else 2 * cotangents**2  # covariance of the outputs, and its root
         return 2 * gathered + largest + matrix + 1
 
     def work(self, blocks: Sequence[Block]) -> int:
-        """Estimates the multiply-adds that one row of a sample takes: positions times weights, of matrices."""
+        """Estimates the multiply-adds per row of a sample: positions times weights, for matrices."""
         work = 0
         for block in blocks:
             if block.matrix is not None and not block.matrix.one_hot:
@@ -175,9 +176,9 @@ class Plan:
         return work
 
     def least(self, blocks: Sequence[Block]) -> int:
-        """Estimates the numbers built of a sample for one output where layers take one position at a time.
+        """Estimates the entries built per sample for one output if layers process one position at a time.
 
-        What is as large as one layer's activations (tokens merged, inputs of a group norm normalised) is not counted.
+        Tensors as large as one layer's activations (merged tokens, normalised inputs of a group norm) do not count.
         """
         explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
         matrices = [b.matrix_shape for b in blocks if b.matrix is not None and not b.matrix.one_hot]
@@ -192,9 +193,9 @@ def planned(
     shared: tuple[bool, ...],
     unseen: bool,
 ) -> tuple[list[Block], Plan]:
-    """Makes blocks and plan of a survey's uses of covered parameters, with where they hold the samples.
+    """Makes the blocks and the plan from the survey's (use, sample axis) pairs of covered parameters.
 
-    Weight and bias that always go together are one block, others stand alone.
+    A weight and a bias that always occur together form one block. Any other parameter forms its own block.
     """
     order = tuple(tuple(sorted((r, n) for r, n in use.names.items() if n in covered)) for use, _ in uses)
     by_name: dict[str, list[int]] = {}
@@ -208,12 +209,12 @@ def planned(
         for role, name in sorted(roles, reverse=True):  # weight before bias
             if name in done:
                 continue
-            matrix, *others = {uses[j][0].use.matrix() for j in by_name[name]}
-            partner = dict(roles).get("bias") if role == "weight" and not others else None
+            matrix, *different = {uses[j][0].use.matrix() for j in by_name[name]}
+            partner = dict(roles).get("bias") if role == "weight" and not different else None
             paired = partner is not None and partner not in done and by_name[partner] == by_name[name]
             members = (name, partner) if partner is not None and paired else (name,)
             done.update(members)
-            matrix = None if others else matrix  # uses that disagree are added up in the parameter's own order
+            matrix = None if different else matrix  # uses that disagree are added in the layout of the parameter
             shapes = tuple(tuple(parameters[member].shape) for member in members)
             bias = matrix is not None and (role == "bias" or len(members) == 2)
             block_name = _block_name(members)
@@ -239,7 +240,7 @@ def planned(
 
 
 def _block_name(members: tuple[str, ...]) -> str:
-    """Returns what the names have in common: "fc" of "fc.weight" and "fc.bias", "rnn.ih_l0" of "rnn.weight_ih_l0"..."""
+    """Returns the common part of the names: "fc" for "fc.weight" and "fc.bias", "rnn.ih_l0" for "rnn.weight_ih_l0"."""
     if len(members) == 1:
         return members[0].removesuffix(".weight")
     prefix = commonprefix(members)  # noqa: RUF071 (characters are what is wanted)
@@ -249,7 +250,7 @@ def _block_name(members: tuple[str, ...]) -> str:
 
 
 def _numbers(noted: RecordedUse, samples: int) -> tuple[int, int]:
-    """Returns (outputs, unfolded inputs) a sample, in numbers."""
+    """Returns (entries of the output, entries of the unfolded inputs) per sample."""
     out, matrix = noted.out.numel() // samples, noted.use.matrix()
     if matrix is None or matrix.one_hot:
         return out, out

@@ -1,8 +1,8 @@
 """Outputs with positions: tokens (B, T, C), pixels (B, C, H, W), voxels (B, C, D, H, W).
 
-The engine keeps outputs a matrix. `Positions` says where a network's outputs hold the C outputs of a position, and
-makes of them a matrix (B, T C), position by position, or rows (B T, C). `Places` brings rows of one batch back to the
-shape of the outputs, and targets to rows.
+The rest of lapwing handles outputs as a matrix. `Positions` says which dimension holds the C outputs of a position. It
+reshapes outputs to a matrix (B, T C), position by position, or to rows (B T, C). `Places` gives rows of one batch the
+shape of the outputs, and reshapes targets to rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import LapwingError
 from .invoke import invoke
 
 EXACT_OUTPUTS = 1000
-"""Up to so many outputs of an input, over all positions, every one gets a backward pass of its own."""
+"""Maximum number of outputs of an input, over all positions, for which each output gets its own backward pass."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Places:
         return (self.samples, *self.sizes, outputs)
 
     def targets(self, targets: Tensor, outputs: int) -> Tensor:
-        """Returns targets of a batch as rows: (B T,) of one for each position, (B T, k) of several, as the outputs are.
+        """Returns targets of a batch as rows: (B T,) for one target per position, (B T, k) for k of them.
 
         Raises:
-            LapwingError: for targets of other positions.
+            LapwingError: if the targets have other positions than the outputs.
         """
         each, shape = (self.samples, *self.sizes), tuple(targets.shape)
         if shape in (each, self.shape(1)):
@@ -77,7 +77,7 @@ class Places:
     def whole(self, rows: Tensor, lead: int = 0) -> Tensor:
         """Returns rows (lead..., B T, ...) in the shape of positions (lead..., B, *sizes, ...).
 
-        A row of numbers (C,), one for each output, goes to the dimension where the outputs hold them.
+        If rows are vectors (C,), C becomes the dimension that holds the C outputs of a position.
         """
         values = rows.unflatten(lead, (self.samples, *self.sizes))
         one_each = rows.ndim == lead + 2
@@ -86,15 +86,15 @@ class Places:
 
 @dataclass(frozen=True)
 class Positions:
-    """How a network is called whose outputs have positions, and where they hold the C outputs of each.
+    """Calls a network whose outputs have positions, and says which dimension holds the C outputs of a position.
 
     Attributes:
         forward: `forward(model, inputs)`, or None.
         axis: the dimension of these C outputs, 1 or -1.
-        dims: how many dimensions the outputs have.
+        dims: number of dimensions of the outputs.
         outputs: C.
-        count: T, the number of positions on the first batch; others may have more or fewer.
-        direct: whether the treated layer gives the outputs itself. Then each position is a sample of its own.
+        count: T on the first batch; later batches may have another T.
+        direct: whether the outputs are those of the treated layer. Then each position counts as a sample.
     """
 
     forward: Forward | None
@@ -106,10 +106,10 @@ class Positions:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], targets: tuple[int, ...] | None, forward: Forward | None) -> Positions:
-        """Reads the positions off the shapes of the first outputs and targets.
+        """Finds the positions from the shapes of the first outputs and targets.
 
-        Outputs (B, T, C) hold the classes last, (B, C, H, W) and (B, C, D, H, W) on dimension 1, unless the targets fit
-        the other dimension alone.
+        Outputs (B, T, C) have the classes last; (B, C, H, W) and (B, C, D, H, W) have them on dimension 1. The choice
+        is reversed if the targets fit only the other dimension.
         """
         axis = -1 if len(shape) == 3 else 1
         one_place = len(shape) > 3 and prod(shape[2:]) == 1  # (B, C, 1, 1): targets of this shape fit both dimensions
@@ -119,7 +119,7 @@ class Positions:
         return cls(forward, axis, len(shape), outputs, prod(shape[1:]) // max(1, outputs))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all but `forward`, as JSON."""
+        """Returns all fields except `forward`, as JSON."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "forward"}
 
     @classmethod
@@ -128,14 +128,14 @@ class Positions:
         return cls(forward, **{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
-        """Calls the network as the user does."""
+        """Calls the network by `forward`, or by its inputs."""
         return invoke(model, inputs, self.forward)
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of the positions of outputs of this shape.
 
         Raises:
-            LapwingError: for outputs of other dimensions, or another C, than on the first batch.
+            LapwingError: if the number of dimensions or C differs from the first batch.
         """
         if len(shape) != self.dims or shape[self.axis] != self.outputs:
             raise LapwingError(
@@ -162,7 +162,7 @@ class Positions:
     def cotangents_at(
         self, samples: int, places: int, which: int, like: Tensor, columns: Tensor | None = None
     ) -> Tensor:
-        """Returns cotangents (B, T C, R) that are columns (C, R) at one position, those of its outputs without any."""
+        """Returns cotangents (B, T C, R) with columns (C, R) at one position, or the identity (C, C) if None."""
         if columns is None:
             columns = torch.eye(self.outputs, dtype=like.dtype, device=like.device)
         u = torch.zeros(samples, places, *columns.shape, dtype=like.dtype, device=like.device)
@@ -171,6 +171,6 @@ class Positions:
 
 
 def _fits(shape: tuple[int, ...], targets: tuple[int, ...], axis: int) -> bool:
-    """Whether targets, of any number of samples, have one number for each position with the classes at this axis."""
+    """Whether targets have one entry for each position if the classes are on this axis. B may differ."""
     sizes = shape[2:] if axis == 1 else shape[1:-1]
     return tuple(targets[1:]) in (sizes, (1, *sizes) if axis == 1 else (*sizes, 1))

@@ -1,7 +1,8 @@
-"""The probe: which layer family covers each parameter, where its tensors hold the samples, and whether that is true.
+"""The probe finds the layer family of each parameter and the sample axis of its tensors, and checks both.
 
-On a few samples it compares `Jᵀu` of every parameter, contracted from the recorded uses, with autograd's, and requires
-that the gradients of one sample's outputs are zero at all other samples. What fails goes generic, with the reason kept.
+On a few samples it computes `Jᵀu` of every parameter from the recorded uses, and compares it with autograd. It also
+requires that the gradients of one sample's outputs are zero at all other samples. A parameter that fails becomes
+generic, and the coverage report gives the reason.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
 log = logging.getLogger("lapwing")
 
 PROBED_SAMPLES = 4
-"""At most so many samples of the first batch are run."""
+"""Maximum number of samples of the first batch that the probe runs."""
 
-# Why no layer family treats a parameter, as the coverage report says:
+# Reasons of the coverage report why a parameter is generic:
 MIXED = "no dimension of its layer holds the samples"
 UNSEEN = "no layer family covers it"
 CONDITIONAL = "layers of its shape do not run on every sample"
@@ -45,7 +46,7 @@ IDLE = (
 )
 
 _WARNED_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-"""Network -> its parameters that were said to have no gradient."""
+"""Network -> names of its idle parameters in the latest warning."""
 
 
 def probe(
@@ -62,17 +63,17 @@ def probe(
     Args:
         model: the uncompiled network, checked to be in eval mode.
         parameters: name -> parameter, tied ones once.
-        inputs: a first batch; at most four samples of it are used.
-        params: the selection.
-        forward: how the network is called.
-        max_numbers: how many numbers may be built for a strip of positions beside the activations.
-        warn: warn of idle parameters.
+        inputs: the first batch; at most `PROBED_SAMPLES` samples are used.
+        params: predicate that selects parameters, or `LastLayer`.
+        forward: function that calls the network, or None.
+        max_numbers: maximum number of entries built for a strip of positions, in addition to the activations.
+        warn: whether to warn of idle parameters.
 
     Returns:
-        Blocks, the plan to read recordings with, the coverage report, and C.
+        The blocks, the plan that reads recordings, the coverage report, and C.
 
     Raises:
-        LapwingError: no parameter selected; outputs that change between calls or with the rest of the batch.
+        LapwingError: if no parameter is selected, or if outputs change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
     names, recording, first = _recorded(model, few, forward, parameters, params, warn)
@@ -81,7 +82,7 @@ def probe(
 
     samples, generator = len(outputs), torch.Generator(outputs.device).manual_seed(0)
     u = torch.randn(samples, outputs.shape[1], 3, generator=generator, dtype=outputs.dtype, device=outputs.device)
-    u[1:, :, 0] = 0  # cotangent 0 looks at the first sample, 1 at the last, 2 at all
+    u[1:, :, 0] = 0  # cotangent 0 is zero except at the first sample, 1 except at the last one, 2 has all samples
     u[: samples - 1, :, 1] = 0
     noted = [use for use in recording.noted if set(use.names.values()) & set(names)]
     with _explained(model):
@@ -115,7 +116,7 @@ def _recorded(
     params: Predicate | LastLayer,
     warn: bool,
 ) -> tuple[tuple[str, ...], Recording, FirstCall | None]:
-    """Returns the names of the parameters to treat, a recording, and the call that found the last layer, if one did."""
+    """Returns the names of the parameters to treat, a recording, and the call that found the last layer (or None)."""
     names = () if isinstance(params, LastLayer) else select(params, parameters, type(model).__name__)
     frozen = [parameters[name] for name in names if not parameters[name].requires_grad]
     recording = run_spread(model, few, forward, parameters, frozen)
@@ -124,7 +125,7 @@ def _recorded(
         return names, recording, None
     names, first = output_layers(model, few, forward, parameters, recording, warn)
     late = {name: parameters[name] for name in names if not parameters[name].requires_grad}
-    if late:  # not known before, and others, masks and tables, need not take gradients
+    if late:  # only these frozen parameters need gradients; masks and tables may not accept them
         elsewhere = run(model, few, forward, late, frozen=list(late.values())).elsewhere
         recording = recording._replace(elsewhere=recording.elsewhere | elsewhere)
     return names, recording, first
@@ -145,7 +146,7 @@ def _reasons(
     axes: Sequence[BatchAxis | None],
     recording: Recording,
 ) -> dict[str, str]:
-    """Returns why no layer family treats a parameter, by name; "" where one may, until autograd says otherwise."""
+    """Returns name -> reason why the parameter is generic, or "" if a layer family may treat it."""
     reasons = {name: UNSEEN if name in used else IDLE for name in names}
     for use, axis in zip(noted, axes, strict=True):
         for name in used & set(use.names.values()) if use.reached else ():
@@ -153,7 +154,7 @@ def _reasons(
                 reasons[name] = "its layer's input is modified in place"
             elif axis is None:
                 reasons[name] = MIXED
-            elif reasons[name] == UNSEEN:  # what one use rules out, another does not allow
+            elif reasons[name] == UNSEEN:  # one use that is ruled out makes the parameter generic
                 reasons[name] = ""
     for name in names:
         if recording.differentiated and not reasons[name]:
@@ -166,9 +167,9 @@ def _reasons(
 def _conditional(
     noted: Sequence[RecordedUse], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]
 ) -> list[str]:
-    """Returns the names in layers of a shape of which one did not get every sample, as experts do.
+    """Returns the names in layers with the shape of a layer that did not get every sample, as experts have.
 
-    Another sample may not reach these.
+    Other samples may not reach these layers.
     """
     partial: set[str] = set()
     for use, (first, last, whole) in zip(noted, gradients, strict=True):
@@ -181,7 +182,7 @@ def _conditional(
 
 
 def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
-    """Warns of parameters to treat that the outputs do not depend on, once for each network."""
+    """Warns once per network of selected parameters that the outputs do not depend on."""
     if idle and _WARNED_IDLE.get(model) != idle:
         _WARNED_IDLE[model] = idle
         log.warning(
@@ -195,9 +196,10 @@ def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
 
 @contextlib.contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Raises errors of autograd again as messages that say what to do.
+    """Replaces two errors of autograd by messages with a remedy.
 
-    The network may overwrite what gradients need, or call parts of itself again on the way back, unrecorded.
+    The network overwrote a tensor that gradients need, or checkpointing runs a part again in the backward pass, where
+    it is not recorded.
     """
     try:
         yield
@@ -205,7 +207,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
         if "modified by an inplace operation" in str(error):
             raise LapwingError(
                 f"{type(model).__name__} overwrites a tensor that the gradients of an earlier call need, such as the "
-                "input of a layer. Let forward() make a new tensor: write h = h * 2 in place of h.mul_(2)."
+                "input of a layer. Let forward() make a new tensor: write h = h * 2 instead of h.mul_(2)."
             ) from error
         if "torch.utils.checkpoint" not in str(error):
             raise
@@ -218,10 +220,10 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 
 def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
-    """Takes the samples to probe; one alone is taken twice where the network runs on two, to show the batch axis."""
+    """Returns the samples to probe. A single sample is repeated, if the network accepts two, to show the batch axis."""
     if batches.size(inputs) > 1:
         few = torch.arange(min(PROBED_SAMPLES, batches.size(inputs)))
-        return batches.take(inputs, few)  # copies, which the network may write
+        return batches.take(inputs, few)  # copies, because the network may write its inputs
     twice = batches.take(inputs, torch.tensor([0, 0]))
     try:
         with torch.no_grad(), without_compiled():
@@ -232,7 +234,7 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
 
 
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
-    """Requires the same outputs again, and for the first and the last sample alone."""
+    """Raises unless a second call, and calls with only the first or last sample, give the same outputs."""
     versions = [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
         before = _generator_state(outputs.device)
@@ -252,7 +254,7 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
         if versions != [leaf._version for leaf in batches.tensors(inputs)]:
             raise LapwingError(
                 f"{type(model).__name__} writes its inputs in place, so that a second call on the same batch gives "
-                "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 in place of x += 1 "
+                "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 "
                 "in forward()."
             )
         with torch.no_grad(), Draws() as draws:
@@ -263,9 +265,9 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
             f"{float(difference):.2g}{named}. Call model.eval(), and turn off sampling, noise and augmentation inside "
             "forward()."
         )
-    for alone, in_batch in ends:  # the first and the last sample: a recurrence along the batch spares the first
-        fits = alone.shape[1:] == in_batch.shape
-        distance = float((alone[0] - in_batch).detach().abs().max()) if fits else math.inf
+    for single, in_batch in ends:  # also the last sample: a recurrence along the batch leaves the first one unchanged
+        fits = single.shape[1:] == in_batch.shape
+        distance = float((single[0] - in_batch).detach().abs().max()) if fits else math.inf
         if not distance <= tolerance:
             raise LapwingError(
                 f"The output of {type(model).__name__} at one sample changes with the rest of the batch"
@@ -282,7 +284,7 @@ def _generator_state(device: torch.device) -> Tensor:
 
 
 def _batch_axis(noted: RecordedUse, g: Tensor, samples: int) -> BatchAxis | None:
-    """Finds the axis on which the gradients of the first (last) sample's outputs are zero at all other samples."""
+    """Returns the axis along which the gradients of the first (last) sample's outputs are zero at other samples."""
     shape = noted.out.shape
     for axis in range(noted.use.sample_dims):
         for inner in (False, True):
@@ -296,7 +298,7 @@ def _batch_axis(noted: RecordedUse, g: Tensor, samples: int) -> BatchAxis | None
 
 
 def _autograd_rows(first: FirstCall, names: Sequence[str], u: Tensor, model: str) -> dict[str, Tensor]:
-    """Returns autograd's `Jᵀu`, name -> the parameter's shape, of the parameters that the outputs depend on."""
+    """Returns `Jᵀu` by autograd: name -> tensor of the parameter's shape, if the outputs depend on the parameter."""
     if not first.outputs.requires_grad:
         raise LapwingError(
             f"The outputs have no gradient for any of the {len(names)} parameters of {model} "
@@ -316,7 +318,7 @@ def _compare_with_autograd(
     reasons: dict[str, str],
     max_numbers: int,
 ) -> None:
-    """Marks parameters whose recorded uses do not add up to autograd's gradient."""
+    """Sets the reason of parameters whose recorded uses do not add up to autograd's gradient."""
     for name in truth:
         dtype, total = accumulation_dtype(truth[name].dtype), None
         for use, g, axis in zip(noted, gradients, axes, strict=True):
@@ -328,14 +330,14 @@ def _compare_with_autograd(
                     single = Block(name, (name,), (tuple(truth[name].shape),), use.use.family, matrix, bias)
                     part = single.split(jacobian.sum_rows()[0])[name]
                     total = part if total is None else total + part
-        eps, there = torch.finfo(truth[name].dtype).eps, truth[name].to(dtype)
-        allowed = 3 * eps**0.5 * there.norm() + 100 * eps * there.numel() ** 0.5
-        if not reasons[name] and (there.norm() if total is None else _distance(total, there)) > allowed:
+        eps, wanted = torch.finfo(truth[name].dtype).eps, truth[name].to(dtype)
+        allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * wanted.numel() ** 0.5
+        if not reasons[name] and (wanted.norm() if total is None else _distance(total, wanted)) > allowed:
             reasons[name] = "its recorded uses do not add up to autograd's gradient"
 
 
 def _distance(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the norm of the difference of two tensors of one shape, without a third."""
+    """Returns the norm of the difference of two tensors of one shape, without a tensor for the difference."""
     first, second = torch.atleast_1d(first, second)
     rows = max(1, SLICE_NUMBERS * len(first) // max(1, first.numel()))
     return torch.stack([(x - y).norm() for x, y in zip(first.split(rows), second.split(rows), strict=True)]).norm()

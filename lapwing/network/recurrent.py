@@ -1,8 +1,9 @@
-"""Recurrent layers opened: `torch.lstm`, `gru` and `rnn_tanh` by their mathematics, so that families see their weights.
+"""Recurrent layers as plain operations, so that layer families see the weights of `torch.lstm`, `gru` and `rnn_tanh`.
 
-The fused kernels take all weights in one list and have no batched backward pass. Here the inputs of all T steps go
-through `weight_ih` in one linear layer. The states go through `weight_hh` step by step, and each product is noted once
-for all steps: what a step adds to it is a row of zeros Z (T, B, O), so that gradients at Z are those at the products.
+The fused kernels get all weights in one list and have no batched backward pass. Here one linear layer multiplies the
+inputs of all T steps by `weight_ih`. Each step multiplies its states by `weight_hh`. These products are recorded once
+for all steps: each step adds a row of zeros Z (T, B, O) to its product, so the gradients at Z are the gradients at the
+products.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from ..jacobian.layers import Use, Watched, register
 from ..jacobian.layers.linear import LinearUse
 
 Intercept = Callable[[Callable, tuple, dict], Any]
-"""Calls a function with its arguments, and notes the use of a weight."""
+"""Function that calls another one with (args, kwargs), and records the use of a weight."""
 
 Step = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""What inputs and states give the gates (B, gates H) each, and the states (B, H) before -> the states after."""
+"""Contributions of inputs and of states to the gates (B, gates H), and states (B, H) before a step -> states after."""
 
 
 def _lstm(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -48,22 +49,22 @@ def _rnn_relu(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tup
 LAYERS: dict[Callable, Step] = {
     torch.lstm: _lstm, torch.gru: _gru, torch.rnn_tanh: _rnn_tanh, torch.rnn_relu: _rnn_relu,
 }  # fmt: skip
-"""torch's recurrent layers -> one step."""
+"""Recurrent layer of torch -> its step."""
 
 CELLS: dict[Callable, Step] = {
     torch.lstm_cell: _lstm, torch.gru_cell: _gru, torch.rnn_tanh_cell: _rnn_tanh, torch.rnn_relu_cell: _rnn_relu,
 }  # fmt: skip
-"""torch's recurrent cells, which are called step by step -> the step."""
+"""Recurrent cell of torch, which does one step per call -> its step."""
 
 
 def tensors_of(args: tuple) -> list[Tensor]:
-    """Returns the tensors of a call, those in its lists and tuples too."""
+    """Returns the tensors among the arguments of a call, also inside lists and tuples."""
     values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     return [value for value in values if isinstance(value, Tensor)]
 
 
 class Weights(NamedTuple):
-    """The weights of one layer and direction, as torch orders them; biases and the projection may be missing."""
+    """Weights of one layer and direction in torch's order. Biases and the projection may be None."""
 
     inputs: Tensor
     states: Tensor
@@ -73,7 +74,7 @@ class Weights(NamedTuple):
 
 
 def _noted_product(states: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Returns what stands for `states Wᵀ + b` at all steps in the graph; the products themselves are made elsewhere."""
+    """Returns `out`, the zeros Z that represent `states Wᵀ + b` of all steps in the graph. `_Steps` computes them."""
     return out
 
 
@@ -86,13 +87,13 @@ register(_read_product, _noted_product)
 
 
 class _Steps:
-    """Products of one weight with the states of T steps, each made as its step comes, and noted together.
+    """Products of one weight with the states of T steps, computed step by step and recorded together.
 
     Args:
         weight: W (O, H).
-        bias: b (O), if any.
-        like: (T, B, any), for T, B, dtype and device.
-        watched: tells the parameters that are noted.
+        bias: b (O), or None.
+        like: tensor (T, B, any) with the T, B, dtype and device of the products.
+        watched: predicate of the parameters whose uses are recorded.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, watched: Watched) -> None:
@@ -114,25 +115,25 @@ class _Steps:
         return torch.addmm(self._added[step], states, self._weight.T)
 
     def note(self, intercept: Intercept) -> None:
-        """Notes the products of all steps."""
+        """Records the products of all steps."""
         if self._noted:
             intercept(_noted_product, (torch.stack(self._states), *self._parameters, self._zeros), {})
 
 
 def opened(function: Callable, args: tuple, watched: Watched, intercept: Intercept) -> Any:
-    """Runs a recurrent layer or cell by its mathematics.
+    """Runs a recurrent layer or cell as plain operations.
 
     Args:
         function: one of `LAYERS` or `CELLS`.
         args: the arguments of its call.
-        watched: tells the parameters whose uses are noted.
-        intercept: notes the uses, as it runs them.
+        watched: predicate of the parameters whose uses are recorded.
+        intercept: runs a function and records the use of a weight.
 
     Returns:
-        What the function returns. NotImplemented where it is called on packed sequences, whose samples lie in an order
-        that the call does not know, or with dropout.
+        The result of the function. NotImplemented for dropout, and for packed sequences, because the call does not
+        show the order of their samples.
 
-    Cost: about the fused layer's forward pass, and one operation more for each gate and step.
+    Cost: about the fused layer's forward pass, plus one operation for each gate and step.
     """
     if function in CELLS:
         return _cell(function, args, intercept)
@@ -160,7 +161,7 @@ def opened(function: Callable, args: tuple, watched: Watched, intercept: Interce
 
 
 def _weights(flat: Sequence[Tensor], biases: bool) -> Weights:
-    """Reads what torch keeps for one layer and direction: two weights, maybe two biases, maybe a projection."""
+    """Returns the weights of one layer and direction from torch's flat list."""
     inputs, states, *rest = flat
     inputs_bias, states_bias = rest[:2] if biases else (None, None)
     return Weights(inputs, states, inputs_bias, states_bias, rest[-1] if len(rest) % 2 else None)

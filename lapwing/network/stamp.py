@@ -1,11 +1,11 @@
-"""Whether a network is still what it was, in this process (`Stamp`) or in another (`fingerprint`).
+"""Detects that a network has changed, in this process (`Stamp`) or in another one (`fingerprint`).
 
-A stamp compares which tensors there are, their shapes, torch's write counters, and up to `SAMPLED` entries of each
-tensor. Torch counts what is written in place, as by `load_state_dict` and the steps of most optimisers: that is noticed
-however small. It does not count what is written through `.data` or a NumPy view, by an optimiser with `fused=True`, by
-another process, or to tensors made in `torch.inference_mode()`. Of this a stamp notices what changes one of the entries
-that it keeps, and nothing else. It sums nothing, since every prediction asks and would have to read all weights.
-`fingerprint` sums over all entries, when a posterior is saved and when it is loaded.
+A stamp compares the tensors by identity, their shapes, torch's write counters, and up to `SAMPLED` entries of each
+tensor. Torch counts writes in place, such as `load_state_dict` and the steps of most optimisers, so a stamp detects
+every one of them. Torch does not count writes through `.data` or a NumPy view, by an optimiser with `fused=True`, by
+another process, or to tensors made in `torch.inference_mode()`. A stamp detects such a write only if it changes one of
+the sampled entries. It computes no sums, because every prediction checks it and would have to read all weights.
+`fingerprint` sums over all entries. It is computed when a posterior is saved and loaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .eager import LOCK
 from .module_state import modules_of
 
 SAMPLED = 8
-"""Entries of each tensor that a stamp keeps, evenly spaced: writes that torch does not count leave no other trace."""
+"""Maximum number of entries of each tensor that a stamp keeps, evenly spaced, for writes that torch does not count."""
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what a network's outputs depend on: name -> every parameter, every saved real or complex buffer."""
+    """Returns name -> tensor that the outputs depend on: all parameters and all saved real or complex buffers."""
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     met = set()  # a tied parameter counts under its first name
@@ -46,15 +46,15 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Which tensors a network held, how often they had been written, and a few of their values.
+    """Tensors, write counters and sampled values of a network.
 
-    What `Tangent.state()` leaves out, integer and unsaved buffers among it, is not looked at.
+    Tensors outside `Tangent.state()`, such as integer and unsaved buffers, are not compared.
 
     Attributes:
-        tensors: the network's own tensors by name.
-        versions: their write counters.
-        shapes: their shapes.
-        values: up to `SAMPLED` entries of each.
+        tensors: name -> tensor of the network.
+        versions: write counter of each tensor.
+        shapes: shape of each tensor.
+        values: up to `SAMPLED` entries of each tensor, concatenated.
     """
 
     tensors: dict[str, Tensor] = field(repr=False)
@@ -64,22 +64,22 @@ class Stamp:
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Stamp:
-        """Takes the stamp of `Tangent.state()`. Time O(number of tensors)."""
+        """Makes the stamp of `Tangent.state()`. Cost: time O(number of tensors)."""
         shapes = tuple(value.shape for value in state.values())
         return cls(dict(state), _versions(state), shapes, torch.cat(_parts(state)).nan_to_num())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes up the write counters of the copies: `copy.deepcopy` and pickle copy the network with its posterior."""
+        """Reads new write counters, since `copy.deepcopy` and pickle copy the network with its posterior."""
         self.__dict__.update(state, versions=_versions(state["tensors"]))
 
     def changed(self, state: Mapping[str, Tensor]) -> str | None:
-        """Returns what is no longer as stamped: a tensor's name, or None."""
+        """Returns the name of a tensor that has changed, or None."""
         for (name, tensor), shape in zip(self.tensors.items(), self.shapes, strict=True):
             if state.get(name) is not tensor or tensor.shape != shape:
                 return name
         if len(state) > len(self.tensors):
             return next(name for name in state if name not in self.tensors)
-        state = self.tensors  # the same, in the order of the stamp
+        state = self.tensors  # the same tensors, in the order of the stamp
         now = _versions(state)
         if now != self.versions:
             return next(name for name, old, new in zip(self.tensors, self.versions, now, strict=True) if old != new)
@@ -94,9 +94,9 @@ class Stamp:
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns three float64 sums that differ between tensors, and not between devices or files.
+    """Returns three float64 sums (3,) over the entries of a tensor, which identify it on any device and in files.
 
-    Imaginary parts count as further entries.
+    Imaginary parts count as entries.
     """
     value = value.detach()
     if value.is_complex():
@@ -105,7 +105,7 @@ def fingerprint(value: Tensor) -> Tensor:
     for part in value.flatten().split(SLICE_NUMBERS):
         part, stop = doubled(part), start + len(part)
         spread = (torch.arange(start, stop, dtype=torch.float64, device=part.device) * 0.6180339887498949).frac()
-        sums += torch.stack([part.sum(), part @ part, part @ spread]).cpu()  # the third changes with the order
+        sums += torch.stack([part.sum(), part @ part, part @ spread]).cpu()  # the third sum depends on the order
         start = stop
     return sums
 
@@ -121,7 +121,7 @@ def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:
     for value in state.values():
         value, step = value.detach(), max(1, value.numel() // SAMPLED)
         if value.is_contiguous():
-            part = value.as_strided((min(SAMPLED, value.numel()),), (step,))  # one view, where slices take three
+            part = value.as_strided((min(SAMPLED, value.numel()),), (step,))  # one view; the slices below make three
         else:
             part = value.flatten()[: SAMPLED * step : step]
         parts.append(part if part.device == device else part.to(device))

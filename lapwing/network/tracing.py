@@ -1,10 +1,10 @@
-"""One forward pass that notes, for every use of every watched parameter, the layer's input and its place in the graph.
+"""One forward pass that records the uses of the watched parameters: the layer's input and its node in the graph.
 
-Calls of torch functions (`F.linear(x, W, b)`, `conv2d`, ...) are recorded, not those of modules: functional reuse of a
-weight and attention projections count like any other layer. Parameters are recognised by identity. The
-graph starts at the first watched output, and weights that are not watched are constants, so a trunk that is not
-treated costs a plain forward pass. A table read once for the whole batch, such as positions, is spread over the
-samples, so that its gradients arrive sample by sample.
+Calls of torch functions (`F.linear(x, W, b)`, `conv2d`, ...) are recorded, and calls of modules are not. So functional
+reuse of a weight and attention projections count like any other layer. Parameters are recognised by identity. The
+graph starts at the first watched output, and weights that are not watched are constants, so an untreated trunk costs a
+plain forward pass. A table that is read once for the whole batch, such as position embeddings, is expanded over the
+samples, so that it has one gradient per sample.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .calling import OutputsWithPositions, as_matrix, call, shaped_outputs
 from .eager import EagerMode, swapped, without_compiled
 
 BATCHED_BACKWARD = 2**24
-"""Cotangents go back in one batched pass while their gradients have at most this many entries, else one by one."""
+"""Maximum number of gradient entries for one batched backward pass. Above it cotangents go back one by one."""
 
 DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-"""What takes gradients within a forward pass: where outputs contain them, weights count through them too."""
+"""Functions that compute gradients within a forward pass. Outputs may then depend on weights through gradients."""
 
 ROUTING = frozenset(
     name + suffix
@@ -46,16 +46,21 @@ ROUTING = frozenset(
         "__float__", "__index__", "__int__", "item", "numpy", "tolist",
     )
 )  # fmt: skip
-"""Names of functions by which values, and not shapes alone, can decide what lies where."""
+"""Names of functions whose output layout can depend on values, and not only on shapes."""
 
 
 @dataclass
 class RecordedUse:
-    """One use of watched parameters: what the layer got, its parameters' names by role, and where it lies in the graph.
+    """One use of watched parameters.
 
     Attributes:
-        versions: how often input and output had been written.
-        reached: whether the outputs depend on it; not where it was detached, for instance.
+        use: the layer's input, parameters and family.
+        names: role -> name of the watched parameter.
+        edge: place of the layer's output in the graph.
+        out: the layer's output.
+        versions: write counters of input and output at the call.
+        spread: whether a table's single row of tokens was expanded over the samples.
+        reached: whether the outputs depend on this use. False if its output was detached, for instance.
     """
 
     use: Use
@@ -72,7 +77,7 @@ class RecordedUse:
         return self.use.inputs._version != self.versions[0]
 
     def is_output(self, outputs: Tensor) -> bool:
-        """Whether the layer's output is the network's, so that its gradients are the cotangents themselves."""
+        """Whether the layer's output is the network's output, so that its gradients are the cotangents."""
         return self.out is outputs and self.out._version == self.versions[1] and self.use.is_product
 
 
@@ -82,10 +87,10 @@ class Recording(NamedTuple):
     Attributes:
         outputs: f (B, C), with their graph.
         noted: the uses in order.
-        routed: whether values may have decided what lies where.
-        differentiated: whether the network took gradients itself, which its outputs may contain.
-        elsewhere: watched parameters that reach the outputs by other ways than the uses, or may.
-        shaped: the outputs in the network's own shape, with positions where it has them.
+        routed: whether the layout may depend on values (`ROUTING`).
+        differentiated: whether the network computed gradients itself, which its outputs may contain.
+        elsewhere: names of watched parameters that reach the outputs, or may, outside the recorded uses.
+        shaped: the outputs in the network's own shape, with positions if it has any.
     """
 
     outputs: Tensor
@@ -97,7 +102,7 @@ class Recording(NamedTuple):
 
 
 class Recorder(EagerMode):
-    """Notes the uses of parameters while the network runs; arguments as `run` has them."""
+    """Function mode that records the uses of parameters. Arguments as for `run`."""
 
     def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -109,9 +114,9 @@ class Recorder(EagerMode):
         self.routed = self.differentiated = False
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a function; where it uses watched parameters, notes it and starts the graph at its output if need be."""
+        """Runs a function. If it uses watched parameters, records the use and starts the graph at its output."""
         reader = READERS.get(function)
-        if reader is not None and (not torch.is_grad_enabled() or transformed()):  # as the network asks for
+        if reader is not None and (not torch.is_grad_enabled() or transformed()):  # the network turned gradients off
             reader = None
         use = None if reader is None else reader(args, kwargs, self._is_watched)
         used = {} if use is None else use.parameters
@@ -142,7 +147,7 @@ class Recorder(EagerMode):
         return out
 
     def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Opens a recurrent layer or cell where its weights are watched, or gradients go back through it."""
+        """Runs a recurrent layer or cell as plain operations if its weights are watched or gradients pass through."""
         out, plain = NotImplemented, torch.is_grad_enabled() and not transformed() and not kwargs
         if plain and any(self._is_watched(value) or value.requires_grad for value in recurrent.tensors_of(args)):
             out = recurrent.opened(function, args, self._is_watched, self.intercept)
@@ -152,27 +157,28 @@ class Recorder(EagerMode):
         return id(value) in self._watched
 
     def _with_constants(self, function: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns arguments with constants for weights that are not watched: no graph then keeps what layers get."""
+        """Detaches weights that are not watched, so that no graph keeps the inputs of their layers."""
         if getattr(function, "__name__", "") == "__get__":  # an attribute, such as requires_grad
             return args, kwargs
-        others = {id(x): x.detach() for x in (*args, *kwargs.values()) if type(x) is Parameter}
-        others = {key: value for key, value in others.items() if key not in self._watched}
-        return tuple([others.get(id(x), x) for x in args]), {key: others.get(id(x), x) for key, x in kwargs.items()}
+        constant = {id(x): x.detach() for x in (*args, *kwargs.values()) if type(x) is Parameter}
+        constant = {key: value for key, value in constant.items() if key not in self._watched}
+        return tuple([constant.get(id(x), x) for x in args]), {key: constant.get(id(x), x) for key, x in kwargs.items()}
 
     def _with_stand_ins(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a function on leaves of the graph in the place of frozen parameters, which would leave no trace."""
+        """Runs a function with leaves of the graph instead of frozen parameters, so that the graph shows their use."""
         replaced, named = swapped(args, self._stand_ins), swapped(tuple(kwargs.values()), self._stand_ins)
         if replaced is not args or any(map(operator.is_not, named, kwargs.values())):
-            with contextlib.suppress(RuntimeError, BufferError):  # numpy() and writes take no leaf, and pass nothing on
+            with contextlib.suppress(RuntimeError, BufferError):  # numpy() and writes do not accept a leaf
                 out = function(*replaced, **dict(zip(kwargs, named, strict=True)))
                 if isinstance(out, (Tensor, list, tuple)):  # not requires_grad, for instance
                     return next((value for value in args if out is self._stand_ins.get(id(value))), out)
         return function(*args, **kwargs)
 
     def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
-        """Returns the watched parameters at which the graph of the outputs ends: uses have constants in their place.
+        """Returns the names of watched parameters at which the graph of the outputs ends.
 
-        What the inputs were made of does not count. On the way uses are noted that the outputs do not reach.
+        Recorded uses have constants instead, so these parameters were used in another way. The graph behind the inputs
+        does not count. Also sets `reached` of each recorded use.
         """
         ends = self._watched
         leaves, met = graph_leaves(outputs, inputs)
@@ -182,7 +188,7 @@ class Recorder(EagerMode):
 
 
 def _routes(function: Callable, args: tuple) -> bool:
-    """Whether a function can make positions depend on values."""
+    """Whether the function's output layout can depend on values (indexing, sorting)."""
     name = getattr(function, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
         places = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -191,7 +197,7 @@ def _routes(function: Callable, args: tuple) -> bool:
 
 
 def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
-    """Returns the tensors at which the graph of the outputs ends, and its nodes, but for what made the inputs."""
+    """Returns the leaves and the nodes of the graph of the outputs, without the graph behind the inputs."""
     leaves: list[Tensor] = []
     left, met = [outputs.grad_fn], {leaf.grad_fn for leaf in inputs}
     while left:
@@ -219,10 +225,10 @@ def run(
     Args:
         model: the uncompiled network.
         inputs: a batch.
-        forward: how the network is called.
+        forward: function that calls the network, or None.
         watched: name -> parameter.
-        spread: over how many samples embeddings of a single row of tokens are spread.
-        frozen: those of the watched parameters that leave no trace in a graph and are to leave one.
+        spread: number of samples over which embeddings of a single row of tokens are expanded; 1 changes nothing.
+        frozen: watched parameters without requires_grad whose use the graph must show.
     """
     recorder = Recorder(watched, spread, frozen)
     with torch.enable_grad(), without_compiled():
@@ -239,12 +245,12 @@ def run_spread(
     watched: Mapping[str, Tensor],
     frozen: Sequence[Tensor] = (),
 ) -> Recording:
-    """Records the network with tables spread over the samples, unless that changes its outputs."""
+    """Records the network with tables expanded over the samples, unless this changes its outputs."""
     try:
         outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs), frozen)
     except OutputsWithPositions:
         raise
-    except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may not take the table's new shape
+    except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may reject the table's new shape
         return run(model, inputs, forward, watched, frozen=frozen)
     if any(use.spread for use in noted):
         with torch.no_grad(), without_compiled():
@@ -256,7 +262,7 @@ def run_spread(
 
 
 def wants_gradient(inputs: Any) -> bool:
-    """Whether the caller asks for results differentiable in the inputs."""
+    """Whether results must be differentiable in the inputs."""
     return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
 
 
@@ -269,13 +275,13 @@ def output_gradients(
         outputs: f (B, C) with its graph.
         noted: the uses.
         cotangents: u (B, C, R), or None for the C outputs themselves.
-        differentiable: keep the graph of the gradients.
-        batched: whether the cotangents may go back in one pass.
+        differentiable: whether to keep the graph of the gradients.
+        batched: whether one backward pass may handle all cotangents.
 
     Returns:
-        g (R, *out.shape) a use; None where the use's output is f itself and the cotangents are its entries.
+        g (R, *out.shape) of each use, or None if the use's output is f and `cotangents` is None.
 
-    Cost: R backward passes of activations only, none for a use that is the output.
+    Cost: R backward passes of activations only; zero for a use whose output is f.
     """
     exact = None if cotangents is None else cotangents.permute(2, 0, 1)  # (R, B, C)
     u = None if exact is None else exact.to(outputs)
@@ -313,7 +319,7 @@ def _backward(
 
 
 def _one_by_one(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool]) -> list[Tensor | None]:
-    """Takes the cotangents back one after the other, each freed once it lies beside the others of its samples."""
+    """Computes the gradients of one cotangent after the other, and copies each into one tensor per use."""
     if len(u) == 1:
         parts = torch.autograd.grad(outputs, edges, u[0], **options)
         return [None if part is None else part.unsqueeze(0) for part in parts]

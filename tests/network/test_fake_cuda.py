@@ -280,7 +280,7 @@ def test_eigh_goes_on_on_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         assert values.device.type == vectors.device.type == "cuda"
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.inner, other)
-    assert "failed on cuda:0, and goes on on the CPU" in caplog.text
+    assert "failed on cuda:0, and continues on the CPU" in caplog.text
 
 
 def test_eigh_that_fails_on_the_cpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
