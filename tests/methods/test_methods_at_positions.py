@@ -196,22 +196,6 @@ def test_moving_points_at_positions(fit, some, monkeypatch, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_steps_on_tokens_in_half_precision():
-    model, loader, x = case("tagger")
-    for fit in (lw.VariationalBound(steps=2), lw.AlphaDivergence(steps=2, learning_rate=1e-3), lw.NaturalGradient()):
-        posterior = lw.fit(model.to(torch.bfloat16), loader, lw.VaLLA(4, fit=fit))
-        assert posterior.predict(x).probs.isfinite().all()
-
-
-def test_moving_points_of_a_regression_over_maps():
-    model, loader, x = case("1x1")
-    data = [(x, torch.randn_like(model(x)).detach()) for x, _ in loader]
-    for fit in (lw.VariationalBound(steps=3), lw.AlphaDivergence(steps=3)):
-        posterior = lw.fit(model, data, lw.VaLLA(4, fit=fit, initial="data"))
-        assert posterior.noise_variance > 0
-        assert posterior.predict(x).std.shape == model(x).shape
-
-
 # --- sampled draws ---------------------------------------------------------------------------------------------------
 
 EXACT = lw.ConjugateGradients(tolerance=1e-10)
@@ -358,13 +342,6 @@ def test_a_subset_of_data_is_full_on_these_inputs(params, implicit, monkeypatch)
         assert fitted.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=1e-9)
 
 
-def test_a_subset_too_large_for_a_dense_matrix_goes_by_its_rows():
-    model, loader, _ = case("transformer")
-    tangent = Tangent.survey(model, loader[0][0], targets=loader[0][1])
-    assert isinstance(lw.SubsetOfData(2)._exact(replace(tangent, memory=2**10), 2, 12), lw.ELLA)
-    assert isinstance(lw.SubsetOfData(2)._exact(tangent, 2, 12), lw.Full)
-
-
 @pytest.mark.parametrize("params", TREATED)
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_an_optimal_subspace_of_all_rows_is_full(name, params):
@@ -379,17 +356,6 @@ def test_an_optimal_subspace_of_all_rows_is_full(name, params):
     )
     at = lw.OptimalSubspace(10, lw.Full(), residual="prior", at=x)
     assert lw.fit(model, loader, at, params=params).predict(x).probs.isfinite().all()
-
-
-def test_an_optimal_subspace_of_one_test_input_is_exact_there():
-    """Theorem 1: as many directions as the input has outputs leave nothing out there."""
-    model, loader, x = case("transformer")
-    full = lw.fit(model, loader, lw.Full(), prior_precision=2.0)
-    method = lw.OptimalSubspace(2 * CLASSES, lw.Full(), at=x[:1])
-    fitted = lw.fit(model, loader, method, prior_precision=2.0)
-    close(fitted.latent(x[:1]).covariance, full.latent(x[:1]).covariance, 1e-6)
-    some = lw.fit(model, loader, lw.OptimalSubspace(4, rows=9), prior_precision=2.0)
-    assert some.latent(x).variance.shape == model(x).shape
 
 
 @pytest.mark.parametrize("by", ["validation", "evidence"])
@@ -426,19 +392,6 @@ def test_mean_field_sums_over_positions_that_count(name):
         assert torch.equal(step.sign()[clear], slope.sign()[clear])
     both = lw.fit(model, data, lw.MeanField(steps=4), sample_weights=True)
     assert both.predict(x).probs.shape == model(x).shape
-
-
-def test_mean_field_of_a_regression_in_chunks(monkeypatch):
-    model, loader, _ = case("1x1")
-    data = [(x, model(x).detach() + 1) for x, _ in loader]
-    whole = lw.fit(model, data, lw.MeanField(steps=3, initial_std=1e-9))
-    assert whole.noise_variance == pytest.approx(1.0, rel=0.1)
-    method, options = lw.MeanField(steps=3, initial_std=1e-9), {"likelihood": lw.Gaussian(0.5), "prior_precision": 1.0}
-    whole = lw.fit(model, data, method, **options)
-    monkeypatch.setattr(Tangent, "chunk_length", lambda *_: 1)
-    one_by_one = lw.fit(model, data, method, **options)
-    close(one_by_one.model.trunk.weight.detach(), whole.model.trunk.weight.detach())
-    close(one_by_one.history["log_likelihood"], whole.history["log_likelihood"])
 
 
 def test_posteriors_that_are_put_together_take_positions():
@@ -498,10 +451,3 @@ def test_streamlined_moments_of_all_weights_near_certainty(name):
     many = x.repeat(60, *[1] * (x.ndim - 1))
     first = in_chunks.latent(many, via=lw.Streamlined()).variance[:2]
     close(first, posterior.latent(x, via=lw.Streamlined()).variance)
-
-
-def test_the_scale_factor_of_streamlined_maps():
-    model, loader, x = case("3x3")
-    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=2.0)
-    way = lw.scale_factor(posterior, loader)
-    assert posterior.predict(x, via=way).entropy().shape == (2, 2, 3)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.tangent import Tangent
-from tests import oracle
 from tests.conformance import close, psd, setup
 
 NETWORKS = ("mlp", "mlp_scalar", "cnn_bn_inplace", "tied", "gpt2")
@@ -126,12 +125,3 @@ def test_per_layer_prior_noise_and_data_size():
         dense(problem.J.flatten(0, 1), approximate, problem.G * 10 / 2 + delta, 5),
         1e-7,
     )
-
-
-def test_open_noise_is_taken_from_the_residuals():
-    problem = setup("mlp_scalar")
-    fitted = problem.fit(lw.OptimalSubspace(3, lw.KFAC(), "all"), likelihood="gaussian", tune=lw.Evidence())
-    noise = float(oracle.outputs(problem.model, problem.x).sub(problem.y.reshape(9, -1)).square().mean())
-    again = problem.fit(lw.OptimalSubspace(3, lw.KFAC(), "all"), likelihood=lw.Gaussian(noise))
-    again = again.with_prior(fitted.prior_precision, fitted.noise_variance)
-    close(fitted.covariance.to_dense(), again.covariance.to_dense(), 1e-7)

@@ -17,7 +17,6 @@ from lapwing.methods.sampled_lla.system import NOISE as DATA
 from lapwing.methods.sampled_lla.system import generator_at, prior_noise
 from tests import oracle
 from tests.conformance import EVERY, NOISE, Setup, close, cut, sampled_from, setup
-from tests.zoo import ZOO
 
 EXACTLY = lw.ConjugateGradients(iterations=400, tolerance=1e-12)
 NETWORKS = (
@@ -78,17 +77,6 @@ def test_draws_are_the_dense_solution(name, count):
     assert fitted.history["residuals"].max() <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention"])
-def test_last_layer(name):
-    problem = setup(name, last_layer=True)
-    close(draws_of(problem.fit(lw.SampledLLA(3, EXACTLY), tune=None)), solved(problem, 3), 1e-8)
-
-
-def test_unfrozen_parameters_alone():
-    problem = Setup(ZOO["frozen_trunk"], lw.everything)
-    close(draws_of(problem.fit(lw.SampledLLA(3, EXACTLY), tune=None)), solved(problem, 3), 1e-8)
-
-
 @pytest.mark.parametrize("name", ["mlp", "deep_linear"])
 def test_temperature_data_size_and_prior(name):
     problem = setup(name)
@@ -146,14 +134,6 @@ def test_batches_and_chunks_do_not_matter(name, monkeypatch):
         close(draws_of(other), whole, 1e-8)
     monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
     close(draws_of(problem.fit(method, tune=None)), whole, 1e-8)
-
-
-def test_gradients_that_do_not_fit_at_once():
-    problem = setup("grouped_strided_conv")
-    model, method = problem.model, lw.SampledLLA(3, lw.ConjugateGradients(tolerance=1e-10))
-    whole = draws_of(problem.fit(method, tune=None))
-    fitted = lw.fit(model, problem.loader, method, params=EVERY, prior_precision=2.0, memory=2**24)
-    close(draws_of(fitted), whole, 1e-7)
 
 
 def test_seeds():
@@ -298,19 +278,6 @@ def test_latent_and_sample():
         assert fitted.predict(problem.test, via=way).probs.sum(-1).allclose(torch.ones(3).double())
     mlp = setup("mlp").fit(lw.SampledLLA(6), tune=None)
     assert mlp.predict(setup("mlp").test, via=lw.Streamlined()).probs.isfinite().all()
-
-
-def test_save_and_load(tmp_path):
-    problem = setup("mlp")
-    fitted = problem.fit(lw.SampledLLA(4), prior_precision=None, tune=None)
-    fitted.save(tmp_path / "p.safetensors")
-    again = lw.load(tmp_path / "p.safetensors", problem.model)
-    assert torch.equal(draws_of(again), draws_of(fitted))
-    assert again.prior_precision == fitted.prior_precision
-    assert torch.equal(again.history["residuals"], fitted.history["residuals"])
-    close(again.latent(problem.test).covariance, fitted.latent(problem.test).covariance)
-    with pytest.raises(lw.LapwingError, match="has no prior precision"):
-        fitted.with_prior(3.0)
 
 
 # --- EM --------------------------------------------------------------------------------------------------------------
@@ -469,19 +436,6 @@ def test_a_residual_above_the_tolerance_is_said(caplog):
     assert fitted.history["iterations"].tolist() == [2.0]
     assert fitted.history["residuals"].max() > 1e-8
     assert "iterations=4" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("solver", "options"),
-    [
-        (lw.ConjugateGradients, {"iterations": 0}),
-        (lw.ConjugateGradients, {"tolerance": 1.0}),
-        (lw.ConjugateGradients, {"preconditioner": "kfac"}),
-    ],
-)
-def test_solver_options_out_of_range(solver, options):
-    with pytest.raises(lw.LapwingError, match="Write"):
-        solver(**options)
 
 
 def test_draws_that_do_not_fit():

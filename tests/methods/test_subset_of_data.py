@@ -114,11 +114,6 @@ def test_evidence_of_a_rescaled_subset_is_that_of_its_data_size(name):
     assert whole == pytest.approx(problem.fit(lw.Full()).log_marginal_likelihood(), rel=1e-9)
 
 
-def test_data_size_below_the_loader_is_refused():
-    with pytest.raises(lw.LapwingError, match="data_size=6 is below the 9 samples"):
-        setup("mlp").fit(lw.SubsetOfData(3), data_size=6)
-
-
 @pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
 @pytest.mark.parametrize("delta", [0.01, 2.0])
 def test_orders(name, delta):
@@ -154,19 +149,6 @@ def test_too_small_a_budget_names_the_size(monkeypatch):
     within(2000, monkeypatch)
     with pytest.raises(lw.LapwingError, match=r"SubsetOfData\(size=9\) needs .* ask for a smaller size"):
         setup("mlp").fit(lw.SubsetOfData(500))
-
-
-def test_validation_tunes_it():
-    problem, method = setup("cnn_bn_inplace"), lw.SubsetOfData(5)
-    held_out = [(problem.case.inputs(7, 5), problem.case.targets(7, 5))]
-    tune = lw.Validation(held_out)
-    mine = problem.fit(method, prior_precision=None, tune=tune)
-    theirs = alone(problem, places_of(method, 9), prior_precision=None, tune=tune)
-    assert mine.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-5)
-    bounded = problem.fit(method, prior_precision=None, tune=lw.BoundedEvidence())
-    assert bounded.prior_precision >= problem.fit(method, prior_precision=None).prior_precision * (1 - 1e-9)
-    with pytest.raises(lw.LapwingError, match="kept no sums of the first samples"):
-        problem.fit(method, prior_precision=None, tune=lw.EarlyStopping(held_out))
 
 
 class TestChoice:

@@ -91,13 +91,6 @@ def test_nested_sizes_grow(name, by):
         assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10
 
 
-def test_leading_directions_are_the_first_choices():
-    problem = setup("mlp")
-    large = problem.fit(SubsetOfWeights(12, "magnitude"))
-    small = problem.fit(SubsetOfWeights(5, "magnitude"))
-    close(large.covariance.with_rank(5).to_dense(), small.covariance.to_dense())
-
-
 def test_random_follows_the_seed():
     problem = setup("mlp")
     picked = [problem.fit(SubsetOfWeights(9, "random"), seed=seed).covariance.basis.picked for seed in (3, 3, 4)]
@@ -170,26 +163,6 @@ def test_by_a_posterior(name):
     )
 
 
-def test_by_a_fitted_posterior_is_by_its_variances():
-    problem = setup("mlp")
-    kfac = problem.fit(lw.KFAC())
-    fitted = problem.fit(SubsetOfWeights(10, by=kfac))
-    assert_largest(fitted.covariance.basis.picked, concatenate(problem.blocks, kfac.covariance.diagonal()))
-    same = problem.fit(SubsetOfWeights(10, by=problem.fit(lw.Diagonal())))
-    assert torch.equal(same.covariance.basis.picked, problem.fit(SubsetOfWeights(10)).covariance.basis.picked)
-
-
-def test_methods_compare_and_hash():
-    problem = setup("mlp")
-    first, second = (problem.fit(lw.Diagonal()) for _ in range(2))
-    assert SubsetOfWeights(5, by=first) == SubsetOfWeights(5, by=first)
-    assert SubsetOfWeights(5, by=first) != SubsetOfWeights(5, by=second)
-    assert SubsetOfWeights(5) != SubsetOfWeights(5, "magnitude")
-    assert SubsetOfWeights(5) != lw.Diagonal()
-    found = {SubsetOfWeights(5), SubsetOfWeights(5), SubsetOfWeights(5, by=first), SubsetOfWeights(5, by=first)}
-    assert len(found | {SubsetOfWeights(5, by=second), SubsetOfWeights(6)}) == 4
-
-
 # --- the basis -------------------------------------------------------------------------------------------------------
 
 
@@ -214,45 +187,6 @@ def test_basis_equals_identity_columns(name):
     close(basis.grams, grams)
     delta = torch.rand(len(problem.blocks)).double()
     close(basis.prior_gram(delta), torch.einsum("b,bkl->kl", delta, grams))
-
-
-def test_basis_from_its_tensors():
-    problem = setup("conv1d")
-    for dtype in (torch.float32, torch.float64):
-        basis = CoordinateBasis(problem.blocks, torch.tensor([9, 2, 70]), dtype)
-        again = CoordinateBasis.from_tensors(problem.tangent, basis.tensors(), basis.extra())
-        assert torch.equal(again.picked, basis.picked)
-        assert again.dtype == dtype
-        assert again.rank == 3
-
-
-def test_unpicked_blocks_are_not_looked_at():
-    problem = setup("mlp")
-    where = problem.slices["2"]
-    basis = CoordinateBasis(problem.blocks, torch.arange(where.start, where.stop), torch.float64)
-
-    class Watched(dict):
-        def __getitem__(self, name: str) -> Any:
-            assert name == "2"
-            return record[name]
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(record, name)
-
-    record = problem.tangent.record(problem.test)
-    close(basis.project(Watched()), problem.J_test[..., where])
-
-
-def test_gradients_through_the_inputs():
-    """Bayesian optimisation: the variance is differentiable in x."""
-    problem = setup("conv1d")
-    fitted = problem.fit(SubsetOfWeights(20, "magnitude"))
-    x = problem.test.clone().requires_grad_()
-    gradient = torch.autograd.grad(fitted.latent(x).variance.sum(), x)[0]
-    step = 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with torch.no_grad():
-        ahead, behind = (fitted.latent(x + sign * step).variance.sum() for sign in (1, -1))
-    assert float((gradient * step).sum()) == pytest.approx(float(ahead - behind) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
