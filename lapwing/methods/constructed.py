@@ -1,4 +1,4 @@
-"""Posteriors made without `lw.fit`: a network with given weights, and a covariance that is known already."""
+"""Posteriors made without `lw.fit`, from a network and a known covariance."""
 
 from __future__ import annotations
 
@@ -28,13 +28,9 @@ from .state import DataSummary
 
 
 def copied(model: nn.Module, method: str) -> nn.Module:
-    """Returns a copy of the uncompiled network, for a method that moves the mean.
-
-    Raises:
-        LapwingError: for a network that cannot be copied.
-    """
+    """Returns a copy of the uncompiled network for a method that moves the mean; raises if it cannot be copied."""
     try:
-        with LOCK:  # another thread's pass may hold tensors with a graph in it
+        with LOCK:  # during another thread's pass the network may hold tensors with a graph
             return copy.deepcopy(uncompiled(model))
     except (RuntimeError, TypeError) as error:
         raise LapwingError(
@@ -45,14 +41,14 @@ def copied(model: nn.Module, method: str) -> nn.Module:
 
 @torch.no_grad()
 def put(network: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Writes parameters and buffers, by name, into a network: a copy, never the user's."""
+    """Writes parameters and buffers, by name, into a copy of the user's network."""
     tensors = {**dict(network.named_buffers()), **parameters_of(network)}
     for name, value in values.items():
         tensors[name].copy_(value)
 
 
 def diagonal(tangent: Tangent, variances: Mapping[str, Tensor], precision: Tensor | None = None) -> LowRankPlusDiagonal:
-    """Returns the covariance of independent weights from their variances, by parameter, and the prior they had."""
+    """Returns the covariance of independent weights from variances by parameter, and the prior precision if known."""
     joined = {name: value.to(tangent.device, tangent.dtype) for name, value in variances.items()}
     parts = join(tangent.blocks, joined)
     return LowRankPlusDiagonal(
@@ -72,22 +68,22 @@ def constructed(
     memory: int | None,
     progress: bool | None,
 ) -> Posterior:
-    """Returns the posterior around a network as it is, after one forward pass over the data.
+    """Returns the posterior around the network's weights, after one forward pass over the data.
 
     Args:
-        model: the network, whose weights are the mean.
-        names: of the uncertain parameters.
-        covariance: returns Σ, without a prior.
+        model: the network; its weights are the mean.
+        names: names of the uncertain parameters.
+        covariance: function that returns Σ, without a prior.
         first: the first batch.
         loader: the training data.
         method: how Σ was made.
-        likelihood: None infers it; a noise variance that is None becomes the mean squared residual.
-        forward: how the network is called.
+        likelihood: p(y | f); None infers it. A noise variance that is None becomes the mean squared residual.
+        forward: function that calls the network, or None.
         memory: budget in bytes.
-        progress: show a bar; None shows one on a terminal.
+        progress: whether to show a bar; None shows one on a terminal.
 
     Raises:
-        LapwingError: for bad input, or a loader that shows nothing the second time.
+        LapwingError: if the input is invalid, or if the loader shows no batch the second time.
     """
     check_progress(progress)
     inputs, targets = batches.split(first)

@@ -34,7 +34,7 @@ class Diagonal(Method):
 
 
 class SquaredSums(CurvaturePass[BlockSums]):
-    """`Σ_n,r (RᵀJ)²`, (P_block,) for each block."""
+    """Sums `Σ_n,r (RᵀJ)²`, (P_block,) for each block."""
 
     label = "diagonal of the GGN"
 

@@ -1,4 +1,4 @@
-"""ELLA: the NTK's leading eigenfunctions by Nyström on sampled rows of the Jacobian, then the curvature on them."""
+"""ELLA: leading eigenfunctions of the NTK by Nyström on sampled rows of the Jacobian, and the curvature on them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from .subspace import Residual, footprint_on_rows, on_basis, span_of_anchors
 class ELLA(Method):
     """Accelerated linearised Laplace, `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ` (Deng et al. 2022, equations 6 to 17).
 
-    V holds the top K right singular vectors of M sampled rows of J.
-
-    With `residual="prior"` it adds `δ⁻¹(I - VVᵀ)`: directions the rows do not span keep the prior, and with every
-    training row spanned the posterior is exactly Full's, at this prior and at any multiple of it. Without it (as
-    published) they have variance 0.
+    V holds the top K right singular vectors of M sampled rows of J. With `residual="prior"` the method adds
+    `δ⁻¹(I - VVᵀ)`, so directions outside the span of the rows keep the prior. If every training row is in the span, the
+    posterior then equals Full's, at this prior and at any multiple of it. Without a residual, as published, the
+    directions outside have variance 0.
 
     Args:
-        rank: K, the most directions kept.
-        rows: M, sampled without repetition among all (input, output) pairs; "all" takes every one.
+        rank: K, the maximum number of directions.
+        rows: M, the number of rows, sampled without repetition among all (input, output) pairs; "all" uses every pair.
         residual: None or "prior".
-        sampling: "uniform" over all pairs (Algorithm 2); "balanced", as many inputs of each class, with outputs at
-            random; "label", inputs with the output of their own class.
+        sampling: "uniform" samples all pairs alike (Algorithm 2). "balanced" samples equally many inputs of each class,
+            with random outputs. "label" samples inputs and uses the output of their own class.
 
     Raises:
-        LapwingError: for numbers below 1, or another label.
+        LapwingError: if an option is invalid.
 
-    Cost: M backward passes, memory O(M P); where that exceeds the budget, about M²/m more for chunks of m rows, memory
-    O(M² + K P), and again in float64 where rounding hides some of the K directions; where K P exceeds it too, V stays
-    implicit, memory O(M²), every chunk of the curvature's pass and of a prediction takes M backward passes more, and a
-    saved posterior holds the sampled training inputs. The loader is read to count samples, to collect the rows'
-    inputs, and to sum the curvature by C backward passes per sample.
+    Cost: M backward passes, memory O(M P). If that exceeds the budget, chunks of m rows cost about M²/m more backward
+    passes, memory O(M² + K P), and the same again in float64 if rounding hides some of the K directions. If K P exceeds
+    the budget too, V stays implicit: memory O(M²), M more backward passes for each chunk of the curvature's pass and of
+    a prediction, and a saved posterior holds the sampled training inputs. The loader is read to count samples, to
+    collect the inputs of the rows, and to sum the curvature by C backward passes per sample.
 
     Example:
         >>> import lapwing as lw
@@ -61,7 +60,7 @@ class ELLA(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields a pass for the inputs of the rows, then one for the curvature on their span."""
+        """Yields a pass for the inputs of the rows, then a pass for the curvature on their span."""
         anchors = yield from sampled_anchors(problem, self.rows, self.sampling)
         basis = span_of_anchors(problem, anchors, self.rank, self.residual)
         return (yield from on_basis(problem, basis, self.residual))

@@ -1,4 +1,4 @@
-"""Full Laplace: the dense GGN posterior, in weight space or, exactly the same, in function space (dual)."""
+"""Full Laplace: the dense GGN posterior, computed in weight space or in function space (dual)."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ from .subspace import orthonormal_span
 class Full(Method):
     """Full Laplace, `Ψ = (G/τ + δI)⁻¹` over all treated weights.
 
-    The dual form works with the NC rows of `RᵀJ`: their right singular vectors span G, so `V C Vᵀ + δ⁻¹(I - VVᵀ)` is Ψ
-    exactly, at this prior precision and at any other. It makes Full the reference for networks of tens of thousands of
-    weights and some hundred samples.
+    The dual form uses the NC rows of `RᵀJ`. Their right singular vectors span G, so `V C Vᵀ + δ⁻¹(I - VVᵀ)` equals Ψ at
+    every prior precision. It makes Full feasible for tens of thousands of weights and a few hundred samples.
 
-    Args:
-        form: "auto" (dual when NC < P), "primal" or "dual".
-
-    Raises:
-        LapwingError: for another label.
-
-    Both forms sum and decompose in float64, whatever the model's dtype: where features are not scaled or the prior
+    Both forms sum and decompose in float64, whatever the dtype of the model. If features are not scaled or the prior
     precision is small, sums in float32 would lose the directions of least curvature.
 
-    Cost: one pass. Primal: time O(P³) once, memory 16 P² bytes and twice that meanwhile. Dual: memory O(NC P), time
-    O((NC)² P) once.
+    Args:
+        form: "auto" (dual if NC < P), "primal" or "dual".
+
+    Raises:
+        LapwingError: if `form` is invalid.
+
+    Cost: one pass. Primal: time O(P³) once, memory 16 P² bytes, and twice that during the decomposition. Dual: memory
+    O(NC P), time O((NC)² P) once.
 
     Example:
         >>> import lapwing as lw
@@ -50,15 +49,15 @@ class Full(Method):
     form: Literal["auto", "primal", "dual"] = "auto"
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises for the dual form at positions."""
+        """Raises if the outputs have positions and the form is dual."""
         if self.form == "dual" and tangent.positions is not None:
             raise LapwingError(
-                "Full(form='dual') keeps rows of a fixed number of outputs, and these outputs have positions. Write "
+                "Full(form='dual') needs a fixed number of outputs, and these outputs have positions. Write "
                 "lw.Full(form='primal')."
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields one pass, for the GGN or for all rows."""
+        """Yields one pass, which sums the GGN or keeps all rows."""
         self.check(problem.tangent, problem.likelihood)
         rows = problem.count() * problem.root.columns
         problem.require(self._need(problem.tangent, rows))
@@ -66,7 +65,7 @@ class Full(Method):
         return (yield from run_curvature_pass(curvature))
 
     def _is_primal(self, tangent: Tangent, rows: int) -> bool:
-        """Whether the GGN is kept, and not all rows of J."""
+        """Whether the fit sums the GGN instead of keeping all rows."""
         return tangent.positions is not None or self.form == "primal" or (self.form == "auto" and rows >= tangent.size)
 
     def _need(self, tangent: Tangent, rows: int) -> MemoryNeed:
@@ -77,12 +76,12 @@ class Full(Method):
         return MemoryNeed("Full(form='dual')", 16 * rows * size, what, "use lw.KFAC() or fewer samples")
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of the dense GGN and its eigenpairs, or of all rows and their singular vectors."""
+        """Returns the footprint of the dense GGN and its eigenpairs, or of all rows and their SVD."""
         size, rows = shape.tangent.size, shape.samples * shape.columns
         needs = (self._need(shape.tangent, rows),)
         if self._is_primal(shape.tangent, rows):
             kept, chunk = shape.stored(DenseCovariance, {}), shape.chunk(torch.float64, 2 * shape.columns * size)
-            peak = 8 * size**2 + max(32 * size**2, chunk)  # the sum, its copies and LAPACK's
+            peak = 8 * size**2 + max(32 * size**2, chunk)  # the sum; its copies and LAPACK's workspace
             return Footprint(kept, peak, shape.pass_length, needs=needs)
         rank, numbers = min(rows, size), rows * size
         basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}
@@ -94,13 +93,13 @@ class Full(Method):
 
 @dataclass
 class DenseSum(State):
-    """One matrix: G (P, P), or the rows of `RᵀJ` (N R, P)."""
+    """G (P, P), or the rows of `RᵀJ` (N R, P)."""
 
     matrix: Tensor
 
 
 class DenseCurvature(CurvaturePass[DenseSum]):
-    """`G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P), its lower triangle."""
+    """Sums the lower triangle of `G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P)."""
 
     label = "dense GGN"
 
@@ -125,7 +124,7 @@ class DenseCurvature(CurvaturePass[DenseSum]):
 
 
 class AllRows(CurvaturePass[DenseSum]):
-    """Every row of `RᵀJ`, each in its own slot (N R, P)."""
+    """Collects every row of `RᵀJ`, (N R, P)."""
 
     label = "rows of the Jacobian"
 

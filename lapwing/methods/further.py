@@ -1,4 +1,4 @@
-"""More data on the structure of a covariance: the sums that its fit made go on, where they add."""
+"""Adds further data to a covariance, if its curvature is a sum over data."""
 
 from __future__ import annotations
 
@@ -31,25 +31,21 @@ from .subspace import ProjectedCurvature, ProjectionPass
 
 @dataclass(frozen=True)
 class Further(Method):
-    """Adds the curvature of further data to that of a covariance, on the same structure.
+    """Adds the curvature of further data to the curvature of a covariance, on the same structure.
 
-    Equal to a fit to both parts for sums of curvatures: diagonal, dense, Kronecker factors, and subspaces whose
-    directions stay.
+    The result equals a fit to all data for diagonals, dense matrices, Kronecker factors, and subspaces with the same
+    directions.
 
     Args:
-        covariance: of the data so far.
-        made_by: how it was made.
+        covariance: Σ of the data so far.
+        made_by: the method that made it.
     """
 
     covariance: Covariance
     made_by: MethodInfo
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields one pass over the further data.
-
-        Raises:
-            LapwingError: for a method whose curvature cannot go on.
-        """
+        """Yields one pass over the further data; raises if the curvature is not a sum over data."""
         covariance: Any = self.covariance
         way = covariance.continued_by if self.made_by.accepts_further_data else None
         if way == "blocks":
@@ -74,7 +70,7 @@ def _refusal(name: str) -> LapwingError:
 
 
 class Onward(CurvaturePass[S], Generic[S]):
-    """Another pass, whose sums begin with those of earlier data."""
+    """Another pass, plus the sums of earlier data."""
 
     def __init__(self, inner: CurvaturePass[S], before: S) -> None:
         self._inner, self._before, self.label = inner, before, inner.label
@@ -90,7 +86,7 @@ class Onward(CurvaturePass[S], Generic[S]):
 
 
 def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onward[Factors]:
-    """Returns the pass of KFAC, and of the diagonal, after the sums that the structures are made of."""
+    """Returns KFAC's pass plus the sums of earlier data, which it computes from the structures."""
     before, kinds = Factors(), dict[str, str]()
     structure: Any
     for name, structure in covariance.structures.items():
@@ -105,7 +101,7 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
                 inputs = doubled(factors.inputs)
                 before.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(like)
             before.count[name] = factors.count
-            if factors.count.is_floating_point():  # Σ w, and A's rank bounds how many positions made it
+            if factors.count.is_floating_point():  # Σ w; the rank of A is a lower bound of the number of positions
                 before.count[name] = (alpha > 0).sum(-1).amax(keepdim=True).to(torch.int64)
                 before.excess[name] = factors.count - before.count[name]
         elif structure.kind == DiagonalBlock.kind:
@@ -119,7 +115,7 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
 
 
 class _MoreRows(AllRows):
-    """The rows of further data, below rows U and M with `G = Uᵀ M U` that stand for the data so far."""
+    """The rows of further data, together with rows U and M, for which `G = Uᵀ M U` is the curvature so far."""
 
     def __init__(self, problem: Problem, rows: ExplicitBasis, curvature: torch.Tensor) -> None:
         count = problem.count() * problem.root.columns
@@ -136,7 +132,7 @@ class _MoreRows(AllRows):
 
 
 class _MoreOnBasis(ProjectionPass):
-    """The curvature on the directions of a subspace covariance, whose rank stays."""
+    """The curvature on the directions of a subspace covariance; its rank stays."""
 
     def __init__(self, problem: Problem, covariance: LowRank | LowRankWithResidual) -> None:
         super().__init__(problem, covariance.basis, "prior" if covariance.full_rank else None)

@@ -25,24 +25,25 @@ from .state import BlockSums, State
 
 @dataclass(frozen=True)
 class KFAC(Method):
-    """Kronecker-factored Laplace, a layer's `Σ = (Γ ⊗ A/(# τ) + δI)⁻¹`, inverted exactly in the eigenbasis.
+    """Kronecker-factored Laplace, `Σ = (Γ ⊗ A/(# τ) + δI)⁻¹` for each layer, inverted exactly in the eigenbasis.
 
-    `A = Σ a aᵀ` over layer inputs (the bias as a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
-    Fisher root applied. No damping by √δ: the eigenvalues `γ_j α_i` meet δ as they are.
+    `A = Σ a aᵀ` over layer inputs (the bias is a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
+    Fisher root applied. There is no damping by √δ: δ is added to the eigenvalues `γ_j α_i` themselves.
 
     Args:
-        weight_sharing: for weights used at several positions (convolution, tokens): "expand" treats every position as a
-            sample; "reduce" takes the mean of a and the sum of g over positions (Eschenhagen et al. 2023, section 3).
-        uncovered: what parameters get that no Kronecker product covers (norms, scales, generic ones, tied weights whose
-            uses disagree), also where `lw.coverage` names a family: "diagonal", or "dense", their exact GGN block.
+        weight_sharing: treatment of weights that are used at several positions (convolution, tokens). "expand" treats
+            every position as a sample; "reduce" uses the mean of a and the sum of g over positions (Eschenhagen et al.
+            2023, section 3).
+        uncovered: structure of parameters without a Kronecker product (norms, scales, generic ones, tied weights whose
+            uses disagree), even if `lw.coverage` names a family for them: "diagonal", or "dense" for the exact GGN
+            block.
 
     Raises:
-        LapwingError: for another label.
+        LapwingError: if an option is invalid.
 
-    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) and at the end time O(D³) per layer, or
-    O(D² n) for a factor D wide that is summed over fewer rows n.
-    A prediction rotates each layer's inputs, O(D_in²) per position; O(D_in n) for a layer with one position if
-    the fit had far fewer samples, n.
+    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) per layer. At the end, time O(D³) per
+    layer, or O(D² n) for a factor of width D that is summed over n < D rows. A prediction rotates the inputs of each
+    layer, O(D_in²) per position, or O(D_in n) for a layer with one position if the fit had far fewer samples n.
 
     Example:
         >>> import lapwing as lw
@@ -58,7 +59,7 @@ class KFAC(Method):
         return (yield from run_curvature_pass(self._factor_pass(problem)))
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
-        """Returns block name -> "factored", or what the block gets that no Kronecker product covers."""
+        """Returns block name -> "factored", "diagonal" or "dense"."""
         return {block.name: "factored" if block.matrix is not None else self.uncovered for block in tangent.blocks}
 
     def _need(self, tangent: Tangent) -> MemoryNeed:
@@ -68,12 +69,12 @@ class KFAC(Method):
         return MemoryNeed(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
 
     def _factor_pass(self, problem: Problem) -> _FactorPass:
-        """Returns the factor pass, after a check that dense blocks fit."""
+        """Returns the factor pass; raises if the dense blocks do not fit."""
         problem.require(self._need(problem.tangent))
         return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of one pass, and of its eigendecompositions, which take one factor at a time."""
+        """Returns the footprint of one pass, and of the eigendecompositions of one factor at a time."""
         kinds, itemsize = self._kinds(shape.tangent), shape.tangent.dtype.itemsize
         names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
         kept, scratch = shape.stored(Blockwise, {"kinds": names}), shape.chunk()
@@ -88,7 +89,7 @@ class KFAC(Method):
 
 
 class EKFAC(KFAC):
-    """Eigenvalue-corrected KFAC: KFAC's eigenbasis with the true second moments of the Jacobian on its diagonal.
+    """Eigenvalue-corrected KFAC: the eigenbasis of KFAC, with the true second moments of the Jacobian as eigenvalues.
 
     `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, the best diagonal in that basis in Frobenius norm (George et al. 2018,
     section 3).
@@ -98,7 +99,7 @@ class EKFAC(KFAC):
         uncovered: as for `KFAC`.
 
     Raises:
-        LapwingError: for another label.
+        LapwingError: if an option is invalid.
 
     Cost: two passes of C backward passes of activations each; memory O(D_in² + D_out² + P) per layer.
 
@@ -111,7 +112,7 @@ class EKFAC(KFAC):
     accepts_further_data: ClassVar[bool] = False
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields KFAC's pass, then one for the second moments."""
+        """Yields KFAC's pass, then a pass for the second moments."""
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
@@ -125,15 +126,15 @@ class EKFAC(KFAC):
 
 @dataclass
 class Factors(State):
-    """Sums by block name; a block has one of diagonal, dense, or the three of a Kronecker product.
+    """Sums by block name. A block has `diagonal`, or `dense`, or A, Gamma and `count`.
 
     Attributes:
         diagonal: `Σ J²` (P_block,).
         dense: `Σ JᵀJ` (P_block, P_block).
         A: `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs.
         Gamma: `Σ g gᵀ` (G, O, O).
-        count: the number of positions (1,).
-        excess: `Σ (w - 1)` of the samples' weights over positions (1,) float64, where some have weights.
+        count: number of positions (1,).
+        excess: `Σ (w - 1)` over positions (1,) float64, for sample weights w; absent without weights.
     """
 
     diagonal: dict[str, Tensor] = field(default_factory=dict)
@@ -152,26 +153,26 @@ def _eigenbases(state: Factors, columns: int, logits: set[str]) -> dict[str, Kro
 
 
 def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> KroneckerBlock:
-    """Diagonalises both factors, used up one by one: `λ_ji = γ_j α_i / #`, # the count of positions or their weight.
+    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # the number of positions or their total weight.
 
-    A is a sum of # squares, and Γ of R times as many. Of logits Γ maps the ones to 0, but for rounding, by which a weak
-    prior's variance there would leak into the others: `centred` takes it out.
+    A is a sum of # squares, and Γ a sum of R # squares. For logits, Γ maps the vector of ones to 0 up to rounding. With
+    a weak prior, this rounding would carry the large variance of that direction into others, so `centred` removes it.
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
-    if one_hot:  # A is its own diagonal
+    if one_hot:  # A is stored as its diagonal
         alpha, inputs = doubled(state.A[name]), None
     else:
         alpha, inputs = _diagonalised(state.A, name, int(count))
     gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
     if name in state.excess:
-        tiny = torch.finfo(torch.float64).tiny  # of weights that are all 0: no data, and λ = 0
+        tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0
         count = (doubled(count) + state.excess[name]).clamp_min(tiny)
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 
 
 def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns λ (G, n) in float64 and U (G, n, n) in the factor's dtype; frees the factor's memory meanwhile."""
+    """Returns λ (G, n) in float64 and U (G, n, n) in the dtype of the factor, whose memory it frees."""
     matrix = factors.pop(name)
     device, dtype = matrix.device, matrix.dtype
     if centred or not is_reduced(matrix.shape[-1], rank):
@@ -185,7 +186,7 @@ def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: boo
 
 
 class _FactorPass(CurvaturePass[Factors]):
-    """A, Γ and # of the factored blocks; diagonals or dense blocks of the others."""
+    """Sums A, Γ and # of the factored blocks, and the diagonals or dense matrices of the other blocks."""
 
     label = "Kronecker factors"
 
@@ -210,7 +211,7 @@ class _FactorPass(CurvaturePass[Factors]):
 
     def update(self, state: Factors, batch: Batch) -> None:
         for _, record in batch.records(self._problem.summed_root):
-            weights = None if record.weights is None else doubled(record.weights).mean(1)  # of a sample, for A
+            weights = None if record.weights is None else doubled(record.weights).mean(1)  # one per sample, for A
             for name, kind in self._kinds.items():
                 if kind == "diagonal":
                     state.diagonal[name] += record.sums(name).squared_sum()
@@ -242,14 +243,14 @@ class _FactorPass(CurvaturePass[Factors]):
 
 
 def _of_matrix(record: Record, name: str) -> MatrixJacobian | FisherSums:
-    """Returns what sums the squares and Kronecker factors of a block with a matrix layout."""
+    """Returns the object that sums squares and Kronecker factors of a block with a matrix layout."""
     sums = record.sums(name)
     assert isinstance(sums, (MatrixJacobian, FisherSums))
     return sums
 
 
 class _SecondMoments(CurvaturePass[BlockSums]):
-    """`Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) a factored block."""
+    """Sums `Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) for each factored block."""
 
     label = "second moments in KFAC's eigenbasis"
 

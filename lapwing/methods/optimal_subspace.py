@@ -1,4 +1,4 @@
-"""Optimal subspaces: the directions that matter most to the predictive covariance, from an approximate posterior."""
+"""Optimal subspaces: the directions with most influence on the predictive covariance, by an approximate posterior."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from .subspace import Residual, footprint_on_rows, leading_of, on_basis, record_
 class OptimalSubspace(Method):
     """`Σ = P (Pᵀ Ψ⁻¹ P)⁻¹ Pᵀ` with `P = Ψ_approx J_X'ᵀ U_s` (Faller and Martin 2025, sections 4.1 and 4.2).
 
-    U_s are the leading eigenvectors of `J_X' Ψ_approx J_X'ᵀ` on a subset X' of the inputs. With Ψ_approx the exact
-    posterior and X' the test inputs, no other subspace of rank s gives a predictive covariance nearer to Full's there
-    (Theorem 1). The precision `Ψ⁻¹ = G/τ + δI` of the exact GGN is inside (the paper's equation 19).
+    U_s are the leading eigenvectors of `J_X' Ψ_approx J_X'ᵀ` on a subset X' of the inputs. If Ψ_approx is the exact
+    posterior and X' are the test inputs, no other subspace of rank s has a predictive covariance closer to Full's at X'
+    (Theorem 1). The covariance uses the precision `Ψ⁻¹ = G/τ + δI` of the exact GGN (the paper's equation 19).
+
+    Ψ_approx uses the prior precision of the fit, or 1 if that is open. Later priors keep the span.
 
     Args:
-        rank: s, the most directions kept.
-        curvature: Ψ_approx: a method such as `KFAC()`, `EKFAC()`, `Diagonal()` or `Full()`, or "prior" for `δ⁻¹I`, with
-            which the directions are those of ELLA.
-        rows: about how many rows of J make the subset: inputs with all their outputs, at least one; "all" takes every
-            input. Of outputs with positions an input is one position of one.
+        rank: s, the maximum number of directions.
+        curvature: Ψ_approx: a method such as `KFAC()`, `EKFAC()`, `Diagonal()` or `Full()`; or "prior" for `δ⁻¹I`,
+            which gives the directions of ELLA.
+        rows: approximate number of rows of J in the subset, which has all outputs of at least one input; "all" uses
+            every input. If the outputs have positions, each position of an input counts as an input.
         residual: None, or "prior" to keep the prior in the directions outside.
-        at: inputs X' to use in place of a subset of the training data.
+        at: inputs X', instead of a subset of the training data.
 
     Raises:
-        LapwingError: for numbers below 1, another label, or a curvature that is not a method.
+        LapwingError: if an option is invalid.
 
-    Ψ_approx is taken at the fit's prior precision, at 1 where that is to be tuned: later priors keep the span.
-
-    Cost: the passes of `curvature`; M rows of J and `Ψ_approx Jᵀ`, memory O(K P), that of
-    Ψ_approx, and a budget's worth of rows; one pass for the curvature on the span.
+    Cost: the passes of `curvature`; M rows of J and `Ψ_approx Jᵀ`; one pass for the curvature on the span. Memory
+    O(K P), plus the memory of Ψ_approx, plus one memory budget for rows.
 
     Example:
         >>> import lapwing as lw
@@ -64,7 +64,7 @@ class OptimalSubspace(Method):
     at: Any = field(default=None, repr=False, compare=False)
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises for a curvature without a prior, or inputs that are no batch."""
+        """Raises if the curvature has no prior, or if `at` is not a batch of inputs."""
         if isinstance(self.curvature, Method):
             check_within(self.curvature, "curvature", tangent, likelihood)
         if self.at is not None and (batches.is_loader(self.at) or not batches.size(self.at)):
@@ -74,7 +74,7 @@ class OptimalSubspace(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields the passes of Ψ_approx, one for the inputs of the subset, and one for the curvature on their span."""
+        """Yields the passes of Ψ_approx, a pass for the inputs of the subset, and a pass for the curvature."""
         self.check(problem.tangent, problem.likelihood)
         approximate = None
         if isinstance(self.curvature, Method):
@@ -85,7 +85,7 @@ class OptimalSubspace(Method):
         return (yield from on_basis(problem, basis, self.residual))
 
     def _needs(self, tangent: Tangent, count: int, dtype: torch.dtype) -> tuple[MemoryNeed, ...]:
-        """Returns the needs of the directions, and of the Gram matrix of M rows."""
+        """Returns the memory needs of the directions, and of the Gram matrix of M rows."""
         directions = min(self.rank, count) * tangent.size * dtype.itemsize
         return (
             MemoryNeed(
@@ -95,14 +95,14 @@ class OptimalSubspace(Method):
         )
 
     def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
-        """Returns all outputs of the given inputs, or of training inputs chosen at random."""
+        """Returns all outputs of the given inputs, or of random training inputs."""
         width = problem.tangent.outputs
         if self.at is not None:
             count = batches.size(self.at)
             every = output_width(problem.tangent, self.at)
             samples = torch.arange(count).repeat_interleave(every)
             return Anchors(problem.tangent, (self.at,), samples, torch.arange(every).repeat(count))
-        places = problem.tangent.width // width  # positions of an input, each of which is one to choose
+        places = problem.tangent.width // width  # number of positions of an input
         total = problem.count() * places
         count = total if self.rows == "all" else min(total, max(1, self.rows // width))
         chosen = choose(total, count, problem.generator()).sort().values
@@ -111,9 +111,9 @@ class OptimalSubspace(Method):
         return (yield from anchors_at(problem, samples, outputs.flatten(), self.rows == "all"))
 
     def directions(self, problem: Problem, anchors: Anchors, approximate: Covariance | None) -> dict[str, Tensor]:
-        """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from rows in memory if they fit, else written out chunk by chunk.
+        """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from all rows in memory if they fit, else from chunks of rows.
 
-        In float64 where the rows fit: the leading eigenvectors of thousands of rows spread over many decades.
+        The rows in memory are float64, because the leading eigenvalues of thousands of rows span many decades.
         """
         tangent, blocks = problem.tangent, problem.tangent.blocks
         dtype = record_dtype(problem, self.residual)
@@ -124,20 +124,20 @@ class OptimalSubspace(Method):
         all_rows = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
 
         def gram(dtype: torch.dtype) -> Tensor:
-            """Returns `J Ψ_approx Jᵀ` (M, M), from rows in memory or written out for each pair of chunks."""
+            """Returns `J Ψ_approx Jᵀ` (M, M)."""
             total = problem.zeros(len(anchors), len(anchors), dtype=torch.float64)
             for slots, rows in all_rows or anchors.row_chunks(dtype):
-                mine = rows.clone() if all_rows else rows
-                _weight(problem, approximate, cut(blocks, mine))
-                for others, theirs in all_rows or anchors.row_chunks(dtype):
-                    total[slots[:, None], others] = doubled(mine @ theirs.T)
+                weighted = rows.clone() if all_rows else rows
+                _weight(problem, approximate, cut(blocks, weighted))
+                for columns, unweighted in all_rows or anchors.row_chunks(dtype):
+                    total[slots[:, None], columns] = doubled(weighted @ unweighted.T)
             return total
 
         coefficients = leading_of(gram, min(self.rank, len(anchors)), precise).to(precise)  # (s, M)
         if all_rows is None:
             directions = anchors.combine(coefficients)
             _weight(problem, approximate, directions)
-        else:  # orthonormal before they are float32, since Ψ may leave them nearly dependent
+        else:  # orthonormalised before they become float32: Ψ may make them nearly dependent
             rows = coefficients @ all_rows[0][1]
             _weight(problem, approximate, cut(blocks, rows))
             directions = cut(blocks, torch.linalg.qr(rows.T)[0].T)
@@ -166,13 +166,13 @@ class OptimalSubspace(Method):
 
 
 def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) -> None:
-    """Multiplies rows (n, P_block) a block by Ψ_approx in place, by the prior's covariance where there is no other."""
+    """Multiplies rows (n, P_block) of each block by Ψ_approx in place; None means the covariance of the prior."""
     if approximate is None:
         for vector, delta in zip(vectors.values(), problem.precision.tolist(), strict=True):
             vector /= delta
         return
     dtype, tangent = approximate.dtype, problem.tangent
-    length = max(1, tangent.memory // (8 * dtype.itemsize * tangent.size))  # a product takes several times its rows
+    length = max(1, tangent.memory // (8 * dtype.itemsize * tangent.size))  # a product needs several copies of its rows
     for parts in zip(*(vector.split(length) for vector in vectors.values()), strict=True):
         moved = {name: placed(part.to(dtype), tangent.device) for name, part in zip(vectors, parts, strict=True)}
         products = approximate.mv(moved)

@@ -1,10 +1,10 @@
-"""The contract between a method and `fitting/runner.py`: what a pass over the data is.
+"""The contract between a method and `fitting/runner.py`: passes over the data.
 
-A method is a frozen dataclass whose `passes` is a generator: it yields passes, receives the finished state of each, and
-returns a covariance. There are two kinds of pass:
+A method is a frozen dataclass. Its `passes` is a generator, which yields passes, receives the finished state of each
+pass, and returns a covariance. There are two kinds of pass:
 
-- a **sum** pass has a state that adds over data. So a method does nothing for batches, ranks, checkpoints and resuming.
-- an **iterate** pass has a state, a random generator and a step. It runs in one process, and a checkpoint keeps only
+- The state of a **sum** pass adds over data. So the runner handles batches, ranks, checkpoints and resuming.
+- An **iterate** pass has a state, a random generator and a step. It runs in one process, and a checkpoint keeps only
   its end.
 
 A state is a dataclass of tensors (`state.py`).
@@ -39,12 +39,12 @@ class Batch:
     Attributes:
         tangent: the network.
         inputs: B samples that have passed the gate.
-        targets: their targets.
-        start: the number of samples before this batch.
-        counted: of outputs with positions, which targets count, as `Likelihood.labelled` says; None for all.
+        targets: targets of the samples.
+        start: number of samples before this batch.
+        counted: mask of the targets that count, from `Likelihood.labelled`, for outputs with positions; None for all.
         weights: sample weights w (B,); None for ones.
-        likelihood: p(y|f), whose weights of targets count too; None where they do not.
-        round: how often the data were gone through before.
+        likelihood: p(y|f), whose weights of targets multiply the curvature; None to ignore them.
+        round: number of times that this pass has already read all data; 0 at first.
     """
 
     tangent: Tangent
@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def checked(self) -> Checked:
-        """The inputs, for what would check them again."""
+        """The inputs, marked as checked."""
         return Checked(self.inputs, batches.size(self.inputs))
 
     @property
@@ -73,9 +73,9 @@ class Batch:
     def records(
         self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of the batch's chunks, as `Tangent.records` does; cotangents are multiplied by √w.
+        """Yields records of the chunks of the batch, as `Tangent.records` does, with cotangents times √w.
 
-        Where positions are samples, those of the fit's Fisher root are of positions alone whose targets count.
+        If positions are samples, the records for the Fisher root of the fit hold only positions whose targets count.
         """
         positions, self._rows = self.tangent.positions, None
         if positions is None:
@@ -96,25 +96,20 @@ class Batch:
         self._rows, self._kept = (torch.cat(noted), kept) if noted else (None, None)
 
     def _weigh(self, record: Record, weights: Tensor | None) -> None:
-        """Multiplies a record's cotangents by the roots of weights (B, 1) or (B, C), which it keeps."""
+        """Multiplies the cotangents of a record by the roots of weights (B, 1) or (B, C), which the record keeps."""
         if weights is not None:
             record.weigh(weights.sqrt())
             record.weights = weights
 
     def _weights_at(self, record: Record, part: slice, kept: Tensor | None) -> Tensor | None:
-        """Returns what multiplies Λ of a record with positions, of rows (N, 1) or (N, C), or of samples (B, T C)."""
+        """Returns factors of Λ for a record at positions: (N, 1) or (N, C) for rows, or (B, T C) for samples."""
         if self.likelihood is None and self.weights is None:
             return None
-        positions, sizes = self.tangent.positions, record.sizes
+        positions = self.tangent.positions
         assert positions is not None
-        assert sizes is not None
-        places = positions.places(batches.size(self.inputs), sizes)
-        weights = None if self.weights is None else self.weights.repeat_interleave(places.count)
-        rows = part if positions.direct else slice(part.start * places.count, part.stop * places.count)
-        targets = places.targets(self.targets, positions.outputs)
-        if kept is not None:
-            targets = targets[kept.flatten()]
-            weights = None if weights is None else weights[kept.flatten()]
+        assert record.sizes is not None
+        count, targets, weights = self._at_positions(record.sizes, kept)
+        rows = part if positions.direct else slice(part.start * count, part.stop * count)
         some, outputs = None if weights is None else weights[rows], record.outputs.reshape(-1, positions.outputs)
         if self.likelihood is None:
             every = None if some is None else some[:, None]
@@ -122,15 +117,26 @@ class Batch:
             every = curvature_weights(self.likelihood, outputs, targets[rows], some)
         return every if every is None or positions.direct else every.expand_as(outputs).reshape_as(record.outputs)
 
+    def _at_positions(self, sizes: tuple[int, ...], kept: Tensor | None) -> tuple[int, Tensor, Tensor | None]:
+        """Returns the number of positions of a sample, and targets and weights of all positions, or of `kept` ones."""
+        positions = self.tangent.positions
+        assert positions is not None
+        places = positions.places(self.count, sizes)
+        targets = places.targets(self.targets, positions.outputs)
+        weights = None if self.weights is None else self.weights.repeat_interleave(places.count)
+        if kept is not None:
+            targets, weights = targets[kept.flatten()], None if weights is None else weights[kept.flatten()]
+        return places.count, targets, weights
+
     def curvature_weights(self, outputs: Tensor, part: slice = slice(None)) -> Tensor | None:
-        """Returns what multiplies Λ, for each sample of a part (B, 1) or each of its outputs (B, C); None for ones."""
+        """Returns factors of Λ, (B, 1) for each sample of a part or (B, C) for each output; None means ones."""
         weights = None if self.weights is None else self.weights[part]
         if self.likelihood is None:
             return None if weights is None else weights[:, None]
         return curvature_weights(self.likelihood, outputs, self.targets[part].to(outputs.device), weights)
 
     def weighted(self, values: Tensor, part: slice = slice(None)) -> Tensor:
-        """Returns values of a part (B, ...), each times its sample's weight."""
+        """Returns values of a part (B, ...), each times the weight of its sample."""
         return values if self.weights is None else apply_weights(values, self.weights[part])
 
     def take(self, rows: Tensor, start: int) -> Batch:
@@ -141,12 +147,12 @@ class Batch:
         return Batch(self.tangent, inputs, self.targets[rows], start, counted, weights, self.likelihood)
 
     def note(self, outputs: Tensor, part: slice | None = None) -> None:
-        """Keeps outputs that a pass has computed, of all samples or a part, so that `outputs` need not run again."""
+        """Keeps outputs that a pass has computed, so that `outputs` need not run the network again."""
         self._outputs.append((part or slice(0, len(outputs)), outputs))
 
     def outputs(self) -> Tensor:
-        """Returns the network's outputs (B, C): those that the pass has noted, or else those of a forward pass."""
-        if sum(part.stop - part.start for part, _ in self._outputs) == batches.size(self.inputs):
+        """Returns the outputs of the network (B, C): the noted ones if they are complete, else by a forward pass."""
+        if sum(part.stop - part.start for part, _ in self._outputs) == self.count:
             return torch.cat([outputs for _, outputs in sorted(self._outputs, key=lambda item: item[0].start)])
         outputs = self.tangent.outputs_of(self.inputs)
         batches.check_outputs(outputs, "these inputs")
@@ -154,31 +160,27 @@ class Batch:
         return outputs
 
     def rows(self) -> dict[str, Any]:
-        """Returns outputs (N, C), targets and weights of samples, or of positions of samples, as `DataSummary.add` has.
+        """Returns outputs (N, C), targets and weights of samples, or of their positions, for `DataSummary.add`.
 
-        Labels that do not count may be among them, with a log probability of 0.
+        They may include labels that do not count, which have a log probability of 0.
         """
-        positions, samples = self.tangent.positions, batches.size(self.inputs)
+        positions = self.tangent.positions
         if positions is None:
-            return {"outputs": self.outputs(), "targets": self.targets, "weights": self.weights, "samples": samples}
+            return {"outputs": self.outputs(), "targets": self.targets, "weights": self.weights, "samples": self.count}
         outputs, kept = self._rows, self._kept
         if outputs is None or self._sizes is None:
             shaped = self.outputs()
             self._sizes, outputs, kept = positions.sizes(shaped.shape), positions.rows(shaped), None
-        places = positions.places(samples, self._sizes)
-        targets = places.targets(self.targets, positions.outputs)
-        weights = None if self.weights is None else self.weights.repeat_interleave(places.count)
-        if kept is not None:
-            targets, weights = targets[kept.flatten()], None if weights is None else weights[kept.flatten()]
-        return {"outputs": outputs, "targets": targets, "weights": weights, "samples": samples}
+        _, targets, weights = self._at_positions(self._sizes, kept)
+        return {"outputs": outputs, "targets": targets, "weights": weights, "samples": self.count}
 
 
 class SumPass(ABC, Generic[S]):
     """A pass whose state adds over data.
 
     Attributes:
-        label: what the progress bar calls it.
-        limit: how many of the first samples it needs; None for all.
+        label: name of the pass on the progress bar.
+        limit: number of the first samples that the pass needs; None for all.
         in_iteration: whether the pass is one step of an iteration, such as conjugate gradients. Then it runs in one
             process, and a checkpoint keeps neither this pass nor a later one.
     """
@@ -188,9 +190,9 @@ class SumPass(ABC, Generic[S]):
     in_iteration: ClassVar[bool] = False
 
     def basis_tensors(self) -> Iterable[Tensor]:
-        """Returns tensors that the pass reads and that rounding may change between machines, such as an eigenbasis.
+        """Returns tensors of which all ranks need the same bits, such as an eigenbasis.
 
-        Before the pass, rank 0's numbers are written into them on all ranks.
+        The runner overwrites them on all ranks with the values of rank 0 before the pass.
         """
         return ()
 
@@ -206,22 +208,22 @@ class SumPass(ABC, Generic[S]):
 class CurvaturePass(SumPass[S]):
     """The final pass of a method, whose state is the curvature of the samples so far.
 
-    So the covariance of the first n samples is available for every n on the way, which early stopping uses.
+    So early stopping can form the covariance of the first n samples for several n in one pass.
     """
 
     @abstractmethod
     def finish(self, state: S) -> Covariance:
-        """Returns the covariance of a state; the state may be overwritten."""
+        """Returns the covariance of a state, which may be overwritten."""
 
 
 class IteratePass(ABC, Generic[S]):
-    """A pass that takes steps and cycles through the data; it ends after its final step, anywhere in the data.
+    """A pass that takes one step per batch and cycles through the data; it may end anywhere in the data.
 
     It runs in one process. A fit that was killed during the pass begins the pass again.
 
     Attributes:
-        label: what the progress bar calls it.
-        steps: how many, at most.
+        label: name of the pass on the progress bar.
+        steps: maximum number of steps.
     """
 
     label: str
@@ -244,12 +246,12 @@ Pass = SumPass[Any] | IteratePass[Any]
 
 
 class LikelihoodPass(SumPass[DataSummary]):
-    """Sums the likelihood's statistics.
+    """Sums the statistics of the likelihood.
 
     Args:
-        problem: for the likelihood.
-        tangent: the network; None for the fit's.
-        limit: how many of the first samples; None for all.
+        problem: the fit.
+        tangent: the network; None means the network of the fit.
+        limit: number of the first samples to read; None for all.
     """
 
     label = "likelihood"
@@ -270,18 +272,17 @@ class LikelihoodPass(SumPass[DataSummary]):
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a method returns that chooses its own prior or noise, or that returns more than a covariance.
+    """The result of a method that chooses its own prior or noise, or that returns more than a covariance.
 
     Attributes:
-        covariance: Σ, at the prior precision chosen.
+        covariance: Σ, at the chosen prior precision.
         precision: δ (n_blocks,) that the method chose; None leaves the prior to the tuning.
         noise_variance: σ² that the method chose; None leaves it to the tuning.
-        history: numbers by name, such as an objective step by step: `posterior.history`.
-        summary: of the samples whose curvature and evidence these are, if the method chose them; None for all.
-        data_factor: a factor of both, beside the N/n of `data_size`.
-        tangent: the network at the mean that the method moved to, a copy of the user's; None leaves it where it is.
-        logit_temperature: T that the method chose, which it declares by `chooses_temperature`; None leaves it to the
-            tuning.
+        history: numbers by name, such as an objective for each step, for `posterior.history`.
+        summary: statistics of the samples that the method chose for curvature and evidence; None for all samples.
+        data_factor: factor of curvature and evidence, in addition to the N/n of `data_size`.
+        tangent: a copy of the network at the new mean, if the method moved the mean.
+        logit_temperature: T that the method chose, if it declares `chooses_temperature`; None leaves it to the tuning.
     """
 
     covariance: Covariance
@@ -299,12 +300,12 @@ CurvaturePasses = Generator[Pass, Any, Covariance]
 
 
 def run_curvature_pass(step: CurvaturePass[Any]) -> CurvaturePasses:
-    """Yields a method's final pass; returns its covariance."""
+    """Yields the final pass of a method; returns its covariance."""
     return step.finish((yield step))
 
 
 class Method(Options, ABC):
-    """A structure of Σ and the passes that fit it; subclasses are frozen dataclasses of hyper-parameters.
+    """A structure of Σ and the passes that fit it; subclasses are frozen dataclasses of options.
 
     Example:
         >>> from dataclasses import dataclass
@@ -321,33 +322,29 @@ class Method(Options, ABC):
     """
 
     treats_last_layer: ClassVar[bool] = False
-    """Whether `lw.fit` treats the last layer in place of everything where `params` is None."""
+    """Whether `lw.fit` with `params=None` treats only the last layer."""
 
     can_change_prior: ClassVar[bool] = True
-    """Whether its covariance is a `PriorCovariance`, so that other methods can take it at any prior."""
+    """Whether its covariance is a `PriorCovariance`, which other methods can use at any prior."""
 
     chooses_temperature: ClassVar[bool] = False
-    """Whether it takes the logit temperature from the data of the fit, so that held-out data have nothing to choose."""
+    """Whether the method fits the logit temperature, so that held-out data have nothing to choose."""
 
     accepts_further_data: ClassVar[bool] = True
-    """Whether `Posterior.update` can add data: the curvature is a sum over the data, on a structure that stays."""
+    """Whether `Posterior.update` can add data: the curvature is a sum over data on a fixed structure."""
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:
         """Yields passes, receives their finished states, and returns the covariance or a `FitResult`."""
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises for a network or a likelihood that the method is not for. `lw.plan` calls it, and `passes` begins so.
-
-        Raises:
-            LapwingError: says what is wrong and what to do.
-        """
+        """Raises if the method does not support the network or the likelihood; `lw.plan` and `passes` call it."""
 
     def allows_early_stopping(self) -> bool:
         """Returns whether `EarlyStopping` may fit the first n samples for several n.
 
-        It may where the last pass is a `CurvaturePass` over all data, which sums their curvature on the way, or where
-        the method chooses the prior itself, and no tuning follows.
+        It may if the last pass is a `CurvaturePass` over all data, or if the method chooses the prior itself, so that
+        no tuning follows.
         """
         return True
 
@@ -357,10 +354,10 @@ class Method(Options, ABC):
 
 
 def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Pass, Any, PriorCovariance]:
-    """Yields the passes of the method in another one's option; returns its covariance, whose prior can be changed.
+    """Yields the passes of a method that is an option of another method; returns its covariance.
 
     Raises:
-        LapwingError: for a method that makes a covariance without a prior.
+        LapwingError: if the prior of the covariance cannot be changed.
     """
     result = yield from method.passes(problem)
     covariance = result.covariance if isinstance(result, FitResult) else result
@@ -370,7 +367,7 @@ def prior_covariance(method: Method, problem: Problem, option: str) -> Generator
 
 
 def check_within(method: Method, option: str, tangent: Tangent, likelihood: Likelihood) -> None:
-    """Raises where the method cannot be another one's option, by what it declares."""
+    """Raises if the method cannot be an option of another method."""
     method.check(tangent, likelihood)
     if not method.can_change_prior:
         raise _without_prior(method, option)

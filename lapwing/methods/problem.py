@@ -1,4 +1,4 @@
-"""What a method may know of the fit: the network, the likelihood, the prior, and how many samples there are."""
+"""The inputs of a method: the network, the likelihood, the prior, and the number of samples."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .state import DataSummary
 log = logging.getLogger("lapwing")
 
 EXACT_FISHER_OUTPUTS = EXACT_OUTPUTS
-"""Up to this many outputs Λ is exact; above, Monte-Carlo draws stand for it."""
+"""Maximum number of outputs with an exact Λ; above, Monte-Carlo draws approximate it."""
 
 POSITION_DRAWS = 8
-"""So many columns are drawn for an input whose outputs have positions, each with noise at all positions at once."""
+"""Number of columns that are drawn for an input whose outputs have positions; each has noise at all positions."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Tensors that a method cannot cut into chunks, and that have to fit the memory budget.
+    """Tensors that a method cannot split into chunks, and that must fit the memory budget.
 
     Attributes:
-        method: the method, with the option that they come from.
-        bytes: their size.
-        what: what they are, such as "their Gram matrix".
-        instead: what else the user may do, such as "ask for fewer rows".
+        method: the method, with the option that causes the need.
+        bytes: size of the tensors.
+        what: name of the tensors, such as "their Gram matrix".
+        instead: advice to the user, such as "ask for fewer rows".
     """
 
     method: str
@@ -45,7 +45,7 @@ class MemoryNeed:
     instead: str
 
     def refusal(self, memory: int) -> str | None:
-        """Returns what is wrong and what to do, or None where they fit."""
+        """Returns the message of an error, or None if the tensors fit."""
         if self.bytes <= memory:
             return None
         return (
@@ -56,20 +56,20 @@ class MemoryNeed:
 
 
 def root_positions(tangent: Tangent) -> int:
-    """Returns at how many positions of an input the Fisher root is taken at once."""
+    """Returns the number of positions of an input that one Fisher root covers."""
     positions = tangent.positions
     return 1 if positions is None or positions.direct else positions.count
 
 
 def root_columns(likelihood: Likelihood, outputs: int, positions: int, device: torch.device) -> int:
-    """Returns how many columns the Fisher root has for an input with C outputs at so many positions."""
+    """Returns the number of columns of the Fisher root for an input with C outputs at each of T positions."""
     if outputs * positions > EXACT_FISHER_OUTPUTS:
         return 1 if positions == 1 else POSITION_DRAWS
     return positions * _root(likelihood, torch.zeros(1, outputs, device=device)).shape[-1]
 
 
 def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Returns the likelihood's root (B, C, R) at outputs (B, C), or a column (B, C, 1) that the generator draws."""
+    """Returns the likelihood's root (B, C, R) at outputs (B, C), or with a generator one random column (B, C, 1)."""
     if generator is None:
         root, name, shape = likelihood.fisher_root(outputs), "fisher_root", "(B, C, R)"
     else:
@@ -86,19 +86,19 @@ def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | 
 class FisherRoot:
     """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or Monte-Carlo columns for many outputs.
 
-    Of outputs (B, T C) with T positions Λ is block-diagonal over positions. A column drawn for them has independent
-    noise at every position, so that `E[r rᵀ] = Λ`: S backward passes in place of T C.
+    For outputs (B, T C) with T positions, Λ is block-diagonal over positions. A random column has independent noise at
+    every position, so `E[r rᵀ] = Λ`, and S backward passes replace T C.
 
     Args:
         likelihood: p(y | f) of one position.
         outputs: C.
-        generator: of the draws, on the device of the outputs.
-        positions: T on the first batch, 1 where each position is a sample.
+        generator: random generator of the draws, on the device of the outputs.
+        positions: T on the first batch, or 1 if each position is a sample.
 
     Attributes:
-        columns: R, on batches with so many positions.
-        rank: the largest rank of the Λ of an input.
-        generator: of the draws.
+        columns: R, on batches with T positions.
+        rank: maximum rank of the Λ of an input.
+        generator: random generator of the draws.
     """
 
     def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator, positions: int = 1) -> None:
@@ -135,7 +135,7 @@ class FisherRoot:
 
 
 class FisherByParts:
-    """Λ by its diagonal and what is beside it, for sums over a layer that gives the outputs: exact for any C."""
+    """Λ as a diagonal plus a second part, for sums over a layer that gives the outputs; exact for any C."""
 
     columns = 1
 
@@ -151,22 +151,23 @@ class FisherByParts:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a method may know of the fit.
+    """The inputs of a method.
 
     Attributes:
         tangent: the network.
         likelihood: the likelihood; its noise variance may still be None.
         root: cotangents whose outer products give Λ at unit noise.
-        prior: δ (ones where it is to be tuned) and μ0.
+        prior: δ (ones if it is to be tuned) and μ0.
         traces_wanted: whether the tuning reads the lower bound of the evidence.
-        seed: of every random choice.
-        labels: returns the class labels (n,) of the samples that the loader shows, -1 where targets are not labels (the
-            first call goes through the loader).
-        count: returns n, the number of samples that the loader shows; it goes through the loader only where the loader
-            does not know.
-        summary: returns the sums over the samples that the passes have gone through; call it after the first pass.
+        seed: seed of every random choice.
+        labels: function that returns the class labels (n,) of the samples, -1 if targets are not labels. Its first call
+            reads the loader.
+        count: function that returns n, the number of samples of the loader. It reads the loader only if the loader has
+            no length.
+        summary: function that returns the sums over the samples that the passes have read; call it after the first
+            pass.
         temperature: τ.
-        data_size: N, where the user gave it.
+        data_size: N if the user gave it, or None.
     """
 
     tangent: Tangent
@@ -183,7 +184,7 @@ class Problem:
 
     @cached_property
     def summed_root(self) -> FisherRoot | FisherByParts:
-        """What sums over rows take: the root, or Λ by its parts where the layer that gives the outputs is all."""
+        """The root for sums over rows; Λ by its parts if only the layer that gives the outputs is treated."""
         outputs = self.tangent.outputs
         if self.tangent.treats_output_alone and self.likelihood.fisher_parts(self.zeros(1, outputs)) is not None:
             return FisherByParts(self.likelihood, outputs)
@@ -196,7 +197,7 @@ class Problem:
 
     @property
     def scale(self) -> Scale:
-        """The scale of a new covariance, as if n = N; `fit` puts in n and N when it has them."""
+        """The scale of a new covariance, with n = N; `fit` sets n and N when it knows them."""
         return Scale(1, 1, self.temperature, self.likelihood.noise_variance)
 
     def noise_variance(self) -> float | None:
@@ -222,7 +223,7 @@ class Problem:
         return torch.Generator().manual_seed(self.seed)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns zeros in the accumulation dtype, on the device of the weights, or where its float64 is."""
+        """Returns zeros in the accumulation dtype, on the device of the weights, or on the device for float64."""
         device = double_device(self.tangent.device) if dtype == torch.float64 else self.tangent.device
         return torch.zeros(shape, dtype=dtype or self.tangent.dtype, device=device)
 
@@ -231,7 +232,7 @@ class Problem:
         return {block.name: self.zeros(*shape, block.size) for block in self.tangent.blocks}
 
     def require(self, need: MemoryNeed) -> None:
-        """Raises if what a method cannot cut into chunks does not fit the memory budget."""
+        """Raises if the tensors of a need exceed the memory budget."""
         refusal = need.refusal(self.tangent.memory)
         if refusal is not None:
             raise LapwingError(refusal)

@@ -21,14 +21,14 @@ Sampling = Literal["uniform", "balanced", "label"]
 
 
 def class_labels(inputs: Any, targets: Any) -> Tensor:
-    """Returns a batch's class labels (B,) int64 on the CPU, -1 where targets are not labels."""
+    """Returns the class labels of a batch (B,) int64 on the CPU; all -1 if the targets are not labels."""
     if isinstance(targets, Tensor) and targets.ndim == 1 and not (targets.is_floating_point() or targets.is_meta):
         return targets.cpu().long()
     return torch.full((batches.size(inputs),), -1)
 
 
 def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
-    """Returns `count` of the numbers below `total` in random order, without repetition and without O(total) memory."""
+    """Returns `count` different integers below `total` in random order; memory O(count) if `total` is large."""
     if total <= 2**24 or count > total // 2:
         return torch.randperm(total, generator=generator)[:count]
     drawn = torch.randint(total, (2 * count,), generator=generator)
@@ -38,13 +38,13 @@ def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def choose_balanced(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Returns `count` places in labels (n,), as many of each class as there are, without repetition."""
+    """Returns `count` different indices into labels (n,), spread over the classes as evenly as possible."""
     order = choose(len(labels), len(labels), generator)
     return order[rank_in_class(labels[order]).argsort(stable=True)[:count]]
 
 
 def rank_in_class(labels: Tensor) -> Tensor:
-    """Returns for each of labels (n,) how many of the same class come before it."""
+    """Returns, for each of labels (n,), the number of equal labels before it."""
     counts = labels.unique(return_counts=True)[1]
     before = (counts.cumsum(0) - counts).repeat_interleave(counts)  # samples of lower classes
     rank = torch.empty_like(labels)
@@ -54,13 +54,13 @@ def rank_in_class(labels: Tensor) -> Tensor:
 
 @dataclass
 class KeptInputs(State):
-    """Inputs of samples or batches that a pass keeps, each under a key.
+    """Inputs of samples or batches that a pass keeps, each under an integer key.
 
     Attributes:
-        leaves: tensors, by `key/number`.
-        nests: how the tensors nest, JSON as uint8, by key.
-        labels: class labels, -1 where targets are not labels, by key.
-        shared: which tensors all samples share, by key; empty where that is not kept.
+        leaves: `key/number` -> tensor.
+        nests: key -> nesting of the tensors, JSON as uint8.
+        labels: key -> class labels; -1 if the targets are not labels.
+        shared: key -> which tensors all samples share; empty if this is not kept.
     """
 
     leaves: dict[str, Tensor] = field(default_factory=dict)
@@ -69,17 +69,17 @@ class KeptInputs(State):
     shared: dict[str, Tensor] = field(default_factory=dict)
 
     def keep(self, key: int, leaves: list[Tensor], nest: str, labels: Tensor) -> None:
-        """Keeps what `nesting.flatten` returns, and the labels."""
+        """Keeps the flattened inputs and the labels of a sample or a batch."""
         self.leaves |= {f"{key}/{i}": leaf for i, leaf in enumerate(leaves)}
         self.nests[str(key)] = torch.tensor(list(nest.encode()), dtype=torch.uint8)
         self.labels[str(key)] = labels
 
     def classes(self) -> Tensor:
-        """Returns all class labels in the order of their keys."""
+        """Returns all class labels in the order of the keys."""
         return torch.cat([self.labels[key] for key in sorted(self.labels, key=int)])
 
     def flattened(self, key: int) -> tuple[list[Tensor], str]:
-        """Returns the tensors and the nesting that are kept under a key."""
+        """Returns the tensors and the nesting of a key."""
         leaves: list[Tensor] = []
         while f"{key}/{len(leaves)}" in self.leaves:
             leaves.append(self.leaves[f"{key}/{len(leaves)}"])
@@ -87,11 +87,11 @@ class KeptInputs(State):
 
 
 def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> Generator[Pass, Any, Anchors]:
-    """Yields the pass that collects M sampled (input, output) pairs; returns them as anchors."""
+    """Yields the pass that collects M sampled (input, output) pairs; returns their anchors."""
     samples, outputs = choose_rows(problem, rows, sampling)
     chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
     state = yield chosen
-    if sampling != "uniform":  # a shuffling loader shows another sample at the place
+    if sampling != "uniform":  # a shuffling loader shows other samples at these places
         shown = state.classes()[torch.searchsorted(samples.unique(), samples)]
         if sampling == "label":
             outputs = shown
@@ -108,7 +108,7 @@ def anchors_at(
 ) -> Generator[Pass, Any, Anchors]:
     """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs.
 
-    Where these are all pairs, `every`, and outputs have positions, they are so for samples with more positions too.
+    `every` says that these are all pairs. Then samples with more positions than the first batch have all pairs too.
     """
     chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
     return _anchors(problem, chosen, (yield chosen), samples, outputs, every)
@@ -118,9 +118,9 @@ def _anchors(
     problem: Problem, chosen: _ChosenInputs, state: KeptInputs, samples: Tensor, outputs: Tensor, every: bool
 ) -> Anchors:
     groups, places = chosen.groups(state), torch.searchsorted(samples.unique(), samples)
-    if problem.tangent.positions is not None:  # drawn for as many positions as on the first batch
+    if problem.tangent.positions is not None:  # outputs were drawn for the number of positions of the first batch
         widths = torch.cat([torch.full((batches.size(g),), output_width(problem.tangent, g)) for g in groups])
-        if every:  # other batches may have more
+        if every:
             places = torch.arange(len(widths)).repeat_interleave(widths)
             outputs = torch.arange(len(places)) - (widths.cumsum(0) - widths)[places]
         else:
@@ -129,16 +129,15 @@ def _anchors(
 
 
 def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Returns places of samples (M,) and outputs (M,), without repetition.
+    """Returns places of samples (M,) and outputs (M,) of M different pairs.
 
     Args:
-        problem: for n, C, the labels and the seed.
+        problem: the fit.
         rows: M, or "all" pairs.
-        sampling: "uniform" over all pairs; "balanced", as many inputs of each class, with outputs at random; "label",
-            inputs at random with the output of their own class.
+        sampling: as for `ELLA`.
 
     Raises:
-        LapwingError: for targets that are no class labels, where they are needed.
+        LapwingError: if `sampling` needs class labels and the targets are not.
     """
     generator, width = problem.generator(), problem.tangent.width
     labels = problem.labels()
@@ -146,7 +145,7 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
         total = len(labels) * width
         picked = choose(total, total if rows == "all" else min(rows, total), generator)
         return picked // width, picked % width
-    if int(labels.min()) < 0 or (sampling == "label" and int(labels.max()) >= width):  # one logit has two classes
+    if int(labels.min()) < 0 or (sampling == "label" and int(labels.max()) >= width):  # one logit, two classes
         raise LapwingError(
             f"sampling={shown(sampling)} needs targets that are class "
             f"labels{f' from 0 to {width - 1}' if sampling == 'label' else ''}, integers (n,). Write "
@@ -161,11 +160,11 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
 
 
 class _ChosenInputs(SumPass[KeptInputs]):
-    """The inputs of chosen samples, each under its place.
+    """Collects the inputs of chosen samples, each under its place.
 
     Args:
-        samples: places in the loader, rising.
-        shared: of each tensor of the first batch, whether its samples shared it.
+        samples: places in the loader, in rising order.
+        shared: for each tensor of the first batch, whether its samples shared it.
     """
 
     label = "inputs of sampled rows"
@@ -179,7 +178,7 @@ class _ChosenInputs(SumPass[KeptInputs]):
     def update(self, state: KeptInputs, batch: Batch) -> None:
         ends = torch.tensor([batch.start, batch.start + batches.size(batch.inputs)])
         first, stop = torch.searchsorted(self._samples, ends).tolist()
-        shared = batches.shared(batch.inputs)  # a batch of one sample does not show which tensors are shared
+        shared = batches.shared(batch.inputs)  # unknown for a batch of one sample
         shared = self._shared if len(shared) == len(self._shared) else shared
         copies = [x.clone() if same else x for x, same in zip(batches.tensors(batch.inputs), shared, strict=True)]
         labels = class_labels(batch.inputs, batch.targets)
@@ -204,14 +203,14 @@ class _ChosenInputs(SumPass[KeptInputs]):
 
 
 def _joinable(before: list[Tensor], after: list[Tensor], shared: list[bool]) -> bool:
-    """Whether two samples can stand in one batch: what they share is the same, the rest has the same shape."""
+    """Whether two samples can be in one batch: shared tensors are equal, and others have equal shapes."""
     pairs = [(a, b, same) for a, b, same in zip(before, after, shared, strict=True) if a is not b]
     fits = all(a.shape == b.shape and (same or (a.ndim > 0 and len(a) == 1)) for a, b, same in pairs)
     return fits and all(torch.equal(a, b) for a, b, same in pairs if same)
 
 
 def _joined(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterator[Any]:
-    """Yields samples in batches, none as long as a tensor that its samples share."""
+    """Yields samples in batches, of a length that no shared tensor has."""
     lengths = {len(leaf) for leaf, same in zip(parts[0], shared, strict=True) if same and leaf.ndim} - {1}
     while parts:
         count = next(count for count in range(len(parts), 0, -1) if count not in lengths)

@@ -1,4 +1,4 @@
-"""The state of a pass: a dataclass of tensors, from whose fields adding, reducing, writing and reading are derived."""
+"""The state of a pass: a dataclass of tensors. Its fields define how states are added, written and read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class State:
         return flat
 
     def with_tensors(self: S, flat: Mapping[str, Tensor]) -> S:
-        """Returns a state of this kind that holds other tensors, named as `tensors` names them."""
+        """Returns a state of this class with other tensors, under the paths of `tensors`."""
         values: dict[str, Any] = {}
         for each in fields(self):
             old, prefix = getattr(self, each.name), f"{each.name}/"
@@ -96,27 +96,23 @@ class State:
         return self.with_tensors({**first, **second, **both})
 
     def mapped(self: S, function: Callable[[Tensor], Tensor]) -> S:
-        """Returns the state with a function applied to every tensor: such as `torch.clone`."""
+        """Returns the state with a function applied to every tensor, such as `torch.clone`."""
         return self.with_tensors({path: function(tensor) for path, tensor in self.tensors().items()})
 
 
 @dataclass
 class BlockSums(State):
-    """One sum for each block.
-
-    Attributes:
-        blocks: block name -> its sum.
-    """
+    """One sum for each block, by block name."""
 
     blocks: dict[str, Tensor]
 
 
 @dataclass
 class DataSummary(State):
-    """The likelihood's statistics, summed over a part of the data.
+    """The statistics of the likelihood, summed over a part of the data.
 
     Attributes:
-        samples: n, how many samples that part has.
+        samples: number of samples n of this part.
         statistics: the sums by name.
     """
 
@@ -137,27 +133,29 @@ class DataSummary(State):
             likelihood: p(y | f).
             outputs: f (B, C).
             targets: y of the B samples.
-            weights: how often each sample counts (B,); None for once.
-            samples: how many samples these are; B when None. Of outputs with positions there are B positions.
+            weights: sample weights (B,); None means ones.
+            samples: number of samples, if the rows are positions of samples; None means B.
         """
         likelihood.check(outputs, targets)
         self.samples += len(outputs) if samples is None else samples
-        more = {} if weights is None else {"weights": weights}  # a likelihood from outside may know no weights
+        more = {} if weights is None else {"weights": weights}  # a user's likelihood may not accept weights
         for name, value in likelihood.statistics(outputs.detach(), targets, **more).items():
             self.statistics[name] = self.statistics.get(name, 0) + value
 
 
 @dataclass
 class Descent(State):
-    """Values on their way down an objective by Adam.
+    """Values that Adam optimises.
+
+    `torch.optim.Adam` would need values that are scaled by their units, and a schedule of its learning rates.
 
     Attributes:
-        values: what is open, by name.
-        means: of the gradients, by value.
-        squares: means of the squared gradients.
-        history: numbers step by step, by name.
-        kept: what else a pass keeps, by name.
-        taken: how many steps.
+        values: open values by name.
+        means: running means of the gradients, by name of the value.
+        squares: running means of the squared gradients, by name of the value.
+        history: one number per step, by name.
+        kept: other tensors of the pass, by name.
+        taken: number of steps so far.
     """
 
     values: dict[str, Tensor]
@@ -168,7 +166,7 @@ class Descent(State):
     taken: int = 0
 
     def move(self, name: str, gradient: Tensor, rate: float, unit: Tensor | float = 1.0, eps: float = 1e-8) -> None:
-        """Moves a value down its gradient, in place, by Adam's step in units of `unit` (Kingma and Ba 2015)."""
+        """Moves a value by a step of Adam against its gradient, in units of `unit` (Kingma and Ba 2015)."""
         if name not in self.means:
             self.means[name], self.squares[name] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         mean = self.means[name].lerp_(gradient, 1 - 0.9)
@@ -178,7 +176,7 @@ class Descent(State):
         self.values[name] -= mean / root * (rate / (1 - 0.9**steps)) * unit
 
     def note(self, **numbers: Tensor | float) -> None:
-        """Adds numbers to the history."""
+        """Appends numbers to the history."""
         for name, number in numbers.items():
             number = number.detach().cpu() if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
             number = number.double()[None]

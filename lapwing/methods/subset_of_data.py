@@ -1,4 +1,4 @@
-"""Subset of data: the exact posterior of some of the training points, by another method on these alone."""
+"""Subset of data: the exact posterior of some training points, by another method on these points only."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from .state import DataSummary, State
 class SubsetOfData(Method):
     """The full Laplace posterior of n random training points, `(Σ_{i in S} J_iᵀ Λ_i J_i/τ + δI)⁻¹`, exact Λ.
 
-    In function space the exact Gaussian process of these points (Immer et al. 2021, section 3.3): all their rows of J
-    are directions, and the rest of the weights keeps the prior. It is what `Full` fitted on the subset alone gives;
-    it has less information than all of the data, so `Full ≼ SubsetOfData ≼ prior`. Evidence and noise variance are
-    those of the subset too, and `posterior.samples` is n.
+    In function space it is the exact Gaussian process of these points (Immer et al. 2021, section 3.3): all their rows
+    of J are directions, and directions outside keep the prior. The result equals `Full` fitted to the subset only. The
+    subset has less information than all data, so `Full ≼ SubsetOfData ≼ prior`. Evidence and noise variance come from
+    the subset too, and `posterior.samples` is n.
 
     Args:
-        size: n, the most points taken.
-        sampling: "uniform", or "balanced", as many points of each class.
-        rescale: let the subset stand for all N points: curvature and likelihood are multiplied by N/n, which no longer
-            errs on the side of too wide. Without it the subset counts as n points, as published.
+        size: n, the maximum number of points.
+        sampling: "uniform", or "balanced" for equally many points of each class.
+        rescale: whether to multiply curvature and likelihood by N/n. Then the posterior may be too narrow. By default
+            the subset counts as n points, as published.
 
     Raises:
-        LapwingError: for a size below 1, another label, or a budget that does not hold the rows' Gram matrix.
+        LapwingError: if an option is invalid, or if the Gram matrix of the rows exceeds the budget.
 
     Cost: the loader is read to count its samples if it has no length, then once, up to the last chosen point; C
     backward passes for each point; memory and time as for `Full` on n points, O(n C P) and O((n C)² P), or O(P²) and
-    O(P³) where n C > P. Where that exceeds the budget the directions stay implicit: two passes, memory O((n C)²), every
-    chunk of a prediction takes n C backward passes more, and a saved posterior holds the chosen points' inputs.
+    O(P³) if n C > P. If that exceeds the budget, the directions stay implicit: two passes, memory O((n C)²), n C more
+    backward passes for each chunk of a prediction, and a saved posterior holds the inputs of the chosen points.
 
     Example:
         >>> import lapwing as lw
@@ -57,11 +57,11 @@ class SubsetOfData(Method):
     rescale: bool = False
 
     def allows_early_stopping(self) -> bool:
-        """Returns False: the subset alone has a curvature."""
+        """Returns False: no curvature of the other points is summed."""
         return False
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields the passes of another method, each on the subset alone."""
+        """Yields the passes of another method, each on the subset only."""
         whole = problem.count()
         labels = problem.labels() if self.sampling == "balanced" else None
         if labels is not None and int(labels.min()) < 0:
@@ -99,7 +99,7 @@ class SubsetOfData(Method):
         rows, size, at_positions = points * columns, tangent.size, tangent.positions is not None
         if (24 * size**2 if rows >= size or at_positions else 16 * rows * size) <= tangent.memory:
             return Full()
-        rank = size if at_positions else points * tangent.outputs  # later inputs may have more positions
+        rank = size if at_positions else points * tangent.outputs  # at positions, later inputs may have more rows
         return ELLA(rank=rank, rows="all", residual="prior")
 
     def footprint(self, shape: FitShape) -> Footprint:
@@ -119,14 +119,7 @@ def _need(points: int, width: int) -> MemoryNeed:
 
 
 def chosen_places(total: int, count: int, generator: torch.Generator, labels: Tensor | None) -> Tensor:
-    """Returns places of samples (count,), rising and without repetition; as many of each class where labels are given.
-
-    Args:
-        total: N.
-        count: how many of them.
-        generator: of the choice.
-        labels: classes (N,), or None.
-    """
+    """Returns places of samples (count,) in rising order; balanced over classes if labels (N,) are given."""
     chosen = choose(total, count, generator) if labels is None else choose_balanced(labels, count, generator)
     return chosen.sort().values
 
@@ -136,9 +129,9 @@ class SubsetState(State):
     """The state of a pass over a subset.
 
     Attributes:
-        inner: of the pass itself.
-        labels: class labels of the samples (n,), -1 where targets are not labels.
-        summary: of the samples.
+        inner: state of the pass itself.
+        labels: class labels of the samples (n,); -1 if the targets are not labels.
+        summary: statistics of the samples.
     """
 
     inner: State
@@ -147,12 +140,12 @@ class SubsetState(State):
 
 
 class _OnSubset(SumPass[SubsetState]):
-    """Another pass, over chosen samples.
+    """Runs another pass over chosen samples.
 
     Args:
-        inner: the pass.
-        places: of the samples, rising.
-        problem: for the likelihood.
+        inner: the other pass.
+        places: places of the samples, in rising order.
+        problem: the fit.
     """
 
     def __init__(self, inner: SumPass[Any], places: Tensor, problem: Problem) -> None:

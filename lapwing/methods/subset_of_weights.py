@@ -1,4 +1,4 @@
-"""Subset of weights: the GGN posterior of a few weights, the others certain or as in the prior."""
+"""Subset of weights: the GGN posterior of a few weights; the other weights are certain or keep the prior."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from .subspace import Residual, on_basis, record_dtype
 
 @dataclass(frozen=True)
 class SubsetOfWeights(Method):
-    """The exact GGN posterior of K weights, `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ`, V columns of the identity.
+    """The exact GGN posterior of K weights, `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ`; V holds columns of the identity.
 
     The weights are chosen by one of
 
-    - `"diagonal"`: the largest variance under the diagonal posterior, `1/(s G_ii + δ_i)`, at the prior that the fit
-      starts from. These are the weights of least curvature: a weight without any (behind a dead unit) comes first, and
+    - `"diagonal"`: the largest variance under the diagonal posterior, `1/(s G_ii + δ_i)`, at the initial prior of the
+      fit. These are the weights of least curvature. A weight without curvature (behind a dead unit) comes first, and
       contributes nothing to predictions;
     - `"magnitude"`: the largest `|θ̂_i|`;
-    - `"random"`: K at random, by the fit's seed;
+    - `"random"`: K random weights, from the seed of the fit;
     - a posterior over the same weights, such as SWAG's: the largest marginal variance under it.
 
-    With the same choice a larger K contains a smaller one. With `residual="prior"` it adds `δ⁻¹(I - VVᵀ)`: the other
-    weights keep the prior; without it they have variance 0.
+    By the same rule a larger K contains the weights of a smaller K. With `residual="prior"` the method adds
+    `δ⁻¹(I - VVᵀ)`, so the other weights keep the prior; by default they have variance 0.
 
     Args:
-        size: K, how many weights; at most P.
+        size: K, the number of weights; at most P.
         by: "diagonal", "magnitude", "random" or a posterior.
         residual: None or "prior".
 
     Raises:
-        LapwingError: for a size below 1 or, in the fit, above P; another label; a posterior over other weights.
+        LapwingError: if an option is invalid, if `size` exceeds P, or if the posterior is over other weights.
 
-    Cost: one pass of C backward passes and, for layers that see several positions, their rows; `by="diagonal"` takes
-    one pass more. Time O(N C K²) for `VᵀGV` and O(K³) for each prior, memory O(K²). P x K numbers are held by
-    `covariance.diagonal()` and streamlined prediction alone.
+    Cost: one pass of C backward passes and, for layers with several positions, their rows; `by="diagonal"` needs one
+    more pass. Time O(N C K²) for `VᵀGV` and O(K³) for each prior, memory O(K²). Only `covariance.diagonal()` and
+    streamlined prediction need P x K entries.
 
     Source: Faller and Martin, Optimal Subspace Inference for the Laplace Approximation of Bayesian Neural Networks,
-    equations 13, 16 and 19 with unit vectors for P, the subset methods of its section 5.
+    equations 13, 16 and 19 with unit vectors for P; the subset methods of its section 5.
 
     Example:
         >>> import lapwing as lw
@@ -71,12 +71,12 @@ class SubsetOfWeights(Method):
     residual: Residual = None
 
     def __repr__(self) -> str:
-        """Names a posterior by its method alone."""
+        """Returns the options; a posterior is shown by its method."""
         by = repr(self.by) if isinstance(self.by, str) else f"<{getattr(self.by, 'method', type(self.by).__name__)}>"
         return f"SubsetOfWeights(size={self.size}, by={by}, residual={self.residual!r})"
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises for more weights than are treated, and for a posterior over others."""
+        """Raises if `size` exceeds the number of treated weights, or if the posterior is over other weights."""
         if self.size > tangent.size:
             raise LapwingError(
                 f"{shown(self)} asks for more weights than the {tangent.size} treated ones of "
@@ -87,7 +87,7 @@ class SubsetOfWeights(Method):
             _check_same_weights(tangent.blocks, self.by.covariance.blocks)
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields a pass for the diagonal of G if that chooses the weights, then one for their curvature."""
+        """Yields a pass for the diagonal of G if it chooses the weights, then a pass for their curvature."""
         tangent, size = problem.tangent, self.size
         self.check(tangent, problem.likelihood)
         problem.require(self._need())
@@ -101,12 +101,12 @@ class SubsetOfWeights(Method):
         return MemoryNeed(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
 
     def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
-        """Returns a number a weight (P,): the largest are chosen, the first of equals."""
+        """Returns a score per weight (P,). The largest scores are chosen; among equal ones the first."""
         tangent = problem.tangent
         if self.by == "diagonal":
             sums = (yield SquaredSums(problem)).blocks
             scale = problem.curvature_scale()
-            deltas = zip(tangent.blocks, problem.precision, strict=True)  # float64: tiny curvatures beside δ count
+            deltas = zip(tangent.blocks, problem.precision, strict=True)  # float64, or δ would hide tiny curvatures
             return -torch.cat([scale * doubled(sums[block.name]) + delta for block, delta in deltas])
         if self.by == "magnitude":
             mean = tangent.mean()
@@ -117,7 +117,7 @@ class SubsetOfWeights(Method):
         return torch.cat([variances[block.name].to(tangent.device) for block in tangent.blocks])
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of a pass for the chosen columns of J, and of one for the diagonal if that chooses."""
+        """Returns the footprint of the pass for the chosen columns of J, and of the pass for the diagonal."""
         size = min(self.size, shape.tangent.size)
         dtype = shape.tangent.dtype if self.residual is None else torch.float64
         kind, options = (LowRank, {}) if self.residual is None else (LowRankWithResidual, {"rows": False})
@@ -128,7 +128,7 @@ class SubsetOfWeights(Method):
 
 
 def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:
-    """Raises where a posterior is not over the weights of this fit, laid out alike."""
+    """Raises if a posterior is not over the weights of this fit, in the same layout."""
     expected, other = (
         {block.name: (block.parameters, block.shapes, block.matrix, block.bias) for block in blocks}
         for blocks in (mine, theirs)

@@ -1,4 +1,4 @@
-"""What the subspace methods share: directions from rows of the Jacobian, and the pass for the curvature on them."""
+"""Code of all subspace methods: directions from rows of the Jacobian, and the pass for the curvature on them."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ log = logging.getLogger("lapwing")
 Residual = Literal["prior"] | None
 
 SVD_NUMBERS = 2**24
-"""Rows of up to this many numbers are orthonormalised by their SVD; larger ones by slices."""
+"""Maximum number of entries of the rows that one SVD orthonormalises; larger matrices are processed in slices."""
 
 
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
-    """Yields the pass for `H = W G Wᵀ`; returns the covariance on the basis, with or without the prior outside it."""
+    """Yields the pass for `H = W G Wᵀ`; returns the covariance on the basis W."""
     return (yield from run_curvature_pass(ProjectionPass(problem, basis, residual)))
 
 
 def record_dtype(problem: Problem, residual: Residual) -> torch.dtype:
-    """Returns the dtype of directions: float64 under a residual, which subtracts nearly equal numbers."""
+    """Returns the dtype of directions: float64 with a residual, which subtracts nearly equal numbers."""
     return problem.tangent.dtype if residual is None else torch.float64
 
 
 def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Residual) -> Basis:
     """Returns the top right singular vectors of rows `J̃ Δ^(-1/2)`, as directions in weight space.
 
-    From the rows themselves where they fit the memory budget; else from their Gram matrix, summed layer by layer, and
-    written out only if K of them fit.
+    They are computed from the rows if these fit the memory budget, else from the Gram matrix of the rows, summed layer
+    by layer. In the second case the basis stays implicit if K directions do not fit.
 
     Args:
-        problem: for the prior that whitens, and the budget.
+        problem: the fit; its prior whitens the rows.
         anchors: J̃ (M, P).
-        rank: at most this many directions.
-        residual: of the covariance that they are for.
+        rank: maximum number of directions.
+        residual: residual of the covariance.
     """
     tangent, dtype, rank = problem.tangent, record_dtype(problem, residual), min(rank, len(anchors))
     ratios = problem.precision / problem.precision[0]
@@ -70,12 +70,12 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
 
 
 def orthonormal_span(rows: Tensor, memory: int, rank: int | None = None) -> Tensor:
-    """Returns the top right singular vectors of rows (M, P) as (K, P), by their SVD where twice the budget holds it."""
+    """Returns the top right singular vectors (K, P) of rows (M, P), by one SVD if twice the budget holds it."""
     return orthonormal_rows(rows, rank, whole=rows.numel() <= min(SVD_NUMBERS, memory // 16))
 
 
 def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
-    """Says whether rows (M, P) fit the budget, and with them what `orthonormal_span` takes fits it twice."""
+    """Whether rows (M, P) fit the budget, and the workspace of `orthonormal_span` fits twice the budget."""
     return count * size * dtype.itemsize <= memory and (
         16 * count * size <= memory or 48 * min(count, size) ** 2 <= memory
     )
@@ -86,22 +86,23 @@ def _need(count: int) -> MemoryNeed:
 
 
 def _too_many_directions(rank: int, size: int, dtype: torch.dtype, memory: int) -> str:
-    """Returns why a fit and its predictions are slow, and what to do."""
+    """Returns the message why a fit and its predictions are slow, and what to do."""
     needed = rank * size * dtype.itemsize
     return (
         f"{rank} directions of {size:,} weights take {needed / 2**30:.3g} GiB, and the memory budget is "
-        f"{memory / 2**30:.3g} GiB. So rows of J stand for them, which are computed again for each batch. Pass "
+        f"{memory / 2**30:.3g} GiB. So they stay implicit: rows of J are computed again for each batch. Pass "
         f"memory={2 ** (needed - 1).bit_length()} if the machine has it, or a lower rank."
     )
 
 
 def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dtype) -> Tensor:
-    """Returns `λ^(-1/2) Uᵀ` (K, M) of a Gram matrix's leading eigenpairs, largest first, rounding noise cut.
+    """Returns `λ^(-1/2) Uᵀ` (K, M) of the leading eigenpairs of a Gram matrix, largest first, without rounding noise.
 
     Args:
-        gram: returns the matrix (M, M) float64, its products summed in a dtype; it is used up.
-        rank: at most this many.
-        dtype: to sum in; float64 follows where its rounding noise hides some of the pairs.
+        gram: function of a dtype that returns the matrix (M, M) float64, with products summed in this dtype. The matrix
+            is overwritten.
+        rank: maximum number of eigenpairs.
+        dtype: dtype of the sums. If its rounding noise hides some of the pairs, they are computed again in float64.
     """
     values, vectors = eigen_in_place(gram(dtype))
     noise = max(RANK_CUT, len(values) * torch.finfo(dtype).eps) * values[-1:].sum()
@@ -117,18 +118,18 @@ def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual
     tangent, size, memory = shape.tangent, shape.tangent.size, shape.tangent.memory
     dtype = tangent.dtype if residual is None else torch.float64
     rank, needs, note, extra = min(rank, count, size), tuple[MemoryNeed, ...](), None, dict[str, Any]()
-    passes = shape.pass_length + 2 * count / shape.samples  # each row is a forward and a backward pass
+    passes = shape.pass_length + 2 * count / shape.samples  # a forward and a backward pass for each row
     length = min(shape.batch, tangent.chunk_length(shape.columns, dtype))
     span = gram = 0
     if _fit(count, size, dtype, memory):
         whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
         svd = 16 * count * size + 8 * least * (count + size) if whole else rank * size * dtype.itemsize
         span = count * size * dtype.itemsize + max(shape.row_chunk(count, dtype), svd + 56 * least**2)
-    else:  # each pair of chunks of rows is recorded again
+    else:  # rows are recorded again for each pair of chunks
         needs = (_need(count),)
         passes += 2 * count / shape.samples * count / max(1, tangent.chunk_length(1, dtype))
         gram = DECOMPOSITION_BYTES * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
-        if rank * size * dtype.itemsize > memory:  # each chunk of data records all rows again
+        if rank * size * dtype.itemsize > memory:  # all rows are recorded again for each chunk of data
             note, passes = _too_many_directions(rank, size, dtype, memory), passes + 2 * count / length
             extra = {"scales": {block.name: 1.0 for block in tangent.blocks}, "rows": count, "nests": []}
     basis = {"class": "ImplicitBasis" if extra else "ExplicitBasis", "extra": {"rank": rank, **extra}}
@@ -145,7 +146,7 @@ class ProjectedCurvature(State):
 
     Attributes:
         H: `Σ (RᵀJWᵀ)ᵀ(RᵀJWᵀ)` (K, K).
-        traces: the trace of G for each block (n_blocks,); zeros where the tuning does not read it.
+        traces: the trace of G for each block (n_blocks,); zeros if the tuning does not read it.
     """
 
     H: Tensor

@@ -1,4 +1,4 @@
-"""SWAG: a Gaussian fitted to the weights that training passes through, around their average."""
+"""SWAG: a Gaussian fitted to snapshots of the weights during training."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from .constructed import constructed, copied, put
 
 
 class SnapshotCollector:
-    """Running moments of a network's weights along a training run; made by `SWAG.collector`.
+    """Running moments of the weights of a network during training; made by `SWAG.collector`.
 
     Attributes:
-        model: the network that is being trained; read, never written.
-        rank: K, how many deviations are kept.
-        names: the treated parameters, chosen when the collector is made.
-        count: T, how many snapshots were taken.
-        mean: their mean θ̄, by parameter, treated or not, float64.
-        deviations: the last K of `θ_i - θ̄_i`, each from the mean up to then, by treated parameter; oldest first.
-        buffers: those of the last snapshot.
+        model: the network that is being trained; it is only read.
+        rank: K, the maximum number of deviations.
+        names: names of the treated parameters.
+        count: T, the number of snapshots.
+        mean: θ̄, the mean of the snapshots, for every parameter, float64.
+        deviations: the last K of `θ_i - θ̄_i` by treated parameter, oldest first; `θ̄_i` is the mean at snapshot i.
+        buffers: buffers of the last snapshot.
     """
 
     def __init__(self, model: nn.Module, rank: int, params: Predicate | LastLayer) -> None:
         if not isinstance(model, nn.Module):
             raise LapwingError(
                 f"SWAG cannot take snapshots of a {type(model).__name__}: it needs a torch.nn.Module. Write "
-                "lw.SWAG.collector(model), or model=model beside a list of state dicts."
+                "lw.SWAG.collector(model), or pass model=model with a list of state dicts."
             )
         if not is_whole(rank, 0) or rank == 1:
             raise LapwingError(
                 f"rank={shown(rank)} of SWAG is not a whole number of at least 2 deviations, or 0 for the diagonal "
-                "alone. Write lw.SWAG.collector(model, rank=20)."
+                "only. Write lw.SWAG.collector(model, rank=20)."
             )
         if isinstance(params, LastLayer):
             raise LapwingError(
@@ -66,32 +66,32 @@ class SnapshotCollector:
         self.buffers: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
-        """Says how far it is."""
+        """Returns the network, the rank and the number of snapshots."""
         return f"SnapshotCollector({type(self.model).__name__}, rank={self.rank}, snapshots={self.count})"
 
     @property
     def variance(self) -> dict[str, Tensor]:
-        """`1/T Σ (θ_i - θ̄)²` by treated parameter, float64."""
+        """Variances `1/T Σ (θ_i - θ̄)²` by treated parameter, float64."""
         return {name: squares / max(self.count, 1) for name, squares in self._squares.items()}
 
     def snapshot(self) -> None:
-        """Takes the network's weights as they are now into account: after every epoch, say.
+        """Adds the current weights of the network as a snapshot, for example after every epoch.
 
         Raises:
-            LapwingError: for NaN or infinite weights; nothing is changed then.
+            LapwingError: if weights are NaN or infinite; the collector then stays as it is.
 
-        Cost: time O(P); memory for one more deviation until K are held.
+        Cost: time O(P); memory of one more deviation, up to K.
         """
         self._take({**dict(uncompiled(self.model).named_buffers()), **self._parameters()})
 
     def add(self, state: Mapping[str, Tensor]) -> None:
-        """Takes saved weights into account.
+        """Adds saved weights as a snapshot.
 
         Args:
-            state: what `model.state_dict()` gave.
+            state: the result of `model.state_dict()`.
 
         Raises:
-            LapwingError: for the state of another network, NaN or infinite weights; nothing is changed then.
+            LapwingError: if the state is of another network, NaN or infinite; the collector then stays as it is.
         """
         network = type(self.model).__name__
         if not isinstance(state, Mapping):
@@ -127,7 +127,7 @@ class SnapshotCollector:
         for name, mean in self.mean.items():
             step = state[name].detach().to(mean.device, mean.dtype) - mean
             mean += step / self.count
-            if name in self._squares:  # Welford's: near convergence `E[θ²] - E[θ]²` would lose half of the digits
+            if name in self._squares:  # Welford: near convergence `E[θ²] - E[θ]²` would lose half of the digits
                 deviation = step * ((self.count - 1) / self.count)
                 self._squares[name] += step * deviation
                 deviations[name] = deviation.to(accumulation_dtype(state[name].dtype))
@@ -140,17 +140,17 @@ class SnapshotCollector:
 
 
 class SWAG:
-    """Stochastic weight averaging, Gaussian: `θ ~ N(θ̄, Σ)` from the weights that training passes through.
+    """Stochastic weight averaging, Gaussian: `θ ~ N(θ̄, Σ)` from snapshots of the weights during training.
 
         Σ = 1/2 [ Σ_diag + D̂ᵀD̂/(K - 1) ],   Σ_diag = 1/T Σ_i (θ_i - θ̄)²,   rows of D̂ = the last K of θ_i - θ̄_i
 
-    θ̄ and Σ_diag are moments of all T snapshots, `θ̄_i` is the mean of the first i. No prior and no curvature: Σ is what
-    stochastic gradient descent at a constant, rather high learning rate leaves. Snapshots are for the late phase of
-    training, one an epoch.
+    θ̄ and Σ_diag are moments of all T snapshots; `θ̄_i` is the mean of the first i. Without a prior or a curvature, Σ is
+    the spread of stochastic gradient descent at a constant, rather high learning rate. Take one snapshot per epoch in
+    the late phase of training.
 
     Source: Maddox et al. 2019, A Simple Baseline for Bayesian Uncertainty in Deep Learning, equation 1 and sections 3.2
-    and 3.3. It predicts by 30 draws, as `via=lw.MonteCarlo(30)` does, and refreshes batch norm statistics for each of
-    them, where here those of θ̄ serve all.
+    and 3.3. The paper predicts by 30 draws, as `via=lw.MonteCarlo(30)` does, and refreshes batch norm statistics for
+    each draw. Here all draws use the statistics of θ̄.
 
     Example:
         >>> x, y = torch.randn(64, 4), torch.randint(3, (64,))
@@ -168,11 +168,7 @@ class SWAG:
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> SWAG:
-        """Refuses to make an instance, and says what to call instead.
-
-        Raises:
-            LapwingError: always.
-        """
+        """Raises an error that names the calls to write, since `lw.fit` does not accept SWAG."""
         raise LapwingError(
             "lw.SWAG is made from snapshots of a training run, not by lw.fit. Write collector = "
             "lw.SWAG.collector(model), collector.snapshot() after each epoch, and lw.SWAG.from_snapshots(collector, "
@@ -185,16 +181,16 @@ class SWAG:
 
         Args:
             model: the network that is being trained, in any mode.
-            rank: K, the most deviations kept, at least 2; 0 for the diagonal alone.
-            params: which parameters are uncertain; the others are averaged too. Not `lw.last_layer`.
+            rank: K, the maximum number of deviations, at least 2; 0 for the diagonal only.
+            params: selection of the uncertain parameters; the other parameters are averaged too. Not `lw.last_layer`.
 
         Returns:
             A collector; call its `snapshot()` after every epoch of the late phase.
 
         Raises:
-            LapwingError: for a rank below 2 and not 0, or a selection that selects nothing.
+            LapwingError: if the rank is 1 or negative, or if no parameter is selected.
 
-        Cost: memory of 16 bytes per weight, and K numbers per treated weight.
+        Cost: memory of 16 bytes per weight, and K entries per treated weight.
         """
         return SnapshotCollector(model, rank, params)
 
@@ -219,30 +215,31 @@ class SWAG:
     ) -> Posterior:
         """Returns the posterior around a copy of the network with the averaged weights, in eval mode.
 
-        The copy is `posterior.model`: save its `state_dict()` beside the posterior. Your network is only read.
+        The copy is `posterior.model`: save its `state_dict()` together with the posterior. Your network is only read.
 
         Args:
-            snapshots: a collector; or state dicts of `model`, read one by one.
+            snapshots: a collector, or state dicts of `model`, which are read one by one.
             loader: the training data, as in `lw.fit`.
-            likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype. A noise
+            likelihood: "categorical", "gaussian" or an instance; None infers it from the dtype of the targets. A noise
                 variance that is None becomes the mean squared residual of the averaged network.
-            scale: what multiplies the sum of both parts of Σ; 1/2 in the paper, which uses 1 for the diagonal alone.
-            batch_norm: "refresh" takes statistics of the averaged weights from the data, as in training mode; "keep"
-                has those of the last snapshot, for networks trained with frozen ones.
+            scale: factor of both parts of Σ; 1/2 in the paper, which uses 1 for the diagonal only.
+            batch_norm: "refresh" computes the statistics of the averaged weights from the data, in training mode;
+                "keep" uses the statistics of the last snapshot, for networks trained with frozen statistics.
             model: the network, for state dicts.
-            rank: K for state dicts; 20 when None.
-            params: which parameters are uncertain, for state dicts; `lw.everything` when None.
-            forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
-            memory: budget in bytes for one chunk of samples; 1 GiB when None.
-            seed: of dropout while batch norm statistics are refreshed.
-            sample_weights: whether batches hold weights, as in `lw.fit`: of the noise and the log likelihood.
-            progress: show a bar; None shows one on a terminal.
+            rank: K, for state dicts; None means 20.
+            params: selection of the uncertain parameters, for state dicts; None means `lw.everything`.
+            forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are all wrong.
+            memory: budget in bytes for one chunk of samples; None means 1 GiB.
+            seed: seed of dropout while batch norm statistics are refreshed.
+            sample_weights: whether batches hold weights, as in `lw.fit`, for the noise and the log likelihood.
+            progress: whether to show a bar; None shows one on a terminal.
 
         Returns:
             An immutable posterior. It has no prior (`prior_precision` is 0) and no evidence.
 
         Raises:
-            LapwingError: for fewer than two snapshots, snapshots of another network, or bad input.
+            LapwingError: if there are fewer than two snapshots, if they are of another network, or if the input is
+                invalid.
 
         Cost: one forward pass over the data, two with batch norm; memory O(K P).
         """
@@ -272,11 +269,11 @@ class SWAG:
 def _collected(
     snapshots: Any, model: nn.Module | None, rank: int | None, params: Predicate | None
 ) -> SnapshotCollector:
-    """Returns the collector, fed with the state dicts where these are given."""
+    """Returns the collector, or a new one with the given state dicts."""
     if isinstance(snapshots, SnapshotCollector):
         if not (model is rank is params is None):
             raise LapwingError(
-                "SWAG.from_snapshots takes model=, rank= and params= for state dicts only, and the snapshots are a "
+                "SWAG.from_snapshots uses model=, rank= and params= for state dicts only, and the snapshots are a "
                 "collector. Pass them to lw.SWAG.collector."
             )
         collector = snapshots
@@ -314,7 +311,7 @@ def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) ->
 
 
 class _OnInputs(nn.Module):
-    """A network called as in the fit."""
+    """A network that is called with the inputs of a batch, for `update_bn`."""
 
     def __init__(self, network: nn.Module, called: Forward | None) -> None:
         super().__init__()
@@ -334,16 +331,16 @@ class _OnInputs(nn.Module):
 
 
 def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:
-    """Takes batch norm statistics anew, in training mode: the mean over batches of each batch's.
+    """Computes batch norm statistics again in training mode, as the mean over batches; changes the network in place.
 
     Args:
-        network: changed in place, its mode too.
+        network: the copy of the user's network; stays in training mode.
         loader: (inputs, targets) batches.
         forward: `forward(network, inputs)`, or None.
-        seed: of dropout; torch's generators are left as they were.
+        seed: seed of dropout; the state of torch's generators is restored.
 
     Raises:
-        LapwingError: for a batch with one value per channel, or bad inputs.
+        LapwingError: if a batch has one value per channel, or if the inputs are invalid.
     """
     device = next(network.parameters()).device
     devices = [device] if device.type == "cuda" else []

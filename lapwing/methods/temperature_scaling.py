@@ -1,4 +1,4 @@
-"""Temperature scaling: the network itself, with its logits divided by one number. The baseline of calibration."""
+"""Temperature scaling: the network itself, with its logits divided by one number; the baseline of calibration."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ TEMPERATURES = torch.linspace(-2.0, 2.0, 161, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class TemperatureScaling(Method):
-    """No spread of the weights, and the logit temperature T > 0 of highest likelihood: fit it on held-out data.
+    """Certain weights, and the logit temperature T > 0 of highest likelihood. Fit it to held-out data.
 
     `lw.fit(model, held_out, lw.TemperatureScaling())` returns a posterior of variance 0, for `lw.compare`. Its classes
-    and its accuracy are the network's. It lowers all logits alike: to know foreign inputs, spread is needed.
+    and its accuracy are the network's. It divides all logits by the same number, so it detects out-of-distribution
+    inputs no better than the network.
 
-    T is the best of 161 candidates from 0.01 to 100, refined by the parabola through its neighbours: NLL to 1e-5 nats.
+    T is the best of 161 candidates from 0.01 to 100, refined by a parabola through its neighbours (NLL to 1e-5 nats).
 
     Raises:
-        LapwingError: in the fit of a regression, which has no logits.
+        LapwingError: if the fit is a regression, which has no logits.
 
     Cost: one forward pass over the data.
 
@@ -56,7 +57,7 @@ class TemperatureScaling(Method):
     accepts_further_data: ClassVar[bool] = False
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises for a regression."""
+        """Raises if the likelihood has no logits."""
         if likelihood.logit_temperature is None:
             raise LapwingError(
                 f"TemperatureScaling is for classifiers: it divides logits, and the {likelihood.name} likelihood has "
@@ -72,8 +73,8 @@ class TemperatureScaling(Method):
         if at in (0, len(scores) - 1):
             log.warning(
                 "The best temperature is %.3g, the end of the range. %s", 10**chosen,
-                "No logit is of a wrong class: take more data, which the network was not trained on."
-                if at == 0 else "The logits say nothing of the classes: check the network and the order of the labels.",
+                "The network predicts every class correctly: use more data, which the network was not trained on."
+                if at == 0 else "The logits do not predict the classes: check the network and the order of the labels.",
             )  # fmt: skip
         else:
             left, middle, right = scores[at - 1 : at + 2].tolist()
@@ -93,17 +94,13 @@ class TemperatureScaling(Method):
 
 @dataclass
 class LogLikelihoods(State):
-    """Log likelihoods of the candidates.
-
-    Attributes:
-        sums: over data (K,).
-    """
+    """Log likelihoods of the candidates, summed over data (K,)."""
 
     sums: Tensor
 
 
 class _Scores(SumPass[LogLikelihoods]):
-    """The likelihood at every candidate."""
+    """Sums the log likelihood at every candidate."""
 
     label = "temperatures"
 

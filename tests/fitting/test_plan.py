@@ -123,7 +123,7 @@ def test_an_implicit_basis_keeps_inputs_in_place_of_directions():
     planned, exact, _ = compared(wide, regression((12,), 40), lw.SubsetOfData(20), memory=2**24)
     assert planned.kept_bytes == exact
     assert exact < 8 * 60 * planned.parameters / 100
-    assert "So rows of J stand for them" in planned.note
+    assert "So they stay implicit" in planned.note
     assert lw.plan(wide, regression((12,), 40), lw.SubsetOfData(20), memory=2**26).note is None
 
 

@@ -73,7 +73,7 @@ def test_regressions_have_no_logits():
 def test_separable_data_have_no_best_temperature(caplog):
     model, x, _ = data()
     lw.fit(model, [(x, model(x).argmax(1))], lw.TemperatureScaling())
-    assert "the end of the range. No logit is of a wrong class" in caplog.text
+    assert "the end of the range. The network predicts every class correctly" in caplog.text
 
 
 def test_held_out_data_are_those_of_the_fit():

@@ -33,18 +33,20 @@ from .fine_tuning import FineTuning
 class MeanField(Method):
     """Mean-field variational inference, `θ ~ N(m, diag σ²)`: by fine-tuning, from an IVON optimiser, or from variances.
 
-    As a method of `lw.fit` it fine-tunes from the trained weights, with Adam and a cosine schedule, on
+    As a method of `lw.fit` it fine-tunes the trained weights, with Adam and a cosine schedule, on
 
         1/τ Σ_n -E_q[log p(y_n | f(x_n, θ))] + KL(q ‖ N(μ0, δ⁻¹ I))
 
-    The mean moves, so the posterior is around a copy of the network, `posterior.model`: save its `state_dict()` beside
-    the posterior. Yours is only read, and batch norm keeps its statistics. A prior precision that is None is the best
-    one at every step, `δ = P / (‖m - μ0‖² + Σ σ²)`; a noise variance likewise. `posterior.history` holds `objective`
-    (nats over all data, minus a lower bound of the evidence at τ = 1), `log_likelihood` (per sample), `divergence`, and
-    where they are learned `prior_precision` and `noise_variance`, step by step. The result has no evidence and no
-    other prior.
+    The mean moves, so the posterior is around a copy of the network, `posterior.model`: save its `state_dict()`
+    together with the posterior. Your network is only read, and batch norm keeps its statistics. A prior precision that
+    is None becomes the best one at every step, `δ = P / (‖m - μ0‖² + Σ σ²)`; so does a noise variance that is None.
+    The result has no evidence, and its prior cannot be changed.
 
-    A few hundred steps from a small σ, the default, are early stopping: taken to its end, the objective at τ = 1
+    `posterior.history` holds numbers for each step: `objective` (nats over all data, minus a lower bound of the
+    evidence at τ = 1), `log_likelihood` (per sample), `divergence`, and `prior_precision` and `noise_variance` if they
+    are learned.
+
+    The default, a few hundred steps from a small σ, is early stopping. The optimum of the objective with τ = 1
     underfits networks with more weights than the data determine. For many steps lower `temperature` to about 0.05.
 
     Source: Deng et al. 2020, BayesAdapter (fine-tuning from the trained weights, "MFVI-BF" in ELLA's Tables 1 and 2);
@@ -52,13 +54,13 @@ class MeanField(Method):
     (the draws).
 
     Args:
-        steps: how many batches; the loader begins again where it ends.
-        learning_rate: of the mean, Adam's.
-        std_rate: of log σ, Adam's: it moves by at most about half of `std_rate * steps`.
-        initial_std: σ of every weight at the start, in units of the weights.
+        steps: number of batches; the loader starts again at its end.
+        learning_rate: Adam's learning rate of the mean.
+        std_rate: Adam's learning rate of log σ, which moves by at most about `std_rate * steps / 2`.
+        initial_std: initial σ of every weight, in units of the weights.
 
     Raises:
-        LapwingError: for numbers out of range; in `lw.fit`, for an objective that is no longer finite.
+        LapwingError: if an option is invalid, or if the objective becomes infinite or NaN in `lw.fit`.
 
     Cost: a step is a forward and a backward pass of the batch, with linear layers and convolutions run twice; memory
     O(P) for seven vectors. At the end one forward pass over the data of the steps.
@@ -79,7 +81,7 @@ class MeanField(Method):
     initial_std: float = option(1e-2, positive())
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields the steps, then a pass for the likelihood at the moved mean."""
+        """Yields the steps, then a pass for the likelihood at the new mean."""
         tangent = problem.tangent
         network = copied(tangent.model, "MeanField")
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
@@ -98,7 +100,7 @@ class MeanField(Method):
         )  # fmt: skip
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of the steps and of the last pass; a step is a training step with layers run twice."""
+        """Returns the footprint of the steps and of the last pass."""
         tangent, epochs = shape.tangent, self.steps * shape.batch / shape.samples
         kept = shape.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
         vectors = 12 * tangent.size * tangent.dtype.itemsize
@@ -121,30 +123,30 @@ class MeanField(Method):
     ) -> Posterior:
         """Returns the posterior that an IVON optimiser has trained: `m = θ̂`, `σ² = 1 / (λ (h + γ))`.
 
-        h is the optimiser's `hess`, λ its `ess`, γ its `weight_decay`, of each parameter group. It is recognised by
-        these (`ivon.IVON` of the package ivon-opt has them); nothing is imported. Parameters that it does not train
-        are certain. Outside of `optimizer.sampled_params()` the network's weights are the mean.
+        h, λ and γ are `hess`, `ess` and `weight_decay` of each parameter group. Any optimiser with these three entries
+        works, such as `ivon.IVON` of the package ivon-opt. Parameters that it does not train are certain. Outside
+        `optimizer.sampled_params()` the weights of the network are the mean.
 
         Source: Shen et al. 2024, Variational Learning is Effective for Large Deep Networks, Algorithm 1; the mean-field
         posterior of Streamlined Prediction (section 4).
 
         Args:
             model: the trained network, in eval mode. It is used, not copied.
-            optimizer: what trained it.
+            optimizer: the optimiser that trained the network.
             loader: the training data, as in `lw.fit`.
-            likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype. A noise
+            likelihood: "categorical", "gaussian" or an instance; None infers it from the dtype of the targets. A noise
                 variance that is None becomes the mean squared residual.
-            scale: what multiplies Σ.
-            params: which of the optimiser's parameters are uncertain. Not `lw.last_layer`.
-            forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
-            memory: budget in bytes for one chunk of samples; 1 GiB when None.
-            progress: show a bar; None shows one on a terminal.
+            scale: factor of Σ.
+            params: selection of the uncertain parameters among those of the optimiser. Not `lw.last_layer`.
+            forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are all wrong.
+            memory: budget in bytes for one chunk of samples; None means 1 GiB.
+            progress: whether to show a bar; None shows one on a terminal.
 
         Returns:
-            An immutable posterior. It has no prior of its own and no evidence.
+            An immutable posterior. It has no prior and no evidence.
 
         Raises:
-            LapwingError: for another optimiser or network, or bad input.
+            LapwingError: if the optimiser is not IVON, if it trained another network, or if the input is invalid.
 
         Cost: one forward pass over the data; memory O(P).
 
@@ -168,15 +170,10 @@ class MeanField(Method):
         parameters = parameters_of(uncompiled(model))
         variances = _ivon_variances(optimizer, parameters, type(model).__name__)
         names = select(params, {name: parameters[name] for name in variances}, type(model).__name__)
-        check_positive("MeanField.from_optimizer", "scale", scale, 1.0)
-        loader = as_loader(loader, model)
-        text = f"MeanField.from_optimizer({type(optimizer).__name__}, scale={scale})"
-        method = MethodInfo("MeanField.from_optimizer", text, {"scale": scale})
-        chosen = {name: scale * variances[name] for name in names}
-        return constructed(
-            model, chosen, lambda tangent: diagonal(tangent, chosen), first_batch(loader), loader, method, likelihood,
-            forward, memory, progress,
-        )  # fmt: skip
+        chosen, kind = {name: variances[name] for name in names}, f"{type(optimizer).__name__}, "
+        return _given(
+            model, chosen, loader, scale, "MeanField.from_optimizer", kind, likelihood, forward, memory, progress
+        )
 
     @staticmethod
     @outside_modes
@@ -191,23 +188,23 @@ class MeanField(Method):
         memory: int | None = None,
         progress: bool | None = None,
     ) -> Posterior:
-        """Returns the posterior `N(θ̂, diag σ²)` of variances from elsewhere.
+        """Returns the posterior `N(θ̂, diag σ²)` of given variances.
 
         Args:
             model: the trained network, in eval mode. It is used, not copied.
-            variances: parameter name -> σ², not negative, in the parameter's shape; other parameters are certain.
-            loader: as in `from_optimizer`, and so are the others.
+            variances: parameter name -> σ² >= 0, in the shape of the parameter; other parameters are certain.
+            loader: the training data; this and the options below are as in `from_optimizer`.
             likelihood: p(y | f).
-            scale: what multiplies Σ.
-            forward: how the network is called.
+            scale: factor of Σ.
+            forward: function that calls the network, or None.
             memory: budget in bytes.
-            progress: show a bar.
+            progress: whether to show a bar.
 
         Returns:
-            An immutable posterior. It has no prior of its own and no evidence.
+            An immutable posterior. It has no prior and no evidence.
 
         Raises:
-            LapwingError: for names, shapes or values that do not fit, or bad input.
+            LapwingError: if names, shapes or values do not match the network, or if the input is invalid.
 
         Cost: one forward pass over the data; memory O(P).
 
@@ -230,14 +227,22 @@ class MeanField(Method):
                 f"negative, by the name and in the shape of its parameters ({shapes}, ...): "
                 f"lw.MeanField.from_variances(model, {{name: tensor}}, loader)."
             )
-        check_positive("MeanField.from_variances", "scale", scale, 1.0)
-        loader = as_loader(loader, model)
-        method = MethodInfo("MeanField.from_variances", f"MeanField.from_variances(scale={scale})", {"scale": scale})
-        chosen = {name: scale * value for name, value in chosen.items()}
-        return constructed(
-            model, chosen, lambda tangent: diagonal(tangent, chosen), first_batch(loader), loader, method, likelihood,
-            forward, memory, progress,
-        )  # fmt: skip
+        return _given(
+            model, chosen, loader, scale, "MeanField.from_variances", "", likelihood, forward, memory, progress
+        )
+
+
+def _given(
+    model: nn.Module, variances: Mapping[str, Tensor], loader: Any, scale: float, name: str, options: str, *rest: Any
+) -> Posterior:
+    """Returns the posterior of given variances, times `scale`; `rest` are the last arguments of `constructed`."""
+    check_positive(name, "scale", scale, 1.0)
+    loader = as_loader(loader, model)
+    method = MethodInfo(name, f"{name}({options}scale={scale})", {"scale": scale})
+    scaled = {key: scale * value for key, value in variances.items()}
+    return constructed(
+        model, scaled, lambda tangent: diagonal(tangent, scaled), first_batch(loader), loader, method, *rest
+    )
 
 
 def _fits(variance: Any, parameter: Tensor | None) -> bool:
@@ -250,13 +255,13 @@ def _ivon_variances(optimizer: Any, parameters: Mapping[str, Tensor], model: str
     """Returns `σ² = 1 / (λ (h + γ))` of every parameter of a network that an IVON optimiser trains, float64.
 
     Args:
-        optimizer: with `hess` h, one vector over the parameters in order, `ess` λ and `weight_decay` γ in each of its
-            parameter groups.
-        parameters: the network's, by name.
-        model: the network's name.
+        optimizer: its parameter groups have `hess` h, one vector over the parameters in order, `ess` λ and
+            `weight_decay` γ.
+        parameters: parameters of the network, by name.
+        model: class name of the network.
 
     Raises:
-        LapwingError: for another optimiser, numbers that are no precisions, or another network.
+        LapwingError: if the optimiser is not IVON, if precisions are not positive, or if it trained another network.
     """
     kind = type(optimizer).__name__
     groups = list(getattr(optimizer, "param_groups", ()))

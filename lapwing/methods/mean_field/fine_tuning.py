@@ -22,7 +22,7 @@ from ..problem import Problem
 from ..state import DataSummary, Descent
 
 NOISE_DECAY = 0.99
-"""The factor of each step on the sums of squared residuals that give σ²: about the last hundred batches count."""
+"""Factor per step of the sums of squared residuals that give σ²: an average over about the last hundred batches."""
 
 
 def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
@@ -31,30 +31,30 @@ def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
     Args:
         log_std: log σ (P,).
         offset: m - μ0 (P,).
-        precision: δ (P,), or one number.
+        precision: δ (P,), or a scalar.
     """
     terms = precision * ((2 * log_std).exp() + offset.square()) - 1 - precision.log() - 2 * log_std
     return doubled(terms).sum() / 2
 
 
 def best_precision(log_std: Tensor, offset: Tensor) -> Tensor:
-    """Returns the one δ of least divergence, `P / (‖m - μ0‖² + Σ σ²)`."""
+    """Returns the scalar δ of least divergence, `P / (‖m - μ0‖² + Σ σ²)`."""
     return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())
 
 
 class FineTuning(IteratePass[Descent]):
     """Minimises `1/τ Σ_n -E_q[log p(y_n | f(x_n, θ))] + KL(q ‖ N(μ0, Δ⁻¹))` over m and log σ.
 
-    One draw per sample and step. The log likelihood of a batch is scaled to all N samples, and its gradient taken
-    through the draws; that of the divergence is exact. δ, where it is open, is the best one at every step; so is σ²,
-    from recent batches.
+    Each step draws once for each sample. The log likelihood of a batch is scaled to all N samples, and its gradient is
+    taken through the draws. The gradient of the divergence is exact. An open δ is the best one at every step, and an
+    open σ² is the mean squared residual of recent batches.
 
     Args:
         problem: the fit.
-        steps: how many.
-        learning_rate: of m, for Adam with a cosine that ends at 0.
-        std_rate: of log σ, likewise.
-        initial_std: σ at the start.
+        steps: number of steps.
+        learning_rate: learning rate of m, for Adam with a cosine schedule that ends at 0.
+        std_rate: learning rate of log σ, likewise.
+        initial_std: initial σ.
     """
 
     label = "fine-tuning"
@@ -69,12 +69,12 @@ class FineTuning(IteratePass[Descent]):
         self._centre = self._flat(split(self._tangent.blocks, problem.prior.mean))
 
     def init(self) -> Descent:
-        """Starts at the trained weights."""
+        """Returns the trained weights and the initial σ."""
         mean = self._flat(self._tangent.parameters)
         return Descent({"mean": mean, "log_std": torch.full_like(mean, math.log(self._initial_std))})
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
-        """Takes a step of Adam on m and log σ."""
+        """Moves m and log σ by a step of Adam."""
         log_std, offset = state.values["log_std"], state.values["mean"] - self._centre
         samples = batch.count
         factor = self._scale.of_likelihood / samples
@@ -100,7 +100,7 @@ class FineTuning(IteratePass[Descent]):
         state.taken += 1
 
     def weight_precision(self, state: Descent) -> Tensor:
-        """Returns δ of each weight (P,) where the user gave it, else the best number."""
+        """Returns the user's δ, a scalar or one per weight (P,), or the best scalar if δ is open."""
         problem, blocks = self._problem, self._tangent.blocks
         if not problem.prior.fixed:
             return best_precision(state.values["log_std"], state.values["mean"] - self._centre)
@@ -110,7 +110,7 @@ class FineTuning(IteratePass[Descent]):
         return problem.precision.repeat_interleave(sizes).to(state.values["mean"])
 
     def _at_noise(self, state: Descent, statistics: dict[str, Tensor]) -> tuple[float, float]:
-        """Returns a batch's log likelihood at the σ² of recent batches, this one included, and 1/σ²."""
+        """Returns the log likelihood of a batch at the σ² of recent batches, including this one, and 1/σ²."""
         for name, value in statistics.items():
             state.kept[name] = NOISE_DECAY * state.kept.get(name, 0) + value
         noise = self.noise_variance(state)
@@ -121,22 +121,23 @@ class FineTuning(IteratePass[Descent]):
         return float(likelihood.log_likelihood(statistics)), 1 / noise
 
     def noise_variance(self, state: Descent) -> float | None:
-        """Returns σ² where it is open: the mean squared residual under the draws of recent batches, which are kept."""
-        if not state.kept or not bool(state.kept["count"].any()):  # none yet, or all of them missing so far
+        """Returns the mean squared residual of recent batches under their draws, or None if σ² is given or unknown."""
+        if not state.kept or not bool(state.kept["count"].any()):  # no batch yet, or all targets missing so far
             return None
         return self._problem.likelihood.residual_variance(state.kept)
 
     def by_parameter(self, flat: Tensor) -> dict[str, Tensor]:
-        """Cuts a vector (P,) into parameters."""
+        """Splits a vector (P,) into parameters."""
         parts = flat.split([math.prod(shape) for shape, _ in self._layout.values()])
         return {name: part.reshape(shape) for part, (name, (shape, _)) in zip(parts, self._layout.items(), strict=True)}
 
     def _log_likelihood(
         self, state: Descent, batch: Batch, generator: torch.Generator
     ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the batch's `Σ log p(y|f)` under draws, and its gradients in m and log σ, chunk by chunk.
+        """Returns `Σ log p(y|f)` of the batch under draws, its gradients in m and log σ, and statistics.
 
-        Where σ² is open they are at σ² = 1, and the statistics follow that give the sum at any other.
+        If σ² is open, the sum and its gradients are at σ² = 1, and the statistics give the sum at any other σ².
+        Otherwise there are no statistics.
         """
         likelihood, tangent, summary = self._problem.likelihood, self._tangent, DataSummary()
         known = likelihood.with_noise_variance(1.0) if likelihood.needs_noise else likelihood
@@ -148,7 +149,7 @@ class FineTuning(IteratePass[Descent]):
             all_targets, all_weights = every["targets"], every["weights"]
             places = len(every["outputs"]) // every["samples"]
         for part, inputs in batches.chunks(batch.inputs, tangent.chunk_length(1)):
-            here = slice(part.start * places, part.stop * places)  # positions of these samples
+            here = slice(part.start * places, part.stop * places)  # the positions of these samples
             targets, weights = all_targets[here], None if all_weights is None else all_weights[here]
             with torch.enable_grad():
                 means, stds = self._in_model(leaves["mean"]), self._in_model(leaves["log_std"].exp())
@@ -170,7 +171,7 @@ class FineTuning(IteratePass[Descent]):
         return fit, gradients, summary.statistics
 
     def _diverged(self, what: str, taken: int) -> LapwingError:
-        """Returns the error of numbers that are no longer finite."""
+        """Returns the error for values that are not finite."""
         rate, spread = self._rates["mean"], self._initial_std
         return LapwingError(
             f"{what} of MeanField at step {taken + 1} of {self.steps} are not finite. Take smaller steps and spreads: "
@@ -178,7 +179,7 @@ class FineTuning(IteratePass[Descent]):
         )
 
     def _in_model(self, flat: Tensor) -> dict[str, Tensor]:
-        """Cuts a vector into parameters of the model's dtypes."""
+        """Splits a vector into parameters of the model's dtypes."""
         return {name: part.to(self._layout[name][1]) for name, part in self.by_parameter(flat).items()}
 
     def _flat(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -187,9 +188,9 @@ class FineTuning(IteratePass[Descent]):
 
 
 def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
-    """Returns which parameters can be drawn for each sample alone, and on which axis their layer holds the samples.
+    """Returns the parameters that can be drawn separately for each sample, with the sample axis of their layer.
 
-    They are weights and biases of linear layers and convolutions that the network uses once: two uses share a draw.
+    They are weights and biases of linear layers and convolutions that the network uses once; two uses share a draw.
     """
     plan = tangent.plan
     if plan.single_sample:  # the axes are guesses
@@ -202,7 +203,7 @@ def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
             continue
         ((index, axis, _),) = uses
         weight = dict(plan.order[index]).get("weight")
-        if weight is not None and names.count(weight) == 1:  # so that the recorded call is the weight's only one
+        if weight is not None and names.count(weight) == 1:
             axes |= {name: axis for name in block.parameters if names.count(name) == 1}
     return axes
 
@@ -210,21 +211,21 @@ def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
 class Drawing(EagerMode):
     """Adds noise to the outputs of layers whose weights are drawn for each sample.
 
-    Three ways to draw, all of them exact: the outputs of each sample have the distribution that one draw of the weights
-    gives.
+    All three ways to draw are exact: the outputs of each sample have the distribution that a draw of the weights gives.
 
     - **local** (Kingma et al. 2015, section 2.2): a linear layer or convolution with one position per sample. Its
-      output is `N(a Mᵀ, a² (σ²)ᵀ)`, and is drawn itself, sample by sample.
-    - **flipped** (Wen et al. 2018, equation 4): one with several positions, whose outputs share the weights and so are
-      not independent. One draw serves the batch, with random signs per sample, `W_n = M + ΔW ∘ r_n s_nᵀ`.
-    - **shared**: everything else, one draw for the batch, also for a layer that does not say where its features are.
+      outputs, `N(a Mᵀ, a² (σ²)ᵀ)`, are drawn directly for each sample.
+    - **flipped** (Wen et al. 2018, equation 4): a linear layer or convolution with several positions, whose outputs
+      depend on each other by the weights that they share. The batch has one draw ΔW, and each sample has random signs,
+      `W_n = M + ΔW ∘ r_n s_nᵀ`.
+    - **shared**: one draw for the batch, for all other layers, and for layers with an unknown axis of features.
 
     Args:
         means: name -> m, the tensors that the network is called with.
         stds: name -> σ.
-        axes: what `per_sample_axes` returns.
+        axes: result of `per_sample_axes`.
         samples: B.
-        generator: of the draws.
+        generator: random generator of the draws.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class Drawing(EagerMode):
         self._stds, self._axes, self._samples, self._generator = stds, axes, samples, generator
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a function; where it is a layer's and the weight is drawn for each sample, adds the noise."""
+        """Runs a function; adds noise if it is a layer whose weight is drawn for each sample."""
         reader = READERS.get(function)
         use = reader(args, kwargs, lambda value: id(value) in self._names) if reader is not None else None
         out = function(*args, **kwargs)
@@ -253,25 +254,25 @@ class Drawing(EagerMode):
         weight, bias = self._stds[name], self._stds.get(self._names.get(id(shift), ""))
 
         def called(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            """The layer's function, called as it was, with another input, weight and bias (zeros for None)."""
-            other = {id(use.inputs): inputs, id(mean): weight}
+            """Calls the layer with another input, weight and bias (None means zeros)."""
+            replaced = {id(use.inputs): inputs, id(mean): weight}
             if use.view is not None:
-                other[id(use.view)] = weight.mT
+                replaced[id(use.view)] = weight.mT
             if shift is not None:
-                other[id(shift)] = torch.zeros_like(shift) if bias is None else bias
+                replaced[id(shift)] = torch.zeros_like(shift) if bias is None else bias
             return function(
-                *(other.get(id(arg), arg) for arg in args),
-                **{key: other.get(id(arg), arg) for key, arg in kwargs.items()},
+                *(replaced.get(id(arg), arg) for arg in args),
+                **{key: replaced.get(id(arg), arg) for key, arg in kwargs.items()},
             )
 
-        if use.features is None:  # shared: one draw of weight and bias
+        if use.features is None:  # shared
             drawn = shift if shift is None or bias is None else shift + bias * self.normal(bias)
             return called(use.inputs, mean + weight * self.normal(weight), drawn)
         if out.numel() == self._samples * matrix.groups * matrix.outputs:  # local: `√(a² (σ²)ᵀ + σ_b²) ε`
             squares = called(use.inputs.square(), weight.square(), None if bias is None else bias.square())
-            tiny = torch.finfo(squares.dtype).tiny  # a variance of 0 has a root without a slope
+            tiny = torch.finfo(squares.dtype).tiny  # the square root has no gradient at 0
             return out + squares.clamp_min(tiny).sqrt() * self.normal(squares)
-        # flipped: `((a ∘ s) ΔWᵀ) ∘ r + σ_b ε`, with one s, r and ε a sample for all its positions
+        # flipped: `((a ∘ s) ΔWᵀ) ∘ r + σ_b ε`; all positions of a sample share s, r and ε
         signs = self._by_sample(use.inputs, axis, use.features, self._signs)
         noise = called(use.inputs * signs, weight * self.normal(weight), None)
         noise = noise * self._by_sample(noise, axis, use.features, self._signs)
@@ -280,13 +281,13 @@ class Drawing(EagerMode):
         return out + noise
 
     def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a recurrent layer at one draw of its weights for the batch."""
+        """Runs a recurrent layer with one draw of its weights for the batch."""
         named = [(m, self._names[id(m)]) for m in recurrent.tensors_of(args) if id(m) in self._names]
         drawn = {id(m): m + self._stds[name] * self.normal(m) for m, name in named}
         return super().recurrent(function, swapped(args, drawn), kwargs)
 
     def _by_sample(self, like: Tensor, axis: BatchAxis, channels: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
-        """Draws numbers (B, channels), laid along the samples and channels of a layer's tensor."""
+        """Draws (B, channels), repeated over the positions and laid along the axes of a layer's tensor."""
         drawn = draw(like.new_empty(self._samples, like.shape[channels]))
         positions = like.shape[axis.axis] // self._samples
         drawn = drawn.repeat(positions, 1) if axis.inner else drawn.repeat_interleave(positions, 0)
@@ -295,7 +296,7 @@ class Drawing(EagerMode):
         return drawn.reshape(shape)
 
     def normal(self, like: Tensor) -> Tensor:
-        """Draws standard normal numbers in the shape of a tensor."""
+        """Draws from N(0, 1) in the shape of a tensor."""
         return torch.randn(like.shape, generator=self._generator, dtype=like.dtype, device=like.device)
 
     def _signs(self, like: Tensor) -> Tensor:
@@ -313,20 +314,20 @@ def drawn_outputs(
     """Runs the network at random weights.
 
     Args:
-        tangent: the network, which is not written.
+        tangent: the network; it is only read.
         inputs: B samples.
-        means: name -> m of every treated parameter, in the parameter's dtype.
+        means: name -> m of every treated parameter, in the dtype of the parameter.
         stds: name -> σ, likewise.
-        axes: what `per_sample_axes` returns, or {} for one draw of everything.
-        generator: of the draws.
+        axes: result of `per_sample_axes`, or {} for one draw of all weights for the batch.
+        generator: random generator of the draws.
 
     Returns:
         Outputs (B, C), differentiable in means and stds.
 
-    Cost: the layers with own draws run twice.
+    Cost: layers with a draw for each sample run twice.
     """
     with torch.enable_grad():
-        means = {name: m.clone() if name in axes else m for name, m in means.items()}  # whose views have it as base
+        means = {name: m.clone() if name in axes else m for name, m in means.items()}  # a view then has m as its base
         drawing = Drawing(means, stds, axes, batches.size(inputs), generator)
         weights = {name: m if name in axes else m + stds[name] * drawing.normal(m) for name, m in means.items()}
         with drawing:

@@ -1,4 +1,4 @@
-"""Sampled linearised Laplace: exact draws from the posterior by solving for them, and the prior by EM."""
+"""Sampled linearised Laplace: exact draws from the posterior by linear solves, and the prior by EM."""
 
 from __future__ import annotations
 
@@ -28,53 +28,53 @@ from .system import FirstProducts, LinearSystem, PositionedRoot, inner, inner_by
 log = logging.getLogger("lapwing")
 
 NO_CURVATURE = 1e-6
-"""Relative to the mean, curvature below which a weight's feature is rounding noise and not scaled."""
+"""Curvature relative to its mean below which the feature of a weight is rounding noise and not scaled."""
 
 
 @dataclass(frozen=True)
 class SampledLLA(Method):
     """Full linearised Laplace by draws, `Σ = (1/S) Σ_k z_k z_kᵀ` with `z_k ~ N(0, (sG + Δ)⁻¹)` exactly, matrix-free.
 
-    Each draw solves `(s G + Δ) z = √s JᵀRε + Δ^(1/2) ε₀`. Nothing is assumed of G's structure, but Σ has rank S: its
-    entries are Monte-Carlo estimates, a variance with a relative error of √(2/S). It belongs to one prior, which is
-    chosen on the way where it is open and cannot be changed afterwards. `posterior.sample(n)` gives the draws
-    themselves, each with a random sign, for n up to S.
+    Each draw solves `(s G + Δ) z = √s JᵀRε + Δ^(1/2) ε₀`. The method makes no assumption about the structure of G, but
+    Σ has rank S: its entries are Monte-Carlo estimates, a variance with a relative error of √(2/S). Σ belongs to one
+    prior, which EM chooses if it is open, and which cannot be changed afterwards. For n <= S, `posterior.sample(n)`
+    returns the draws themselves, each with a random sign.
 
     EM finds δ and, for Gaussian noise, σ²: `δ = γ/‖θ̂ - μ0‖²` and `σ² = Σ r²/(n C - γ)`, with the effective dimension
-    `γ = tr(sGΨ)` estimated by the draws, `1/S Σ_k s z_kᵀ G z_k`. That is the maximum of Full's evidence up to their
-    error. It ends where no number would move by more than 1 %. Later solves start from the draws before, which keeps
-    directions that the data do not determine exact. So Σ is Full's to Monte-Carlo error at σ² = 1e-10 too, in float64
-    and by conjugate gradients without a preconditioner.
+    `γ = tr(sGΨ)` estimated by the draws, `1/S Σ_k s z_kᵀ G z_k`. This is the maximum of Full's evidence, up to the
+    Monte-Carlo error. EM ends if no number would change by more than 1 %. Each solve starts from the draws of the
+    previous one, so directions that the data do not determine stay exact. So Σ equals Full's up to the Monte-Carlo
+    error even at σ² = 1e-10, in float64 and with conjugate gradients without a preconditioner.
 
-    On an MNIST network (2 000 images) Full's evidence spreads the weights far too wide, as it does for networks that
-    are sure of their training labels: test NLL 0.435, the network's own 0.049. At a δ chosen by held-out data, a
-    hundred times larger, it was 0.049 by `lw.Probit(scale="class")` and 0.048 by `lw.SampledLink()`. So compare a few
-    `prior_precision=` on held-out data for classifiers; solves are quick there (7 iterations in place of 45).
+    For networks that fit their training labels closely, Full's evidence spreads the weights too much: on an MNIST
+    network (2 000 images) the test NLL was 0.435, and the network's own 0.049. With a δ from held-out data, a hundred
+    times larger, it was 0.049 with `lw.Probit(scale="class")` and 0.048 with `lw.SampledLink()`. So for classifiers
+    compare a few values of `prior_precision=` on held-out data; these solves are fast (7 iterations instead of 45).
 
     Source: Antorán et al. 2023, Sampling-based Inference for Large Linear Models, with Application to Linearised
-    Laplace, sections 3 and 4, which solves for the draws by stochastic gradients, one by one. Conjugate gradients
-    solve for all draws at once, to a tolerance.
+    Laplace, sections 3 and 4. The paper solves for each draw by stochastic gradients; here conjugate gradients solve
+    for all draws at once, to a tolerance.
 
     Args:
-        draws: S.
+        draws: S, the number of draws.
         solver: options of the conjugate gradients.
-        em_steps: solves after the first one, at most, to tune what is open; 0 keeps δ = 1 and σ² the mean squared
-            residual.
+        em_steps: maximum number of solves after the first one, to tune an open δ or σ²; 0 keeps δ = 1, and the mean
+            squared residual for σ².
         prior: "isotropic", or "g" for `Δ = δ g`, `g_p = G_pp / mean(G_pp)`: isotropic over features of equal second
-            moment, so that the scale of a weight does not matter (below batch or layer norm, it has no meaning). A
-            weight whose curvature is below a millionth of the mean keeps `g_p = 1`.
-        per_block: a δ for each block.
-        linearised_mode: measure δ by the mode of the linearised model instead of θ̂, which is not its optimum at that
-            δ; takes two more passes per solve. Where δ is given it changes nothing: means of predictions stay the
-            network's.
+            moment, so that the scale of a weight does not matter (below batch or layer norm it has no meaning). A
+            weight with a curvature below a millionth of the mean keeps `g_p = 1`.
+        per_block: whether each block has its own δ.
+        linearised_mode: whether EM measures δ at the mode of the linearised model instead of θ̂, which is not its
+            optimum at that δ. It costs two more passes per solve. It has no effect if δ is given, or on the means of
+            predictions.
 
     Raises:
-        LapwingError: for numbers out of range, another label or solver, or draws that do not fit the memory budget.
+        LapwingError: if an option is invalid, or if the draws exceed the memory budget.
 
-    Cost: a pass for the right-hand sides and first products, then about as many as the solver has iterations, for each
-    of the solves (3 to 9 where δ is open); with `per_block` one more for each later solve. A pass is C backward passes
-    and products of S vectors with J. Memory of six numbers per weight and draw while fitting, one afterwards: 11
-    million weights in float32 take 1.4 GB a copy for 32 draws. A prediction takes S products with J.
+    Cost: a pass for the right-hand sides and first products, then for each solve (3 to 9 if δ is open) about one pass
+    per iteration; with `per_block` one more for each later solve. A pass is C backward passes and products of S vectors
+    with J. A fit needs memory for six numbers per weight and draw, the posterior for one: 11 million weights in float32
+    and 32 draws need 1.4 GB per copy. A prediction needs S products with J.
 
     Example:
         >>> import torch, lapwing as lw
@@ -99,12 +99,12 @@ class SampledLLA(Method):
     linearised_mode: bool = False
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises for a preconditioner without a prior."""
+        """Raises if the preconditioner has no prior."""
         if self.solver.preconditioner is not None:
             check_within(self.solver.preconditioner, "preconditioner", tangent, likelihood)
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields passes for right-hand sides and preconditioner, then solves and steps of EM in turn."""
+        """Yields passes for right-hand sides and preconditioner, then solves, each followed by a step of EM."""
         self.check(problem.tangent, problem.likelihood)
         problem.require(self._need(problem.tangent))
         system, start, products = yield from self._system(problem)
@@ -137,8 +137,8 @@ class SampledLLA(Method):
             del solved, solution
         if system.scale < wanted:
             log.warning(
-                "The draws of SampledLLA have %.3g times the noise variance: at less, rounding of %s would drown them. "
-                "Fit the network and its data in float64 for the noise variance itself.",
+                "SampledLLA used %.3g times the noise variance for its draws, because %s rounding would dominate them "
+                "at a smaller value. Fit the network and its data in float64 for the noise variance itself.",
                 wanted / system.scale, str(problem.tangent.dtype).removeprefix("torch."),
             )  # fmt: skip
         worst = float(solved.errors[: self.draws].max())
@@ -180,7 +180,7 @@ class SampledLLA(Method):
     def _solve(
         self, system: LinearSystem, noise: float | None, mode: LinearisedMode, start: Vectors, products: Vectors
     ) -> Solving:
-        """Solves for the draws, and with them for the linearised model's mode if it is wanted."""
+        """Solves for the draws, and for the mode of the linearised model if it is wanted."""
         if not mode.wanted:
             return (yield from self.solver.solve(system, start, products))
         gradient = yield from mode.gradient(system, noise)
@@ -192,7 +192,7 @@ class SampledLLA(Method):
         return solved
 
     def _system(self, problem: Problem) -> Generator[Pass, Any, tuple[LinearSystem, Vectors, Vectors]]:
-        """Yields the passes of features, right-hand sides and preconditioner; returns Z₀ and `G Z₀` too."""
+        """Yields the passes for features, right-hand sides and preconditioner; returns the system, Z₀ and `G Z₀`."""
         root = PositionedRoot(problem)
         features = (yield from _features(problem)) if self.prior == "g" else None
         system = LinearSystem(problem, root, {}, features, None, problem.precision, 1.0)
@@ -208,9 +208,10 @@ class SampledLLA(Method):
 
 
 def _largest_scale(system: LinearSystem, start: Vectors, products: Vectors) -> float:
-    """Returns s/δ above which rounding is larger than what a regression's data leave of the prior's variance.
+    """Returns the largest s/δ for which rounding is smaller than the posterior variances of a regression.
 
-    That is `1/(ε λ)`, ε the dtype's rounding and `λ = Σ λ_i² / Σ λ_i` of G at unit precision, from `G Z₀`.
+    This is `1/(ε λ)`, with the rounding error ε of the dtype and `λ = Σ λ_i² / Σ λ_i` of G at unit precision, computed
+    from `G Z₀`. It is infinite for classifiers.
     """
     if system.problem.noise_variance() is None:
         return math.inf
@@ -222,7 +223,7 @@ def _largest_scale(system: LinearSystem, start: Vectors, products: Vectors) -> f
 
 
 def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
-    """Yields a pass; returns `g_p = G_pp / mean(G_pp)`, 1 for weights that the data do not move."""
+    """Yields a pass; returns `g_p = G_pp / mean(G_pp)`, or 1 for weights without curvature."""
     diagonals = (yield SquaredSums(problem)).blocks
     mean = total(doubled(d).sum() for d in diagonals.values()) / problem.tangent.size
     ratios = {name: d / mean.clamp_min(torch.finfo(d.dtype).tiny).to(d) for name, d in diagonals.items()}
@@ -230,7 +231,7 @@ def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
 
 
 def _note(history: dict[str, Tensor], steps: EvidenceSteps, effective: Tensor, solved: Solved) -> None:
-    """Adds one solve's numbers to the history."""
+    """Appends the numbers of a solve to the history."""
     numbers = {"precision": steps.precision, "effective_dimension": effective.sum()}
     numbers["iterations"] = torch.tensor(float(solved.iterations), dtype=torch.float64)
     if steps.noise_variance is not None:

@@ -20,7 +20,7 @@ from .system import LinearSystem, gram, inner, recombine
 log = logging.getLogger("lapwing")
 
 NOISE = 1e-12
-"""Relative eigenvalue of a Gram matrix, in float64, of which the direction is rounding noise."""
+"""Relative eigenvalue of a Gram matrix in float64 below which a direction is rounding noise."""
 
 
 class Solved(NamedTuple):
@@ -48,34 +48,34 @@ Solving = Generator[Pass, Any, Solved]
 class ConjugateGradients(Options):
     """Solves `A z = b`, `A = s G + Δ`, for all draws at once, until each prediction `jᵀz` of a draw is close.
 
-    An error e of z moves it by at most `√(eᵀ A e)` standard deviations `√(jᵀ A⁻¹ j)`, for any j. That length is at most
-    `√(rᵀ Δ⁻¹ r)` of the residual r, and about that of the latest step: iterations end where the smaller one is below
-    the tolerance. That is an estimate: in slow solves errors were 0.3 in place of 0.2, and up to 2 at σ² = 1e-10.
+    An error e of z changes the prediction by at most `√(eᵀ A e)` standard deviations `√(jᵀ A⁻¹ j)`, for any j. This
+    length is at most `√(rᵀ Δ⁻¹ r)` for the residual r, and about the length of the latest step. Iterations end if the
+    smaller of the two is below the tolerance. This is an estimate: in slow solves errors were 0.3 instead of 0.2, and
+    up to 2 at σ² = 1e-10.
 
-    Draws start at those of the prior, `Δ^(-1/2) ε₀`. Without a preconditioner they stay exact in directions that the
-    data do not determine, however small σ² is. Where rounding would drown them, in float32 where the data narrow a
-    direction more than some thousand times, they are solved for at a larger σ², and a warning says so.
+    Draws start at draws from the prior, `Δ^(-1/2) ε₀`. Without a preconditioner they stay exact in directions that the
+    data do not determine, even if σ² is tiny. If rounding would dominate the draws (in float32, if the data reduce a
+    variance by more than a factor of some thousands), the fit uses a larger σ² for them and logs a warning.
 
-    The draws are one block: each iteration gives S directions, and every draw goes along all of them, so that S times
-    as much of the curvature is used per pass as by separate draws. (O'Leary 1980; the residual's factors are kept
-    orthonormal as in Dubrulle 2001.) At the end the residual is computed anew from the solution, which takes one more
-    pass; where rounding has driven it from the recurrence's, iterations go on from it.
+    All draws are solved as one block: each iteration adds S directions, and every draw uses all of them. So one pass
+    uses S times as much of the curvature as with separate solves (O'Leary 1980; the factors of the residual are kept
+    orthonormal as in Dubrulle 2001). At the end one more pass computes the residual from the solution. If rounding has
+    moved it away from the residual of the recurrence, iterations continue from there.
 
     Args:
-        iterations: at most; each is a pass over the data.
-        tolerance: of the draws' errors, in standard deviations of any prediction.
-        preconditioner: a method with a prior, such as `KFAC()`, `Diagonal()` or `ELLA(residual="prior")`, whose
-            covariance replaces the inverse; None takes the prior's. Where the data fix far fewer directions than
-            there are weights, A is the prior plus a low rank, which the draws find by themselves and other structures
-            blur: for 400 images and the 29 034 weights of an MNIST network, 32 draws took 19 iterations to a relative
-            residual of 1e-3 with None and 42 with ELLA of rank 100, and were above 2e-2 after 60 with `KFAC()`,
-            `EKFAC()` and `Diagonal()`. The last three also mix directions that the data determine with those that they
-            do not: take None where σ² is small.
+        iterations: maximum number of iterations; each is a pass over the data.
+        tolerance: maximum error of the draws, in standard deviations of any prediction.
+        preconditioner: a method with a prior, such as `KFAC()`, `Diagonal()` or `ELLA(residual="prior")`; its
+            covariance approximates `A⁻¹`. None uses the prior's covariance, which is best for small σ². If the data
+            determine far fewer directions than there are weights, A is the prior plus a low rank, which the draws find
+            quickly: for 400 images and the 29 034 weights of an MNIST network, 32 draws needed 19 iterations to a
+            relative residual of 1e-3 with None, and 42 with ELLA of rank 100. With `KFAC()`, `EKFAC()` and
+            `Diagonal()`, which also mix directions that the data determine with others, it was above 2e-2 after 60.
 
     Raises:
-        LapwingError: for numbers out of range, or a preconditioner that is not a method.
+        LapwingError: if an option is invalid.
 
-    Cost: one pass per iteration, memory of about six numbers per weight and draw.
+    Cost: one pass per iteration, memory for about six numbers per weight and draw.
 
     Example:
         >>> import lapwing as lw
@@ -92,8 +92,8 @@ class ConjugateGradients(Options):
 
         Args:
             system: A and b.
-            start: the first Z; its tensors are written.
-            products: `G Z` of that; likewise.
+            start: initial Z; its tensors are overwritten.
+            products: `G Z` of the initial Z; its tensors are overwritten.
         """
         solution, state = start, None
         while True:
@@ -119,15 +119,15 @@ class ConjugateGradients(Options):
     def _iterate(
         self, system: LinearSystem, solution: Vectors, residual: Vectors, taken: int, before: float
     ) -> Generator[Pass, Any, ConjugateState]:
-        """Takes iterations, in place, until the draws are solved or there are enough; returns where they end.
+        """Iterates in place until the draws are solved or the iterations are used up; returns the final state.
 
-        The residual is kept as `R = Q D` with `Qᵀ Ψ̃ Q = I` (Ψ̃ the preconditioner); directions P are conjugate to all
-        before. In columns, an iteration is `α = (Pᵀ A P)⁻¹`, `Z ← Z + P α D`, `Q - A P α = Q' E`, `D ← E D`,
-        `P ← Ψ̃ Q' + P Eᵀ`.
+        The residual is stored as `R = Q D` with `Qᵀ Ψ̃ Q = I` (Ψ̃ the preconditioner); directions P are conjugate to all
+        earlier directions. In columns, an iteration is `α = (Pᵀ A P)⁻¹`, `Z ← Z + P α D`, `Q - A P α = Q' E`,
+        `D ← E D`, `P ← Ψ̃ Q' + P Eᵀ`.
         """
         precondition, prior = system.preconditioner(), system.prior()
         moved = precondition(residual)
-        mixing, inverse = _factor(gram(residual, moved))  # D (r, S) and what makes Q of R (r, S)
+        mixing, inverse = _factor(gram(residual, moved))  # D (r, S), and the matrix (r, S) that maps R to Q
         recombine(inverse, residual)
         directions, unknown = recombine(inverse, moved), torch.full_like(mixing.sum(0), torch.inf)
         state = ConjugateState(solution, residual, directions, mixing, unknown, unknown, taken, taken, before)
@@ -160,18 +160,18 @@ class ConjugateGradients(Options):
 
 @dataclass
 class ConjugateState:
-    """Where conjugate gradients stand: Z, Q, P and D as in `ConjugateGradients`.
+    """The state of conjugate gradients: Z, Q, P and D as in `ConjugateGradients._iterate`.
 
     Attributes:
         solution: Z (S, P_block) by block.
         residual: Q (r, P_block) by block.
         directions: P (r, P_block) by block.
         mixing: D (r, S).
-        moved: the length `√(stepᵀ A step)` of each draw's latest step (S,), infinite before the first one.
-        bound: that of `_bound`, of the recurrence's residual (S,).
-        taken: how many iterations, since the start of the solve.
-        began: how many of them before the recurrence began.
-        before: the largest relative residual when it began.
+        moved: length `√(stepᵀ A step)` of the latest step of each draw (S,); infinite before the first step.
+        bound: `_bound` of the residual of the recurrence (S,).
+        taken: number of iterations since the start of the solve.
+        began: number of iterations before the recurrence began.
+        before: largest relative residual when the recurrence began.
     """
 
     solution: Vectors
@@ -186,7 +186,7 @@ class ConjugateState:
 
 
 def _residual(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor]:
-    """Returns `b - A Z` and `‖b‖` (S,), 1 where b is 0."""
+    """Returns `b - A Z` and `‖b‖` (S,), or 1 if b is 0."""
     residual = system.right_hand_sides()
     norms, prior = inner(residual, residual).sqrt(), system.prior()
     for name, b in residual.items():
@@ -195,7 +195,7 @@ def _residual(system: LinearSystem, solution: Vectors, products: Vectors) -> tup
 
 
 def _bound(system: LinearSystem, residual: Vectors) -> Tensor:
-    """Returns `√(rᵀ Δ⁻¹ r)` (S,), at least the length `√(eᵀ A e)` of the errors `e = A⁻¹ r`."""
+    """Returns `√(rᵀ Δ⁻¹ r)` (S,), an upper bound of the length `√(eᵀ A e)` of the errors `e = A⁻¹ r`."""
     prior = system.prior()
     return inner(residual, {name: r / prior[name] for name, r in residual.items()}).sqrt()
 
@@ -206,11 +206,11 @@ def _lengths(mixing: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns E (r, S) and its right inverse's transpose F (r, S), `M = EᵀE` and `F M Fᵀ = I`, for PSD M (S, S).
+    """Returns E (r, S) and the transpose F (r, S) of its right inverse: `M = EᵀE`, `F M Fᵀ = I`, for PSD M (S, S).
 
-    Directions that are rounding noise are left out, so that nothing is 0/0: those of draws that have converged.
+    Directions of rounding noise, of draws that have converged, are left out to avoid 0/0.
     """
-    scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()  # draws converge at their own pace
+    scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()  # draws converge at different speeds
     values, vectors = symmetric_eigen(matrix * scale * scale[:, None])
     kept = values > NOISE * values.max().clamp_min(torch.finfo(values.dtype).tiny)
     values, vectors = values[kept].sqrt(), vectors[:, kept].T

@@ -1,4 +1,4 @@
-"""Prior precision and noise of sampled LLA by EM, from the effective dimension that the draws show."""
+"""Prior precision and noise of sampled LLA by EM, from the effective dimension of the draws."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..problem import Problem
 from .system import LinearSystem
 
 TOLERANCE = 0.01
-"""Steps end where no hyper-parameter would move by more than this, relatively."""
+"""Steps end if no hyper-parameter would change by more than this, relatively."""
 
 MAX_LOG_STEP = 20.0
-"""A step changes no logarithm by more."""
+"""Maximum change of log δ in one step."""
 
 
 @dataclass
@@ -24,18 +24,18 @@ class EvidenceSteps:
 
         δ ← γ / ‖θ̂ - μ0‖²        σ² ← Σ r² / (n C - γ τ n/N)
 
-    Both sides agree where the Laplace evidence has its maximum. Between steps `γ(δ)` falls, and by less than δ grows:
-    `d log γ / d log δ` lies in (-1, 0). So steps are damped, and for one δ alone guided by that slope.
+    Both sides agree at the maximum of the Laplace evidence. If δ grows, `γ(δ)` falls more slowly: `d log γ / d log δ`
+    lies in (-1, 0). So steps are damped, and a single open δ uses the slope of the previous steps.
 
     Attributes:
         precision: δ.
-        noise_variance: σ², None where there is none.
-        squared_error: `Σ r²/(n C)` at the network's outputs, None where σ² is not open.
-        count: `n C N/(n τ)`, the number of observed values, as much as they count.
+        noise_variance: σ², or None for likelihoods without noise.
+        squared_error: `Σ r²/(n C)` at the outputs of the network, or None if σ² is not open.
+        count: `n C N/(n τ)`, the effective number of observed values.
         open_precision: whether δ is open.
         per_block: whether each block has its own δ.
-        moving_mode: whether `‖θ̂ - μ0‖²` follows δ too, which then may fall more slowly than δ grows.
-        before: log δ before the latest step, and where it wanted to go (2, n); None before the first one.
+        moving_mode: whether `‖θ̂ - μ0‖²` depends on δ too, which changes the range of the slope.
+        before: log δ before the latest step, and its target (2, n); None before the first step.
     """
 
     precision: Tensor
@@ -49,10 +49,10 @@ class EvidenceSteps:
 
     @classmethod
     def of(cls, problem: Problem, per_block: bool) -> EvidenceSteps:
-        """Returns what of the prior and the noise is open, where it begins."""
+        """Returns the initial values of prior and noise, and which of them are open."""
         noise = problem.noise_variance()
         values, summary = float(problem.tangent.width), problem.summary()
-        if "count" in summary.statistics:  # of Gaussian targets, by their weights
+        if "count" in summary.statistics:  # weighted number of Gaussian targets
             values = float(summary.statistics["count"]) / summary.samples
         count = problem.scale_of_means().effective_samples * values
         return cls(
@@ -61,9 +61,10 @@ class EvidenceSteps:
         )  # fmt: skip
 
     def begin(self, system: LinearSystem, distance: Tensor) -> None:
-        """Takes steps to the maximum of the preconditioner's evidence, which needs no pass.
+        """Moves to the maximum of the evidence of the preconditioner, which needs no pass.
 
-        Without one, δ begins where `γ ≤ tr(sG)/δ` ends: its largest possible value, and the system easy to solve.
+        Without a preconditioner, δ starts at its largest possible value, by `γ ≤ tr(sG)/δ`; the system is then easy to
+        solve.
         """
         if system.curvature is None:
             if self.open_precision and float(distance.sum()) > 0:
@@ -81,11 +82,11 @@ class EvidenceSteps:
                 return
 
     def step(self, effective: Tensor, distance: Tensor) -> bool:
-        """Takes a step unless it would move nothing; returns whether it did.
+        """Takes a step and returns True, or returns False if the step would be within `TOLERANCE`.
 
         Args:
             effective: γ by block (n_blocks,), at the present δ and σ².
-            distance: `‖θ̂ - μ0‖²` by block (n_blocks,), weighted by features where there are some.
+            distance: `‖θ̂ - μ0‖²` by block (n_blocks,), weighted by features if the prior has some.
         """
         move = self._of_precision(effective, distance) if self.open_precision else torch.zeros_like(self.precision)
         noise = self._of_noise(effective) if self.squared_error is not None else 0.0
@@ -98,7 +99,7 @@ class EvidenceSteps:
 
     @property
     def _damping(self) -> float:
-        """Both at once have slopes that sum to (-2, 0): half a step contracts by 1/2; one alone, 2/3 by 1/3."""
+        """Factor of a step: 1/2 if both are open (the slopes sum to (-2, 0)), else 2/3, which contracts by 1/3."""
         return 1 / 2 if self.open_precision and self.squared_error is not None else 2 / 3
 
     def _of_noise(self, effective: Tensor) -> float:
@@ -112,7 +113,7 @@ class EvidenceSteps:
         """Returns the change of log δ (n_blocks,)."""
         if not self.per_block:
             effective, distance = effective.sum()[None], distance.sum()[None]
-        known = distance > 0  # weights that are the prior's mean say nothing of its width
+        known = distance > 0  # weights equal to the prior mean have no information on its width
         tiny = torch.finfo(torch.float64).tiny
         wanted = torch.where(known, effective.clamp_min(1e-9) / distance.clamp_min(tiny), 1.0).log()
         now = self.precision.log() if self.per_block else self.precision[:1].log()

@@ -1,7 +1,7 @@
 """The mode of the linearised model `f + J m`, by Newton steps: each is one more right-hand side of the system.
 
-`(sG + Δ) step = ∇_m [log p(y | f + J m)/τ - 1/2 ‖Δ^(1/2)(θ̂ + m - μ0)‖²]`: for Gaussian noise the whole way, otherwise
-G stands for the Hessian and a search along the step keeps the log joint from falling.
+`(sG + Δ) step = ∇_m [log p(y | f + J m)/τ - 1/2 ‖Δ^(1/2)(θ̂ + m - μ0)‖²]`. For Gaussian noise one step reaches the
+mode. Otherwise G approximates the Hessian, and a line search keeps the log joint from falling.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..state import BlockSums, State
 from .system import LinearSystem, inner_by_block
 
 LENGTHS = tuple(0.5**i for i in range(9))
-"""Parts of a Newton step that are compared."""
+"""Fractions of a Newton step that the line search compares."""
 
 
 class LinearisedMode:
-    """`θ_lin = θ̂ + m`, at first θ̂.
+    """`θ_lin = θ̂ + m`, initially θ̂.
 
     Attributes:
         offset: m (1, P_block) by block.
-        wanted: whether it is computed; else it stays θ̂.
+        wanted: whether the mode is computed; otherwise it stays θ̂.
     """
 
     def __init__(self, problem: Problem, wanted: bool) -> None:
@@ -38,7 +38,7 @@ class LinearisedMode:
         self.offset = {block.name: problem.zeros(1, block.size) for block in problem.tangent.blocks}
 
     def distance(self, features: Vectors | None) -> Tensor:
-        """Returns `‖θ_lin - μ0‖²` by block (n_blocks,), weighted by the features' squared scales."""
+        """Returns `‖θ_lin - μ0‖²` by block (n_blocks,), weighted by the features g."""
         weighted = apart = self._apart()
         if features is not None:
             weighted = {name: value * features[name] for name, value in apart.items()}
@@ -52,7 +52,7 @@ class LinearisedMode:
         return {name: factor * score - prior[name] * apart[name] for name, score in state.blocks.items()}
 
     def advance(self, system: LinearSystem, noise_variance: float | None, step: Vectors) -> Generator[Pass, Any, None]:
-        """Yields a pass; moves m along the step, by that part of it with the highest log joint, or not at all."""
+        """Yields a pass; moves m by the fraction of the step with the highest log joint, which may be 0."""
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Along(self._problem, likelihood, self.offset, step)
         factor, prior, apart = system.scale * (likelihood.noise_variance or 1.0), system.prior(), self._apart()
@@ -70,7 +70,7 @@ class LinearisedMode:
 
 
 class _Score(SumPass[BlockSums]):
-    """`Σ_n J_nᵀ ∇_f log p(y_n | f_n + J_n m)`, (1, P_block) by block."""
+    """Sums `Σ_n J_nᵀ ∇_f log p(y_n | f_n + J_n m)`, (1, P_block) by block."""
 
     label = "gradient of the linearised model"
 
@@ -85,7 +85,7 @@ class _Score(SumPass[BlockSums]):
             outputs = record.outputs + record.jvp(self._offset)[..., 0]
             score = _of_rows(batch, part, record, outputs, self._likelihood.score)
             score = score.reshape_as(outputs)[..., None]  # (B, C, 1)
-            if record.cotangents > 2:  # J m came by forward mode, without the backward passes of every output
+            if record.cotangents > 2:  # J m used forward mode; one backward pass is cheaper than one per output
                 record = batch.tangent.record(batch.checked.take(part), score)
                 score = torch.ones_like(score[:, :1])
             for name, total in state.blocks.items():
@@ -100,7 +100,7 @@ class AlongState(State):
 
 
 class _Along(SumPass[AlongState]):
-    """`Σ_n log p(y_n | f_n + J_n (m + t step))` for no part t of the step and several."""
+    """Sums `Σ_n log p(y_n | f_n + J_n (m + t step))` for t = 0 and each of `LENGTHS`."""
 
     label = "search along a step of the linearised model"
 
@@ -121,7 +121,7 @@ class _Along(SumPass[AlongState]):
 
 
 def _records(batch: Batch) -> Iterator[tuple[slice, Record]]:
-    """Yields records of all outputs of a batch's chunks, those with positions too."""
+    """Yields records of all outputs, at all positions, for each chunk of a batch."""
     if batch.tangent.positions is None:
         yield from batch.records()
         return
@@ -132,7 +132,7 @@ def _records(batch: Batch) -> Iterator[tuple[slice, Record]]:
 def _of_rows(
     batch: Batch, part: slice, record: Record, outputs: Tensor, function: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Returns a function of outputs (N, C) and targets at a part's samples, or their positions, times their weights."""
+    """Returns a function of outputs (N, C) and targets, times weights, at the samples of a part or their positions."""
     positions, targets = batch.tangent.positions, batch.targets[part]
     if positions is None:
         return batch.weighted(function(outputs, targets), part)

@@ -1,8 +1,8 @@
 """The system that posterior draws solve, `(s G + Δ) z = √s JᵀRε + Δ^(1/2) ε₀`, for S right-hand sides at once.
 
-Then `Cov[z] = (sG + Δ)⁻¹ (sG + Δ) (sG + Δ)⁻¹ = Ψ`: z is an exact draw. G is used in products alone, one pass each and
-no matrix: `G Z = Σ_n JᵀR (RᵀJ Z)`. One record of `RᵀJ` (R backward passes) serves product and transposed product. Where
-the outputs outnumber the vectors twice, forward mode and a record of S cotangents are cheaper (about 2 S forward and S
+Then `Cov[z] = (sG + Δ)⁻¹ (sG + Δ) (sG + Δ)⁻¹ = Ψ`, so z is an exact draw. G is never formed: each pass computes a
+product `G Z = Σ_n JᵀR (RᵀJ Z)`. One record of `RᵀJ` (R backward passes) is enough for both factors. If there are more
+than twice as many outputs as vectors, forward mode and a record of S cotangents are cheaper (about 2 S forward and S
 backward passes).
 """
 
@@ -28,15 +28,14 @@ from ..state import BlockSums
 NOISE, ROOT, PRIOR = range(3)
 """Streams of random numbers."""
 
-
 AT_ONCE = 256
-"""So many positions of a sample have their noise from one generator."""
+"""Number of positions of a sample whose noise comes from one generator."""
 
 
 def generator_at(seed: int, position: int, stream: int) -> torch.Generator:
-    """Returns a CPU generator of its own for a sample position, one of several streams, and a seed.
+    """Returns a separate CPU generator for each sample position, stream and seed.
 
-    The CPU generator takes 32 bits, mixed here by a bijection, so that no two positions share their numbers.
+    The CPU generator accepts 32 bits. A bijection mixes them, so that no two positions share their numbers.
     """
     bits = ((seed ^ seed >> 32) * 0x9E3779B1 + stream * 0x85EBCA77 + position) & 0xFFFFFFFF
     bits = ((bits ^ bits >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
@@ -45,12 +44,12 @@ def generator_at(seed: int, position: int, stream: int) -> torch.Generator:
 
 
 def stream_of(sample: int, stream: int) -> int:
-    """Returns the stream of a sample whose positions have generators of their own."""
+    """Returns the stream of a sample whose positions have separate generators."""
     return stream + 3 * (sample + 1)
 
 
 class PositionedRoot:
-    """The Fisher root R, the same at every pass: where it is sampled, each sample position has its own generator.
+    """The Fisher root R, the same at every pass: if it is sampled, each sample position has its own generator.
 
     Attributes:
         columns: R.
@@ -63,7 +62,7 @@ class PositionedRoot:
         self._marks: Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
-        """Takes notice of a new batch."""
+        """Starts a new batch."""
         tangent = self._problem.tangent
         self._start, self._taken = batch.start, 0
         if tangent.positions is not None and tangent.positions.direct and not self._problem.root.exact:
@@ -82,7 +81,7 @@ class PositionedRoot:
         first = self._start + -(-numbers.start // self._places)
         self._check_order(outputs[firsts], self._marks[first : first + len(numbers[firsts])])
         columns = []
-        for number, output in zip(numbers, outputs, strict=True):  # a generator on the device, seeded by another
+        for number, output in zip(numbers, outputs, strict=True):  # a CPU generator seeds one on the device
             sample, place = self._start + number // self._places, number % self._places
             where = (sample, ROOT) if self._places == 1 else (place, stream_of(sample, ROOT))
             seed = torch.randint(2**62, (), generator=generator_at(problem.seed, *where))
@@ -92,7 +91,7 @@ class PositionedRoot:
         return torch.cat(columns)
 
     def _check_order(self, outputs: Tensor, before: Tensor) -> None:
-        """Raises where another sample stands at a position than at the first pass; notes them there."""
+        """Raises if the samples are in another order than in the first pass, which notes their mean outputs."""
         if not len(outputs):
             return
         now = doubled(outputs).mean(-1).cpu()
@@ -113,13 +112,13 @@ class CurvatureProducts(SumPass[BlockSums]):
     in_iteration = True
 
     def __init__(self, problem: Problem, root: PositionedRoot, vectors: Vectors, sums: int | None = None) -> None:
-        """Takes Z, and how many vectors the pass sums; None for as many as Z has."""
+        """Accepts Z and the number of vectors that the pass sums; None means the number of vectors of Z."""
         self._problem, self._root, self._vectors = problem, root, vectors
         self._count = sums or len(next(iter(vectors.values())))
         tangent = problem.tangent
         widest = max(block.matrix_shape[1] for block in tangent.blocks)
         self._scratch = 2 * self._count * (root.columns + widest)
-        # half precision rounds forward and backward mode apart: both products then come from one record
+        # in half precision, forward and backward mode round differently, so one record gives both products
         same = all(p.dtype == tangent.dtype for p in tangent.parameters.values())
         self._either_mode = same and (tangent.positions is None or not tangent.positions.direct)
 
@@ -140,14 +139,14 @@ class CurvatureProducts(SumPass[BlockSums]):
                     value += record[name].vjp(u)
 
     def cotangents(self, record: Record, start: int, first: int) -> Tensor:
-        """Returns `RᵀJ Z` (B, R, S) of a record that begins at row `first` of a batch, the batch at sample `start`."""
+        """Returns `RᵀJ Z` (B, R, S) of a record at row `first` of the batch that begins at sample `start`."""
         if self._either_mode:
             return record.jvp(self._vectors)
         return total(record[name].jvp(vectors.to(record.dtype)) for name, vectors in self._vectors.items())
 
 
 class FirstProducts(CurvatureProducts):
-    """`JᵀR ε` and `G Z`, (2S, P_block) by block, for standard normal ε: one a sample position, column of R and draw."""
+    """`JᵀR ε` and `G Z`, (2S, P_block) by block; ε is N(0, 1) for each sample position, column of R and draw."""
 
     label = "right-hand sides"
 
@@ -156,11 +155,11 @@ class FirstProducts(CurvatureProducts):
         super().__init__(problem, root, vectors, 2 * self._draws)
 
     def cotangents(self, record: Record, start: int, first: int) -> Tensor:
-        """Returns ε beside `RᵀJ Z`, (B, R, 2S)."""
+        """Returns ε and `RᵀJ Z`, joined to (B, R, 2S)."""
         return torch.cat([self._noise(record, start, first), super().cotangents(record, start, first)], -1)
 
     def _noise(self, record: Record, start: int, first: int) -> Tensor:
-        """Returns ε (B, R, S), the same for a position whatever the batch it comes in."""
+        """Returns ε (B, R, S); for a position it is the same in every batch and chunk."""
         shape, seed, tangent = (record.cotangents, self._draws), self._problem.seed, self._problem.tangent
         if tangent.positions is None or not tangent.positions.direct:
             numbers = range(start + first, start + first + record.samples)
@@ -168,7 +167,7 @@ class FirstProducts(CurvatureProducts):
             return torch.stack(noise).to(tangent.device, record.dtype)
         assert record.sizes is not None
         noise, count, stop = [], prod(record.sizes), first + record.samples
-        while first < stop:  # a part of a sample, at most as far as one generator goes
+        while first < stop:  # positions of one sample from one generator
             sample, place = divmod(first, count)
             block, skipped = divmod(place, AT_ONCE)
             taken = min(AT_ONCE - skipped, count - place, stop - first)
@@ -192,12 +191,12 @@ def prior_noise(problem: Problem, count: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def inner(first: Vectors, second: Vectors) -> Tensor:
-    """Returns `u_k · v_k` (S,) in float64, one row at a time so that no copy of all is made."""
+    """Returns `u_k · v_k` (S,) in float64."""
     return total(inner_by_block(first, second))
 
 
 def inner_by_block(first: Vectors, second: Vectors) -> Tensor:
-    """Returns the blocks' parts of `u_k · v_k`, (n_blocks, S) in float64."""
+    """Returns the parts of `u_k · v_k` by block, (n_blocks, S) in float64, one row at a time to save memory."""
     return torch.stack(
         [
             torch.stack([doubled(u) @ doubled(v) for u, v in zip(first[name], second[name], strict=True)])
@@ -207,12 +206,12 @@ def inner_by_block(first: Vectors, second: Vectors) -> Tensor:
 
 
 def gram(first: Vectors, second: Vectors) -> Tensor:
-    """Returns `u_k · v_l` (S, S') in float64, a slice of weights at a time."""
+    """Returns `u_k · v_l` (S, S') in float64, computed in slices of weights."""
     return total(row_products(first[name], second[name]) for name in first)
 
 
 def recombine(weights: Tensor, vectors: Vectors) -> Vectors:
-    """Puts `W V` (r, P_block) in the place of V (S, P_block), block by block; returns the same dict."""
+    """Replaces V (S, P_block) by `W V` (r, P_block) for each block; returns the same dict."""
     for name, value in vectors.items():
         vectors[name] = weights.to(value) @ value
     return vectors
@@ -223,14 +222,14 @@ class LinearSystem:
     """`A = s G + Δ` and its right-hand sides at one prior and noise.
 
     Attributes:
-        problem: the fit's.
+        problem: the fit.
         root: R.
         noise: `JᵀRε` (S, P_block) by block.
         features: g (P_block,) by block with `Δ = δ g`, or None for ones.
-        curvature: an approximation of G from another method, or None.
+        curvature: an approximation of G by another method, or None.
         precision: δ (n_blocks,) float64.
         scale: s.
-        extra: a further right-hand side (1, P_block) by block, or None.
+        extra: one more right-hand side (1, P_block) by block, or None.
     """
 
     problem: Problem
@@ -257,14 +256,14 @@ class LinearSystem:
         return {name: delta * self.features[name] for name, delta in prior.items()}
 
     def trace(self) -> Tensor:
-        """Returns the estimate `E‖JᵀRε‖²` of tr G, or of that between features."""
+        """Returns the estimate `E‖JᵀRε‖²` of tr G, or of the trace over scaled features."""
         scaled = self.noise
         if self.features is not None:
             scaled = {name: v / self.features[name] for name, v in self.noise.items()}
         return inner(self.noise, scaled).mean()
 
     def right_hand_sides(self) -> Vectors:
-        """Returns `√s JᵀRε + Δ^(1/2) ε₀`, made anew: only `JᵀRε` is kept."""
+        """Computes `√s JᵀRε + Δ^(1/2) ε₀`; only `JᵀRε` is in memory."""
         prior = self.prior()
         sides = {
             name: noise.mul_(prior[name].sqrt()).add_(self.noise[name], alpha=self.scale**0.5)
@@ -278,10 +277,10 @@ class LinearSystem:
         return {name: noise.div_(prior[name].sqrt()) for name, noise in prior_noise(self.problem, count)}
 
     def start(self, draws: Vectors, products: Vectors, before: Tensor) -> Generator[Pass, Any, None]:
-        """Turns draws Z at the precisions `before`, and `G Z`, into a start at the present ones, in place.
+        """Changes draws Z at the precisions `before`, and `G Z`, into an initial Z at the present precisions, in place.
 
-        `Δ(Z - Z₀)` lies in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block, c its geometric mean,
-        Z becomes `f²/c Z + (1 - f/c) Z₀`: `f Z` where all blocks have one f, else it takes a pass.
+        `Δ(Z - Z₀)` is in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block and its geometric mean c,
+        Z becomes `f²/c Z + (1 - f/c) Z₀`. This is `f Z` if all blocks have the same f; otherwise it needs a pass.
         """
         factors = (before / self.precision).sqrt()
         if torch.equal(factors, factors[:1].expand_as(factors)):
@@ -296,19 +295,16 @@ class LinearSystem:
         products.update((yield from self.products(draws)))
 
     def products(self, vectors: Vectors) -> Generator[Pass, Any, Vectors]:
-        """Yields the pass that gives `G V`; returns that."""
+        """Yields the pass for `G V`; returns `G V`."""
         return (yield CurvatureProducts(self.problem, self.root, vectors)).blocks
 
     def completed(self, vectors: Vectors, products: Vectors) -> Vectors:
-        """Returns `A V` from V and `G V`, written over the latter."""
+        """Returns `A V` from V and `G V`, which it overwrites."""
         prior = self.prior()
         return {name: products[name].mul_(self.scale).addcmul_(v, prior[name]) for name, v in vectors.items()}
 
     def preconditioner(self) -> Callable[[Vectors], Vectors]:
-        """Returns multiplication by `(s G̃ + Δ)⁻¹`; by Δ⁻¹ where there is no G̃.
-
-        G̃ has one precision per block; beside features it is the mean.
-        """
+        """Returns multiplication by `(s G̃ + Δ)⁻¹`, or by Δ⁻¹ if there is no G̃; G̃ uses the mean of Δ in each block."""
         if self.curvature is None:
             prior = self.prior()
             return lambda vectors: {name: v / prior[name] for name, v in vectors.items()}
