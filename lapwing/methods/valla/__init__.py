@@ -1,7 +1,7 @@
 """VaLLA: the linearised posterior as a sparse Gaussian process on the rows of J at inducing points.
 
-Here are the method and its fits at fixed points: the optimal A in closed form, or by mini-batch natural gradients.
-`moving_points.py` and `alpha_divergence.py` move the points too.
+This file has the method and its fits at fixed points: the optimal A in closed form, or by natural gradients on
+mini-batches. `moving_points.py` and `alpha_divergence.py` move the points too.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from .points import POOL, InducingPoints, Initial, anchors_of, inducing_points
 
 
 class VallaFit(Options, ABC):
-    """A way to fit A, and what else is open: `ClosedForm`, `NaturalGradient`, ..."""
+    """A way to fit A and other open values: `ClosedForm`, `NaturalGradient`, ..."""
 
     def allows_early_stopping(self) -> bool:
-        """Returns whether the curvature is a sum over the data, or the prior chosen: as of `Method`."""
+        """Returns whether `EarlyStopping` may use this fit, as `Method.allows_early_stopping` does."""
         return False
 
     @abstractmethod
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """Yields passes, from the rows of J at the inducing points; returns the covariance or a `FitResult`."""
+        """Yields passes for the rows of J at the inducing points; returns the covariance or a `FitResult`."""
 
 
 @dataclass(frozen=True)
 class ClosedForm(VallaFit):
     """`A = K_Z⁻¹ (Σ_n k_Zn Λ_n k_nZ) K_Z⁻¹`, the optimum at fixed Z, by one pass (Ortega et al. 2024, equation 39).
 
-    For Gaussian noise this is the optimum of Titsias (equation 37), and with every output at every training point Full.
+    For Gaussian noise this is the optimum of Titsias (equation 37). With every output at every training point it equals
+    Full.
 
     Cost: one pass over the data, C backward passes per sample.
 
@@ -63,17 +64,18 @@ class ClosedForm(VallaFit):
 
 @dataclass(frozen=True)
 class NaturalGradient(VallaFit):
-    """The same optimum at fixed Z by mini-batches, `H ← (1-ρ_t) H + ρ_t (N/B) Σ_batch φᵀΛφ`; the cost is free of N.
+    """The same optimum at fixed Z by mini-batches, `H ← (1-ρ_t) H + ρ_t (N/B) Σ_batch φᵀΛφ`, at a cost without N.
 
-    Natural gradients of the bound (5) in the precision. By `ρ_t = B_t/(B_1 + ... + B_t)` H is that of the samples so
-    far, scaled to N, and after one pass over the data, where it ends, `ClosedForm`'s. The loader should be shuffled.
+    The steps are natural gradients of the bound (5) in the precision. With `ρ_t = B_t/(B_1 + ... + B_t)`, H is the
+    curvature of the samples so far, scaled to N. After one pass over the data the steps end, and H equals
+    `ClosedForm`'s. The loader should be shuffled.
 
     Args:
-        steps: batches at most.
-        rate: a constant ρ in place of `ρ_t`, which forgets the first samples and begins at the prior.
+        steps: maximum number of batches.
+        rate: constant ρ instead of `ρ_t`. It forgets the first samples, and H starts at the prior.
 
     Raises:
-        LapwingError: for numbers out of range.
+        LapwingError: if an option is invalid.
 
     Cost: C backward passes for each sample of `steps` batches.
 
@@ -97,26 +99,26 @@ class NaturalGradient(VallaFit):
 class VaLLA(Method):
     """Variational linearised Laplace, `Σ = (Δ + J_Zᵀ A J_Z)⁻¹` (Ortega et al. 2024, equation 6).
 
-    J_Z are rows of J at M inducing points, pairs of an input and an output. The latent variance is that of the sparse
-    Gaussian process `κ(x,x') - κ_xZ (A⁻¹ + K_Z)⁻¹ κ_Zx'` with the NTK `κ = J Δ⁻¹ Jᵀ`: never above the prior's, and
-    Full's where every output at every training point is induced. The mean is the network's. No independence across
-    outputs is assumed.
+    J_Z are rows of J at M inducing points, which are pairs of an input and an output. The latent covariance is the
+    sparse Gaussian process `κ(x,x') - κ_xZ (A⁻¹ + K_Z)⁻¹ κ_Zx'` with the NTK `κ = J Δ⁻¹ Jᵀ`. Its variance never exceeds
+    the prior's, and it equals Full's if every output at every training point is an inducing point. The mean is the
+    network's. Outputs may be dependent.
 
-    The bound that tunes σ² and δ without held-out data charges for what M points leave out, so too few widen intervals.
-    Then tune on held-out data, `tune=lw.Validation(loader)`, or move the points, `fit=lw.VariationalBound()`. With 824
-    samples of 8 features and M = 100 the test NLL was 1.23 nats by default, 0.90 with points moved, and 0.13 by
-    validation; 0.28 for Full and 1.11 for the network alone.
+    Without held-out data, σ² and δ are tuned by a bound that penalises the information outside of M points, so too few
+    points make intervals too wide. Then tune on held-out data, `tune=lw.Validation(loader)`, or move the points,
+    `fit=lw.VariationalBound()`. With 824 samples of 8 features and M = 100 the test NLL was 1.23 nats by default, 0.90
+    with moved points, and 0.13 with validation; Full had 0.28, and the network 1.11.
 
     Args:
-        inducing_points: M, or `InducingPoints` of your own.
-        fit: the way to fit A, and what else is open.
-        initial: where M points are, or begin: "kmeans", centres of clusters of the first `max(2000, 20 M)` samples
-            shown, class by class; or "data", some of these samples. Discrete inputs are always samples.
+        inducing_points: M, or your own `InducingPoints`.
+        fit: the way to fit A and other open values.
+        initial: initial position of M points: "kmeans" for centres of clusters of the first `max(2000, 20 M)` samples,
+            class by class, or "data" for some of these samples. Discrete inputs are always samples.
 
     Raises:
-        LapwingError: for numbers below 1, or another label.
+        LapwingError: if an option is invalid.
 
-    Cost: memory O(M P), or O(M²) where that exceeds the budget; time as the fit says, and O(M³).
+    Cost: memory O(M P), or O(M²) if that exceeds the budget; the time of the fit, and O(M³).
 
     Example:
         >>> import torch, lapwing as lw
@@ -140,7 +142,7 @@ class VaLLA(Method):
     initial: Initial = "kmeans"
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises for inducing points that the network does not take, and outputs that it does not have."""
+        """Raises if the network does not accept the inducing points or lacks their outputs."""
         if isinstance(self.inducing_points, InducingPoints):
             anchors_of(tangent, self.inducing_points)
 
@@ -149,7 +151,7 @@ class VaLLA(Method):
         return self.fit.allows_early_stopping()
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields a pass for the inducing points, then those of the fit."""
+        """Yields a pass for the inducing points, then the passes of the fit."""
         self.check(problem.tangent, problem.likelihood)
         anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
         return (yield from self.fit.passes(problem, anchors))
@@ -174,8 +176,8 @@ class NaturalState(State):
 
     Attributes:
         mean: H and traces, each per sample.
-        samples: how many samples the steps have gone through.
-        done: whether they have gone through all of them.
+        samples: number of samples that the steps have read.
+        done: whether the steps have read all samples.
     """
 
     mean: ProjectedCurvature
@@ -184,7 +186,7 @@ class NaturalState(State):
 
 
 class _NaturalSteps(IteratePass[NaturalState]):
-    """`H ← (1-ρ) H + ρ 1/B Σ φᵀΛφ`, `φ = J Wᵀ` on a basis W; ρ as in `NaturalGradient`."""
+    """Steps `H ← (1-ρ) H + ρ 1/B Σ φᵀΛφ`, `φ = J Wᵀ` on a basis W; ρ as in `NaturalGradient`."""
 
     label = "natural gradients"
 
@@ -211,7 +213,7 @@ class _NaturalSteps(IteratePass[NaturalState]):
         state.mean = state.mean.mapped(lambda mean: (1 - rate) * mean).added(more)
 
     def finish(self, state: NaturalState) -> LowRankWithResidual:
-        """Returns the covariance: the curvature per sample, times the n samples, which the posterior scales to N."""
+        """Returns the covariance of the curvature per sample, times n; the posterior scales it to N."""
         problem, samples = self._problem, self._problem.summary().samples
         return LowRankWithResidual(
             problem.tangent.blocks, self._basis, samples * state.mean.H, samples * state.mean.traces,

@@ -1,4 +1,4 @@
-"""VaLLA as published: inducing points, A, δ and σ² jointly by Adam on an α-divergence, with early stopping."""
+"""VaLLA as published: inducing points, A, δ and σ² by Adam on an α-divergence, with early stopping."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ LOADER = Rule(
 class AlphaDivergence(VallaFit):
     """Adam on `-N/B Σ_batch 1/α log E_q[p(y|f)^α] + KL` over Z, `A = L Lᵀ`, δ and σ² (Ortega et al. 2024, Algorithm 1).
 
-    The published fit. `KL = 1/2 [logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]`, equation 5 without the mean's constant
-    part. L begins as the identity, an open δ as `P/‖θ̂-μ0‖²`. δ and σ² that you gave are kept. At α = 0, the bound, δ
-    would run to infinity (appendix D); above, it fits the training data too closely in the end, so give `validation`.
+    This is the published fit. `KL = 1/2 [logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation 5 without the
+    constant part of the mean. L starts as the identity, and an open δ as `P/‖θ̂-μ0‖²`. Given δ and σ² stay. At α = 0,
+    the bound, δ would diverge to infinity (appendix D). With α > 0 the fit finally overfits the training data, so pass
+    `validation`.
 
     Args:
-        alpha: α; 1 is the log predictive density, by the closed form of the likelihood's link where there is one.
-        steps: mini-batches at most.
-        learning_rate: Adam's, for inducing inputs in units of their spread.
-        validation: held-out batches: their NLL is taken every `every` steps, steps end when it has not improved
-            `patience` times in a row, and the best is returned; None returns the final ones.
-        every: steps between two evaluations.
-        patience: evaluations without improvement.
+        alpha: α; 1 is the log predictive density, in closed form if the link of the likelihood has one.
+        steps: maximum number of mini-batches.
+        learning_rate: Adam's learning rate, for inducing inputs in units of their spread.
+        validation: held-out batches. Their NLL is computed every `every` steps. The steps end after `patience`
+            evaluations in a row without improvement, and the best values are returned. None returns the final values.
+        every: number of steps between two evaluations.
+        patience: number of evaluations without improvement.
 
     Raises:
-        LapwingError: for numbers out of range; where the objective diverges; where a batch's output covariances
-            (B, C, C) do not fit the memory budget.
+        LapwingError: if an option is invalid, if the objective diverges, or if the output covariances (B, C, C) of a
+            batch exceed the memory budget.
 
-    Cost: a step takes C backward passes per sample and about six per inducing point, with O(M³); memory one chunk of
-    each. An evaluation costs as much as its samples in a prediction.
+    Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of
+    each. An evaluation costs as much as a prediction of its samples.
 
     Example:
         >>> import lapwing as lw
@@ -70,7 +71,7 @@ class AlphaDivergence(VallaFit):
     patience: int = option(3, at_least(1))
 
     def allows_early_stopping(self) -> bool:
-        """Returns True: the prior is chosen here, and the tuning left out with a warning."""
+        """Returns True: the fit chooses the prior, and the tuning is skipped with a warning."""
         return True
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
@@ -83,7 +84,7 @@ def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
     """Returns `K_x - K_xZ L (I + LᵀK_Z L)⁻¹ Lᵀ K_Zx` (B, R, R), the covariance of a batch under `A = L Lᵀ`.
 
     Args:
-        kernel: blocks of the NTK, prior included.
+        kernel: blocks of the NTK, including the prior.
         factor: the Cholesky factor of `I + LᵀK_Z L`.
         root: L (M, M).
     """
@@ -94,12 +95,12 @@ def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
 
 
 def inner_factor(inner: Tensor, root: Tensor) -> Tensor:
-    """Returns the Cholesky factor of `I + LᵀK_Z L` (M, M), never less than the identity."""
+    """Returns the Cholesky factor of `I + LᵀK_Z L` (M, M)."""
     return cholesky(torch.eye(len(root), dtype=root.dtype, device=root.device) + root.T @ inner @ root)
 
 
 class AlphaSteps(MovingSteps):
-    """Steps down the divergence; L is among the values, as `root`."""
+    """Steps of Adam on the divergence; `values` contains L as `root`."""
 
     label, method = "alpha-divergence", "AlphaDivergence"
 
@@ -113,13 +114,13 @@ class AlphaSteps(MovingSteps):
         self._link = problem.likelihood.default_link if closed else None
 
     def init(self) -> Descent:
-        """Returns the values at the start, L among them."""
+        """Returns the initial values, including L."""
         state = super().init()
         state.values["root"] = torch.eye(len(self.anchors)).to(self.distance)
         return state
 
     def width(self, name: str) -> Tensor | float:
-        """For L so that all of its entries together reach `A = N/(M σ² τ)` in the time of one `1/learning_rate`."""
+        """Returns the unit of a step; for L such that A reaches `N/(M σ² τ)` in `1/learning_rate` steps."""
         if name != "root":
             return super().width(name)
         return self.scale.at(self._start).of_curvature ** 0.5 / len(self.anchors)
@@ -160,7 +161,7 @@ class AlphaSteps(MovingSteps):
     def _rows(
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> tuple[Rows, Tensor]:
-        """Returns the NTK's blocks with the prior, and the factor of `I + LᵀK_Z L`."""
+        """Returns the blocks of the NTK with the prior, and the Cholesky factor of `I + LᵀK_Z L`."""
         anchors, delta, likelihood = self.anchors_at(values), self.precision_at(values), self.problem.likelihood
         if batch.tangent.positions is None:
             rows = Rows(kernel(anchors, self.weights, batch.checked), batch.targets, batch.weights)
@@ -175,13 +176,13 @@ class AlphaSteps(MovingSteps):
         return rows._replace(blocks=blocks), inner_factor(blocks.inner, root)
 
     def converged(self, state: Descent) -> bool:
-        """Whether the validation NLL has not improved for long enough."""
+        """Whether the last `patience` evaluations did not improve the validation NLL."""
         scores = state.history.get("validation", torch.zeros(1))
         return len(scores) - 1 - int(scores.argmin()) >= self._fit.patience
 
     @torch.no_grad()
     def _evaluate(self, state: Descent) -> None:
-        """Evaluates the validation NLL; keeps the best values."""
+        """Computes the validation NLL; keeps the best values."""
         if self._fit.validation is None:
             return
         values, tangent, likelihood = state.values, self.problem.tangent, self.problem.likelihood
@@ -211,7 +212,7 @@ class AlphaSteps(MovingSteps):
 
     @torch.no_grad()
     def finish(self, state: Descent) -> FitResult:
-        """Returns the covariance at the best or final values, with their δ and σ²."""
+        """Returns the covariance, δ and σ² at the best values, or at the final ones without validation."""
         problem = self.problem
         values = state.kept or state.values
         anchors, noise = self.anchors_at(values), self.noise_at(values)

@@ -1,4 +1,4 @@
-"""VaLLA with moving inducing points: the steps that its fits share, and the fit by the variational bound."""
+"""VaLLA with moving inducing points: the steps of its fits, and the fit by the variational bound."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .points import POOL, movable
 from .positions import Rows, rows_at_positions
 
 EXPLODED = 1e3
-"""An objective this many times its scale above the first one has diverged."""
+"""Increase of the objective over its first value, in units of its scale, above which it has diverged."""
 
 FORGET = 0.05
-"""The lowest weight of a step in the running mean that gives A: older steps had other inducing points."""
+"""Minimum weight of a step in the running mean that gives A, because older steps had other inducing points."""
 
 JITTER = 1e-8
-"""Relative, on the diagonal of the NTK among moving points; the final covariance has none."""
+"""Relative jitter on the diagonal of the NTK of moving points; the final covariance has none."""
 
 
 def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
-    """Yields a pass over the first samples if σ² is open; returns the mean squared residual there, or σ²."""
+    """Yields a pass over the first samples if σ² is open; returns their mean squared residual, or None."""
     likelihood = problem.likelihood
     if not likelihood.needs_noise:
         return None
@@ -46,7 +46,7 @@ def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
 
 
 class WeightedRoot:
-    """The Fisher root of a batch, times the roots of its samples' weights; called for its chunks in their order."""
+    """The Fisher root of a batch, times the roots of its weights; to be called for its chunks in order."""
 
     def __init__(self, root: FisherRoot, batch: Batch) -> None:
         self._root, self._batch, self._start, self.columns = root, batch, 0, root.columns
@@ -60,25 +60,25 @@ class WeightedRoot:
 
 
 def divergence(factor: Tensor) -> Tensor:
-    """Returns `1/2 [logdet E - M + tr E⁻¹]` for a Cholesky factor of E: what both forms of KL have but the distance."""
+    """Returns `1/2 [logdet E - M + tr E⁻¹]` for a Cholesky factor of E: the KL divergence without the distance."""
     eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
     return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
 
 
 class MovingSteps(IteratePass[Descent]):
-    """Adam on the inducing inputs, in units of their spread, and on log δ and log σ² where they are open.
+    """Adam on the inducing inputs, in units of their spread, and on log δ and log σ² if they are open.
 
     Args:
-        problem: what a method may know of the fit.
-        anchors: where the points begin; discrete ones stay.
-        steps: at most.
-        rate: Adam's step width.
-        noise_variance: where σ² begins if it is open.
+        problem: the fit.
+        anchors: initial inducing points; discrete points stay.
+        steps: maximum number of steps.
+        rate: Adam's learning rate.
+        noise_variance: initial σ² if it is open, or None.
     """
 
     method: str
-    """The fit's name, for messages."""
+    """Name of the fit, for messages."""
 
     def __init__(
         self, problem: Problem, anchors: Anchors, steps: int, rate: float, noise_variance: float | None
@@ -95,14 +95,14 @@ class MovingSteps(IteratePass[Descent]):
         self.scale = problem.scale_of_means()
 
     def init(self) -> Descent:
-        """Returns the values at the start."""
+        """Returns the initial values."""
         problem = self.problem
         values = {
             f"input/{i}/{j}": leaf.detach().to(problem.tangent.dtype, copy=True)
             for i, leaves in enumerate(self._leaves) for j, leaf in enumerate(leaves)
         }  # fmt: skip
         if not problem.prior.fixed:
-            size = problem.tangent.size  # the weights' own spread, whatever the network's scale
+            size = problem.tangent.size  # δ from the spread of the weights, whatever their scale
             start = size / self.distance if self.distance > 0 else problem.precision[0]
             values["log_precision"] = start.log()
         if self._noise is not None:
@@ -113,7 +113,7 @@ class MovingSteps(IteratePass[Descent]):
     def objective(
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
-        """Returns what is to be minimised at the values of what is open; may add to the state."""
+        """Returns the objective to minimise at the open values; may add to the state."""
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         """Takes one step of Adam, in units of `width`."""
@@ -131,12 +131,12 @@ class MovingSteps(IteratePass[Descent]):
         state.taken += 1
 
     def width(self, name: str) -> Tensor | float:
-        """Returns the unit of a step: for inputs the spread of a coordinate over the points it began at."""
+        """Returns the unit of a step; for inputs the spread of each coordinate over the initial points."""
         kind, *place = name.split("/")
         return self._widths[int(place[0])][int(place[1])] if kind == "input" else 1.0
 
     def anchors_at(self, values: Mapping[str, Tensor]) -> Anchors:
-        """Returns the anchors at inducing inputs, in the dtype that the network takes."""
+        """Returns the anchors at inducing inputs, in the dtype of the network's inputs."""
         groups = list(self.anchors.inputs)
         for i, leaves in enumerate(self._leaves):
             moved = (values[f"input/{i}/{j}"].to(leaf.dtype) for j, leaf in enumerate(leaves))
@@ -144,15 +144,15 @@ class MovingSteps(IteratePass[Descent]):
         return replace(self.anchors, inputs=tuple(groups))
 
     def precision_at(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns δ of the first block, a scalar; those of others are in proportion."""
+        """Returns δ of the first block, a scalar; the ratios to the other blocks are fixed."""
         return values["log_precision"].exp() if "log_precision" in values else self.problem.precision[0]
 
     def noise_at(self, values: Mapping[str, Tensor]) -> Tensor | None:
-        """Returns σ² where it is open; at least 1e-150, whose square is a float64."""
+        """Returns σ² if it is open, else None; at least 1e-150, so that its square is above 0 in float64."""
         return values["log_noise"].clamp_min(-345.0).exp() if "log_noise" in values else None
 
     def check_finite(self, state: Descent, tensor: Tensor) -> Tensor:
-        """Returns the tensor, if all of it is finite."""
+        """Returns the tensor; raises if it is not finite."""
         if not torch.isfinite(tensor).all():
             raise self._diverged(state, float("nan"))
         return tensor
@@ -172,7 +172,7 @@ class MovingSteps(IteratePass[Descent]):
 
 
 def _spread(leaf: Tensor) -> Tensor:
-    """Returns the standard deviation of each coordinate over samples, 1 for a single one."""
+    """Returns the standard deviation of each coordinate over samples, or 1 for a single sample."""
     return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])
 
 
@@ -180,25 +180,24 @@ def _spread(leaf: Tensor) -> Tensor:
 class VariationalBound(VallaFit):
     """Adam on the bound `Σ_n [log p(y_n|f_n) - 1/2 tr(Λ_n K*_n)] - KL` over Z, δ and σ²; A is kept at its optimum.
 
-    `KL = 1/2 [δ‖θ̂-μ0‖² + logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation 5 with the mean's part, without
-    which δ would run to infinity (appendix D). A follows by natural gradients over recent mini-batches. This is the
-    lower bound of the evidence, so moving Z makes it tight.
+    `KL = 1/2 [δ‖θ̂-μ0‖² + logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation 5 with the part of the mean. Without
+    this part δ would diverge to infinity (appendix D). A follows by natural gradients over recent mini-batches. The
+    bound is a lower bound of the evidence, and moving Z makes it tight.
 
-    Only the points are kept: `then` computes A once more at the end, and `tune` sets δ and σ² as for any method. By
-    `tune=lw.Evidence()` these are the bound's own, on all data that `then` goes through; by
-    `tune=lw.Validation(loader)` it is appendix D's other way, δ by held-out data. `history` has the negative bound and
-    both numbers step by step.
+    Only the points are kept: `then` computes A again at the end, and `tune` sets δ and σ² as for any method.
+    `tune=lw.Evidence()` maximises the same bound, on all data that `then` reads. `tune=lw.Validation(loader)` is the
+    second way of appendix D, δ by held-out data. `history` has the negative bound, δ and σ² for each step.
 
     Args:
-        steps: mini-batches.
-        learning_rate: Adam's, for inducing inputs in units of their spread.
+        steps: number of mini-batches.
+        learning_rate: Adam's learning rate, for inducing inputs in units of their spread.
         then: `ClosedForm()` or `NaturalGradient(steps)`.
 
     Raises:
-        LapwingError: for numbers out of range; where the bound diverges.
+        LapwingError: if an option is invalid, or if the bound diverges.
 
-    Cost: a step takes C backward passes per sample and about six per inducing point, with O(M³); memory one chunk of
-    each; and what `then` costs.
+    Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of
+    each. The cost of `then` comes on top.
 
     Example:
         >>> import lapwing as lw
@@ -225,7 +224,7 @@ class VariationalBound(VallaFit):
 
 
 class BoundSteps(MovingSteps):
-    """Steps down the negative bound.
+    """Steps of Adam on the negative bound.
 
     They keep `h` (M, M), the mean of `φᵀΛφ` over recent samples, for `φ = J J̃ᵀ C⁻ᵀ` with `K_Z = C Cᵀ` at unit prior.
     """
@@ -245,7 +244,7 @@ class BoundSteps(MovingSteps):
         features = torch.linalg.solve_triangular(root, blocks.cross.flatten(0, 1).T, upper=False)  # (M, B R)
         count = batch.count
         recent = (features @ features.T).detach() / count
-        h = state.kept.get("h", recent)  # of earlier batches: no sample explains itself
+        h = state.kept.get("h", recent)  # from earlier batches, so that no sample explains itself
         scale = self.scale.at(likelihood.noise_variance if noise is None else noise)
         factor = cholesky(self.check_finite(state, eye + h * (scale.of_curvature / precision)))
         shrunk = torch.linalg.solve_triangular(factor, features, upper=False)
@@ -265,7 +264,7 @@ class BoundSteps(MovingSteps):
         return divergence(factor) + precision * self.distance / 2 - fit
 
     def _rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> Rows:
-        """Returns the blocks of the Fisher root's columns at a batch, of which `features` are."""
+        """Returns the blocks of the NTK at the columns of the Fisher root of a batch."""
         root, likelihood, anchors = self.problem.root, self.problem.likelihood, self.anchors_at(values)
         if batch.tangent.positions is None:
             blocks = kernel(anchors, self.weights, batch.checked, WeightedRoot(root, batch))

@@ -1,4 +1,4 @@
-"""Inducing points: M (input, output) pairs, clustered or drawn from the first samples, or the user's."""
+"""Inducing points: M (input, output) pairs from the user, or by clusters or draws of the first samples."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ log = logging.getLogger("lapwing")
 Initial = Literal["kmeans", "data"]
 
 POOL = 2000
-"""Clusters are found among this many of the first samples, or 20 M if that is more: no cost grows with N."""
+"""Number of first samples that clustering uses, or 20 M if that is more, so that no cost grows with N."""
 
 STEPS = 100
-"""Lloyd's iterations at most."""
+"""Maximum number of Lloyd's iterations."""
 
 AT_ONCE = 2**20
-"""How many distances are kept at once."""
+"""Maximum number of distances in memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class InducingPoints:
-    """Inducing points of your own choice, for `VaLLA`.
+    """Your own inducing points, for `VaLLA`.
 
     Args:
-        inputs: a batch as the network takes it.
-        outputs: which output each is of, (M,) int64; None takes every output at every input, `M = B C`. Of outputs with
-            positions, output `t C + c` is output c of position t.
+        inputs: a batch of inputs of the network.
+        outputs: the output of each point, (M,) int64; None means every output at every input, `M = B C`. If the outputs
+            have positions, output `t C + c` is output c of position t.
 
     Raises:
-        LapwingError: for outputs of another shape or dtype.
+        LapwingError: if `outputs` has another shape or dtype.
 
     Example:
         >>> import torch, lapwing as lw
@@ -62,17 +62,17 @@ class InducingPoints:
             raise LapwingError(
                 f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={batches.describe(outputs)}) needs at "
                 f"least one input, and one output number for each. Write outputs=torch.zeros({count}, "
-                "dtype=torch.int64), or leave outputs out to take every one."
+                "dtype=torch.int64), or leave outputs out to use every output."
             )
 
     def __repr__(self) -> str:
-        """Names shapes, not numbers."""
+        """Returns shapes and dtypes instead of values."""
         outputs = None if self.outputs is None else batches.describe(self.outputs)
         return f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={outputs})"
 
 
 def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Initial) -> Generator[Pass, Any, Anchors]:
-    """Yields the pass that shows some samples, where points are not given; returns rows of J at M pairs."""
+    """Yields a pass over the first samples, unless the points are given; returns rows of J at M pairs."""
     if isinstance(wanted, InducingPoints):
         return anchors_of(problem.tangent, wanted)
     pool = _Pool(max(POOL, 20 * wanted), wanted, problem.tangent.memory)
@@ -84,16 +84,16 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
         labels = torch.zeros_like(labels)
     elif len(labels.unique()) < 0.75 * classes:
         log.warning(
-            "The first %d samples shown hold %d of %d classes, and the inducing points are of these alone; shuffle the "
+            "The first %d samples have %d of %d classes, and all inducing points are of these classes. Shuffle the "
             "training data: DataLoader(..., shuffle=True).", len(labels), len(labels.unique()), classes,
         )  # fmt: skip
     joined = _joined(groups)
     if initial == "kmeans" and joined is None:
         log.info(
-            "Inputs that are discrete or of several shapes (%s): the %d inducing points are samples of the data, and "
-            "stay there", batches.describe(groups[0]), wanted,
+            "Inputs are discrete or have several shapes (%s), so the %d inducing points are samples of the data and "
+            "do not move", batches.describe(groups[0]), wanted,
         )  # fmt: skip
-    kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]  # as many of each class
+    kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]  # samples of each class
     shares = balanced_shares([len(kind) for kind in kinds], wanted)
     generator = problem.generator()
     if initial == "data" or joined is None:
@@ -113,12 +113,12 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
 
 
 def movable(anchors: Anchors) -> bool:
-    """Whether the inputs are real numbers throughout, so that gradients in them exist."""
+    """Whether all inputs are floating-point, so that gradients in them exist."""
     return all(leaf.is_floating_point() for group in anchors.inputs for leaf in batches.tensors(group))
 
 
 def anchors_of(tangent: Tangent, points: InducingPoints) -> Anchors:
-    """Returns anchors at points that the user gave, checked against the network."""
+    """Returns anchors at the user's points, checked against the network."""
     outputs = points.outputs
     leaves, nest = nesting.flatten(batches.plain(points.inputs, tangent.device))
     inputs = nesting.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
@@ -131,18 +131,18 @@ def anchors_of(tangent: Tangent, points: InducingPoints) -> Anchors:
     if int(outputs.min()) < 0 or int(outputs.max()) >= width:
         raise LapwingError(
             f"The inducing points name outputs {int(outputs.min())} to {int(outputs.max())}, and the network has "
-            f"outputs 0 to {width - 1}. Name one of these, or leave outputs out to take every one."
+            f"outputs 0 to {width - 1}. Name one of these, or leave outputs out to use every output."
         )
     return Anchors(tangent, (inputs,), torch.arange(count), outputs.cpu().long())
 
 
 class _Pool(SumPass[KeptInputs]):
-    """The first samples shown, batch by batch, each under the place of its first sample.
+    """Keeps the first samples by batch, each batch under the place of its first sample.
 
     Args:
-        limit: how many samples are shown.
-        minimum: how many samples are kept whatever they take.
-        memory: bytes beyond which no more are kept.
+        limit: maximum number of samples.
+        minimum: number of samples that are kept whatever their size.
+        memory: bytes beyond which no more samples are kept.
     """
 
     label = "inducing points"
@@ -162,7 +162,7 @@ class _Pool(SumPass[KeptInputs]):
 
 
 def _joined(groups: list[Any]) -> Any | None:
-    """Returns all inputs as one batch, or None where they are not real numbers of one shape a sample."""
+    """Returns all inputs as one batch, or None if they are not floating-point or if their shapes differ."""
     parts = [nesting.flatten(group) for group in groups]
     first, nest = parts[0]
     for group, (leaves, other) in zip(groups, parts, strict=True):
@@ -176,7 +176,7 @@ def _joined(groups: list[Any]) -> Any | None:
 
 
 def balanced_shares(available: list[int], wanted: int) -> list[int]:
-    """Divides a number as evenly as what is available of each kind allows."""
+    """Divides `wanted` over kinds as evenly as the available numbers allow."""
     shares = [0] * len(available)
     left = min(wanted, sum(available))
     while left:
@@ -187,16 +187,16 @@ def balanced_shares(available: list[int], wanted: int) -> list[int]:
 
 
 def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Tensor, wanted: int) -> Anchors:
-    """Returns M different pairs of picked inputs and outputs: that of its class first, then the next.
+    """Returns M different pairs of picked inputs and outputs: first the output of the class, then the next outputs.
 
-    Of outputs with positions they are drawn, as evenly over the inputs as their numbers of outputs allow.
+    If the outputs have positions, the pairs are random, and spread evenly over the inputs.
 
     Args:
-        problem: for the network.
+        problem: the fit.
         inputs: groups of samples.
-        picked: places in them (U,), class by class.
-        labels: their classes (U,).
-        wanted: M; at most U C there are.
+        picked: places of picked samples (U,), class by class.
+        labels: classes of the picked samples (U,).
+        wanted: M; the result has at most U C pairs.
     """
     if problem.tangent.positions is not None:
         every = [torch.full((batches.size(group),), output_width(problem.tangent, group)) for group in inputs]
@@ -211,25 +211,21 @@ def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Te
 
 
 def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Returns centres c that make `Σ_n min_k ‖x_n - c_k‖²` small, each the mean of the points nearest to it.
+    """Returns centres c (count, D) with small `Σ_n min_k ‖x_n - c_k‖²`, by Lloyd's iteration.
 
-    Lloyd's iteration from a greedy k-means++ start (Arthur and Vassilvitskii 2007). A centre that no point is nearest
-    to stays where it was.
+    The initial centres come from greedy k-means++ (Arthur and Vassilvitskii 2007). A centre without points stays.
 
     Args:
         points: x (n, D), floating-point.
-        count: how many centres, at most n.
+        count: number of centres, at most n.
         generator: a CPU generator.
 
-    Returns:
-        Centres (count, D).
-
-    Cost: time O(n D count) a step, at most 100 steps, and O(n D count log count) for the start; memory O(n D).
+    Cost: time O(n D count) per step, at most 100 steps, and O(n D count log count) for the start; memory O(n D).
     """
     mean = points.mean(0)
     size = (points - mean).abs().max().clamp_min(torch.finfo(points.dtype).tiny)
 
-    def moved(x: Tensor) -> Tensor:  # distances are differences of squares: offsets cost digits, large ones overflow
+    def moved(x: Tensor) -> Tensor:  # distances are differences of squares, which would lose digits or overflow
         return (x - mean) / size
 
     scaled = moved(points)
@@ -248,12 +244,12 @@ def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> T
 
 
 def _spread_out(points: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Returns which points to start from, each the best of a few drawn by their squared distance to those before it."""
+    """Returns the indices of initial centres, each the best of a few drawn by squared distance to earlier centres."""
     trials = 2 + int(math.log(count))
     chosen = [int(torch.randint(len(points), (), generator=generator))]
     distances = _squared_distances(points, points[chosen])[:, 0]
     for _ in range(count - 1):
-        weights = distances if bool(distances.sum() > 0) else torch.ones_like(distances)  # all points are taken
+        weights = distances if bool(distances.sum() > 0) else torch.ones_like(distances)  # every point is a centre
         drawn = torch.multinomial(weights, trials, replacement=True, generator=generator)
         left = torch.minimum(distances[:, None], _squared_distances(points, points[drawn]))  # (n, trials)
         best = int(left.sum(0).argmin())

@@ -1,4 +1,4 @@
-"""The mini-batches of moving points over outputs with positions: each position that counts is a row, or some are."""
+"""Mini-batches of moving points for outputs with positions: all positions that count are rows, or a sample of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ...tangent.inducing import Kernel, PickedPositions, kernel
 from ..passes import Batch
 
 SOME_OUTPUTS = 100
-"""A step takes so many outputs of an input, all of some positions, where it has more; of one position at least."""
+"""Maximum number of outputs of an input in one step: all outputs of some positions, of at least one position."""
 
 
 class Rows(NamedTuple):
-    """What an objective sums over: samples, or positions of samples.
+    """The rows that an objective sums: samples, or positions of samples.
 
     Attributes:
-        blocks: of the NTK at N rows.
-        targets: of the rows.
-        weights: how often each row counts (N,); None for once.
+        blocks: blocks of the NTK at N rows.
+        targets: targets of the rows.
+        weights: weights of the rows (N,); None for ones.
     """
 
     blocks: Kernel
@@ -32,30 +32,30 @@ class Rows(NamedTuple):
     weights: Tensor | None
 
     def doubled(self) -> Rows:
-        """Returns the rows with outputs in float64, and targets and weights where these are."""
+        """Returns the rows with outputs in float64, and targets and weights on the same device."""
         outputs = doubled(self.blocks.outputs)
         weights = None if self.weights is None else self.weights.to(outputs.device)
         return Rows(self.blocks._replace(outputs=outputs), self.targets.to(outputs.device), weights)
 
     def weighted(self, values: Tensor) -> Tensor:
-        """Returns values (N,), each times its row's weight."""
+        """Returns values (N,), each times the weight of its row."""
         return values if self.weights is None else apply_weights(values, self.weights)
 
 
 def picked_count(positions: int, outputs: int) -> int:
-    """Returns S, how many positions of an input a step takes: all T of them where `T C` is small."""
+    """Returns the number of positions S of an input in one step: all T positions if `T C` is small."""
     return positions if positions * outputs <= SOME_OUTPUTS else min(positions, max(1, SOME_OUTPUTS // outputs))
 
 
 def picked_positions(counted: Tensor, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Returns S positions of each input (B, S), drawn without repetition among those that count, and their weights.
+    """Returns S random positions of each input (B, S), among those that count, and their weights (B, S) float64.
 
-    A weight (B, S), float64, is the number of positions that one stands for: sums so weighted are unbiased.
+    A weight is the number of positions divided by the number of drawn ones, so weighted sums are unbiased.
 
     Args:
-        counted: which positions count (B, T).
+        counted: mask of the positions that count (B, T).
         outputs: C.
-        generator: of the draw.
+        generator: random generator.
     """
     keys = torch.rand(counted.shape, generator=generator, device=generator.device).to(counted.device)
     some = picked_count(counted.shape[1], outputs)
@@ -67,14 +67,14 @@ def picked_positions(counted: Tensor, outputs: int, generator: torch.Generator) 
 def rows_at_positions(
     anchors: Anchors, weights: Weights, batch: Batch, likelihood: Likelihood, generator: torch.Generator
 ) -> Rows:
-    """Returns the blocks at S positions of each input, each weighted by how many positions it stands for.
+    """Returns the blocks of the NTK at S positions of each input, with weights as in `picked_positions`.
 
     Args:
         anchors: rows J̃ (M, P).
-        weights: w, one a block.
-        batch: of inputs.
-        likelihood: checks the targets.
-        generator: of the choice.
+        weights: w, one per block.
+        batch: the inputs.
+        likelihood: p(y | f); it checks the targets.
+        generator: random generator of the positions.
     """
     every, outputs = batch.rows(), batch.tangent.outputs
     likelihood.check(every["outputs"], every["targets"])
