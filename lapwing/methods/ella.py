@@ -30,9 +30,6 @@ class ELLA(Method):
         sampling: "uniform" samples all pairs alike (Algorithm 2). "balanced" samples equally many inputs of each class,
             with random outputs. "label" samples inputs and uses the output of their own class.
 
-    Raises:
-        LapwingError: if an option is invalid.
-
     Cost: M backward passes, memory O(M P). If that exceeds the budget, chunks of m rows cost about M²/m more backward
     passes, memory O(M² + K P), and the same again in float64 if rounding hides some of the K directions. If K P exceeds
     the budget too, V stays implicit: memory O(M²), M more backward passes for each chunk of the curvature's pass and of

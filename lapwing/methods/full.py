@@ -34,9 +34,6 @@ class Full(Method):
     Args:
         form: "auto" (dual if NC < P), "primal" or "dual".
 
-    Raises:
-        LapwingError: if `form` is invalid.
-
     Cost: one pass. Primal: time O(P³) once, memory 16 P² bytes, and twice that during the decomposition. Dual: memory
     O(NC P), time O((NC)² P) once.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -14,7 +15,6 @@ from ..covariance import (
     DiagonalBlock,
     ExplicitBasis,
     KroneckerBlock,
-    LowRank,
     LowRankWithResidual,
 )
 from ..covariance.dense import concatenate
@@ -56,7 +56,9 @@ class Further(Method):
         elif way == "rows":
             step = _MoreRows(problem, *covariance.rows)
         elif way == "basis":
-            step = _MoreOnBasis(problem, covariance)
+            inner = ProjectionPass(problem, covariance.basis, "prior" if covariance.full_rank else None)
+            step = Onward(inner, ProjectedCurvature(covariance.curvature, covariance.traces))
+            return (yield from run_curvature_pass(step)).with_rank(covariance.rank)
         else:
             raise _refusal(self.made_by.name)
         return (yield from run_curvature_pass(step))
@@ -64,7 +66,7 @@ class Further(Method):
 
 def _refusal(name: str) -> LapwingError:
     return LapwingError(
-        f"The curvature of {name} is no sum that further data can be added to. Fit to all data at once, or use "
+        f"The curvature of {name} is not a sum over data, so further data cannot be added. Fit to all data, or use "
         "lw.KFAC(), lw.Diagonal(), lw.Full() or a subspace."
     )
 
@@ -74,6 +76,10 @@ class Onward(CurvaturePass[S], Generic[S]):
 
     def __init__(self, inner: CurvaturePass[S], before: S) -> None:
         self._inner, self._before, self.label = inner, before, inner.label
+
+    def basis_tensors(self) -> Iterable[torch.Tensor]:
+        """Returns the tensors of the other pass."""
+        return self._inner.basis_tensors()
 
     def init(self) -> S:
         return self._inner.init()
@@ -129,15 +135,3 @@ class _MoreRows(AllRows):
         values, vectors = symmetric_eigen(self._former_curvature)
         former = (vectors * values.sqrt()).T @ concatenate(self._problem.tangent.blocks, self._former.vectors).double()
         return super().finish(DenseSum(torch.cat([former, state.matrix])))
-
-
-class _MoreOnBasis(ProjectionPass):
-    """The curvature on the directions of a subspace covariance; its rank stays."""
-
-    def __init__(self, problem: Problem, covariance: LowRank | LowRankWithResidual) -> None:
-        super().__init__(problem, covariance.basis, "prior" if covariance.full_rank else None)
-        self._covariance = covariance
-
-    def finish(self, state: ProjectedCurvature) -> LowRank | LowRankWithResidual:
-        former = ProjectedCurvature(self._covariance.curvature, self._covariance.traces)
-        return super().finish(state.added(former)).with_rank(self._covariance.rank)

@@ -38,9 +38,6 @@ class KFAC(Method):
             uses disagree), even if `lw.coverage` names a family for them: "diagonal", or "dense" for the exact GGN
             block.
 
-    Raises:
-        LapwingError: if an option is invalid.
-
     Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) per layer. At the end, time O(D³) per
     layer, or O(D² n) for a factor of width D that is summed over n < D rows. A prediction rotates the inputs of each
     layer, O(D_in²) per position, or O(D_in n) for a layer with one position if the fit had far fewer samples n.
@@ -97,9 +94,6 @@ class EKFAC(KFAC):
     Args:
         weight_sharing: as for `KFAC`.
         uncovered: as for `KFAC`.
-
-    Raises:
-        LapwingError: if an option is invalid.
 
     Cost: two passes of C backward passes of activations each; memory O(D_in² + D_out² + P) per layer.
 

@@ -45,9 +45,6 @@ class OptimalSubspace(Method):
         residual: None, or "prior" to keep the prior in the directions outside.
         at: inputs X', instead of a subset of the training data.
 
-    Raises:
-        LapwingError: if an option is invalid.
-
     Cost: the passes of `curvature`; M rows of J and `Ψ_approx Jᵀ`; one pass for the curvature on the span. Memory
     O(K P), plus the memory of Ψ_approx, plus one memory budget for rows.
 

@@ -178,7 +178,7 @@ def test_what_a_former_posterior_refuses() -> None:
             lw.fit(model, (x, y), method, prior_precision=1.0).penalty(other)
     with pytest.raises(lw.LapwingError, match="directions of its own data"):
         lw.fit(other, (x, y), prior=lw.fit(model, (x, y), METHODS["ella"], prior_precision=1.0))
-    with pytest.raises(lw.LapwingError, match="EKFAC is no sum"):
+    with pytest.raises(lw.LapwingError, match="EKFAC is not a sum"):
         lw.fit(other, (x, y), prior=lw.fit(model, (x, y), lw.EKFAC(), prior_precision=1.0))
     last = lw.fit(model, (x, y), lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
     assert lw.fit(other, (x, y), prior=last).tangent.size == last.tangent.size

@@ -152,7 +152,7 @@ def test_regression_classes_and_many_outputs() -> None:
 def test_curvatures_that_do_not_add_are_refused(method: lw.Method, name: str) -> None:
     model, first, second, _ = parts("mlp")
     posterior = lw.fit(model, first, method, prior_precision=1.0)
-    with pytest.raises(lw.LapwingError, match=f"{name} is no sum|times the data of its fit"):
+    with pytest.raises(lw.LapwingError, match=f"{name} is not a sum|times the data of its fit"):
         posterior.update(second)
 
 

@@ -72,9 +72,6 @@ class ConjugateGradients(Options):
             relative residual of 1e-3 with None, and 42 with ELLA of rank 100. With `KFAC()`, `EKFAC()` and
             `Diagonal()`, which also mix directions that the data determine with others, it was above 2e-2 after 60.
 
-    Raises:
-        LapwingError: if an option is invalid.
-
     Cost: one pass per iteration, memory for about six numbers per weight and draw.
 
     Example:
@@ -95,94 +92,77 @@ class ConjugateGradients(Options):
             start: initial Z; its tensors are overwritten.
             products: `G Z` of the initial Z; its tensors are overwritten.
         """
-        solution, state = start, None
+        solution, ended, began, before = start, None, 0, 0.0
         while True:
             residual, norms = _residual(system, solution, products)
             relative, bound = inner(residual, residual).sqrt() / norms, _bound(system, residual)
             _check_finite(relative)
             worst = float(relative.max())
-            if state is not None:
-                errors = torch.minimum(bound, state.moved)
+            if ended is not None:
+                errors = torch.minimum(bound, ended.moved)
                 again = errors > self.tolerance
-                if state.taken > state.began + 1:
-                    again |= bound > (2 * state.bound).clamp_min(self.tolerance)
-                ended = not bool(again.any())
-                if ended or state.taken >= self.iterations or worst > state.before / 2:
-                    return Solved(solution, products, relative, errors, state.taken)
-            taken = 0 if state is None else state.taken
-            del products, state
-            state = yield from self._iterate(system, solution, residual, taken, worst)
-            solution = state.solution
+                if ended.taken > began + 1:
+                    again |= bound > (2 * ended.bound).clamp_min(self.tolerance)
+                if not again.any() or ended.taken >= self.iterations or worst > before / 2:
+                    return Solved(solution, products, relative, errors, ended.taken)
+                began = ended.taken
+            before = worst
+            del products
+            ended = yield from self._iterate(system, solution, residual, began)
             del residual
             products = yield from system.products(solution)
 
     def _iterate(
-        self, system: LinearSystem, solution: Vectors, residual: Vectors, taken: int, before: float
-    ) -> Generator[Pass, Any, ConjugateState]:
-        """Iterates in place until the draws are solved or the iterations are used up; returns the final state.
+        self, system: LinearSystem, solution: Vectors, residual: Vectors, taken: int
+    ) -> Generator[Pass, Any, _Ended]:
+        """Changes Z and its residual in place until the draws are solved or the iterations are used up.
 
         The residual is stored as `R = Q D` with `Qᵀ Ψ̃ Q = I` (Ψ̃ the preconditioner); directions P are conjugate to all
         earlier directions. In columns, an iteration is `α = (Pᵀ A P)⁻¹`, `Z ← Z + P α D`, `Q - A P α = Q' E`,
         `D ← E D`, `P ← Ψ̃ Q' + P Eᵀ`.
         """
         precondition, prior = system.preconditioner(), system.prior()
-        moved = precondition(residual)
-        mixing, inverse = _factor(gram(residual, moved))  # D (r, S), and the matrix (r, S) that maps R to Q
+        scaled = precondition(residual)
+        mixing, inverse = _factor(gram(residual, scaled))  # D (r, S), and the matrix (r, S) that maps R to Q
         recombine(inverse, residual)
-        directions, unknown = recombine(inverse, moved), torch.full_like(mixing.sum(0), torch.inf)
-        state = ConjugateState(solution, residual, directions, mixing, unknown, unknown, taken, taken, before)
-        del moved
+        directions, moved = recombine(inverse, scaled), torch.full_like(mixing.sum(0), torch.inf)
+        del scaled
         while True:
-            mixing = state.mixing
-            state.bound = _lengths(mixing, gram(residual, {name: v / prior[name] for name, v in residual.items()}))
-            _check_finite(state.bound)
-            errors = torch.minimum(state.bound, state.moved)
-            log.debug("iteration %d: errors up to %.2e standard deviations", state.taken, errors.max())
-            more = state.taken < self.iterations and bool((errors > self.tolerance).any())
-            if not more:
-                return state
+            bound = _lengths(mixing, gram(residual, {name: v / prior[name] for name, v in residual.items()}))
+            _check_finite(bound)
+            errors = torch.minimum(bound, moved)
+            log.debug("iteration %d: errors up to %.2e standard deviations", taken, errors.max())
+            if taken >= self.iterations or not (errors > self.tolerance).any():
+                return _Ended(moved, bound, taken)
             image = system.completed(directions, (yield from system.products(directions)))
             steps = _inverse(gram(directions, image))  # α (r, r)
-            state.moved = _lengths(mixing, steps)
+            moved = _lengths(mixing, steps)
             for name, value in directions.items():
                 solution[name].addmm_((mixing.T @ steps).to(value), value)
                 residual[name].addmm_(steps.to(value), image[name], alpha=-1)
             del image
-            moved = precondition(residual)
-            change, inverse = _factor(gram(residual, moved))  # E (r', r)
-            state.mixing = change @ mixing
+            scaled = precondition(residual)
+            change, inverse = _factor(gram(residual, scaled))  # E (r', r)
+            mixing = change @ mixing
             recombine(inverse, residual)
             for name, value in recombine(change, directions).items():
-                value.addmm_(inverse.to(value), moved[name])
-            del moved
-            state.taken += 1
+                value.addmm_(inverse.to(value), scaled[name])
+            del scaled
+            taken += 1
 
 
-@dataclass
-class ConjugateState:
-    """The state of conjugate gradients: Z, Q, P and D as in `ConjugateGradients._iterate`.
+class _Ended(NamedTuple):
+    """The end of a recurrence.
 
     Attributes:
-        solution: Z (S, P_block) by block.
-        residual: Q (r, P_block) by block.
-        directions: P (r, P_block) by block.
-        mixing: D (r, S).
-        moved: length `√(stepᵀ A step)` of the latest step of each draw (S,); infinite before the first step.
+        moved: length `√(stepᵀ A step)` of the latest step of each draw (S,); infinite without a step.
         bound: `_bound` of the residual of the recurrence (S,).
         taken: number of iterations since the start of the solve.
-        began: number of iterations before the recurrence began.
-        before: largest relative residual when the recurrence began.
     """
 
-    solution: Vectors
-    residual: Vectors
-    directions: Vectors
-    mixing: Tensor
     moved: Tensor
     bound: Tensor
     taken: int
-    began: int
-    before: float
 
 
 def _residual(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor]:

@@ -74,9 +74,6 @@ class NaturalGradient(VallaFit):
         steps: maximum number of batches.
         rate: constant ρ instead of `ρ_t`. It forgets the first samples, and H starts at the prior.
 
-    Raises:
-        LapwingError: if an option is invalid.
-
     Cost: C backward passes for each sample of `steps` batches.
 
     Example:
@@ -114,9 +111,6 @@ class VaLLA(Method):
         fit: the way to fit A and other open values.
         initial: initial position of M points: "kmeans" for centres of clusters of the first `max(2000, 20 M)` samples,
             class by class, or "data" for some of these samples. Discrete inputs are always samples.
-
-    Raises:
-        LapwingError: if an option is invalid.
 
     Cost: memory O(M P), or O(M²) if that exceeds the budget; the time of the fit, and O(M³).
 
