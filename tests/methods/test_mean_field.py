@@ -346,17 +346,6 @@ def test_batch_norm_keeps_its_statistics():
         assert torch.equal(own, moved), name
 
 
-def test_one_output_and_bfloat16():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(torch.bfloat16).eval()
-    x = torch.randn(20, 3, dtype=torch.bfloat16)
-    posterior = lw.fit(model, [(x, x.sum(1).float())], lw.MeanField(steps=5, learning_rate=0.05))
-    assert posterior.covariance.dtype == torch.float32
-    assert {p.dtype for p in posterior.model.parameters()} == {torch.bfloat16}
-    assert posterior.predict(x, via=lw.MonteCarlo(5)).mean.shape == (20, 1)
-    assert posterior.predict(x).variance.isfinite().all()
-
-
 def test_steps_that_end_before_the_data_do():
     """Statistics and scale are those of the samples seen, at the moved mean."""
     model, x, y = regression()

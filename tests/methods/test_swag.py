@@ -190,16 +190,6 @@ def test_treated_and_other_parameters():
         close(value.detach(), torch.stack([state[name] for state in states]).mean(0), 1e-12)
 
 
-def test_frozen_parameters_are_kept_bit_for_bit():
-    problem = Setup(ZOO["frozen_trunk"], lw.everything)
-    model = problem.case.build().float()
-    posterior = SWAG.from_snapshots(wander(model, 7), [(problem.x.float(), problem.y)], model=model)
-    averaged = posterior.tangent.model
-    assert torch.equal(averaged[0].weight, model[0].weight)
-    assert not torch.equal(averaged[2].weight, model[2].weight)
-    assert [p.requires_grad for p in averaged.parameters()] == [p.requires_grad for p in model.parameters()]
-
-
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "compiled"])
 def test_state_dicts_and_collector_agree(name):
     problem = Setup(ZOO[name], lw.everything)
@@ -286,18 +276,6 @@ def test_dropout_in_the_refresh_follows_the_seed():
     assert not torch.equal(first, other)
 
 
-def test_inputs_by_a_function():
-    model, loader = two_inputs()
-    as_dicts = [{"x": x, "z": z, "labels": y} for x, z, y in loader]
-    nested = [((x, {"z": z}), y) for x, z, y in loader]
-    options = {"model": model, "likelihood": "gaussian"}
-    wanted = SWAG.from_snapshots(wander(model, 3), loader, **options)
-    for data, forward in ((as_dicts, None), (nested, lambda network, inputs: network(inputs[0], inputs[1]["z"]))):
-        found = SWAG.from_snapshots(wander(model, 3), data, forward=forward, **options)
-        assert torch.equal(found.tangent.model.norm.running_var, wanted.tangent.model.norm.running_var)
-        assert found.noise_variance == wanted.noise_variance
-
-
 # --- likelihood, and what needs a prior ------------------------------------------------------------------------------
 
 
@@ -370,16 +348,6 @@ def test_the_posterior_does_not_follow_the_collector():
     assert not torch.equal(SWAG.from_snapshots(collector, problem.loader).covariance.to_dense(), sigma)
 
 
-def test_low_precision_networks():
-    problem = Setup(ZOO["mlp"], lw.everything)
-    model = problem.case.build().bfloat16()
-    posterior = SWAG.from_snapshots(wander(model, 5, 0.3), [(problem.x.bfloat16(), problem.y)], model=model)
-    assert posterior.covariance.dtype == torch.float32
-    exact = posterior_of(problem, wander(problem.case.build(), 5, 0.3))
-    close(posterior.latent(problem.test.bfloat16()).std.double(), exact.latent(problem.test).std, 0.1)
-    assert torch.isfinite(posterior.predict(problem.test.bfloat16(), via=lw.MonteCarlo(5)).probs).all()
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -447,23 +415,6 @@ def test_options_out_of_range():
         SWAG.from_snapshots(states, problem.loader)
     with pytest.raises(lw.LapwingError, match=r"from_snapshots\(dict"):
         SWAG.from_snapshots(states[0], problem.loader, model=problem.model)
-
-
-class Fickle:
-    """A loader that shows its batches once."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        batches, self.batches = self.batches, []
-        return iter(batches)
-
-
-def test_a_loader_that_is_empty_the_second_time():
-    problem = setup("mlp")
-    with pytest.raises(lw.LapwingError, match="a batch at first and shows 0 samples"):
-        posterior_of(problem, wander(problem.model, 2), loader=Fickle(problem.loader))
 
 
 def test_networks_that_cannot_be_copied():

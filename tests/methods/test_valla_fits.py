@@ -296,24 +296,6 @@ def test_networks(name, fit, tmp_path):
     close(loaded.covariance.to_dense(), sigma, 1e-10)
 
 
-def test_points_in_half_precision_move_by_less_than_its_rounding():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).eval().to(torch.bfloat16)
-    x = torch.randn(30, 2).to(torch.bfloat16)
-    tangent = lw.tangent.Tangent.survey(model, x[:5])
-    anchors = Anchors(tangent, (x[:4],), torch.arange(4), torch.zeros(4, dtype=torch.int64))
-    likelihood = lw.Gaussian(0.1)
-    root = FisherRoot(likelihood, 1, torch.Generator())
-    prior = Prior.read(tangent, 1.0)
-    problem = Problem(tangent, likelihood, root, prior, False, 0, lambda: x[:, 0], lambda: 30, lambda: DataSummary(30))
-    steps = moving_points.BoundSteps(problem, anchors, 5, 1e-4, None)
-    state = steps.init()
-    for _ in range(5):
-        steps.step(state, Batch(tangent, x, torch.zeros(30, 1), 0), torch.Generator())
-    assert state.values["input/0/0"].dtype == torch.float32
-    assert (state.values["input/0/0"] != x[:4].float()).all()
-
-
 def test_a_small_budget_gives_the_same():
     """Chunks of two samples: the same points, gradient by gradient."""
     case = setup("mlp")
