@@ -64,13 +64,6 @@ class Further(Method):
         return (yield from run_curvature_pass(step))
 
 
-def _refusal(name: str) -> LapwingError:
-    return LapwingError(
-        f"The curvature of {name} is not a sum over data, so further data cannot be added. Fit to all data, or use "
-        "lw.KFAC(), lw.Diagonal(), lw.Full() or a subspace."
-    )
-
-
 class Onward(CurvaturePass[S], Generic[S]):
     """Another pass, plus the sums of earlier data."""
 
@@ -89,6 +82,23 @@ class Onward(CurvaturePass[S], Generic[S]):
 
     def finish(self, state: S) -> Covariance:
         return self._inner.finish(state.added(self._before))
+
+
+class _MoreRows(AllRows):
+    """The rows of further data, together with rows U and M, for which `G = Uᵀ M U` is the curvature so far."""
+
+    def __init__(self, problem: Problem, rows: ExplicitBasis, curvature: torch.Tensor) -> None:
+        count = problem.count() * problem.root.columns
+        needed = 16 * (count + rows.rank) * problem.tangent.size
+        what, instead = f"{count + rows.rank} rows", "fit lw.Full(form='primal')"
+        problem.require(MemoryNeed("The dual form of Full", needed, what, instead))
+        super().__init__(problem, count)
+        self._former, self._former_curvature = rows, curvature
+
+    def finish(self, state: DenseSum) -> LowRankWithResidual:
+        values, vectors = symmetric_eigen(self._former_curvature)
+        former = (vectors * values.sqrt()).T @ concatenate(self._problem.tangent.blocks, self._former.vectors).double()
+        return super().finish(DenseSum(torch.cat([former, state.matrix])))
 
 
 def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onward[Factors]:
@@ -120,18 +130,8 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
     return Onward(_FactorPass(problem, kinds, reduce), before)
 
 
-class _MoreRows(AllRows):
-    """The rows of further data, together with rows U and M, for which `G = Uᵀ M U` is the curvature so far."""
-
-    def __init__(self, problem: Problem, rows: ExplicitBasis, curvature: torch.Tensor) -> None:
-        count = problem.count() * problem.root.columns
-        needed = 16 * (count + rows.rank) * problem.tangent.size
-        what, instead = f"{count + rows.rank} rows", "fit lw.Full(form='primal')"
-        problem.require(MemoryNeed("The dual form of Full", needed, what, instead))
-        super().__init__(problem, count)
-        self._former, self._former_curvature = rows, curvature
-
-    def finish(self, state: DenseSum) -> LowRankWithResidual:
-        values, vectors = symmetric_eigen(self._former_curvature)
-        former = (vectors * values.sqrt()).T @ concatenate(self._problem.tangent.blocks, self._former.vectors).double()
-        return super().finish(DenseSum(torch.cat([former, state.matrix])))
+def _refusal(name: str) -> LapwingError:
+    return LapwingError(
+        f"The curvature of {name} is not a sum over data, so further data cannot be added. Fit to all data, or use "
+        "lw.KFAC(), lw.Diagonal(), lw.Full() or a subspace."
+    )

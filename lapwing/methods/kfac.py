@@ -139,46 +139,6 @@ class Factors(State):
     excess: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _eigenbases(state: Factors, columns: int, logits: set[str]) -> dict[str, KroneckerBlock]:
-    """Diagonalises all factors, which are used up."""
-    work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
-    widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
-    return {name: _eigenbasis(state, name, columns, name in logits) for name in widest_first}
-
-
-def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> KroneckerBlock:
-    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # the number of positions or their total weight.
-
-    A is a sum of # squares, and Γ a sum of R # squares. For logits, Γ maps the vector of ones to 0 up to rounding. With
-    a weak prior, this rounding would carry the large variance of that direction into others, so `centred` removes it.
-    """
-    count, one_hot = state.count[name], state.A[name].ndim == 2
-    if one_hot:  # A is stored as its diagonal
-        alpha, inputs = doubled(state.A[name]), None
-    else:
-        alpha, inputs = _diagonalised(state.A, name, int(count))
-    gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
-    if name in state.excess:
-        tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0
-        count = (doubled(count) + state.excess[name]).clamp_min(tiny)
-    factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
-    return KroneckerBlock(factors.products(), factors)
-
-
-def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns λ (G, n) in float64 and U (G, n, n) in the dtype of the factor, whose memory it frees."""
-    matrix = factors.pop(name)
-    device, dtype = matrix.device, matrix.dtype
-    if centred or not is_reduced(matrix.shape[-1], rank):
-        matrix = doubled(matrix)
-    if centred:
-        matrix = mirrored(matrix)
-        matrix -= matrix.mean(-1, keepdim=True)
-        matrix -= matrix.mean(-2, keepdim=True)
-    values, vectors = eigen_in_place(matrix, rank, dtype)
-    return values, vectors.to(device, dtype, memory_format=torch.contiguous_format)
-
-
 class _FactorPass(CurvaturePass[Factors]):
     """Sums A, Γ and # of the factored blocks, and the diagonals or dense matrices of the other blocks."""
 
@@ -236,13 +196,6 @@ class _FactorPass(CurvaturePass[Factors]):
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
 
 
-def _of_matrix(record: Record, name: str) -> MatrixJacobian | FisherSums:
-    """Returns the object that sums squares and Kronecker factors of a block with a matrix layout."""
-    sums = record.sums(name)
-    assert isinstance(sums, (MatrixJacobian, FisherSums))
-    return sums
-
-
 class _SecondMoments(CurvaturePass[BlockSums]):
     """Sums `Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) for each factored block."""
 
@@ -269,3 +222,50 @@ class _SecondMoments(CurvaturePass[BlockSums]):
         corrected = {n: KroneckerBlock(state.blocks[n], old.factors) for n, old in self._bases.items()}
         problem, structures = self._problem, {**self._structures, **corrected}
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
+
+
+def _eigenbases(state: Factors, columns: int, logits: set[str]) -> dict[str, KroneckerBlock]:
+    """Diagonalises all factors, which are used up."""
+    work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
+    widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
+    return {name: _eigenbasis(state, name, columns, name in logits) for name in widest_first}
+
+
+def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> KroneckerBlock:
+    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # the number of positions or their total weight.
+
+    A is a sum of # squares, and Γ a sum of R # squares. For logits, Γ maps the vector of ones to 0 up to rounding. With
+    a weak prior, this rounding would carry the large variance of that direction into others, so `centred` removes it.
+    """
+    count, one_hot = state.count[name], state.A[name].ndim == 2
+    if one_hot:  # A is stored as its diagonal
+        alpha, inputs = doubled(state.A[name]), None
+    else:
+        alpha, inputs = _diagonalised(state.A, name, int(count))
+    gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
+    if name in state.excess:
+        tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0
+        count = (doubled(count) + state.excess[name]).clamp_min(tiny)
+    factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
+    return KroneckerBlock(factors.products(), factors)
+
+
+def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns λ (G, n) in float64 and U (G, n, n) in the dtype of the factor, whose memory it frees."""
+    matrix = factors.pop(name)
+    device, dtype = matrix.device, matrix.dtype
+    if centred or not is_reduced(matrix.shape[-1], rank):
+        matrix = doubled(matrix)
+    if centred:
+        matrix = mirrored(matrix)
+        matrix -= matrix.mean(-1, keepdim=True)
+        matrix -= matrix.mean(-2, keepdim=True)
+    values, vectors = eigen_in_place(matrix, rank, dtype)
+    return values, vectors.to(device, dtype, memory_format=torch.contiguous_format)
+
+
+def _of_matrix(record: Record, name: str) -> MatrixJacobian | FisherSums:
+    """Returns the object that sums squares and Kronecker factors of a block with a matrix layout."""
+    sums = record.sums(name)
+    assert isinstance(sums, (MatrixJacobian, FisherSums))
+    return sums

@@ -112,18 +112,6 @@ class SubsetOfData(Method):
         return replace(inner, passes=inner.passes * points / shape.samples, needs=needs)
 
 
-def _need(points: int, width: int) -> MemoryNeed:
-    rows = points * width
-    what = f"the Gram matrix of {rows} rows"
-    return MemoryNeed(f"SubsetOfData(size={points})", 16 * rows**2, what, "ask for a smaller size")
-
-
-def chosen_places(total: int, count: int, generator: torch.Generator, labels: Tensor | None) -> Tensor:
-    """Returns places of samples (count,) in rising order; balanced over classes if labels (N,) are given."""
-    chosen = choose(total, count, generator) if labels is None else choose_balanced(labels, count, generator)
-    return chosen.sort().values
-
-
 @dataclass
 class SubsetState(State):
     """The state of a pass over a subset.
@@ -165,3 +153,15 @@ class _OnSubset(SumPass[SubsetState]):
         self._inner.update(state.inner, part)
         state.labels[first:stop] = class_labels(part.inputs, part.targets)
         state.summary.add(self._likelihood, **part.rows())
+
+
+def _need(points: int, width: int) -> MemoryNeed:
+    rows = points * width
+    what = f"the Gram matrix of {rows} rows"
+    return MemoryNeed(f"SubsetOfData(size={points})", 16 * rows**2, what, "ask for a smaller size")
+
+
+def chosen_places(total: int, count: int, generator: torch.Generator, labels: Tensor | None) -> Tensor:
+    """Returns places of samples (count,) in rising order; balanced over classes if labels (N,) are given."""
+    chosen = choose(total, count, generator) if labels is None else choose_balanced(labels, count, generator)
+    return chosen.sort().values

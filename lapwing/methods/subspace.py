@@ -27,6 +27,59 @@ SVD_NUMBERS = 2**24
 """Maximum number of entries of the rows that one SVD orthonormalises; larger matrices are processed in slices."""
 
 
+@dataclass
+class ProjectedCurvature(State):
+    """Sums on a basis W.
+
+    Attributes:
+        H: `Σ (RᵀJWᵀ)ᵀ(RᵀJWᵀ)` (K, K).
+        traces: the trace of G for each block (n_blocks,); zeros if the tuning does not read it.
+    """
+
+    H: Tensor
+    traces: Tensor
+
+    @classmethod
+    def zeros(cls, problem: Problem, rank: int) -> ProjectedCurvature:
+        """Returns the sums of no data."""
+        blocks = len(problem.tangent.blocks)
+        return cls(problem.zeros(rank, rank, dtype=torch.float64), problem.zeros(blocks, dtype=torch.float64))
+
+    def add(self, problem: Problem, basis: Basis, batch: Batch, factor: float = 1.0) -> None:
+        """Adds a batch, times a factor."""
+        for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.scratch_per_row):
+            projected = doubled(basis.project(record).flatten(0, 1))  # (B R, K)
+            self.H += (factor * projected.T) @ projected
+            if problem.traces_wanted:
+                traces = torch.stack([record[name].squared_norm() for name in record])
+                self.traces += factor * doubled(traces)
+
+
+class ProjectionPass(CurvaturePass[ProjectedCurvature]):
+    """The curvature on a basis."""
+
+    label = "curvature on the subspace"
+
+    def __init__(self, problem: Problem, basis: Basis, residual: Residual) -> None:
+        self._problem, self._basis, self._residual = problem, basis, residual
+
+    def basis_tensors(self) -> Iterable[Tensor]:
+        """Returns the tensors of the basis."""
+        return self._basis.tensors().values()
+
+    def init(self) -> ProjectedCurvature:
+        return ProjectedCurvature.zeros(self._problem, self._basis.rank)
+
+    def update(self, state: ProjectedCurvature, batch: Batch) -> None:
+        state.add(self._problem, self._basis, batch)
+
+    def finish(self, state: ProjectedCurvature) -> LowRank | LowRankWithResidual:
+        structure = LowRank if self._residual is None else LowRankWithResidual
+        problem, basis = self._problem, self._basis
+        blocks = problem.tangent.blocks
+        return structure(blocks, basis, state.H, state.traces, problem.precision, problem.scale.of_curvature)
+
+
 def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
     """Yields the pass for `H = W G Wᵀ`; returns the covariance on the basis W."""
     return (yield from run_curvature_pass(ProjectionPass(problem, basis, residual)))
@@ -138,56 +191,3 @@ def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual
     kept += min(count, shape.samples) * shape.sample_bytes * bool(extra)
     peak = max(span, kept + max(gram, shape.chunk(dtype, shape.columns * 3 * rank), 80 * rank**2))
     return Footprint(kept, peak, passes, rank, needs, note)
-
-
-@dataclass
-class ProjectedCurvature(State):
-    """Sums on a basis W.
-
-    Attributes:
-        H: `Σ (RᵀJWᵀ)ᵀ(RᵀJWᵀ)` (K, K).
-        traces: the trace of G for each block (n_blocks,); zeros if the tuning does not read it.
-    """
-
-    H: Tensor
-    traces: Tensor
-
-    @classmethod
-    def zeros(cls, problem: Problem, rank: int) -> ProjectedCurvature:
-        """Returns the sums of no data."""
-        blocks = len(problem.tangent.blocks)
-        return cls(problem.zeros(rank, rank, dtype=torch.float64), problem.zeros(blocks, dtype=torch.float64))
-
-    def add(self, problem: Problem, basis: Basis, batch: Batch, factor: float = 1.0) -> None:
-        """Adds a batch, times a factor."""
-        for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.scratch_per_row):
-            projected = doubled(basis.project(record).flatten(0, 1))  # (B R, K)
-            self.H += (factor * projected.T) @ projected
-            if problem.traces_wanted:
-                traces = torch.stack([record[name].squared_norm() for name in record])
-                self.traces += factor * doubled(traces)
-
-
-class ProjectionPass(CurvaturePass[ProjectedCurvature]):
-    """The curvature on a basis."""
-
-    label = "curvature on the subspace"
-
-    def __init__(self, problem: Problem, basis: Basis, residual: Residual) -> None:
-        self._problem, self._basis, self._residual = problem, basis, residual
-
-    def basis_tensors(self) -> Iterable[Tensor]:
-        """Returns the tensors of the basis."""
-        return self._basis.tensors().values()
-
-    def init(self) -> ProjectedCurvature:
-        return ProjectedCurvature.zeros(self._problem, self._basis.rank)
-
-    def update(self, state: ProjectedCurvature, batch: Batch) -> None:
-        state.add(self._problem, self._basis, batch)
-
-    def finish(self, state: ProjectedCurvature) -> LowRank | LowRankWithResidual:
-        structure = LowRank if self._residual is None else LowRankWithResidual
-        problem, basis = self._problem, self._basis
-        blocks = problem.tangent.blocks
-        return structure(blocks, basis, state.H, state.traces, problem.precision, problem.scale.of_curvature)

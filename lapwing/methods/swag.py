@@ -28,117 +28,6 @@ from ..tangent import LastLayer, Predicate, Tangent, everything
 from .constructed import constructed, copied, put
 
 
-class SnapshotCollector:
-    """Running moments of the weights of a network during training; made by `SWAG.collector`.
-
-    Attributes:
-        model: the network that is being trained; it is only read.
-        rank: K, the maximum number of deviations.
-        names: names of the treated parameters.
-        count: T, the number of snapshots.
-        mean: θ̄, the mean of the snapshots, for every parameter, float64.
-        deviations: the last K of `θ_i - θ̄_i` by treated parameter, oldest first; `θ̄_i` is the mean at snapshot i.
-        buffers: buffers of the last snapshot.
-    """
-
-    def __init__(self, model: nn.Module, rank: int, params: Predicate | LastLayer) -> None:
-        if not isinstance(model, nn.Module):
-            raise LapwingError(
-                f"SWAG cannot take snapshots of a {type(model).__name__}: it needs a torch.nn.Module. Write "
-                "lw.SWAG.collector(model), or pass model=model with a list of state dicts."
-            )
-        if not is_whole(rank, 0) or rank == 1:
-            raise LapwingError(
-                f"rank={shown(rank)} of SWAG is not a whole number of at least 2 deviations, or 0 for the diagonal "
-                "only. Write lw.SWAG.collector(model, rank=20)."
-            )
-        if isinstance(params, LastLayer):
-            raise LapwingError(
-                "params=lw.last_layer does not work for SWAG: only running the network shows which layer is the last. "
-                "Pass lw.everything, a predicate or a pattern: params=lw.matching('head.*')."
-            )
-        self.model, self.rank, self.count = model, rank, 0
-        parameters = self._parameters()
-        self.names = select(params, parameters, type(model).__name__)
-        self.mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters.items()}
-        self._squares = {name: torch.zeros_like(self.mean[name]) for name in self.names}
-        self.deviations: deque[dict[str, Tensor]] = deque(maxlen=rank)
-        self.buffers: dict[str, Tensor] = {}
-
-    def __repr__(self) -> str:
-        """Returns the network, the rank and the number of snapshots."""
-        return f"SnapshotCollector({type(self.model).__name__}, rank={self.rank}, snapshots={self.count})"
-
-    @property
-    def variance(self) -> dict[str, Tensor]:
-        """Variances `1/T Σ (θ_i - θ̄)²` by treated parameter, float64."""
-        return {name: squares / max(self.count, 1) for name, squares in self._squares.items()}
-
-    def snapshot(self) -> None:
-        """Adds the current weights of the network as a snapshot, for example after every epoch.
-
-        Raises:
-            LapwingError: if weights are NaN or infinite; the collector then stays as it is.
-
-        Cost: time O(P); memory of one more deviation, up to K.
-        """
-        self._take({**dict(uncompiled(self.model).named_buffers()), **self._parameters()})
-
-    def add(self, state: Mapping[str, Tensor]) -> None:
-        """Adds saved weights as a snapshot.
-
-        Args:
-            state: the result of `model.state_dict()`.
-
-        Raises:
-            LapwingError: if the state is of another network, NaN or infinite; the collector then stays as it is.
-        """
-        network = type(self.model).__name__
-        if not isinstance(state, Mapping):
-            raise LapwingError(
-                f"A snapshot of {network} for SWAG is a state dict, not {batches.describe(state)}. Pass what "
-                "model.state_dict() returns."
-            )
-        state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
-        known = {*uncompiled(self.model).state_dict(), *self.mean}
-        unknown = [name for name in state if name not in known]
-        missing = [name for name in self.mean if name not in state]
-        if unknown or missing:
-            raise LapwingError(
-                f"The snapshot is not one of this {network}: {(unknown + missing)[0]} is only in the "
-                f"{'snapshot' if unknown else 'network'}. Pass what model.state_dict() of the same network returns."
-            )
-        self._take(state)
-
-    @torch.no_grad()
-    def _take(self, state: Mapping[str, Tensor]) -> None:
-        buffers = dict(uncompiled(self.model).named_buffers())
-        for name, before in {**buffers, **self.mean}.items():
-            same = name not in state or state[name].shape == before.shape
-            if same and (name in buffers or torch.isfinite(state[name]).all()):
-                continue
-            problem = "NaN or infinite values" if same else f"shape {tuple(state[name].shape)}"
-            raise LapwingError(
-                f"The snapshot of {type(self.model).__name__} for SWAG has {problem} in its {name} "
-                f"{tuple(before.shape)}. Check that training has not diverged, and pass state dicts of this network."
-            )
-        self.count += 1
-        deviations = {}
-        for name, mean in self.mean.items():
-            step = state[name].detach().to(mean.device, mean.dtype) - mean
-            mean += step / self.count
-            if name in self._squares:  # Welford: near convergence `E[θ²] - E[θ]²` would lose half of the digits
-                deviation = step * ((self.count - 1) / self.count)
-                self._squares[name] += step * deviation
-                deviations[name] = deviation.to(accumulation_dtype(state[name].dtype))
-        self.deviations.append(deviations)
-        self.buffers = {name: value.detach().clone() for name, value in state.items() if name in buffers}
-
-    def _parameters(self) -> dict[str, Tensor]:
-        parameters = parameters_of(uncompiled(self.model))
-        return {name: value for name, value in parameters.items() if value.is_floating_point()}
-
-
 class SWAG:
     """Stochastic weight averaging, Gaussian: `θ ~ N(θ̄, Σ)` from snapshots of the weights during training.
 
@@ -266,6 +155,137 @@ class SWAG:
         )  # fmt: skip
 
 
+class SnapshotCollector:
+    """Running moments of the weights of a network during training; made by `SWAG.collector`.
+
+    Attributes:
+        model: the network that is being trained; it is only read.
+        rank: K, the maximum number of deviations.
+        names: names of the treated parameters.
+        count: T, the number of snapshots.
+        mean: θ̄, the mean of the snapshots, for every parameter, float64.
+        deviations: the last K of `θ_i - θ̄_i` by treated parameter, oldest first; `θ̄_i` is the mean at snapshot i.
+        buffers: buffers of the last snapshot.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, params: Predicate | LastLayer) -> None:
+        if not isinstance(model, nn.Module):
+            raise LapwingError(
+                f"SWAG cannot take snapshots of a {type(model).__name__}: it needs a torch.nn.Module. Write "
+                "lw.SWAG.collector(model), or pass model=model with a list of state dicts."
+            )
+        if not is_whole(rank, 0) or rank == 1:
+            raise LapwingError(
+                f"rank={shown(rank)} of SWAG is not a whole number of at least 2 deviations, or 0 for the diagonal "
+                "only. Write lw.SWAG.collector(model, rank=20)."
+            )
+        if isinstance(params, LastLayer):
+            raise LapwingError(
+                "params=lw.last_layer does not work for SWAG: only running the network shows which layer is the last. "
+                "Pass lw.everything, a predicate or a pattern: params=lw.matching('head.*')."
+            )
+        self.model, self.rank, self.count = model, rank, 0
+        parameters = self._parameters()
+        self.names = select(params, parameters, type(model).__name__)
+        self.mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in parameters.items()}
+        self._squares = {name: torch.zeros_like(self.mean[name]) for name in self.names}
+        self.deviations: deque[dict[str, Tensor]] = deque(maxlen=rank)
+        self.buffers: dict[str, Tensor] = {}
+
+    def __repr__(self) -> str:
+        """Returns the network, the rank and the number of snapshots."""
+        return f"SnapshotCollector({type(self.model).__name__}, rank={self.rank}, snapshots={self.count})"
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """Variances `1/T Σ (θ_i - θ̄)²` by treated parameter, float64."""
+        return {name: squares / max(self.count, 1) for name, squares in self._squares.items()}
+
+    def snapshot(self) -> None:
+        """Adds the current weights of the network as a snapshot, for example after every epoch.
+
+        Raises:
+            LapwingError: if weights are NaN or infinite; the collector then stays as it is.
+
+        Cost: time O(P); memory of one more deviation, up to K.
+        """
+        self._take({**dict(uncompiled(self.model).named_buffers()), **self._parameters()})
+
+    def add(self, state: Mapping[str, Tensor]) -> None:
+        """Adds saved weights as a snapshot.
+
+        Args:
+            state: the result of `model.state_dict()`.
+
+        Raises:
+            LapwingError: if the state is of another network, NaN or infinite; the collector then stays as it is.
+        """
+        network = type(self.model).__name__
+        if not isinstance(state, Mapping):
+            raise LapwingError(
+                f"A snapshot of {network} for SWAG is a state dict, not {batches.describe(state)}. Pass what "
+                "model.state_dict() returns."
+            )
+        state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+        known = {*uncompiled(self.model).state_dict(), *self.mean}
+        unknown = [name for name in state if name not in known]
+        missing = [name for name in self.mean if name not in state]
+        if unknown or missing:
+            raise LapwingError(
+                f"The snapshot is not one of this {network}: {(unknown + missing)[0]} is only in the "
+                f"{'snapshot' if unknown else 'network'}. Pass what model.state_dict() of the same network returns."
+            )
+        self._take(state)
+
+    @torch.no_grad()
+    def _take(self, state: Mapping[str, Tensor]) -> None:
+        buffers = dict(uncompiled(self.model).named_buffers())
+        for name, before in {**buffers, **self.mean}.items():
+            same = name not in state or state[name].shape == before.shape
+            if same and (name in buffers or torch.isfinite(state[name]).all()):
+                continue
+            problem = "NaN or infinite values" if same else f"shape {tuple(state[name].shape)}"
+            raise LapwingError(
+                f"The snapshot of {type(self.model).__name__} for SWAG has {problem} in its {name} "
+                f"{tuple(before.shape)}. Check that training has not diverged, and pass state dicts of this network."
+            )
+        self.count += 1
+        deviations = {}
+        for name, mean in self.mean.items():
+            step = state[name].detach().to(mean.device, mean.dtype) - mean
+            mean += step / self.count
+            if name in self._squares:  # Welford: near convergence `E[θ²] - E[θ]²` would lose half of the digits
+                deviation = step * ((self.count - 1) / self.count)
+                self._squares[name] += step * deviation
+                deviations[name] = deviation.to(accumulation_dtype(state[name].dtype))
+        self.deviations.append(deviations)
+        self.buffers = {name: value.detach().clone() for name, value in state.items() if name in buffers}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        parameters = parameters_of(uncompiled(self.model))
+        return {name: value for name, value in parameters.items() if value.is_floating_point()}
+
+
+class _OnInputs(nn.Module):
+    """A network that is called with the inputs of a batch, for `update_bn`."""
+
+    def __init__(self, network: nn.Module, called: Forward | None) -> None:
+        super().__init__()
+        self.network, self.called = network, called
+
+    def forward(self, inputs: Any) -> Tensor:
+        try:
+            return call(self.network, inputs, self.called)
+        except (LapwingError, ValueError) as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise LapwingError(
+                f"Batch norm statistics of {type(self.network).__name__} have no variance on "
+                f"{batches.describe(inputs)}: it has one value per channel. Pass batches of at least 2 samples, "
+                "DataLoader(..., drop_last=True), or batch_norm='keep'."
+            ) from error
+
+
 def _collected(
     snapshots: Any, model: nn.Module | None, rank: int | None, params: Predicate | None
 ) -> SnapshotCollector:
@@ -308,26 +328,6 @@ def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) ->
             rows = block.join({name: torch.stack([d[name] for d in deviations]) for name in block.parameters})
             factor[block.name] = rows.to(device, dtype) * (scale / (len(deviations) - 1)) ** 0.5  # (K, P_block)
     return LowRankPlusDiagonal(tangent.blocks, variances, factor)
-
-
-class _OnInputs(nn.Module):
-    """A network that is called with the inputs of a batch, for `update_bn`."""
-
-    def __init__(self, network: nn.Module, called: Forward | None) -> None:
-        super().__init__()
-        self.network, self.called = network, called
-
-    def forward(self, inputs: Any) -> Tensor:
-        try:
-            return call(self.network, inputs, self.called)
-        except (LapwingError, ValueError) as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise LapwingError(
-                f"Batch norm statistics of {type(self.network).__name__} have no variance on "
-                f"{batches.describe(inputs)}: it has one value per channel. Pass batches of at least 2 samples, "
-                "DataLoader(..., drop_last=True), or batch_norm='keep'."
-            ) from error
 
 
 def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:

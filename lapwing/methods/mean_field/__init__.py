@@ -99,14 +99,6 @@ class MeanField(Method):
             problem.count() / summary.samples, moved,
         )  # fmt: skip
 
-    def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of the steps and of the last pass."""
-        tangent, epochs = shape.tangent, self.steps * shape.batch / shape.samples
-        kept = shape.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
-        vectors = 12 * tangent.size * tangent.dtype.itemsize
-        peak = kept + vectors + shape.batch * (2 * shape.activations + shape.gradients(1))
-        return Footprint(kept, peak, 6 * epochs + min(1.0, epochs))
-
     @staticmethod
     @outside_modes
     def from_optimizer(
@@ -230,6 +222,14 @@ class MeanField(Method):
         return _given(
             model, chosen, loader, scale, "MeanField.from_variances", "", likelihood, forward, memory, progress
         )
+
+    def footprint(self, shape: FitShape) -> Footprint:
+        """Returns the footprint of the steps and of the last pass."""
+        tangent, epochs = shape.tangent, self.steps * shape.batch / shape.samples
+        kept = shape.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
+        vectors = 12 * tangent.size * tangent.dtype.itemsize
+        peak = kept + vectors + shape.batch * (2 * shape.activations + shape.gradients(1))
+        return Footprint(kept, peak, 6 * epochs + min(1.0, epochs))
 
 
 def _given(

@@ -25,23 +25,6 @@ NOISE_DECAY = 0.99
 """Factor per step of the sums of squared residuals that give σ²: an average over about the last hundred batches."""
 
 
-def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
-    """Returns `KL(N(m, diag σ²) ‖ N(μ0, Δ⁻¹)) = 1/2 Σ [δ(σ² + (m - μ0)²) - 1 - log δ - 2 log σ]` in nats, float64.
-
-    Args:
-        log_std: log σ (P,).
-        offset: m - μ0 (P,).
-        precision: δ (P,), or a scalar.
-    """
-    terms = precision * ((2 * log_std).exp() + offset.square()) - 1 - precision.log() - 2 * log_std
-    return doubled(terms).sum() / 2
-
-
-def best_precision(log_std: Tensor, offset: Tensor) -> Tensor:
-    """Returns the scalar δ of least divergence, `P / (‖m - μ0‖² + Σ σ²)`."""
-    return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())
-
-
 class FineTuning(IteratePass[Descent]):
     """Minimises `1/τ Σ_n -E_q[log p(y_n | f(x_n, θ))] + KL(q ‖ N(μ0, Δ⁻¹))` over m and log σ.
 
@@ -187,27 +170,6 @@ class FineTuning(IteratePass[Descent]):
         return torch.cat([values[name].detach().flatten().to(self._tangent.dtype) for name in self._layout])
 
 
-def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
-    """Returns the parameters that can be drawn separately for each sample, with the sample axis of their layer.
-
-    They are weights and biases of linear layers and convolutions that the network uses once; two uses share a draw.
-    """
-    plan = tangent.plan
-    if plan.single_sample:  # the axes are guesses
-        return {}
-    names = [name for use in plan.order for _, name in use]
-    axes: dict[str, BatchAxis] = {}
-    for block in tangent.blocks:
-        uses = plan.uses.get(block.name, [])
-        if block.matrix is None or block.matrix.one_hot or len(uses) != 1:
-            continue
-        ((index, axis, _),) = uses
-        weight = dict(plan.order[index]).get("weight")
-        if weight is not None and names.count(weight) == 1:
-            axes |= {name: axis for name in block.parameters if names.count(name) == 1}
-    return axes
-
-
 class Drawing(EagerMode):
     """Adds noise to the outputs of layers whose weights are drawn for each sample.
 
@@ -303,6 +265,27 @@ class Drawing(EagerMode):
         return torch.randint(0, 2, like.shape, generator=self._generator, device=like.device).to(like.dtype) * 2 - 1
 
 
+def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
+    """Returns the parameters that can be drawn separately for each sample, with the sample axis of their layer.
+
+    They are weights and biases of linear layers and convolutions that the network uses once; two uses share a draw.
+    """
+    plan = tangent.plan
+    if plan.single_sample:  # the axes are guesses
+        return {}
+    names = [name for use in plan.order for _, name in use]
+    axes: dict[str, BatchAxis] = {}
+    for block in tangent.blocks:
+        uses = plan.uses.get(block.name, [])
+        if block.matrix is None or block.matrix.one_hot or len(uses) != 1:
+            continue
+        ((index, axis, _),) = uses
+        weight = dict(plan.order[index]).get("weight")
+        if weight is not None and names.count(weight) == 1:
+            axes |= {name: axis for name in block.parameters if names.count(name) == 1}
+    return axes
+
+
 def drawn_outputs(
     tangent: Tangent,
     inputs: Any,
@@ -332,3 +315,20 @@ def drawn_outputs(
         weights = {name: m if name in axes else m + stds[name] * drawing.normal(m) for name, m in means.items()}
         with drawing:
             return tangent.call_with(weights, inputs)
+
+
+def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
+    """Returns `KL(N(m, diag σ²) ‖ N(μ0, Δ⁻¹)) = 1/2 Σ [δ(σ² + (m - μ0)²) - 1 - log δ - 2 log σ]` in nats, float64.
+
+    Args:
+        log_std: log σ (P,).
+        offset: m - μ0 (P,).
+        precision: δ (P,), or a scalar.
+    """
+    terms = precision * ((2 * log_std).exp() + offset.square()) - 1 - precision.log() - 2 * log_std
+    return doubled(terms).sum() / 2
+
+
+def best_precision(log_std: Tensor, offset: Tensor) -> Tensor:
+    """Returns the scalar δ of least divergence, `P / (‖m - μ0‖² + Σ σ²)`."""
+    return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())

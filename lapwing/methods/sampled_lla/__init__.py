@@ -160,23 +160,6 @@ class SampledLLA(Method):
             f"six numbers for each of {tangent.size} weights and each draw", "take fewer draws or parameters",
         )  # fmt: skip
 
-    def footprint(self, shape: FitShape) -> Footprint | None:
-        """Returns the footprint at all iterations of all solves, or None if the preconditioner has no footprint."""
-        draws, tangent, prepared = self.draws, shape.tangent, self.solver.preconditioner
-        before = Footprint(0, 0, 0.0) if prepared is None else prepared.footprint(shape)
-        if before is None:
-            return None
-        kept, solves = shape.stored(Draws, {"count": draws}), 1 + self.em_steps
-        vectors = 6 * tangent.size * (draws + self.linearised_mode) * tangent.dtype.itemsize
-        peak = vectors + before.kept + shape.chunk(tangent.dtype, 3 * shape.columns * draws)
-        sums = 1 + (self.prior == "g") + solves * (self.solver.iterations + 1)
-        sums += 2 * solves * (self.linearised_mode and self.em_steps > 0)
-        return Footprint(
-            kept, max(before.peak, peak), before.passes + sums * shape.pass_length,
-            needs=(*before.needs, self._need(tangent)),
-            note=f"SampledLLA needs at most this many passes, in up to {solves} solves; most fits end far sooner.",
-        )  # fmt: skip
-
     def _solve(
         self, system: LinearSystem, noise: float | None, mode: LinearisedMode, start: Vectors, products: Vectors
     ) -> Solving:
@@ -205,6 +188,23 @@ class SampledLLA(Method):
             curvature = yield from prior_covariance(self.solver.preconditioner, problem, "preconditioner")
         scale = problem.curvature_scale()
         return replace(system, noise=noise, curvature=curvature, scale=scale), start, products
+
+    def footprint(self, shape: FitShape) -> Footprint | None:
+        """Returns the footprint at all iterations of all solves, or None if the preconditioner has no footprint."""
+        draws, tangent, prepared = self.draws, shape.tangent, self.solver.preconditioner
+        before = Footprint(0, 0, 0.0) if prepared is None else prepared.footprint(shape)
+        if before is None:
+            return None
+        kept, solves = shape.stored(Draws, {"count": draws}), 1 + self.em_steps
+        vectors = 6 * tangent.size * (draws + self.linearised_mode) * tangent.dtype.itemsize
+        peak = vectors + before.kept + shape.chunk(tangent.dtype, 3 * shape.columns * draws)
+        sums = 1 + (self.prior == "g") + solves * (self.solver.iterations + 1)
+        sums += 2 * solves * (self.linearised_mode and self.em_steps > 0)
+        return Footprint(
+            kept, max(before.peak, peak), before.passes + sums * shape.pass_length,
+            needs=(*before.needs, self._need(tangent)),
+            note=f"SampledLLA needs at most this many passes, in up to {solves} solves; most fits end far sooner.",
+        )  # fmt: skip
 
 
 def _largest_scale(system: LinearSystem, start: Vectors, products: Vectors) -> float:

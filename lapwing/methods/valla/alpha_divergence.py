@@ -80,25 +80,6 @@ class AlphaDivergence(VallaFit):
         return steps.finish((yield steps))
 
 
-def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
-    """Returns `K_x - K_xZ L (I + LᵀK_Z L)⁻¹ Lᵀ K_Zx` (B, R, R), the covariance of a batch under `A = L Lᵀ`.
-
-    Args:
-        kernel: blocks of the NTK, including the prior.
-        factor: the Cholesky factor of `I + LᵀK_Z L`.
-        root: L (M, M).
-    """
-    batch, columns = kernel.cross.shape[:2]
-    taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)
-    taken = taken.T.reshape(batch, columns, -1)
-    return kernel.within - taken @ taken.mT
-
-
-def inner_factor(inner: Tensor, root: Tensor) -> Tensor:
-    """Returns the Cholesky factor of `I + LᵀK_Z L` (M, M)."""
-    return cholesky(torch.eye(len(root), dtype=root.dtype, device=root.device) + root.T @ inner @ root)
-
-
 class AlphaSteps(MovingSteps):
     """Steps of Adam on the divergence; `values` contains L as `root`."""
 
@@ -227,3 +208,22 @@ class AlphaSteps(MovingSteps):
         zeros = problem.zeros(len(problem.tangent.blocks), dtype=torch.float64)
         covariance = LowRankWithResidual(problem.tangent.blocks, basis, root @ root.T / scale, zeros, precision, scale)
         return FitResult(covariance, precision, variance, state.history)
+
+
+def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
+    """Returns `K_x - K_xZ L (I + LᵀK_Z L)⁻¹ Lᵀ K_Zx` (B, R, R), the covariance of a batch under `A = L Lᵀ`.
+
+    Args:
+        kernel: blocks of the NTK, including the prior.
+        factor: the Cholesky factor of `I + LᵀK_Z L`.
+        root: L (M, M).
+    """
+    batch, columns = kernel.cross.shape[:2]
+    taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)
+    taken = taken.T.reshape(batch, columns, -1)
+    return kernel.within - taken @ taken.mT
+
+
+def inner_factor(inner: Tensor, root: Tensor) -> Tensor:
+    """Returns the Cholesky factor of `I + LᵀK_Z L` (M, M)."""
+    return cholesky(torch.eye(len(root), dtype=root.dtype, device=root.device) + root.T @ inner @ root)

@@ -36,34 +36,51 @@ JITTER = 1e-8
 """Relative jitter on the diagonal of the NTK of moving points; the final covariance has none."""
 
 
-def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
-    """Yields a pass over the first samples if σ² is open; returns their mean squared residual, or None."""
-    likelihood = problem.likelihood
-    if not likelihood.needs_noise:
-        return None
-    summary = yield LikelihoodPass(problem, limit=POOL)
-    return likelihood.residual_variance(summary.statistics)
+@dataclass(frozen=True)
+class VariationalBound(VallaFit):
+    """Adam on the bound `Σ_n [log p(y_n|f_n) - 1/2 tr(Λ_n K*_n)] - KL` over Z, δ and σ²; A is kept at its optimum.
 
+    `KL = 1/2 [δ‖θ̂-μ0‖² + logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation 5 with the part of the mean. Without
+    this part δ would diverge to infinity (appendix D). A follows by natural gradients over recent mini-batches. The
+    bound is a lower bound of the evidence, and moving Z makes it tight.
 
-class WeightedRoot:
-    """The Fisher root of a batch, times the roots of its weights; to be called for its chunks in order."""
+    Only the points are kept: `then` computes A again at the end, and `tune` sets δ and σ² as for any method.
+    `tune=lw.Evidence()` maximises the same bound, on all data that `then` reads. `tune=lw.Validation(loader)` is the
+    second way of appendix D, δ by held-out data. `history` has the negative bound, δ and σ² for each step.
 
-    def __init__(self, root: FisherRoot, batch: Batch) -> None:
-        self._root, self._batch, self._start, self.columns = root, batch, 0, root.columns
+    Args:
+        steps: number of mini-batches.
+        learning_rate: Adam's learning rate, for inducing inputs in units of their spread.
+        then: `ClosedForm()` or `NaturalGradient(steps)`.
 
-    def __call__(self, outputs: Tensor) -> Tensor:
-        """Returns the root (B, C, R) at the outputs (B, C) of the next B samples."""
-        part = slice(self._start, self._start + len(outputs))
-        self._start = part.stop
-        weights, root = self._batch.curvature_weights(outputs, part), self._root(outputs)
-        return root if weights is None else root * weights.sqrt().to(root)[..., None]
+    Raises:
+        LapwingError: if an option is invalid, or if the bound diverges.
 
+    Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of
+    each. The cost of `then` comes on top.
 
-def divergence(factor: Tensor) -> Tensor:
-    """Returns `1/2 [logdet E - M + tr E⁻¹]` for a Cholesky factor of E: the KL divergence without the distance."""
-    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-    return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
+    Example:
+        >>> import lapwing as lw
+        >>> lw.VaLLA(20, fit=lw.VariationalBound(steps=300)).fit.then
+        ClosedForm()
+    """
+
+    steps: int = option(500, at_least(1))
+    learning_rate: float = option(0.01, positive())
+    then: VallaFit = option(
+        ClosedForm,
+        instance_of("lw.ClosedForm() or lw.NaturalGradient()", ClosedForm, NaturalGradient),
+        write="lw.ClosedForm()",
+    )
+
+    def passes(self, problem: Problem, anchors: Anchors) -> Passes:
+        """Yields a pass for the residuals if σ² is open, the steps, then the passes for A."""
+        steps = BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
+        if not steps.init().values:  # nothing is open
+            return (yield from self.then.passes(problem, anchors))
+        state = yield steps
+        covariance = yield from self.then.passes(problem, steps.anchors_at(state.values))
+        return FitResult(cast("Covariance", covariance), history=state.history)
 
 
 class MovingSteps(IteratePass[Descent]):
@@ -171,58 +188,6 @@ class MovingSteps(IteratePass[Descent]):
         )
 
 
-def _spread(leaf: Tensor) -> Tensor:
-    """Returns the standard deviation of each coordinate over samples, or 1 for a single sample."""
-    return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])
-
-
-@dataclass(frozen=True)
-class VariationalBound(VallaFit):
-    """Adam on the bound `Σ_n [log p(y_n|f_n) - 1/2 tr(Λ_n K*_n)] - KL` over Z, δ and σ²; A is kept at its optimum.
-
-    `KL = 1/2 [δ‖θ̂-μ0‖² + logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation 5 with the part of the mean. Without
-    this part δ would diverge to infinity (appendix D). A follows by natural gradients over recent mini-batches. The
-    bound is a lower bound of the evidence, and moving Z makes it tight.
-
-    Only the points are kept: `then` computes A again at the end, and `tune` sets δ and σ² as for any method.
-    `tune=lw.Evidence()` maximises the same bound, on all data that `then` reads. `tune=lw.Validation(loader)` is the
-    second way of appendix D, δ by held-out data. `history` has the negative bound, δ and σ² for each step.
-
-    Args:
-        steps: number of mini-batches.
-        learning_rate: Adam's learning rate, for inducing inputs in units of their spread.
-        then: `ClosedForm()` or `NaturalGradient(steps)`.
-
-    Raises:
-        LapwingError: if an option is invalid, or if the bound diverges.
-
-    Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of
-    each. The cost of `then` comes on top.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.VaLLA(20, fit=lw.VariationalBound(steps=300)).fit.then
-        ClosedForm()
-    """
-
-    steps: int = option(500, at_least(1))
-    learning_rate: float = option(0.01, positive())
-    then: VallaFit = option(
-        ClosedForm,
-        instance_of("lw.ClosedForm() or lw.NaturalGradient()", ClosedForm, NaturalGradient),
-        write="lw.ClosedForm()",
-    )
-
-    def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """Yields a pass for the residuals if σ² is open, the steps, then the passes for A."""
-        steps = BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
-        if not steps.init().values:  # nothing is open
-            return (yield from self.then.passes(problem, anchors))
-        state = yield steps
-        covariance = yield from self.then.passes(problem, steps.anchors_at(state.values))
-        return FitResult(cast("Covariance", covariance), history=state.history)
-
-
 class BoundSteps(MovingSteps):
     """Steps of Adam on the negative bound.
 
@@ -277,3 +242,38 @@ class BoundSteps(MovingSteps):
         u = root(blocks.outputs)
         u = u if weights is None else u * weights.sqrt().to(u.dtype)[..., None]
         return rows._replace(blocks=blocks._replace(cross=u.mT @ blocks.cross, within=u.mT @ blocks.within @ u))
+
+
+class WeightedRoot:
+    """The Fisher root of a batch, times the roots of its weights; to be called for its chunks in order."""
+
+    def __init__(self, root: FisherRoot, batch: Batch) -> None:
+        self._root, self._batch, self._start, self.columns = root, batch, 0, root.columns
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Returns the root (B, C, R) at the outputs (B, C) of the next B samples."""
+        part = slice(self._start, self._start + len(outputs))
+        self._start = part.stop
+        weights, root = self._batch.curvature_weights(outputs, part), self._root(outputs)
+        return root if weights is None else root * weights.sqrt().to(root)[..., None]
+
+
+def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
+    """Yields a pass over the first samples if σ² is open; returns their mean squared residual, or None."""
+    likelihood = problem.likelihood
+    if not likelihood.needs_noise:
+        return None
+    summary = yield LikelihoodPass(problem, limit=POOL)
+    return likelihood.residual_variance(summary.statistics)
+
+
+def divergence(factor: Tensor) -> Tensor:
+    """Returns `1/2 [logdet E - M + tr E⁻¹]` for a Cholesky factor of E: the KL divergence without the distance."""
+    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+    return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
+
+
+def _spread(leaf: Tensor) -> Tensor:
+    """Returns the standard deviation of each coordinate over samples, or 1 for a single sample."""
+    return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])
