@@ -1,7 +1,7 @@
 """The methods: each chooses a structure of Σ and fits it in passes over the data.
 
-This room never imports `tuning` or `fitting`. Read `passes.py` first (the contract), then `diagonal.py`, the simplest
-method.
+It imports `posterior` and the rooms below it, never `tuning` or `fitting`. Begin with `passes.py` (the contract), then
+`diagonal.py`, the simplest method.
 """
 
 from __future__ import annotations

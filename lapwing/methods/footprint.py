@@ -35,7 +35,7 @@ class Footprint:
         passes: length of the fit in forward passes of its data, without tuning.
         rank: number of directions K of a subspace; None for other structures.
         needs: tensors that must fit the memory budget as a whole.
-        note: a sentence about what the numbers leave open.
+        note: a sentence about the limits of these numbers, or None.
     """
 
     kept: int
@@ -85,7 +85,7 @@ class FitShape:
 
     @property
     def survey(self) -> int:
-        """Bytes that the survey holds: two graphs of a few samples, their gradients, and those of the weights."""
+        """Bytes that the survey holds: two graphs of a few samples, their gradients, and gradients of the weights."""
         sizes = [block.size for block in self.tangent.blocks]
         graphs = min(self.batch, PROBED_SAMPLES) * (4 * self.graph + 3 * self.gradients(1))
         return graphs + self.tangent.dtype.itemsize * (self.tangent.size + 3 * max(sizes))

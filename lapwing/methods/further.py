@@ -58,7 +58,8 @@ class Further(Method):
         elif way == "basis":
             inner = ProjectionPass(problem, covariance.basis, "prior" if covariance.full_rank else None)
             step = Onward(inner, ProjectedCurvature(covariance.curvature, covariance.traces))
-            return (yield from run_curvature_pass(step)).with_rank(covariance.rank)
+            summed: Any = yield from run_curvature_pass(step)
+            return summed.with_rank(covariance.rank)
         else:
             raise _refusal(self.made_by.name)
         return (yield from run_curvature_pass(step))

@@ -235,7 +235,7 @@ def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> Krone
     """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # the number of positions or their total weight.
 
     A is a sum of # squares, and Γ a sum of R # squares. For logits, Γ maps the vector of ones to 0 up to rounding. With
-    a weak prior, this rounding would carry the large variance of that direction into others, so `centred` removes it.
+    a weak prior, the rounding would carry the large variance of that direction to other outputs; `centred` removes it.
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
     if one_hot:  # A is stored as its diagonal

@@ -67,7 +67,7 @@ class SubsetOfData(Method):
         if labels is not None and int(labels.min()) < 0:
             raise LapwingError(
                 "SubsetOfData(sampling='balanced') needs targets that are class labels, integers or bools (n,), and "
-                "these are no class labels. Write sampling='uniform'."
+                "these are not. Write sampling='uniform'."
             )
         places = chosen_places(whole, min(self.size, whole), problem.generator(), labels)
         summary = DataSummary()

@@ -191,7 +191,7 @@ class _NaturalSteps(IteratePass[NaturalState]):
         return NaturalState(ProjectedCurvature.zeros(self._problem, self._basis.rank))
 
     def converged(self, state: NaturalState) -> bool:
-        """Whether the mean is that of all data."""
+        """Whether the steps have read all data."""
         return state.done
 
     @torch.no_grad()
