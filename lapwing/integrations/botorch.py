@@ -47,7 +47,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
             raise LapwingError(
                 f"LaplaceModel takes a posterior, not {shown(posterior)}. Write LaplaceModel(lw.fit(model, [(x, y)]))."
             )
-        if isinstance(posterior.likelihood, lw.HeteroscedasticGaussian):
+        if not posterior.likelihood.one_output_per_target:
             raise LapwingError(
                 "LaplaceModel takes outputs that are objectives, and of HeteroscedasticGaussian half of them are log "
                 "variances. Fit a network of means with lw.Gaussian(), and pass variances of your own as "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, is_selected
 from ..errors import LapwingError, shown
+from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, doubled, seeded
 from ..options import Options
 from .links import Link, SampledLink, at_least_float32
@@ -67,6 +68,10 @@ class Likelihood(Options, ABC):
     """What turns outputs into probabilities, "softmax" or "sigmoid"; None where outputs are no logits."""
     selects_outputs: ClassVar[bool] = False
     """Whether `predict` takes the latent of some outputs, as of `lw.Linearized(outputs=10)`."""
+    has_closed_width: ClassVar[bool] = False
+    """Whether y is Gaussian around f, so that `lw.Validation` has the best factor of its variance in closed form."""
+    one_output_per_target: ClassVar[bool] = True
+    """Whether output c of the network is for component c of y."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Leaves out the `fisher_parts` of another Λ, where a class defines a `fisher_root` alone."""
@@ -100,6 +105,11 @@ class Likelihood(Options, ABC):
     def ratios(self, like: Tensor) -> Tensor:
         """Returns what multiplies σ² at each output (C,), for outputs (..., C): ones where all have the same noise."""
         return like.new_ones(like.shape[-1])
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether all outputs have the same σ² since no `noise_ratios` were given."""
+        return False
 
     @property
     def plain(self) -> Likelihood:
@@ -194,6 +204,12 @@ class Likelihood(Options, ABC):
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
             return torch.autograd.grad(self.log_prob(leaf, targets).sum(), leaf)[0]
+
+    def reads(self, outputs: int) -> Reads:
+        """Returns how much of the covariances of C outputs the default link reads."""
+        link = self.default_link
+        one = link.closed_form and outputs == 1
+        return "variances" if one or not link.reads_covariance else "covariances"
 
     @abstractmethod
     def predict(

@@ -14,6 +14,7 @@ from ..covariance import AnyLatent, Latent, is_selected
 from ..covariance.terms import DenseTerm
 from ..data.frames import as_targets
 from ..errors import LapwingError
+from ..jacobian.jacobian import Reads
 from ..linalg import check_draws, doubled, seeded
 from ..options import POSITIVE_NUMBERS, integer, number, option
 from .base import Integrals, Likelihood
@@ -83,6 +84,10 @@ class Categorical(LogitLikelihood):
     def _is_loss(self) -> bool:
         """Whether there are class weights or label smoothing."""
         return self.class_weights is not None or self.label_smoothing > 0
+
+    def reads(self, outputs: int) -> Reads:
+        """Returns "scale": the default `Probit` divides all logits of an input by one number."""
+        return "scale"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks integer labels (B,) from 0 to C - 1, or class probabilities (B, C)."""

@@ -64,6 +64,7 @@ class Gaussian(Likelihood):
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     default_link: ClassVar[Link] = ExactLink()
     selects_outputs: ClassVar[bool] = True
+    has_closed_width: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Keeps several noise variances as their mean and its ratios."""
@@ -107,6 +108,10 @@ class Gaussian(Likelihood):
                 f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs."
             )
         return like.new_tensor(self.noise_ratios)
+
+    @property
+    def shares_noise(self) -> bool:
+        return self.noise_ratios is None
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns 0 where y is missing and 1 elsewhere, (B, C); None for ones."""

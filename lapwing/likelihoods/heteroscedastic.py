@@ -49,6 +49,7 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
     name: ClassVar[str] = "heteroscedastic"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     default_link: ClassVar[Link] = ExactLink()
+    one_output_per_target: ClassVar[bool] = False
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks real targets (B, K) against outputs (B, 2K); (B,) when K = 1."""

@@ -16,7 +16,7 @@ from ..covariance import has_prior, has_rank
 from ..data import batches
 from ..data.progress import tracked
 from ..errors import LapwingError, shown
-from ..likelihoods import Gaussian, SampledLink
+from ..likelihoods import SampledLink
 from ..linalg import doubled
 from ..methods.passes import Batch
 from ..options import Rule
@@ -117,7 +117,7 @@ def best_of(
     posteriors = [posterior.with_noise(noise) for posterior in posteriors]
     if not open_prior:
         return _best_noise(posteriors, noise, loader)
-    if isinstance(first.likelihood, Gaussian):
+    if first.likelihood.has_closed_width:
         return _best_width(posteriors, exponents, noise, loader, product)
     return _best_point(posteriors, exponents, loader, temperatures, tolerance)
 

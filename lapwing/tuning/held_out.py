@@ -16,7 +16,7 @@ from ..data import batches
 from ..data.progress import tracked
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
-from ..likelihoods import Categorical, Likelihood, Probit, apply_weights, curvature_weights
+from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
 from ..linalg import doubled
 from ..network.positions import EXACT_OUTPUTS
@@ -144,7 +144,7 @@ def _contracted(
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
     """Yields the place of each candidate, itself, its latent, and labels and weights of its samples, batch by batch."""
     first = posteriors[0]
-    reads = reads_of(first.likelihood, first.tangent.outputs)
+    reads = first.likelihood.reads(first.tangent.outputs)
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), reads)
     scratch += 4 * copies * first.tangent.outputs * (first.tangent.outputs if reads == "covariances" else 1)
@@ -166,15 +166,6 @@ def _contracted(
                     latents = _latents(record, list(some.values()), reads, probes is not None)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
-
-
-def reads_of(likelihood: Likelihood, outputs: int) -> Reads:
-    """Returns what the default link of a likelihood reads of the covariances of so many outputs."""
-    link = likelihood.default_link
-    if isinstance(likelihood, Categorical) and isinstance(link, Probit) and link.scale == "mean":
-        return "scale"
-    one = link.closed_form and outputs == 1
-    return "variances" if one or not link.reads_covariance else "covariances"
 
 
 def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:
@@ -245,7 +236,7 @@ def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, reads: Rea
 
 def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
     """Whether the mean variance of the outputs, all that the link reads, is taken of random combinations of them."""
-    mean_alone = reads_of(likelihood, tangent.outputs) == "scale"
+    mean_alone = likelihood.reads(tangent.outputs) == "scale"
     return mean_alone and tangent.outputs > EXACT_OUTPUTS and not tangent.treats_output_alone
 
 

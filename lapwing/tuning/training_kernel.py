@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior
-from ..likelihoods import Gaussian, aligned_targets, curvature_weights
+from ..likelihoods import aligned_targets, curvature_weights
 from ..linalg import doubled, symmetric_eigen
 from ..posterior import Posterior
 from ..tangent import Tangent
@@ -67,7 +67,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     same = _copies(gram, targets[chosen], times)
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
-    if isinstance(posterior.likelihood, Gaussian) and posterior.likelihood.noise_ratios is None:
+    if posterior.likelihood.shares_noise:
         _warn_of_scales(targets, residuals, every_weight)
     return Process(values, vectors, roots * labels, counts, same, prior_fixed, tangent.size)
 

@@ -13,7 +13,6 @@ from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
 from ...data import batches
 from ...errors import LapwingError
-from ...likelihoods import Probit
 from ...linalg import cholesky, generator_on
 from ...options import Rule, at_least, number, option, positive
 from ...tangent import Anchors
@@ -89,10 +88,9 @@ class AlphaSteps(MovingSteps):
         super().__init__(problem, anchors, fit.steps, fit.learning_rate, noise_variance)
         self._fit = fit
         self._start = problem.likelihood.noise_variance if noise_variance is None else noise_variance
-        closed = isinstance(problem.likelihood.default_link, Probit) and (
-            Probit in problem.likelihood.integrals(problem.tangent.outputs, fit.alpha)
-        )
-        self._link = problem.likelihood.default_link if closed else None
+        link = problem.likelihood.default_link
+        closed = link.closed_form and type(link) in problem.likelihood.integrals(problem.tangent.outputs, fit.alpha)
+        self._link = link if closed else None
 
     def init(self) -> Descent:
         """Returns the initial values, including L."""
