@@ -22,9 +22,15 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path i
 
 
 @cache
+def parsed(name: str) -> ast.Module:
+    """The syntax tree of a module."""
+    return ast.parse(FILES[name].read_text())
+
+
+@cache
 def imports(name: str) -> set[str]:
     """The modules of lapwing that one imports when it runs: at its top, or in a function."""
-    tree, package = ast.parse(FILES[name].read_text()), name.split(".")[:-1]
+    tree, package = parsed(name), name.split(".")[:-1]
     types_only = {
         id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
@@ -95,10 +101,33 @@ def family(kind: type) -> set[str]:
 def test_other_rooms_ask_for_traits_and_not_for_classes():
     for root in TRAITS:
         room, names = root.__module__.split(".")[1], family(root) - {root.__name__}
-        for name, path in FILES.items():
+        for name in FILES:
             if name.split(".")[0] == room:
                 continue
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parsed(name)):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
                     asked = {ast.unparse(n).split(".")[-1] for n in ast.walk(node.args[1])} & names
                     assert not asked, f"{name} asks for the class {', '.join(asked)} in line {node.lineno}"
+
+
+def test_no_class_name_is_used_twice():
+    """A traceback that ends in a class says which one it is. A leading underscore makes no other name."""
+    places: dict[str, list[str]] = {}
+    for name in FILES:
+        for node in ast.walk(parsed(name)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(f"{name}:{node.lineno}")
+    assert not {kind: where for kind, where in places.items() if len(where) > 1}
+
+
+LONGEST_BODY = 80
+"""Lines of a function's body, without its docstring."""
+
+
+def test_no_function_is_long():
+    for name in FILES:
+        for node in ast.walk(parsed(name)):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                assert lines <= LONGEST_BODY or name == "fitting.fit", f"{name}.{node.name} has {lines} lines"

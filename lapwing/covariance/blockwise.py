@@ -26,7 +26,7 @@ STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBloc
 """Kind -> class, for reading files."""
 
 
-class _Layer(LayerBlock):
+class _StructureBlock(LayerBlock):
     def __init__(self, structure: Structure, weights: Tensor, shape: tuple[int, int, int]) -> None:
         self._structure, self._weights, self._shape = structure, weights, shape
 
@@ -151,7 +151,7 @@ class Blockwise(PriorCovariance):
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:
-        return _Layer(self.structures[name], self._weights[name], self.block(name).matrix_shape)
+        return _StructureBlock(self.structures[name], self._weights[name], self.block(name).matrix_shape)
 
     def tensors(self) -> dict[str, Tensor]:
         parts = {f"{name}/{key}": value for name, s in self.structures.items() for key, value in s.tensors().items()}

@@ -43,7 +43,7 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
     weights, rows = tangent.size, samples * tangent.outputs
     numbers = min(weights, rows) * weights
     fits = numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS
-    if fits and tangent.widest == torch.float64:
+    if fits and tangent.contraction_dtype == torch.float64:
         return Full()
     return KFAC() if is_affordable_for_kfac(tangent, KFAC_OUTPUTS) else None
 

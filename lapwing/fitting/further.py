@@ -17,7 +17,7 @@ from ..data.loaders import WeightedLoader
 from ..data.shares import joined_first_batch, share
 from ..errors import LapwingError, shown
 from ..methods import DataSummary, FisherRoot, Problem
-from ..methods.further import Further
+from ..methods.further import Update
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import precision_product
@@ -57,7 +57,7 @@ def with_further(
         tangent, likelihood, FisherRoot(likelihood, tangent.outputs, generator), posterior.prior, traces, seed,
         runner.labels, runner.count, runner.summary, posterior.temperature,
     )  # fmt: skip
-    result = runner.run(Further(posterior.covariance, posterior.method), problem)
+    result = runner.run(Update(posterior.covariance, posterior.method), problem)
     summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
     whole = replace(
         posterior, tangent=tangent, covariance=result.covariance, samples=summary.samples, statistics=summary.statistics

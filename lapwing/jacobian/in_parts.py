@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..linalg import nonnegative
-from .jacobian import BlockJacobian, Reads, Weighting, kept
+from .jacobian import BlockJacobian, Reads, Weighting, materialised
 
 
-class InParts(BlockJacobian):
+class ChunkedRows(BlockJacobian):
     """A Jacobian of G groups of (O, I), whose rows are formed, squared and summed one part after another."""
 
     groups: int
@@ -32,7 +32,7 @@ class InParts(BlockJacobian):
         return weights.reshape(self.groups, self.outputs, self.inputs, *weights.shape[1:])
 
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
-        several = kept(candidates)
+        several = materialised(candidates)
         if reads == "covariances":
             roots, grams = [self._matrices(weighting.flat.sqrt()) for weighting in several], list[Tensor]()
             for samples, outputs, rows in self.parts():
@@ -88,13 +88,13 @@ class InParts(BlockJacobian):
         return sums.flatten()
 
 
-class RotatedOuter(InParts):
+class RotatedOuter(ChunkedRows):
     """`U_outᵀ J[n, r] U_in` of another Jacobian, for U_in (G, I, I) and U_out (G, O, O); None is the identity.
 
     A rotation of the outputs mixes the output channels, so that it needs the rows of all of them.
     """
 
-    def __init__(self, plain: InParts, inputs: Tensor | None, outputs: Tensor | None) -> None:
+    def __init__(self, plain: ChunkedRows, inputs: Tensor | None, outputs: Tensor | None) -> None:
         self.batch, self.cotangents, self.size = plain.batch, plain.cotangents, plain.size
         self.groups, self.outputs, self.inputs = plain.groups, plain.outputs, plain.inputs
         self._plain, self._inputs, self._outputs = plain, inputs, outputs

@@ -81,7 +81,7 @@ def _squares(rows: Tensor, weights: Tensor, reads: Reads) -> Tensor:
     return torch.stack([rows.square() @ weights, centred.square_() @ weights])
 
 
-def kept(candidates: Iterable[Weighting]) -> list[Weighting]:
+def materialised(candidates: Iterable[Weighting]) -> list[Weighting]:
     """Returns weightings, a single one with all of its w: the next chunk of samples meets it again."""
     several = list(candidates)
     if len(several) == 1:
@@ -152,7 +152,7 @@ class BlockJacobian(ABC):
 
         The rows are formed once. Of the last two, one product of squared rows with all weights gives all candidates.
         """
-        several = kept(candidates)
+        several = materialised(candidates)
         if reads == "covariances":
             grams: list = [0] * len(several)
             for part, rows in self.row_slices():

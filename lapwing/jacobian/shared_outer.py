@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
-from .in_parts import InParts, RotatedOuter
-from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, kept
+from .in_parts import ChunkedRows, RotatedOuter
+from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, materialised
 from .strips import Strip, Strips
 
 REDUCTION = 40
@@ -29,7 +29,7 @@ CACHE_BYTES = 2**22
 """Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
 
 
-class SharedOuter(InParts, MatrixJacobian):
+class SharedOuter(ChunkedRows, MatrixJacobian):
     """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), by strips."""
 
     def __init__(self, strips: Strips) -> None:
@@ -138,7 +138,7 @@ class SharedOuter(InParts, MatrixJacobian):
 
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
         """Returns the same by rows, or by pairs of positions if these need fewer products."""
-        several = kept(candidates)
+        several = materialised(candidates)
         if reads == "covariances" and self.pairs_are_cheaper(len(several)):
             return self._covariances_by_pairs(several)
         fits = reads == "variances" and self.pair_bytes <= self.slice_bytes

@@ -30,7 +30,7 @@ from .subspace import ProjectedCurvature, ProjectionPass
 
 
 @dataclass(frozen=True)
-class Further(Method):
+class Update(Method):
     """Adds the curvature of further data to the curvature of a covariance, on the same structure.
 
     The result equals a fit to all data for diagonals, dense matrices, Kronecker factors, and subspaces with the same

@@ -145,7 +145,7 @@ class EagerMode(TorchFunctionMode):
         return args
 
 
-class Draws(EagerMode):
+class RandomCalls(EagerMode):
     """Collects the names of called functions that draw from the global generator of the CPU."""
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class Coverage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecordingPlan:
     """Assigns the uses of a recording to blocks.
 
     Attributes:
@@ -89,7 +89,7 @@ class Plan:
         return {**plain, "axes": [axes[i] for i in range(len(self.order))]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], blocks: Sequence[Block]) -> Plan:
+    def from_json(cls, data: Mapping[str, Any], blocks: Sequence[Block]) -> RecordingPlan:
         """Rebuilds the plan of these blocks from JSON. Missing keys get their defaults."""
         order = tuple(tuple(map(tuple, use)) for use in data["order"])
         axes = [BatchAxis(*axis) for axis in data["axes"]]
@@ -192,7 +192,7 @@ def planned(
     outputs: Tensor,
     shared: tuple[bool, ...],
     unseen: bool,
-) -> tuple[list[Block], Plan]:
+) -> tuple[list[Block], RecordingPlan]:
     """Makes the blocks and the plan from the survey's (use, sample axis) pairs of covered parameters.
 
     A weight and a bias that always occur together form one block. Any other parameter forms its own block.
@@ -224,7 +224,7 @@ def planned(
                 (j, uses[j][1], frozenset(r for r, n in order[j] if n in members)) for j in by_name[name]
             ]
     noted, samples = [use for use, _ in uses], len(outputs)
-    plan = Plan(
+    plan = RecordingPlan(
         watched=tuple(name for block in blocks for name in block.parameters),
         order=order,
         uses=uses_of,

@@ -24,10 +24,10 @@ from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import SLICE_NUMBERS, accumulation_dtype
 from .calling import call
-from .eager import Draws, without_compiled
+from .eager import RandomCalls, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
-from .plan import Coverage, Plan, planned
+from .plan import Coverage, RecordingPlan, planned
 from .selection import LastLayer, Predicate, select
 from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
 
@@ -57,7 +57,7 @@ def probe(
     forward: Forward | None,
     max_numbers: int,
     warn: bool = True,
-) -> tuple[tuple[Block, ...], Plan, Coverage, int]:
+) -> tuple[tuple[Block, ...], RecordingPlan, Coverage, int]:
     """Surveys a network on a few samples.
 
     Args:
@@ -257,7 +257,7 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
                 "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 "
                 "in forward()."
             )
-        with torch.no_grad(), Draws() as draws:
+        with torch.no_grad(), RandomCalls() as draws:
             call(model, inputs, forward)
         named = f"; it calls {', '.join(draws.functions)}" if draws.functions else ""
         raise LapwingError(

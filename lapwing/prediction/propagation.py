@@ -16,7 +16,7 @@ from ..linalg import accumulation_dtype
 from ..network.eager import parameters_of
 from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network
-from ..network.plan import Coverage, Plan
+from ..network.plan import Coverage, RecordingPlan
 from ..network.tracing import wants_gradient
 from ..tangent import Tangent
 from .linearized import Linearized
@@ -35,7 +35,7 @@ class Untreated(Tangent):
             LapwingError: for a module without weights, or one in training mode.
         """
         memory = checked_memory(memory)
-        return cls(checked_network(model), forward, (), Plan(), Coverage(()), 0, memory)
+        return cls(checked_network(model), forward, (), RecordingPlan(), Coverage(()), 0, memory)
 
     @property
     def _weight(self) -> Tensor:

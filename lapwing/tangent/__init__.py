@@ -13,7 +13,7 @@ from ..jacobian.shared_outer import SharedOuter
 from ..network.plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors
-from .at_positions import Probes
+from .at_positions import RandomCotangents
 from .coverage import coverage
 from .record import FisherParts, Record
 from .stored import FLOATS, TensorSpec
@@ -21,6 +21,6 @@ from .tangent import Tangent
 
 __all__ = [
     "FLOATS", "Anchors", "Block", "BlockJacobian", "Coverage", "FisherParts", "LastLayer", "Matrix", "Outer",
-    "Predicate", "Probes", "Record", "Rows", "SharedOuter", "Tangent", "TensorSpec", "Vectors", "coverage",
+    "Predicate", "RandomCotangents", "Record", "Rows", "SharedOuter", "Tangent", "TensorSpec", "Vectors", "coverage",
     "everything", "join", "last_layer", "matching", "split",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Probes:
+class RandomCotangents:
     """Cotangents u (C, R) of the C outputs of a sample, or of a position: R combinations that stand for all of them."""
 
     u: Tensor
@@ -133,7 +133,7 @@ def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUs
 
 
 def by_position(
-    record: Record, rows: slice, positions: Positions, some: int | None, probes: Probes | None
+    record: Record, rows: slice, positions: Positions, some: int | None, probes: RandomCotangents | None
 ) -> Iterator[tuple[slice, Record]]:
     """Yields the records of each position's C outputs, or of their probes, or of so many positions spread evenly."""
     count, columns = record.outputs.shape[1] // positions.outputs, None if probes is None else probes.u

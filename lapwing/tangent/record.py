@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .tangent import Tangent
 
 
-class Group(NamedTuple):
+class GradientGroup(NamedTuple):
     """Consecutive blocks whose gradients are taken together, for `step` cotangents at once."""
 
     blocks: tuple[Block, ...]
@@ -87,7 +87,7 @@ class Record(Mapping[str, BlockJacobian]):
         self._differentiable = differentiable
         self._limit = tangent.memory // dtype.itemsize  # numbers that fit the budget
         self._slice_bytes = min(SLICE_BYTES, tangent.memory // 8)
-        self._group: Group | None = None
+        self._group: GradientGroup | None = None
         self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # of that group: generic rows, and gradients by use
         self.outputs = (outputs if differentiable else outputs.detach()).to(tangent.dtype)
         self.samples, self.dtype = outputs.shape[0], dtype
@@ -189,18 +189,18 @@ class Record(Mapping[str, BlockJacobian]):
         return total(self[name].jvp(vectors[name].to(self.dtype)) for name in self if name in vectors)
 
     @cached_property
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[GradientGroup]:
         """One group of all blocks where that fits, or where a graph keeps everything anyway."""
         blocks, count = self.tangent.blocks, self.cotangents
         numbers = 5 * sum([use.out.numel() for use in self.noted]) + 3 * self.samples * self.tangent.explicit_size
         if self._differentiable or count * numbers <= self._limit:
-            return [Group(blocks, count)]
+            return [GradientGroup(blocks, count)]
         loads, groups = [self.load(block) for block in blocks], []
         for part in grouped(loads, self._limit):
             step, needed = count, sum(loads[part.start])
             if len(part) == 1 and needed > self._limit:
                 step = max(1, self._limit // 2 * count // needed)
-            groups.append(Group(blocks[part.start : part.stop], step))
+            groups.append(GradientGroup(blocks[part.start : part.stop], step))
         return groups
 
     def load(self, block: Block) -> tuple[int, int]:
@@ -213,7 +213,7 @@ class Record(Mapping[str, BlockJacobian]):
         gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self.graph))
         return gradients, 4 * gradients + 2 * rows * self.tangent.plan.is_explicit(block)
 
-    def _take(self, group: Group, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
+    def _take(self, group: GradientGroup, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
         """Takes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
 
         `cut` is of the cotangents; None takes all of them.

@@ -14,7 +14,7 @@ from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..network.eager import parameters_of
 from ..network.gate import checked_memory, checked_network
-from ..network.plan import Coverage, Plan
+from ..network.plan import Coverage, RecordingPlan
 from ..network.positions import Positions
 from .tangent import Tangent
 
@@ -62,5 +62,5 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
                     f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {actual}. "
                     "Build the network with the same options as in the fit."
                 )
-    plan, report = Plan.from_json(data["plan"], blocks), Coverage.of(blocks, data["reasons"])
+    plan, report = RecordingPlan.from_json(data["plan"], blocks), Coverage.of(blocks, data["reasons"])
     return Tangent(model, forward, blocks, plan, report, data["outputs"], memory)

@@ -25,14 +25,14 @@ from ..network.eager import parameters_of, without_compiled
 from ..network.entry import outside_modes
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
-from ..network.plan import Coverage, Plan, Uses
+from ..network.plan import Coverage, RecordingPlan, Uses
 from ..network.positions import Positions
 from ..network.probe import probe
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording, run, wants_gradient
-from .at_positions import Probes, by_position, direct_records, direct_use
+from .at_positions import RandomCotangents, by_position, direct_records, direct_use
 from .record import Record
 from .retry import ChunkLimit, Result, retried
 
@@ -60,7 +60,7 @@ class Tangent:
     model: nn.Module
     forward: Forward | None
     blocks: tuple[Block, ...]
-    plan: Plan = field(repr=False)
+    plan: RecordingPlan = field(repr=False)
     coverage: Coverage
     outputs: int
     memory: int
@@ -143,7 +143,7 @@ class Tangent:
         return accumulation_dtype(next(iter(self.parameters.values())).dtype)
 
     @property
-    def widest(self) -> torch.dtype:
+    def contraction_dtype(self) -> torch.dtype:
         """The widest dtype that records are contracted in: float64 where the device has it, else that of sums."""
         return torch.float64 if double_device(self.device) == self.device else self.dtype
 
@@ -301,9 +301,9 @@ class Tangent:
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
-        Where the outputs have positions, and the treated layer gives the outputs or `cotangents` is None or `Probes`,
-        each position is a sample: the records have C outputs, and the slices count the positions of all samples, with a
-        step T where a record is of one position of each sample. Otherwise their outputs are (B, T C).
+        If the outputs have positions, and the treated layer gives the outputs or `cotangents` is None or
+        `RandomCotangents`, each position is a sample: the records have C outputs, and the slices count the positions of
+        all samples, with a step T if a record is of one position of each sample. Otherwise their outputs are (B, T C).
 
         Args:
             inputs: B samples, checked or not.
@@ -327,7 +327,7 @@ class Tangent:
         else:
             scratch_per_sample *= 1 if cotangents is None else positions.count
             for part, record in self._chunks(inputs, cotangents, dtype, scratch_per_sample):
-                probes = cotangents if isinstance(cotangents, Probes) else None
+                probes = cotangents if isinstance(cotangents, RandomCotangents) else None
                 each = cotangents is None or probes is not None
                 yield from by_position(record, part, positions, some, probes) if each else [(part, record)]
 

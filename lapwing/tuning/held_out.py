@@ -21,7 +21,7 @@ from ..likelihoods.gaussian import ROUNDING
 from ..linalg import doubled
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior import Posterior
-from ..tangent import Probes, Record, Tangent
+from ..tangent import RandomCotangents, Record, Tangent
 
 log = logging.getLogger("lapwing")
 
@@ -240,13 +240,13 @@ def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
     return mean_alone and tangent.outputs > EXACT_OUTPUTS and not tangent.treats_output_alone
 
 
-def _probes(posterior: Posterior) -> Probes | None:
+def _probes(posterior: Posterior) -> RandomCotangents | None:
     """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`."""
     if not has_prior(posterior.covariance):
         return None
     outputs, device = posterior.tangent.outputs, posterior.tangent.device
     signs = torch.randn(outputs, PROBES, generator=torch.Generator().manual_seed(0)).sign()
-    return Probes(((signs - signs.mean(0)) / outputs**0.5).to(device))
+    return RandomCotangents(((signs - signs.mean(0)) / outputs**0.5).to(device))
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:

@@ -53,17 +53,20 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % outputs
     inputs = tuple(inputs for inputs, *_ in parts)
-    if len(residuals) * tangent.bytes_per_sample(times, tangent.widest) <= tangent.memory // 16:
+    if len(residuals) * tangent.bytes_per_sample(times, tangent.contraction_dtype) <= tangent.memory // 16:
         inputs = _joined(inputs)
     anchors = Anchors(tangent, inputs, samples, turns)
     precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
     weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
     mean = posterior.prior.mean if treated else {}
-    offset = {name: (value - mean.get(name, 0.0)).to(tangent.widest)[None] for name, value in tangent.mean().items()}
+    offset = {
+        name: (value - mean.get(name, 0.0)).to(tangent.contraction_dtype)[None]
+        for name, value in tangent.mean().items()
+    }
     counts = every_weight[samples, turns]
     labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
     labels = labels - _means_of_outputs(labels, counts, turns.to(labels.device))
-    gram = anchors.gram(weights, tangent.widest)
+    gram = anchors.gram(weights, tangent.contraction_dtype)
     same = _copies(gram, targets[chosen], times)
     roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)

@@ -19,7 +19,7 @@ from lapwing.data import batches
 from lapwing.jacobian.jacobian import BlockJacobian
 from lapwing.jacobian.layers import READERS
 from lapwing.jacobian.layers.linear import LinearUse
-from lapwing.network.plan import Plan
+from lapwing.network.plan import RecordingPlan
 from lapwing.tangent import Tangent
 from lapwing.tangent.stored import from_json, to_json
 from tests import oracle
@@ -285,7 +285,7 @@ def test_json_round_trip(name: str) -> None:
     again = from_json(data, case.build(), None, None)
     assert again.blocks == tangent.blocks
     assert again.coverage == tangent.coverage
-    assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
+    assert RecordingPlan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
     torch.testing.assert_close(again.record(x).rows(), tangent.record(x).rows())
 
 
@@ -472,7 +472,7 @@ def test_a_weight_used_otherwise_on_a_later_batch_is_refused(case: str) -> None:
     tangent.record(x)
     with pytest.raises(lw.LapwingError, match="as on the first batch.*not of the same layers"):
         tangent.record(-x)
-    assert Plan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
+    assert RecordingPlan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
 
 
 def test_parameters_are_the_networks_own() -> None:

@@ -23,7 +23,7 @@ from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
 from .moving_points import MovingSteps, divergence, initial_noise
-from .positions import Rows, picked_count, rows_at_positions
+from .positions import ObjectiveRows, picked_count, rows_at_positions
 
 LOADER = Rule(
     lambda value: hasattr(value, "__iter__") and not isinstance(value, (Tensor, str)),
@@ -139,11 +139,11 @@ class AlphaSteps(MovingSteps):
 
     def _rows(
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
-    ) -> tuple[Rows, Tensor]:
+    ) -> tuple[ObjectiveRows, Tensor]:
         """Returns the blocks of the NTK with the prior, and the Cholesky factor of `I + LᵀK_Z L`."""
         anchors, delta, likelihood = self.anchors_at(values), self.precision_at(values), self.problem.likelihood
         if batch.tangent.positions is None:
-            rows = Rows(kernel(anchors, self.weights, batch.checked), batch.targets, batch.weights)
+            rows = ObjectiveRows(kernel(anchors, self.weights, batch.checked), batch.targets, batch.weights)
             likelihood.check(rows.blocks.outputs, batch.targets)
             batch.note(rows.blocks.outputs)
         else:

@@ -24,7 +24,7 @@ from ..problem import FisherRoot, Problem
 from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
 from .points import POOL, movable
-from .positions import Rows, rows_at_positions
+from .positions import ObjectiveRows, rows_at_positions
 
 EXPLODED = 1e3
 """Increase of the objective over its first value, in units of its scale, above which it has diverged."""
@@ -228,14 +228,14 @@ class BoundSteps(MovingSteps):
         fit = (scale.of_likelihood * logs - scale.of_curvature * spread / precision / 2) / count
         return divergence(factor) + precision * self.distance / 2 - fit
 
-    def _rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> Rows:
+    def _rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> ObjectiveRows:
         """Returns the blocks of the NTK at the columns of the Fisher root of a batch."""
         root, likelihood, anchors = self.problem.root, self.problem.likelihood, self.anchors_at(values)
         if batch.tangent.positions is None:
             blocks = kernel(anchors, self.weights, batch.checked, WeightedRoot(root, batch))
             likelihood.check(blocks.outputs, batch.targets)
             batch.note(blocks.outputs)
-            return Rows(blocks, batch.targets, batch.weights).doubled()
+            return ObjectiveRows(blocks, batch.targets, batch.weights).doubled()
         rows = rows_at_positions(anchors, self.weights, batch, likelihood, generator).doubled()
         blocks = rows.blocks
         weights = curvature_weights(likelihood, blocks.outputs, rows.targets, rows.weights)

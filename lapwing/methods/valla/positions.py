@@ -18,7 +18,7 @@ SOME_OUTPUTS = 100
 """Maximum number of outputs of an input in one step: all outputs of some positions, of at least one position."""
 
 
-class Rows(NamedTuple):
+class ObjectiveRows(NamedTuple):
     """The rows that an objective sums: samples, or positions of samples.
 
     Attributes:
@@ -31,11 +31,11 @@ class Rows(NamedTuple):
     targets: Tensor
     weights: Tensor | None
 
-    def doubled(self) -> Rows:
+    def doubled(self) -> ObjectiveRows:
         """Returns the rows with outputs in float64, and targets and weights on the same device."""
         outputs = doubled(self.blocks.outputs)
         weights = None if self.weights is None else self.weights.to(outputs.device)
-        return Rows(self.blocks._replace(outputs=outputs), self.targets.to(outputs.device), weights)
+        return ObjectiveRows(self.blocks._replace(outputs=outputs), self.targets.to(outputs.device), weights)
 
     def weighted(self, values: Tensor) -> Tensor:
         """Returns values (N,), each times the weight of its row."""
@@ -66,7 +66,7 @@ def picked_positions(counted: Tensor, outputs: int, generator: torch.Generator) 
 
 def rows_at_positions(
     anchors: Anchors, weights: Weights, batch: Batch, likelihood: Likelihood, generator: torch.Generator
-) -> Rows:
+) -> ObjectiveRows:
     """Returns the blocks of the NTK at S positions of each input, with weights as in `picked_positions`.
 
     Args:
@@ -91,4 +91,4 @@ def rows_at_positions(
         shape = picked.shape[1], outputs
         cross = cross.unflatten(1, shape).flatten(0, 1)
         within = within.unflatten(2, shape).unflatten(1, shape).diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
-    return Rows(Kernel(inner, cross, within, every["outputs"][rows]), every["targets"][rows], repeats)
+    return ObjectiveRows(Kernel(inner, cross, within, every["outputs"][rows]), every["targets"][rows], repeats)

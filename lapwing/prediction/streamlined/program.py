@@ -51,7 +51,7 @@ def build(
             told apart where that is needed.
     """
     dtype, network = covariance.record_dtype or tangent.dtype, type(tangent.model).__name__
-    if dtype == torch.float64 and tangent.widest != dtype:
+    if dtype == torch.float64 and tangent.contraction_dtype != dtype:
         raise LapwingError(
             f"{tangent.device.type} has no float64, in which the moments under this {type(covariance).__name__} are "
             "carried. Write via=lw.Linearized(), or move the model to the CPU: model.cpu()."
