@@ -10,9 +10,9 @@ from .base import COVARIANCES, Covariance, PriorCovariance, has_prior, register
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
-from .draws import AnyLatent, LatentDraws, LinearDraws, has_factor, has_positions, is_selected
 from .kronecker import KroneckerBlock, KroneckerFactors
 from .latent import JointLatent, Latent, SelectedLatent
+from .latent_draws import AnyLatent, LatentDraws, LinearDraws, has_factor, has_positions, is_selected
 from .layer_block import LayerBlock
 from .low_rank import LowRank, Subspace, has_rank
 from .low_rank_diagonal import Draws, LowRankPlusDiagonal

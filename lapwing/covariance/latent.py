@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import LapwingError
 from ..linalg import check_draws, doubled, is_finite, nonnegative, psd_root, seeded, total
 from ..network.entry import full_precision
-from .positions import Described
+from .latent_at_positions import Described
 from .terms import (
     DenseTerm,
     FactoredTerm,

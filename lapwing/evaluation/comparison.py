@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import Latent
-from ..covariance.positions import LatentAtPositions
+from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import EigenTerm
 from ..data import batches
 from ..data.frames import as_inputs, as_loader
@@ -23,7 +23,7 @@ from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_count, check_flag, extra, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
-from ..likelihoods.positions import predicted
+from ..likelihoods.prediction_at_positions import predicted
 from ..network.calling import shaped_outputs
 from ..network.entry import outside_modes
 from ..network.positions import Positions

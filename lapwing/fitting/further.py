@@ -17,7 +17,7 @@ from ..data.loaders import WeightedLoader
 from ..data.shares import joined_first_batch, share
 from ..errors import LapwingError, shown
 from ..methods import DataSummary, FisherRoot, Problem
-from ..methods.further import Update
+from ..methods.updating import Update
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import precision_product

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
-from .in_parts import ChunkedRows, RotatedOuter
+from .chunked_rows import ChunkedRows, RotatedOuter
 from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, materialised
 from .strips import Strip, Strips
 

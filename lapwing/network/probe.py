@@ -27,7 +27,7 @@ from .calling import call
 from .eager import RandomCalls, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
-from .plan import Coverage, RecordingPlan, planned
+from .recording_plan import Coverage, RecordingPlan, planned
 from .selection import LastLayer, Predicate, select
 from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
 

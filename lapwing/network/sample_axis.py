@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from .plan import Uses
+from .recording_plan import Uses
 from .tracing import RecordedUse, Recording, output_gradients
 
 log = logging.getLogger("lapwing")

@@ -16,7 +16,7 @@ from ..covariance import AnyLatent, Covariance, PriorCovariance, has_prior
 from ..data.progress import with_progress
 from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, Link, Prediction
-from ..likelihoods.positions import predicted
+from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import check_memory
 from ..network.entry import full_precision, outside_modes
 from ..network.refusals import check_layers

@@ -22,7 +22,7 @@ from ..covariance import (
     Term,
     is_selected,
 )
-from ..covariance.positions import LatentAtPositions
+from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, multiplied_out, selected
 from ..data import batches
 from ..errors import LapwingError, is_whole, plain_numbers, shown
@@ -30,10 +30,10 @@ from ..network.gate import Checked
 from ..network.tracing import wants_gradient
 from ..options import LIMIT, SEED, at_least, option
 from ..tangent import Record, Tangent
-from .draws import latent_of_draws
-from .positions import at_positions
+from .linearized_positions import at_positions
 from .uncertain import carried, separate
 from .way import Way
+from .weight_draws import latent_of_draws
 
 log = logging.getLogger("lapwing")
 

@@ -15,7 +15,7 @@ from ..data import batches
 from ..linalg import check_memory
 from ..options import SEED, at_least, option
 from ..tangent import Tangent, split
-from .positions import draws_at_positions
+from .linearized_positions import draws_at_positions
 from .uncertain import drawn, separate
 from .way import Way
 

@@ -16,7 +16,7 @@ from ..linalg import accumulation_dtype
 from ..network.eager import parameters_of
 from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network
-from ..network.plan import Coverage, RecordingPlan
+from ..network.recording_plan import Coverage, RecordingPlan
 from ..network.tracing import wants_gradient
 from ..tangent import Tangent
 from .linearized import Linearized

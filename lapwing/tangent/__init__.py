@@ -10,7 +10,7 @@ from ..jacobian.blocks import Block, Matrix, Vectors, join, split
 from ..jacobian.jacobian import BlockJacobian, Rows
 from ..jacobian.outer import Outer
 from ..jacobian.shared_outer import SharedOuter
-from ..network.plan import Coverage
+from ..network.recording_plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors
 from .at_positions import RandomCotangents

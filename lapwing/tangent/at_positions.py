@@ -16,8 +16,8 @@ from ..jacobian.layers import BatchAxis
 from ..jacobian.layers.linear import LinearUse
 from ..jacobian.layers.use import Use
 from ..network.gate import Checked
-from ..network.plan import Uses
 from ..network.positions import EXACT_OUTPUTS, Positions
+from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, Recording, wants_gradient
 from .record import Record
 

@@ -11,7 +11,7 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.frames import with_tensors
 from ..errors import LapwingError
-from ..network.plan import Coverage
+from ..network.recording_plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything
 from .tangent import Tangent
 

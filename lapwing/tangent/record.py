@@ -24,7 +24,7 @@ from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfU
 from ..jacobian.outer import Outer
 from ..linalg import double_device, total
 from ..network.generic import forward_products, per_sample_rows
-from ..network.plan import Uses
+from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, output_gradients
 
 if TYPE_CHECKING:

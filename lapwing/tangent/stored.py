@@ -14,8 +14,8 @@ from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..network.eager import parameters_of
 from ..network.gate import checked_memory, checked_network
-from ..network.plan import Coverage, RecordingPlan
 from ..network.positions import Positions
+from ..network.recording_plan import Coverage, RecordingPlan
 from .tangent import Tangent
 
 FLOATS = torch.float32, torch.float64

@@ -25,9 +25,9 @@ from ..network.eager import parameters_of, without_compiled
 from ..network.entry import outside_modes
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
-from ..network.plan import Coverage, RecordingPlan, Uses
 from ..network.positions import Positions
 from ..network.probe import probe
+from ..network.recording_plan import Coverage, RecordingPlan, Uses
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of

@@ -21,8 +21,7 @@ from lapwing.methods.sampled_lla import system as sampled_system
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
 from lapwing.methods.sampled_lla.system import CurvatureProducts, FirstProducts, PositionedRoot, prior_noise
 from lapwing.methods.subset_of_data import chosen_places
-from lapwing.methods.valla import alpha_divergence, moving_points
-from lapwing.methods.valla import positions as valla_positions
+from lapwing.methods.valla import alpha_divergence, moving_points, objective_rows
 from lapwing.methods.valla.alpha_divergence import inner_factor
 from lapwing.methods.valla.moving_points import divergence
 from lapwing.posterior.prior import Prior
@@ -167,11 +166,11 @@ def test_gradients_in_moving_points_at_positions(params):
 def test_positions_that_are_picked_stand_for_all_that_count():
     generator = torch.Generator().manual_seed(0)
     counted = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
-    picked, repeats = valla_positions.picked_positions(counted, 20, generator)  # all
+    picked, repeats = objective_rows.picked_positions(counted, 20, generator)  # all
     assert torch.equal(torch.zeros(4, 5, dtype=F64).scatter_(1, picked, repeats), counted.double())
     total = torch.zeros(4, 5, dtype=F64)
     for _ in range(1000):
-        picked, repeats = valla_positions.picked_positions(counted, 50, generator)  # two
+        picked, repeats = objective_rows.picked_positions(counted, 50, generator)  # two
         assert picked.shape == (4, 2)
         assert torch.equal(repeats.sum(1), counted.sum(1).double())
         total.scatter_add_(1, picked, repeats)
@@ -181,7 +180,7 @@ def test_positions_that_are_picked_stand_for_all_that_count():
 @pytest.mark.parametrize("some", [100, 3])
 @pytest.mark.parametrize("fit", [lw.VariationalBound(steps=3), "alpha"])
 def test_moving_points_at_positions(fit, some, monkeypatch, tmp_path):
-    monkeypatch.setattr(valla_positions, "SOME_OUTPUTS", some)
+    monkeypatch.setattr(objective_rows, "SOME_OUTPUTS", some)
     model, loader, x = case("3x3")
     if fit == "alpha":
         fit = lw.AlphaDivergence(steps=3, validation=loader[1:], every=1)

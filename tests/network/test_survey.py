@@ -19,7 +19,7 @@ from lapwing.data import batches
 from lapwing.jacobian.jacobian import BlockJacobian
 from lapwing.jacobian.layers import READERS
 from lapwing.jacobian.layers.linear import LinearUse
-from lapwing.network.plan import RecordingPlan
+from lapwing.network.recording_plan import RecordingPlan
 from lapwing.tangent import Tangent
 from lapwing.tangent.stored import from_json, to_json
 from tests import oracle

@@ -12,7 +12,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.covariance import Latent, LinearDraws
 from lapwing.network.generic import direction_groups
-from lapwing.prediction import draws, linearized
+from lapwing.prediction import linearized, weight_draws
 from tests.conformance import Setup, close, jacobian, sampled_from
 from tests.zoo import ZOO
 
@@ -124,7 +124,7 @@ def test_draws_of_weights_are_kept_as_long_as_their_posterior():
     other = posterior.with_prior(50.0)
     assert (other.latent(setup.test, via=lw.Linearized(draws=3)).variance < first.variance).all()
     covariance = weakref.ref(posterior.covariance)
-    assert covariance() in draws._KEPT
+    assert covariance() in weight_draws._KEPT
     del posterior
     assert covariance() is None
 

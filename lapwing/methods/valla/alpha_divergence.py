@@ -23,7 +23,7 @@ from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
 from .moving_points import MovingSteps, divergence, initial_noise
-from .positions import ObjectiveRows, picked_count, rows_at_positions
+from .objective_rows import ObjectiveRows, picked_count, rows_at_positions
 
 LOADER = Rule(
     lambda value: hasattr(value, "__iter__") and not isinstance(value, (Tensor, str)),

@@ -23,8 +23,8 @@ from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
 from ..problem import FisherRoot, Problem
 from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
+from .objective_rows import ObjectiveRows, rows_at_positions
 from .points import POOL, movable
-from .positions import ObjectiveRows, rows_at_positions
 
 EXPLODED = 1e3
 """Increase of the objective over its first value, in units of its scale, above which it has diverged."""

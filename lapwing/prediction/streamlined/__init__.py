@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...covariance import Covariance, Latent
-from ...covariance.positions import LatentAtPositions
+from ...covariance.latent_at_positions import LatentAtPositions
 from ...covariance.terms import concatenate
 from ...data import batches
 from ...errors import LapwingError

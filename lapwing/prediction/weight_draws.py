@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ..covariance import Covariance, LinearDraws
-from ..covariance.positions import LatentAtPositions
+from ..covariance.latent_at_positions import LatentAtPositions
 from ..data import batches
 from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network.gate import Checked
 from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_groups
 from ..tangent import Tangent, split
-from .positions import draws_at_positions
+from .linearized_positions import draws_at_positions
 
 Chunks = Sequence[tuple[slice, Checked]]
 """Consecutive samples, and where they are among all."""

@@ -13,8 +13,8 @@ from ..errors import LapwingError
 from ..network.positions import Places
 
 if TYPE_CHECKING:
-    from .draws import LatentDraws, LinearDraws
     from .latent import Latent
+    from .latent_draws import LatentDraws, LinearDraws
 
 
 class Described:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent, has_positions
-from ..covariance.positions import LatentAtPositions
+from ..covariance.latent_at_positions import LatentAtPositions
 from ..data.frames import as_targets
 from ..network.positions import Places
 from .base import Likelihood

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import Covariance, Latent, LatentDraws, LinearDraws
-from ..covariance.positions import LatentAtPositions
+from ..covariance.latent_at_positions import LatentAtPositions
 from ..errors import LapwingError
 from ..network.gate import Checked
 from ..tangent import Tangent
