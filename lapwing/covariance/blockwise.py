@@ -26,20 +26,6 @@ STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBloc
 """Kind -> class, for reading files."""
 
 
-class _StructureBlock(LayerBlock):
-    def __init__(self, structure: Structure, weights: Tensor, shape: tuple[int, int, int]) -> None:
-        self._structure, self._weights, self._shape = structure, weights, shape
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        return self._structure.push(self._weights, self._shape[1:], mean, variance, full)
-
-    def covariances(self, mean: Tensor, variance: Tensor | None) -> Term:
-        return self._structure.covariances(self._weights, self._shape[1:], mean, variance)
-
-    def rotation(self) -> tuple[Tensor | None, Tensor] | None:
-        return self._structure.rotation(self._weights, self._shape)
-
-
 @register
 class Blockwise(PriorCovariance):
     """`Σ = blockdiag_b (s U_b diag(λ_b) U_bᵀ + δ_b I)⁻¹`, exact in each block's eigenbasis.
@@ -151,7 +137,7 @@ class Blockwise(PriorCovariance):
         return matrix
 
     def layer_block(self, name: str) -> LayerBlock:
-        return _StructureBlock(self.structures[name], self._weights[name], self.block(name).matrix_shape)
+        return self.structures[name].layer_block(self._weights[name], self.block(name).matrix_shape)
 
     def tensors(self) -> dict[str, Tensor]:
         parts = {f"{name}/{key}": value for name, s in self.structures.items() for key, value in s.tensors().items()}

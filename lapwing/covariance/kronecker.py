@@ -13,6 +13,7 @@ from torch import Tensor
 from ..jacobian.jacobian import Reads, Weighting, as_matrix
 from ..linalg import SLICE_NUMBERS
 from ..tangent import Block, BlockJacobian, TensorSpec
+from .layer_block import LayerBlock
 from .structures import Structure, weighted
 from .terms import EigenTerm, Term, of_both
 
@@ -140,25 +141,8 @@ class KroneckerBlock(Structure):
         left, right = of_both(lambda one: as_matrix(one).rotate(self.inputs, self.outputs), jacobian, other)
         return left.joint_weighted_gram(weights.flatten(), right)
 
-    def push(
-        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
-    ) -> Tensor:
-        rotated = self.covariances(weights, shape, mean, variance)
-        return rotated.dense() if full else rotated.variance()
-
-    def covariances(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None) -> EigenTerm:
-        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: Streamlined Prediction's equation 10, exact."""
-        assert self.inputs is not None  # tokens have no moments
-        basis = self.inputs[0]
-        moment = (mean @ basis).square()
-        if variance is not None:
-            moment = moment + (
-                variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
-            )
-        return EigenTerm(self.outputs[0], moment @ weights[0].T)
-
-    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
-        return self.inputs, self.outputs.square() @ weights
+    def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
+        return KroneckerLayer(self.inputs, self.outputs, weights)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"eigenvalues": self.eigenvalues, **vars(self.factors)}
@@ -183,3 +167,28 @@ class KroneckerBlock(Structure):
         if block.matrix is not None and not block.matrix.one_hot:
             named["inputs"] = TensorSpec((groups, inputs, inputs), (dtype,))
         return named
+
+
+class KroneckerLayer(LayerBlock):
+    """One layer's `(U_out ⊗ U_in) diag(w) (U_out ⊗ U_in)ᵀ`, for w (G, O, I)."""
+
+    def __init__(self, inputs: Tensor | None, outputs: Tensor, weights: Tensor) -> None:
+        self._inputs, self._outputs, self._weights = inputs, outputs, weights
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        term = self.covariances(mean, variance)
+        return term.dense() if full else term.variance()
+
+    def covariances(self, mean: Tensor, variance: Tensor | None) -> EigenTerm:
+        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: Streamlined Prediction's equation 10, exact."""
+        assert self._inputs is not None  # tokens have no moments
+        basis = self._inputs[0]
+        moment = (mean @ basis).square()
+        if variance is not None:
+            moment = moment + (
+                variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
+            )
+        return EigenTerm(self._outputs[0], moment @ self._weights[0].T)
+
+    def rotation(self) -> tuple[Tensor | None, Tensor]:
+        return self._inputs, self._outputs.square() @ self._weights

@@ -42,6 +42,20 @@ class LayerBlock(ABC):
         return None
 
 
+class DiagonalLayer(LayerBlock):
+    """One layer's `diag(w)`, for variances w (G, O, I)."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+
+    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
+        (weights,) = self._weights
+        return push_diagonal(weights, mean, variance, full)
+
+    def rotation(self) -> tuple[None, Tensor]:
+        return None, self._weights
+
+
 class FactorLayer(LayerBlock):
     """One layer's `Σ_k F_k F_kᵀ`, `diag(D) + Σ_k F_k F_kᵀ`, or `diag(D) - Σ_k F_k F_kᵀ`.
 

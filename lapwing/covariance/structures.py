@@ -17,7 +17,7 @@ from torch import Tensor
 from ..jacobian.jacobian import Reads, Weighting
 from ..linalg import SLICE_NUMBERS, doubled
 from ..tangent import Block, BlockJacobian, TensorSpec
-from .layer_block import push_diagonal, push_factor
+from .layer_block import DiagonalLayer, FactorLayer, LayerBlock
 from .terms import (
     DenseTerm,
     EigenTerm,
@@ -65,18 +65,8 @@ class Structure(ABC):
         """Returns `J U diag(w) Uᵀ J'ᵀ` (B, R, B', R') for the samples of two Jacobians, which may be the same one."""
 
     @abstractmethod
-    def push(
-        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
-    ) -> Tensor:
-        """Returns `LayerBlock.push` for a weight of shape (O, I)."""
-
-    def covariances(self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None) -> Term:
-        """Returns `LayerBlock.covariances` for a weight of shape (O, I)."""
-        return DenseTerm(self.push(weights, shape, mean, variance, True))
-
-    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor] | None:
-        """Returns `LayerBlock.rotation` for a weight of shape (G, O, I)."""
-        return None
+    def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
+        """Returns `U diag(w) Uᵀ` as the covariance of a matrix weight of shape (G, O, I)."""
 
     def noise(self, precision: float) -> float:
         """Returns the largest rounding error of an eigenvalue over its sum with a precision, λ + δ."""
@@ -152,13 +142,8 @@ class DiagonalBlock(Structure):
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         return jacobian.joint_weighted_gram(weights, other)
 
-    def push(
-        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
-    ) -> Tensor:
-        return push_diagonal(weights.reshape(shape), mean, variance, full)
-
-    def rotation(self, weights: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor | None, Tensor]:
-        return None, weights.reshape(shape)
+    def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
+        return DiagonalLayer(weights.reshape(shape))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"eigenvalues": self.eigenvalues}
@@ -192,10 +177,8 @@ class DenseBlock(Structure):
         root = self.basis * weights.sqrt()
         return cross_covariance(*of_both(lambda one: one.rows() @ root, jacobian, other))
 
-    def push(
-        self, weights: Tensor, shape: tuple[int, int], mean: Tensor, variance: Tensor | None, full: bool
-    ) -> Tensor:
-        return push_factor((self.basis * weights.sqrt()).T.reshape(-1, *shape), mean, variance, full)
+    def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
+        return FactorLayer((self.basis * weights.sqrt()).T.reshape(-1, *shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"eigenvalues": self.eigenvalues, "basis": self.basis}
