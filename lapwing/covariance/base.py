@@ -1,6 +1,6 @@
-"""What a covariance over the weights can do: `Covariance`, and `PriorCovariance` where the prior can be changed.
+"""The protocol of covariances over the weights: `Covariance`, and `PriorCovariance` if the prior can be changed.
 
-A vector over the weights is a dict: block name -> (..., P_block). A structure lacks what it cannot do.
+A vector over the weights is a dict: block name -> (..., P_block).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 COVARIANCES: dict[str, type[Covariance]] = {}
-"""Class name -> class, of all that files may name. `register` fills it; nothing in a file is ever imported."""
+"""Class name -> class, for all classes that a file may name. `register` fills it; a file never causes an import."""
 
 Registered = TypeVar("Registered", bound="type[Covariance]")
 
 
 def register(kind: Registered) -> Registered:
-    """Lets files hold a class of covariances: a decorator of the class.
+    """Registers a class of covariances, so that files can hold it: a decorator of the class.
 
-    A file names the class. `lw.load` finds it where the module that defines it has been imported.
+    A file names the class. `lw.load` finds it if the module that defines it has been imported.
 
     Args:
         kind: the class, with `entries` and `from_tensors`.
@@ -40,7 +40,7 @@ def register(kind: Registered) -> Registered:
         The class.
 
     Raises:
-        LapwingError: for what is not a class of covariances, and for a name that another class has.
+        LapwingError: if `kind` is not a class of covariances, or if another class has its name.
     """
     if not (isinstance(kind, type) and issubclass(kind, Covariance)):
         raise LapwingError(
@@ -57,12 +57,12 @@ def register(kind: Registered) -> Registered:
 
 
 def precision_spec(tangent: Tangent) -> TensorSpec:
-    """Returns the form of prior precisions δ (n_blocks,) in a file."""
+    """Returns the shape and dtype of prior precisions δ (n_blocks,) in a file."""
     return TensorSpec((len(tangent.blocks),), (torch.float64,))
 
 
 def same_ratios(precision: Tensor, other: Tensor) -> bool:
-    """Whether two prior precisions (n_blocks,) are the same but for a factor."""
+    """Whether two prior precisions (n_blocks,) are equal up to a factor."""
     return torch.allclose(precision / precision[0], other / other[0], rtol=1e-12, atol=0)
 
 
@@ -71,8 +71,8 @@ class Covariance(ABC):
 
     Attributes:
         blocks: the blocks, in order.
-        record_dtype: the dtype records must be contracted in, or None for the usual one.
-        precision: prior precision δ of each block (n_blocks,) float64 of the fit, or None without a prior.
+        record_dtype: the dtype in which records must be contracted, or None for the usual one.
+        precision: prior precision δ of each block in the fit, (n_blocks,) float64, or None without a prior.
         full_rank: whether every direction of the weights has a positive variance.
         has_prior: whether the prior can be changed: `PriorCovariance`. Ask `has_prior(covariance)`.
         has_rank: whether it is a subspace, of which the leading directions can be taken: `Subspace`. Ask `has_rank`.
@@ -107,23 +107,23 @@ class Covariance(ABC):
 
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
-        """Returns draws of `N(0, Σ)`, (n, P_block) a block."""
+        """Returns n draws of `N(0, Σ)`: block name -> (n, P_block)."""
 
     @abstractmethod
     def diagonal(self) -> Vectors:
-        """Returns the marginal variances, (P_block,) a block."""
+        """Returns the marginal variances: block name -> (P_block,)."""
 
     @abstractmethod
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        """Returns `J Σ Jᵀ` of each sample as terms that add up."""
+        """Returns `J Σ Jᵀ` of each sample as a sum of terms."""
 
     @abstractmethod
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        """Returns `J Σ J'ᵀ` (B, R, B', R') for the samples of two records, which may be the same one."""
+        """Returns `J Σ J'ᵀ` (B, R, B', R') for the samples of two records, which may be the same record."""
 
     @abstractmethod
     def layer_block(self, name: str) -> LayerBlock:
-        """Returns the covariance of one block with a matrix layout; correlations with other layers are left out."""
+        """Returns the covariance of one block with a matrix layout, without correlations with other layers."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class Covariance(ABC):
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        """Returns the shape and dtype of each of `tensors()`, given `extra()`: what a file must hold."""
+        """Returns the shape and dtype of each of `tensors()`, given `extra()`."""
         raise NotImplementedError(f"{cls.__name__} does not state the tensors of its files")
 
     @classmethod
@@ -140,20 +140,20 @@ class Covariance(ABC):
         """Rebuilds the covariance from `tensors()` and `extra()`, which agree with `entries`."""
 
     def extra(self) -> dict[str, Any]:
-        """Returns what is not a tensor, as JSON."""
+        """Returns the settings that are not tensors, as values that JSON can store."""
         return {}
 
     def rounded(self) -> bool:
-        """Whether the rounding of sums exceeds the prior precision, so that it decides the largest variances."""
+        """Whether the rounding of sums exceeds the prior precision, and so determines the largest variances."""
         return False
 
     @property
     def scratch_per_row(self) -> int:
-        """Numbers that `output_covariance` keeps for each row of J while it works, beside those of every record."""
+        """Numbers per row of J that `output_covariance` needs temporarily, in addition to the record's own."""
         return 0
 
     def to_dense(self) -> Tensor:
-        """Returns Σ (P, P), blocks in order. Memory O(P²): for small networks."""
+        """Returns Σ (P, P), blocks in order. Memory O(P²)."""
         eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
         parts = eye.split([block.size for block in self.blocks], -1)
         columns = self.mv({block.name: part for block, part in zip(self.blocks, parts, strict=True)})
@@ -171,11 +171,11 @@ class Covariance(ABC):
 
 
 class PriorCovariance(Covariance):
-    """A covariance made of a curvature G and a Gaussian prior, whose prior can be changed without another pass.
+    """A covariance from a curvature G and a Gaussian prior that can be changed without another pass over the data.
 
     Attributes:
         precision: prior precision δ of each block (n_blocks,), float64.
-        scale: s, what multiplies the curvature of unit noise: N/(n σ² τ).
+        scale: s = N/(n σ² τ), the factor of the curvature at unit noise.
     """
 
     precision: Tensor
@@ -191,23 +191,23 @@ class PriorCovariance(Covariance):
         """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
 
     def precision_mv(self, vectors: Vectors) -> Vectors | None:
-        """Returns `Σ⁻¹ v`, without a factorisation; None where directions have variance 0."""
+        """Returns `Σ⁻¹ v`, without a factorisation, or None if some directions have variance 0."""
         return None
 
     @abstractmethod
     def is_contracted_with(self, other: PriorCovariance) -> bool:
-        """Whether both can be candidates of one `output_covariances`: they multiply J by the same matrices."""
+        """Whether both multiply J by the same matrices, so that one `output_covariances` can serve both."""
 
     @abstractmethod
     def output_covariances(
         self, record: Record, candidates: Sequence[Self], reads: Reads
     ) -> Iterable[tuple[Term, ...]]:
-        """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing what they can.
+        """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing products with J.
 
         Args:
             record: J.
-            candidates: Σ_i, of which each `is_contracted_with` this covariance.
-            reads: what is read of the terms. For "variances" and "scale" there is one term, a `MarginalTerm` or a
+            candidates: Σ_i. Each `is_contracted_with` this covariance.
+            reads: the part of the covariances that is read. "variances" gives one `MarginalTerm`, "scale" one
                 `ScaleTerm`.
         """
 
@@ -216,7 +216,7 @@ class PriorCovariance(Covariance):
         return terms
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature outside a subspace; else 0."""
+        """Returns `s tr((I - VVᵀ) Δ^(-1/2) G Δ^(-1/2))`, the curvature outside a subspace; 0 without a subspace."""
         return torch.zeros((), dtype=torch.float64, device=precision.device)
 
 

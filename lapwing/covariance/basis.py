@@ -1,4 +1,4 @@
-"""Directions in weight space for subspace covariances: rows, combinations of rows of J, or columns of the identity."""
+"""Bases of subspace covariances: stored rows, combinations of rows of J, or columns of the identity."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Basis(ABC):
     Attributes:
         rank: K.
         dtype: the dtype of the directions.
-        record_dtype: the dtype records must be projected in, or None for the usual one.
+        record_dtype: the dtype in which records must be projected, or None for the usual one.
     """
 
     rank: int
@@ -30,13 +30,13 @@ class Basis(ABC):
 
     @property
     def scratch_per_row(self) -> int:
-        """Numbers that a projection, summed by blocks and cast to float64, keeps for each row of J while it works."""
+        """Numbers per row of J that a projection needs temporarily: it is summed over blocks and cast to float64."""
         return 3 * self.rank
 
     @property
     @abstractmethod
     def grams(self) -> Tensor:
-        """`W_b W_bᵀ` of each block (n_blocks, K, K), float64."""
+        """`W_b W_bᵀ` for each block (n_blocks, K, K), float64."""
 
     @abstractmethod
     def project(self, record: Record) -> Tensor:
@@ -44,7 +44,7 @@ class Basis(ABC):
 
     @abstractmethod
     def combine(self, coefficients: Tensor) -> Vectors:
-        """Returns `c W`, (n, P_block) a block, for c (n, K)."""
+        """Returns `c W` for c (n, K): block name -> (n, P_block)."""
 
     @abstractmethod
     def inner(self, vectors: Vectors) -> Tensor:
@@ -65,20 +65,20 @@ class Basis(ABC):
         """Rebuilds the basis from `tensors()` and `extra()`, which agree with `entries`."""
 
     def extra(self) -> dict[str, Any]:
-        """Returns what is not a tensor, as JSON."""
+        """Returns the settings that are not tensors, as values that JSON can store."""
         return {"rank": self.rank}
 
     def rows(self) -> Vectors:
-        """Returns W written out, (K, P_block) a block. Memory O(K P)."""
+        """Returns W itself: block name -> (K, P_block). Memory O(K P)."""
         return self.combine(torch.eye(self.rank, dtype=self.dtype, device=self.grams.device))
 
     def prior_gram(self, precision: Tensor) -> Tensor:
-        """Returns `W Δ Wᵀ` (K, K) for one precision a block."""
+        """Returns `W Δ Wᵀ` (K, K) for precisions δ (n_blocks,)."""
         return torch.einsum("b,bkl->kl", precision, self.grams)
 
 
 class ExplicitBasis(Basis):
-    """Directions stored as rows, (K, P_block) a block."""
+    """Directions stored as rows: block name -> (K, P_block)."""
 
     def __init__(self, vectors: Vectors) -> None:
         first = next(iter(vectors.values()))
@@ -92,8 +92,8 @@ class ExplicitBasis(Basis):
         return self.vectors
 
     def project(self, record: Record) -> Tensor:
-        """Takes the cheaper of forward mode and the blocks' products."""
-        if not self.rank:  # no row of J spanned anything
+        """Uses forward mode or the products of the blocks, whichever is cheaper."""
+        if not self.rank:  # all rows of J were zero
             return torch.zeros(record.samples, record.cotangents, 0, dtype=record.dtype, device=record.device)
         return record.jvp(self.vectors)
 
@@ -116,15 +116,15 @@ class ExplicitBasis(Basis):
 
 
 class ImplicitBasis(Basis):
-    """Directions `W = T J̃ D` that combine M rows of the Jacobian and are never written out: memory O(K M).
+    """Directions `W = T J̃ D` that combine M rows of the Jacobian and are never formed: memory O(K M).
 
-    Products with the network's Jacobian are blocks of the NTK, `J Wᵀ = J D J̃ᵀ Tᵀ`; they subtract nearly equal numbers,
-    so records are to be contracted in float64.
+    Products with the network's Jacobian are blocks of the NTK, `J Wᵀ = J D J̃ᵀ Tᵀ`. They subtract nearly equal numbers,
+    so records are contracted in float64.
 
     Args:
         anchors: J̃.
         coefficients: T (K, M), float64.
-        scales: D, one number a block.
+        scales: D: block name -> factor.
     """
 
     dtype = record_dtype = torch.float64
@@ -135,14 +135,14 @@ class ImplicitBasis(Basis):
 
     @cached_property
     def grams(self) -> Tensor:
-        """From the NTK of each block among the anchors. Cost: as their Gram matrix."""
+        """Computed from the NTK of the anchors, block by block. Cost: as for the Gram matrix of the anchors."""
         squares = torch.tensor([scale**2 for scale in self.scales.values()], device=self.coefficients.device)
         return squares[:, None, None] * self.anchors.grams(self.coefficients, self.dtype)
 
     def prior_gram(self, precision: Tensor) -> Tensor:
-        """Returns `W Δ Wᵀ`: `c I` where `Δ = c D⁻¹`, since the fit makes `T J̃ D J̃ᵀ Tᵀ = I`; else from `grams`.
+        """Returns `W Δ Wᵀ`: `c I` if `Δ = c D⁻¹`, since the fit makes `T J̃ D J̃ᵀ Tᵀ = I`; otherwise from `grams`.
 
-        So the Gram matrix of the anchors, which takes as long as the rest of a large fit, is not made a second time.
+        The first case saves a second Gram matrix of the anchors, which costs as much as the rest of a large fit.
         """
         ratios = precision * torch.tensor([*self.scales.values()]).to(precision)
         per_block = precision.requires_grad and len(precision) > 1
@@ -152,15 +152,15 @@ class ImplicitBasis(Basis):
 
     @property
     def scratch_per_row(self) -> int:
-        """M more: products with all anchors come before their combination."""
+        """M more than other bases: products with all anchors are formed before they are combined."""
         return len(self.anchors) + super().scratch_per_row
 
     def project(self, record: Record) -> Tensor:
-        """Returns NTK blocks between the record and the anchors, combined. Cost: M backward passes a record."""
+        """Returns combined NTK blocks between the record and the anchors. Cost: M backward passes per record."""
         return self.anchors.products(record, self.scales) @ self.coefficients.T.to(record.dtype)
 
     def combine(self, coefficients: Tensor) -> Vectors:
-        """Returns one weighted backward pass for each row of c."""
+        """Returns `c W`. Cost: M backward passes."""
         combined = self.anchors.combine(coefficients.to(self.dtype) @ self.coefficients)
         return {name: self.scales[name] * vectors for name, vectors in combined.items()}
 
@@ -169,7 +169,7 @@ class ImplicitBasis(Basis):
         return self.anchors.inner(scaled) @ self.coefficients.T
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the anchors and their coefficients: inputs of the training data are among them."""
+        """Returns the anchors and their coefficients. The anchors include inputs of the training data."""
         return {**{f"anchors/{k}": v for k, v in self.anchors.tensors().items()}, "coefficients": self.coefficients}
 
     def extra(self) -> dict[str, Any]:
@@ -177,7 +177,6 @@ class ImplicitBasis(Basis):
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        """K combinations of M rows, and the inputs that the rows are taken at."""
         parts = {f"anchors/{name}": spec for name, spec in Anchors.entries(extra["rows"], extra["nests"]).items()}
         return {**parts, "coefficients": TensorSpec((extra["rank"], extra["rows"]), (torch.float64,))}
 
@@ -189,22 +188,22 @@ class ImplicitBasis(Basis):
 
 
 class CoordinateBasis(Basis):
-    """W picks K weights, `W_k = e_{i_k}ᵀ`: indices in place of rows, so memory is O(K).
+    """W picks K weights, `W_k = e_{i_k}ᵀ`. It stores indices instead of rows: memory O(K).
 
     Args:
         blocks: the blocks.
-        picked: indices of K different weights among all P, blocks in order; directions come in this order.
-        dtype: what coefficients and records are contracted in.
+        picked: indices of K distinct weights among all P, blocks in order. Directions have the order of the indices.
+        dtype: the dtype in which coefficients and records are contracted.
     """
 
     def __init__(self, blocks: Sequence[Block], picked: Tensor, dtype: torch.dtype) -> None:
         self.picked, self.rank, self.dtype = picked, len(picked), dtype
         self._sizes = {block.name: block.size for block in blocks}
         stops = torch.tensor(list(self._sizes.values()), device=picked.device).cumsum(0)
-        self._block = torch.searchsorted(stops, picked, right=True)  # (K,), which block each weight is of
+        self._block = torch.searchsorted(stops, picked, right=True)  # (K,), number of the block of each weight
         ascending, order = picked.sort()
-        self._where: dict[str, Tensor] = {}  # block -> its directions, by ascending weight
-        self._index: dict[str, Tensor] = {}  # block -> its picked weights, ascending
+        self._where: dict[str, Tensor] = {}  # block -> numbers of its directions, in the order of `_index`
+        self._index: dict[str, Tensor] = {}  # block -> indices of its picked weights, ascending
         first = 0
         for name, stop in zip(self._sizes, stops.tolist(), strict=True):
             end = int(torch.searchsorted(ascending, stop))
@@ -216,7 +215,7 @@ class CoordinateBasis(Basis):
 
     @property
     def grams(self) -> Tensor:
-        """Diagonal; made when asked for, since `prior_gram` needs no n_blocks K² numbers."""
+        """Diagonal matrices. Not stored, since `prior_gram` does not need these n_blocks K² numbers."""
         numbers = torch.arange(len(self._sizes), device=self.picked.device)
         return torch.diag_embed((self._block == numbers[:, None]).double())
 
@@ -224,9 +223,9 @@ class CoordinateBasis(Basis):
         return torch.diag(precision[self._block])
 
     def project(self, record: Record) -> Tensor:
-        """Gathers columns of J, block by block; blocks without a picked weight are not looked at.
+        """Gathers columns of J from each block with a picked weight.
 
-        Cost: the record's gradients, and for layers that see several positions its rows, whatever K; memory O(B R K).
+        Cost: the gradients of the record, and its rows in layers with several positions, for any K; memory O(B R K).
         """
         shape = record.samples, record.cotangents, self.rank
         projected = torch.empty(shape, dtype=record.dtype, device=record.device)
@@ -252,7 +251,7 @@ class CoordinateBasis(Basis):
         return out
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns W as a sparse matrix: its entries, all 1, and the weight of each."""
+        """Returns W as a sparse matrix: its entries, all 1, and the index of the weight of each entry."""
         return {"entries": torch.ones(self.rank, dtype=self.dtype, device=self.picked.device), "weights": self.picked}
 
     @classmethod

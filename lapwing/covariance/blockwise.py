@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
-"""Kind -> class, for reading files."""
+"""Kind -> class, to read files."""
 
 
 @register
@@ -49,8 +49,8 @@ class Blockwise(PriorCovariance):
         self._delta = {block.name: delta for block, delta in zip(blocks, precision.tolist(), strict=True)}
 
     def _weighting(self, name: str) -> Weighting:
-        """Returns `1/(s λ + δ)` of one block, computed when it is needed."""
-        delta, scale = self._delta[name], self.scale  # not self, so that no cycle keeps the weights
+        """Returns the weighting `1/(s λ + δ)` of one block, which is computed when it is first used."""
+        delta, scale = self._delta[name], self.scale  # a closure over self would be a reference cycle
         return Weighting(
             self.structures[name].eigenvalues.flatten(), lambda values: (scale * values).add_(delta).reciprocal_()
         )
@@ -61,19 +61,19 @@ class Blockwise(PriorCovariance):
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
-        """The same, each in the shape of λ."""
+        """`1/(s λ + δ)` of each block, in the shape of λ."""
         return {name: self._weightings[name].flat.view_as(s.eigenvalues) for name, s in self.structures.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what is made of the rest when it is first needed."""
+        """Leaves out the cached weights."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_weights", "_weightings")}
 
     def with_prior(self, precision: Tensor, scale: float) -> Blockwise:
-        """Returns the covariance under another prior: no refactorisation, time O(P)."""
+        """Returns the covariance under another prior, without a refactorisation. Time O(P)."""
         return Blockwise(self.blocks, self.structures, precision, scale)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `Σ log(1 + s λ/δ)`, from few points where a block has many eigenvalues."""
+        """Returns `Σ log(1 + s λ/δ)`. A block with many eigenvalues uses its condensed spectrum."""
         terms = []
         for block, delta in zip(self.blocks, precision, strict=True):
             points, weights = self.structures[block.name].spectrum
@@ -82,7 +82,7 @@ class Blockwise(PriorCovariance):
         return torch.stack(terms).sum()
 
     def rounded(self) -> bool:
-        """Whether the noise of some structure's eigenvalues exceeds the curvature and prior precision they meet."""
+        """Whether the rounding error of some eigenvalue λ of a block exceeds `λ + δ/s`."""
         return any(s.noise(1 / self.scale * self._delta[name]) > 1 for name, s in self.structures.items())
 
     def is_contracted_with(self, other: PriorCovariance) -> bool:
@@ -115,19 +115,15 @@ class Blockwise(PriorCovariance):
         return {name: structure.diagonal(self._weights[name]) for name, structure in self.structures.items()}
 
     def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
-        """Contracts each block once for all candidates; matrices and variances are added as they come."""
+        """Contracts each block once for all candidates. A single candidate keeps its weights for the next record."""
         terms: list[tuple[Term, ...]] = [() for _ in candidates]
         for name, structure in self.structures.items():
-            weightings = self._weightings_of(name, candidates)
+            weightings: Iterable[Weighting] = (candidate._weighting(name) for candidate in candidates)
+            if len(candidates) == 1:
+                weightings = [candidates[0]._weightings[name]]
             for i, term in enumerate(structure.output_covariances(record[name], weightings, reads)):
                 terms[i] = add_term(terms[i], term)
         return terms
-
-    def _weightings_of(self, name: str, candidates: Sequence[Self]) -> Iterable[Weighting]:
-        """Returns one block's weights; those of a single candidate are kept for the next record."""
-        if len(candidates) == 1:
-            return [candidates[0]._weightings[name]]
-        return (candidate._weighting(name) for candidate in candidates)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         matrix: Any = 0

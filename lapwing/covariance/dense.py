@@ -1,4 +1,4 @@
-"""The dense covariance `(s G + Δ)⁻¹` over all blocks at once: small networks, and the oracle of the others."""
+"""The dense covariance `(s G + Δ)⁻¹` over all blocks jointly, for small networks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
-    """Repeats one value a block (n_blocks,) over the block's weights (P,)."""
+    """Repeats the value of each block (n_blocks,) for all weights of the block (P,)."""
     counts = torch.tensor([block.size for block in blocks], device=values.device)
     return values.repeat_interleave(counts)
 
 
 def concatenate(blocks: tuple[Block, ...], vectors: Vectors) -> Tensor:
-    """Joins a vector's blocks into (..., P)."""
+    """Joins the blocks of a vector into (..., P)."""
     return torch.cat([vectors[block.name] for block in blocks], -1)
 
 
@@ -41,16 +41,16 @@ def cut(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
 class DenseCovariance(PriorCovariance):
     """`Σ = Δ^(-1/2) U diag(1/(s λ + 1)) Uᵀ Δ^(-1/2)` from the eigenpairs of `Δ^(-1/2) G Δ^(-1/2)`.
 
-    A scalar prior precision reuses the eigenpairs; one that changes the ratio between blocks refactorises, O(P³). All
-    of it is float64: a small prior precision meets eigenvalues that float32 sums would drown in their rounding. Memory
-    16 P² bytes, twice that while the eigenpairs are computed.
+    A prior with the same ratios between blocks reuses the eigenpairs. Other ratios need a refactorisation, O(P³). All
+    tensors are float64: float32 sums have rounding errors that can exceed a small prior precision. Memory 16 P² bytes,
+    and 32 P² while the eigenpairs are computed.
 
     Args:
         blocks: the blocks.
         curvature: G (P, P) at unit noise.
         precision: δ (n_blocks,).
         scale: s.
-        eigen: eigenpairs at a precision of the same ratios, as (λ, U, that precision).
+        eigen: λ, U and the precision at which they were computed. Ignored if its ratios between blocks differ.
     """
 
     record_dtype = torch.float64
@@ -74,7 +74,7 @@ class DenseCovariance(PriorCovariance):
         self._weights = 1 / (scale * values * (at[0] / precision[0]) + 1)
 
     def rounded(self) -> bool:
-        """Whether `s G` exceeds the prior precision by more than float64 sums resolve."""
+        """Whether `s G` exceeds the prior precision by more than the resolution of float64 sums."""
         return bool((self._weights * RESOLVED < 1).any())
 
     @property
@@ -85,11 +85,10 @@ class DenseCovariance(PriorCovariance):
         return isinstance(other, DenseCovariance) and other.curvature is self.curvature
 
     def with_prior(self, precision: Tensor, scale: float) -> DenseCovariance:
-        """Returns the covariance under another prior; see the class for what refactorises."""
         return DenseCovariance(self.blocks, self.curvature, precision, scale, self._eigen)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `Σ log(1 + s λ)` where the ratios between blocks are unchanged, else goes by a Cholesky factor."""
+        """Returns `Σ log(1 + s λ)` if the ratios between blocks are unchanged, else uses a Cholesky factor."""
         values, _, at = self._eigen
         if same_ratios(precision.detach(), at) and not (precision.requires_grad and len(precision) > 1):
             return torch.log1p(scale * values * at[0] / precision[0]).sum()

@@ -1,14 +1,14 @@
-"""Subspace covariances: what ELLA, optimal subspaces, subsets, VaLLA and the dual form of Full have in common.
+"""Subspace covariances, which ELLA, optimal subspaces, subsets of weights, VaLLA and the dual form of Full use.
 
-A basis of K directions W (K, P), the curvature `H = W G Wᵀ` on it and the prior's `D = W Δ Wᵀ`. The generalised
+A subspace has a basis of K directions W (K, P), the curvature `H = W G Wᵀ` and the prior `D = W Δ Wᵀ`. The generalised
 eigenpairs `H q = h D q` with `qᵀ D q = 1` are the columns of Q. They give directions `W̃ = Qᵀ W`, orthonormal in
 whitened weights: `V = W̃ Δ^(1/2)`. With the curvatures h on them:
 
     without residual   Σ = W̃ᵀ diag(1/(s h + 1)) W̃                        directions outside the span have variance 0
     with residual      Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃                 directions outside keep the prior
 
-Of a basis that is ordered, the first k directions alone may count. Any prior, scalar or per block, needs K x K work
-only: the span stays, the coordinates change.
+If the basis is ordered, only the first k directions may count. A new prior, scalar or per block, keeps the span and
+changes the coordinates: K x K work.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (CoordinateBasis, ExplicitBasis, ImplicitBasis)}
-"""Class name -> class, for reading files."""
+"""Class name -> class, to read files."""
 
 
 class Subspace(PriorCovariance):
-    """What both structures share: a basis, the curvature on it, and the prior.
+    """A subspace covariance: a basis, the curvature on it, and the prior.
 
     Args:
         blocks: the blocks.
@@ -47,8 +47,9 @@ class Subspace(PriorCovariance):
         traces: tr G of each block (n_blocks,), float64, for the lower bound of the evidence.
         precision: δ (n_blocks,).
         scale: s.
-        rank: how many of the leading directions count; all when None.
-        eigen: h (k,) and Q (K, k), rows beyond k zero, at a precision of the same ratios, as (h, Q, that precision).
+        rank: number k of leading directions that count; None means all.
+        eigen: h (k,), Q (K, k) with rows beyond k zero, and the precision at which they were computed. Ignored if its
+            ratios between blocks differ.
     """
 
     has_rank = True
@@ -86,17 +87,17 @@ class Subspace(PriorCovariance):
 
     @cached_property
     def _is_diagonalised_here(self) -> bool:
-        """Whether the eigenpairs are of this very prior; read once, not at every chunk."""
+        """Whether the eigenpairs were computed at this prior. Cached, since it waits for the device."""
         return bool(self._eigen[2][0] == self.precision[0])
 
     @property
     def _rotation(self) -> Tensor:
-        """Q, made of the one that all priors of the same ratios share."""
+        """Q at this prior, scaled from the stored Q, which all priors with the same ratios share."""
         _, rotation, at = self._eigen
         return rotation if self._is_diagonalised_here else rotation * (at[0] / self.precision[0]).sqrt()
 
     def _curvatures_at(self, precision: Tensor) -> Tensor | None:
-        """Returns h (k,) at a prior of the same ratios between blocks; else None."""
+        """Returns h (k,) at a prior with the same ratios between blocks, or None if the ratios differ."""
         if (precision.requires_grad and len(precision) > 1) or not same_ratios(precision.detach(), self.precision):
             return None
         return self._curvatures * (self.precision[0] / precision[0])
@@ -107,7 +108,7 @@ class Subspace(PriorCovariance):
         return projected @ self._rotation.to(projected)
 
     def _directions(self) -> Vectors:
-        """Returns W̃, (k, P_block) a block."""
+        """Returns W̃: block name -> (k, P_block)."""
         return self.basis.combine(self._rotation.T)
 
     def _weighted(self, vectors: Vectors, weights: Tensor) -> Vectors:
@@ -128,13 +129,13 @@ class Subspace(PriorCovariance):
         return isinstance(other, Subspace) and other.basis is self.basis
 
     def with_rank(self, rank: int) -> Self:
-        """Returns the covariance on the first directions alone, K x K work."""
+        """Returns the covariance on the first directions. K x K work."""
         return type(self)(
             self.blocks, self.basis, self.curvature, self.traces, self.precision, self.scale, min(rank, self.basis.rank)
         )
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
-        """Returns the covariance on the same span under another prior, K x K work; only a new fit chooses it anew."""
+        """Returns the covariance on the same span under another prior. K x K work."""
         return type(self)(
             self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank, self._eigen
         )
@@ -148,7 +149,7 @@ class Subspace(PriorCovariance):
         return self.curvature.device
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `Σ log(1 + s h)`, as `logdet(D + s H) - logdet D` where h is not known; nothing is outside."""
+        """Returns `Σ log(1 + s h)`, or the equal `logdet(D + s H) - logdet D` if h is not known."""
         if (values := self._curvatures_at(precision)) is not None:
             return torch.log1p(scale * values).sum()
         prior = self._prior(precision)
@@ -156,7 +157,7 @@ class Subspace(PriorCovariance):
         return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `s [Σ_b tr(G_b)/δ_b - tr(D⁻¹ H)]`, the curvature outside.
+        """Returns `s [Σ_b tr(G_b)/δ_b - tr(D⁻¹ H)]`, the curvature outside the subspace.
 
         Raises:
             LapwingError: if the fit did not sum the traces.
@@ -164,7 +165,7 @@ class Subspace(PriorCovariance):
         if self._leading.any() and not self.traces.any():
             raise LapwingError(
                 "The lower bound of a subspace's evidence needs the trace of the curvature, which this fit did not "
-                "sum. Fit with tune=lw.Evidence(); prior_precision=... beside it keeps the prior."
+                "sum. Fit with tune=lw.Evidence(). Add prior_precision=... to keep the prior."
             )
         if (values := self._curvatures_at(precision)) is not None:
             inside = values.sum()
@@ -206,7 +207,7 @@ def has_rank(covariance: Covariance) -> TypeIs[Subspace]:
 
 @register
 class LowRank(Subspace):
-    """`Σ = W̃ᵀ diag(1/(s h + 1)) W̃`: the subspace alone. Arguments as for `Subspace`."""
+    """`Σ = W̃ᵀ diag(1/(s h + 1)) W̃`: variance 0 outside the subspace. Arguments as for `Subspace`."""
 
     @property
     def record_dtype(self) -> torch.dtype | None:  # type: ignore[override]
@@ -227,7 +228,7 @@ class LowRank(Subspace):
     def output_covariances(
         self, record: Record, candidates: Sequence[Self], reads: Reads
     ) -> Iterable[tuple[Term, ...]]:
-        """Projects J once, then returns the thin factor `J W̃ᵀ √w` (B, R, K) of each candidate."""
+        """Returns the thin factor `J W̃ᵀ √w` (B, R, K) of each candidate. J is projected once."""
         projected = self.basis.project(record)
         return ((FactoredTerm(candidate.factor(projected)).read(reads),) for candidate in candidates)
 

@@ -1,7 +1,4 @@
-"""Covariances without a prior that can be changed: `LowRankPlusDiagonal`, SWAG's and mean field's, and `Draws`.
-
-`Draws` are those of sampled LLA from the posterior itself.
-"""
+"""Covariances whose prior cannot be changed: `LowRankPlusDiagonal` for SWAG and mean field, `Draws` for sampled LLA."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ class LowRankPlusDiagonal(Covariance):
 
     Args:
         blocks: the blocks.
-        variances: D, not negative, (P_block,) a block.
-        factor: F, (K, P_block) a block; K may be 0.
-        precision: δ (n_blocks,) of the fit, if there was a prior.
+        variances: D >= 0: block name -> (P_block,).
+        factor: F: block name -> (K, P_block); K may be 0.
+        precision: δ (n_blocks,) of the fit, or None without a prior.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class LowRankPlusDiagonal(Covariance):
         return {name: self.variances[name] + rows.square().sum(0) for name, rows in self.factor.items()}
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:
-        """Returns `J D Jᵀ` layer by layer, matrices added up as they come, and the thin factor `J Fᵀ` (B, R, K)."""
+        """Returns the terms of `J D Jᵀ`, and the thin factor `J Fᵀ` (B, R, K)."""
         terms: tuple[Term, ...] = ()
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
@@ -77,7 +74,7 @@ class LowRankPlusDiagonal(Covariance):
             terms = add_term(terms, term)
         if not self.rank:
             return terms
-        return (*terms, FactoredTerm(record.jvp(self.factor)))  # after the layers, whose gradients it then uses
+        return (*terms, FactoredTerm(record.jvp(self.factor)))  # last, so that it reuses the gradients of the layers
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         matrix: Any = 0
@@ -116,12 +113,12 @@ class LowRankPlusDiagonal(Covariance):
 
 @register
 class Draws(Covariance):
-    """`Σ = (1/S) Σ_k z_k z_kᵀ` of draws `z_k ~ N(0, Ψ)`, solved for at one prior, which cannot be changed.
+    """`Σ = (1/S) Σ_k z_k z_kᵀ` from draws `z_k ~ N(0, Ψ)` at one prior, which cannot be changed.
 
     Args:
         blocks: the blocks.
-        draws: z, (S, P_block) a block.
-        precision: prior precision δ of each block (n_blocks,) that they were drawn at.
+        draws: z: block name -> (S, P_block).
+        precision: prior precision δ of each block (n_blocks,) at which they were drawn.
     """
 
     def __init__(self, blocks: tuple[Block, ...], draws: Vectors, precision: Tensor) -> None:
@@ -138,9 +135,9 @@ class Draws(Covariance):
         return {name: inner @ z for name, z in self.draws.items()}
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
-        """Returns draws themselves, each with a random sign, none twice; more than S are combined, `Zᵀε/√S`.
+        """Returns distinct stored draws with random signs, or random combinations `Zᵀε/√S` if `count` exceeds S.
 
-        Either way mean and covariance are 0 and Σ.
+        In both cases the mean is 0 and the covariance is Σ.
         """
         options: dict[str, Any] = {"generator": generator, "device": self.device}
         if count > self.distinct_draws:

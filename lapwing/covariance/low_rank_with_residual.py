@@ -1,4 +1,4 @@
-"""A subspace covariance whose directions outside the subspace keep the prior: `LowRankWithResidual`."""
+"""`LowRankWithResidual`: a subspace covariance that keeps the prior outside the subspace."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class LowRankWithResidual(Subspace):
     """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `Subspace`.
 
-    It subtracts nearly equal numbers, so records are contracted in float64. Where the curvature lies in the span of
-    known rows, `from_rows` makes it exact at every prior.
+    It subtracts nearly equal numbers, so records are contracted in float64. If the curvature lies in the span of known
+    rows, `from_rows` builds a covariance that is exact at every prior.
     """
 
     record_dtype = torch.float64
@@ -35,7 +35,7 @@ class LowRankWithResidual(Subspace):
 
     def __init__(self, *arguments: Any, from_rows: tuple[ExplicitBasis, Tensor] | None = None) -> None:
         super().__init__(*arguments)
-        self._rows = from_rows  # U and M with G = Uᵀ M U, of which W and H were made for this prior, or None
+        self._rows = from_rows
         self._removed = self.scale * self._curvatures * self._weights
         self._delta = {block.name: delta for block, delta in zip(self.blocks, self.precision.tolist(), strict=True)}
 
@@ -45,7 +45,7 @@ class LowRankWithResidual(Subspace):
 
     @property
     def rows(self) -> tuple[ExplicitBasis, Tensor] | None:
-        """U and M with `G = Uᵀ M U`, where the covariance was made by `from_rows`."""
+        """U and M with `G = Uᵀ M U` if `from_rows` built the covariance, else None."""
         return self._rows
 
     @classmethod
@@ -60,7 +60,7 @@ class LowRankWithResidual(Subspace):
     ) -> Self:
         """Builds the covariance of a curvature `G = Uᵀ M U`, exact at this prior and at any other.
 
-        The span that holds all of G is `W = U Δ⁻¹`, for which `H = D M D` with `D = U Δ⁻¹ Uᵀ`.
+        The span of `W = U Δ⁻¹` holds all of G. On it, `H = D M D` with `D = U Δ⁻¹ Uᵀ`.
 
         Args:
             blocks: the blocks.
@@ -78,9 +78,9 @@ class LowRankWithResidual(Subspace):
         return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale, from_rows=(rows, curvature))
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
-        """Returns the covariance under another prior: K x K work on the same span, which only a new fit chooses anew.
+        """Returns the covariance under another prior on the same span. K x K work.
 
-        One made by `from_rows` follows the ratios between blocks at O(K P).
+        If `from_rows` built it and the ratios between blocks change, it is built again. Time O(K P).
         """
         if self._rows is not None and not same_ratios(precision, self.precision):
             return self.from_rows(self.blocks, *self._rows, self.traces, precision, scale)
@@ -98,7 +98,7 @@ class LowRankWithResidual(Subspace):
         return 2 * cholesky(eye + scale * root.T @ curvature @ root).diagonal().log().sum()
 
     def rounded(self) -> bool:
-        """Whether `s G` exceeds the prior precision by more than float64 sums resolve."""
+        """Whether `s G` exceeds the prior precision by more than the resolution of float64 sums."""
         return bool((self._weights * RESOLVED < 1).any())
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
@@ -137,31 +137,26 @@ class LowRankWithResidual(Subspace):
     def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
         """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ` with `φ = J W̃ᵀ`, from one float64 record.
 
-        J is projected on the basis once for all candidates that share it, and each block's `J Jᵀ` is formed once.
+        J is projected once on each basis, and `J Jᵀ` of each block is formed once.
         """
         totals: list[Any] = []
         for factor in self._factors(record, candidates):
             matrix = reads == "covariances"
             totals.append(DenseTerm(-factor @ factor.mT) if matrix else FactoredTerm(factor).read(reads).scaled(-1.0))
-        for block, gram in self._grams(record):
-            prior = DenseTerm(gram).read(reads)
+        for block in self.blocks:
+            ones = torch.ones(block.size, dtype=record.dtype, device=self.device)
+            prior = DenseTerm(record[block.name].weighted_gram(ones)).read(reads)  # J Jᵀ
             for i, candidate in enumerate(candidates):
                 totals[i] = totals[i] + prior.scaled(1 / candidate._delta[block.name])
         return [(total,) for total in totals]
 
     def _factors(self, record: Record, candidates: Sequence[Self]) -> Iterator[Tensor]:
-        """Yields `φ √(s h/(s h + 1))` of each candidate, J projected once on a basis that consecutive ones share."""
+        """Yields `φ √(s h/(s h + 1))` of each candidate. Consecutive candidates with one basis share the projection."""
         basis, projected = None, record.outputs
         for candidate in candidates:
             if candidate.basis is not basis:
                 basis, projected = candidate.basis, candidate.basis.project(record)
             yield projected @ (candidate._rotation * candidate._removed.sqrt()).to(projected.dtype)
-
-    def _grams(self, record: Record) -> Iterator[tuple[Block, Tensor]]:
-        """Yields `J Jᵀ` (B, R, R) of each block."""
-        for block in self.blocks:
-            ones = torch.ones(block.size, dtype=record.dtype, device=self.device)
-            yield block, record[block.name].weighted_gram(ones)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         prior = 0
