@@ -1,4 +1,4 @@
-"""The curvature of one layer in the eigenbasis of its Kronecker factors: KFAC and EKFAC."""
+"""The curvature of one layer in the eigenbasis of its Kronecker factors, for KFAC and EKFAC."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .structures import Structure, weighted
 from .terms import EigenTerm, Term, of_both
 
 MIN_SAVED_COLUMNS = 128
-"""Columns of products that must be saved for a rotation to leave the null space out: it takes further steps."""
+"""Minimum number of saved columns for which a rotation leaves out the null space, which needs additional steps."""
 
 
 @dataclass(frozen=True)
 class KroneckerFactors:
-    """The eigenpairs of a layer's two factors, sums over data, and how many positions they were summed over.
+    """Eigenpairs of the two factors of a layer, and the number of positions in their sums.
 
-    Data can be added to them: `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ` are sums themselves.
+    Further data can be added, because `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ` are sums over data.
 
     Attributes:
-        inputs: U_in (G, I, I), or None where A is diagonal (embeddings).
+        inputs: U_in (G, I, I), or None if A is diagonal (embeddings).
         outputs: U_out (G, O, O).
         input_eigenvalues: α (G, I), float64.
         output_eigenvalues: γ (G, O), float64.
-        count: # (1,): an integer, or in float64 the sum of their weights.
+        count: # (1,), number of positions (integer) or sum of their weights (float64).
     """
 
     inputs: Tensor | None
@@ -53,11 +53,11 @@ class KroneckerFactors:
 
 
 class KroneckerBlock(Structure):
-    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups, with U_in None where A is diagonal (embeddings).
+    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups. U_in is None if A is diagonal (embeddings).
 
     Args:
         eigenvalues: λ (G, O, I): KFAC's `γ_j α_i / #`, or EKFAC's second moments of the rotated Jacobian.
-        factors: the eigenpairs of the layer's factors.
+        factors: eigenpairs of the layer's factors.
     """
 
     kind = "kronecker"
@@ -76,7 +76,7 @@ class KroneckerBlock(Structure):
         return self.factors.outputs
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the columns that predictions cut and keep."""
+        """Leaves out the cached columns of U_in."""
         return {name: value for name, value in self.__dict__.items() if name != "_range"}
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
@@ -89,7 +89,7 @@ class KroneckerBlock(Structure):
         return matrix.flatten(-3) if back else matrix
 
     def noise(self, precision: float) -> float:
-        """Compares the largest eigenvalues of each row and column; those of 0 are exact."""
+        """Compares the largest eigenvalues of all rows and columns. Eigenvalues of 0 are exact."""
         largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
         smallest = largest[largest > 0].amin() if largest.any() else torch.ones(())
         return float(torch.finfo(largest.dtype).eps * largest.amax() / (smallest + precision))
@@ -102,40 +102,36 @@ class KroneckerBlock(Structure):
     def output_covariances(
         self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
     ) -> Iterable[Term]:
-        """Rotates a and g, then weights them; an output layer keeps `U_out diag(s) U_outᵀ` as factors."""
-        return weighted(*self._rotated(jacobian, candidates), reads, self.outputs[0])
+        """Rotates a and g, then weights them. An output layer keeps `U_out diag(s) U_outᵀ` as factors.
 
-    def _rotated(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting]
-    ) -> tuple[BlockJacobian, Iterable[Weighting]]:
-        """Returns J in the eigenbasis, an output layer's g as it is, and the weights of its rows."""
+        If the null space of A is large, J is rotated only to the range of A (`rotate_inputs`). Then one weight stands
+        for the whole null space.
+        """
         jacobian = as_matrix(jacobian)
         outputs = None if jacobian.is_output else self.outputs
         reduced = jacobian.rotate_inputs(self._range) if self.skips_null_space else None
-        if reduced is not None:
-            return reduced.rotate(None, outputs), map(self._range_weights, candidates)
-        return jacobian.rotate(self.inputs, outputs), candidates
+        if reduced is None:
+            return weighted(jacobian.rotate(self.inputs, outputs), candidates, reads, self.outputs[0])
+        first = self.null_size - 1
+        ranges = (Weighting(one.flat.reshape(self.eigenvalues.shape[1:])[:, first:]) for one in candidates)
+        return weighted(reduced.rotate(None, outputs), ranges, reads, self.outputs[0])
 
     @cached_property
     def null_size(self) -> int:
-        """How many of the first input directions have the same eigenvalues: A's null space, orthogonal to all data."""
+        """Number of leading input directions with equal eigenvalues: the null space of A, orthogonal to all data."""
         same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
         return int(same.cumprod(0).sum())
 
     @property
     def skips_null_space(self) -> bool:
-        """Whether a product with the other directions, and one back, are less work than one with all of them."""
+        """Whether products with the range of A and back cost less than one product with all directions."""
         return self.inputs is not None and 2 * self.null_size - self.inputs.shape[-1] > MIN_SAVED_COLUMNS
 
     @cached_property
     def _range(self) -> Tensor:
-        """The other input directions (I, k)."""
+        """Input directions that span the range of A (I, k)."""
         assert self.inputs is not None
         return self.inputs[0, :, self.null_size :].contiguous()
-
-    def _range_weights(self, weighting: Weighting) -> Weighting:
-        """Returns the weights of the other directions, behind one that stands for all of the null space."""
-        return Weighting(weighting.flat.reshape(self.eigenvalues.shape[1:])[:, self.null_size - 1 :])
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         left, right = of_both(lambda one: as_matrix(one).rotate(self.inputs, self.outputs), jacobian, other)
@@ -155,7 +151,6 @@ class KroneckerBlock(Structure):
 
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """λ and both factors' eigenpairs; embeddings have no basis for their inputs."""
         groups, outputs, inputs = block.matrix_shape
         named = {
             "eigenvalues": TensorSpec((groups, outputs, inputs), (dtype,)),

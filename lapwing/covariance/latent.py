@@ -1,10 +1,9 @@
-"""Latents: the distribution of the network's outputs, before a link turns it into one of y.
+"""Latents: the distribution of the network's outputs, which a link turns into a distribution of y.
 
-A way through the network returns one of four: a Gaussian for each input (`Latent`), one Gaussian over all inputs
-(`JointLatent`), one whose covariance is that of draws (`LinearDraws`), or outputs under draws of the weights
-(`LatentDraws`). `SelectedLatent` is a `Latent` of some of the outputs. All have `mean`, `variance`, `std`,
-`centred_variance`, `covariance`, `sample`, `scaled`, `tempered`, `compact` and `with_checks`; `draws` is None where
-there are none.
+There are four kinds: a Gaussian for each input (`Latent`), one Gaussian over all inputs (`JointLatent`), a Gaussian
+with the covariance of draws (`LinearDraws`), and outputs under draws of the weights (`LatentDraws`). `SelectedLatent`
+is a `Latent` of some of the outputs. All have `mean`, `variance`, `std`, `centred_variance`, `covariance`, `sample`,
+`scaled`, `tempered`, `compact` and `with_checks`. `draws` is None except in `LatentDraws`.
 """
 
 from __future__ import annotations
@@ -29,21 +28,20 @@ from .terms import (
     Term,
     concatenate,
     multiplied_out,
-    standard_deviation,
 )
 
 WIDE = 8
-"""Factors with so many times more columns than outputs are multiplied out; below it that costs more than it spares."""
+"""Maximum ratio of columns to outputs of stored factors. Wider factors are multiplied out to save memory."""
 
 
 @dataclass(frozen=True, repr=False)
 class Latent(Described):
-    """`f(x) ~ N(mean, Σ_terms)` independently for each of B inputs.
+    """`f(x) ~ N(mean, Σ terms)` independently for each of B inputs.
 
     Attributes:
         mean: (B, C), the network's outputs.
-        terms: what the covariance is the sum of.
-        checked: whether variances that are not finite are refused; tuning passes over candidates that have them.
+        terms: covariances whose sum is the covariance.
+        checked: whether moments that are not finite raise an error. Tuning skips candidates with such moments.
     """
 
     mean: Tensor
@@ -56,24 +54,19 @@ class Latent(Described):
     @cached_property
     @full_precision
     def variance(self) -> Tensor:
-        """Marginal variances (B, C); the covariance is not expanded for them."""
+        """Marginal variances (B, C), computed without the covariance matrix."""
         return self._finite(nonnegative(total(term.variance() for term in self.terms)))
-
-    @property
-    def std(self) -> Tensor:
-        """Marginal standard deviations (B, C)."""
-        return standard_deviation(self.variance)
 
     @cached_property
     @full_precision
     def centred_variance(self) -> Tensor:
-        """Variances (B, C) of the outputs minus their average, all that a softmax sees; not expanded either."""
+        """Variances (B, C) of the outputs minus their average, the only part a softmax depends on."""
         return self._finite(nonnegative(total(term.centred_variance() for term in self.terms)))
 
     @cached_property
     @full_precision
     def covariance(self) -> Tensor:
-        """Covariances of each input's outputs (B, C, C), expanded on first reading."""
+        """Covariances of the outputs of each input (B, C, C), computed at the first access."""
         return self._finite(total(term.dense() for term in self.terms))
 
     def _finite(self, values: Tensor) -> Tensor:
@@ -81,28 +74,28 @@ class Latent(Described):
 
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws outputs (n, B, C), inputs independent of each other; `generator=None` means seed 0."""
+        """Draws outputs (n, B, C), independently for each input. `generator=None` means seed 0."""
         generator = generator_for(n, generator, self.mean)
         return self._finite(self.mean + total(term.sample(n, generator) for term in self.terms))
 
     def plus(self, covariance: Tensor) -> Latent:
-        """Returns the latent with a further covariance (B, C, C) of each input's outputs."""
+        """Returns the latent with another covariance (B, C, C) added for each input."""
         return replace(self, terms=(*self.terms, DenseTerm(covariance)))
 
     def scaled(self, factor: float) -> Latent:
-        """Returns the latent with its covariance times a number >= 0."""
+        """Returns the latent with its covariance multiplied by a factor >= 0."""
         return replace(self, terms=tuple(term.scaled(factor) for term in self.terms))
 
     def tempered(self, temperature: float) -> Latent:
-        """Returns the latent with its mean divided by a temperature; the covariance stays."""
+        """Returns the latent with its mean divided by a temperature and the same covariance."""
         return replace(self, mean=self.mean / temperature)
 
     def at_temperatures(self, temperatures: Sequence[float]) -> Latent:
-        """Returns the latent at each temperature, one copy of the batch after another."""
+        """Returns one copy of the batch for each temperature, joined in this order."""
         return self.concatenate([self.tempered(temperature) for temperature in temperatures])
 
     def compact(self, covariances: bool) -> Latent:
-        """Returns a detached float64 copy that keeps covariances, or variances alone."""
+        """Returns a detached float64 copy with covariances, or with variances only."""
         if covariances:
             term: Term = DenseTerm(doubled(self.covariance.detach()), doubled(self.centred_variance.detach()))
         else:
@@ -110,11 +103,11 @@ class Latent(Described):
         return replace(self, mean=doubled(self.mean.detach()), terms=(term,))
 
     def without_wide_factors(self) -> Latent:
-        """Returns the latent with wide factors multiplied out, which takes less memory for many inputs."""
+        """Returns the latent with wide factors multiplied out, which saves memory for many inputs."""
         return replace(self, terms=multiplied_out(self.terms, WIDE))
 
     def with_checks(self) -> Latent:
-        """Returns the latent for the user: moments that are not finite are refused when they are read."""
+        """Returns the latent for the user, which raises a LapwingError for moments that are not finite."""
         return replace(self, checked=True)
 
     @staticmethod
@@ -126,7 +119,7 @@ class Latent(Described):
 
     @staticmethod
     def gather(parts: Iterator[Latent], samples: int) -> Latent:
-        """Joins the latents of consecutive chunks, written into tensors of all samples as they come."""
+        """Joins the latents of consecutive chunks. Each chunk is copied into tensors for all samples when it comes."""
         whole: Latent | None = None
         start = 0
         for part in parts:
@@ -138,17 +131,17 @@ class Latent(Described):
                 whole = part._with_rows([rows.new_empty(samples, *rows.shape[1:]) for rows in part._rows])
             if whole is None or [term.layout for term in whole.terms] != [term.layout for term in part.terms]:
                 done = [] if whole is None else [whole._with_rows([rows[:start] for rows in whole._rows])]
-                others = (other.without_wide_factors() for other in parts)
-                return Latent.concatenate([*done, part, *others])  # gradients, or texts of other lengths
+                remaining = (later.without_wide_factors() for later in parts)
+                return Latent.concatenate([*done, part, *remaining])  # gradients, or texts of different lengths
             for all_rows, rows in zip(whole._rows, part._rows, strict=True):
                 all_rows[start : start + count] = rows
             start += count
-            del part, rows  # before the next one is made
+            del part, rows  # freed before the next chunk is computed
         assert whole is not None
         return whole
 
     def taken(self, rows: Tensor) -> Latent:
-        """Returns the latent of some samples, in this order."""
+        """Returns the latent of the samples at these indices."""
         return self._with_rows([values[rows] for values in self._rows])
 
     @property
@@ -160,7 +153,7 @@ class Latent(Described):
         ]
 
     def _with_rows(self, rows: Sequence[Tensor]) -> Latent:
-        """Returns the latent with other tensors in place of `_rows`."""
+        """Returns the latent with other tensors instead of `_rows`."""
         remaining, whole = iter(rows), cast("Any", self)
         named = {name: next(remaining) for name in self._row_names}
         terms = tuple(term.with_rows(*[next(remaining) for _ in term.rows]) for term in self.terms)
@@ -169,10 +162,10 @@ class Latent(Described):
 
 @dataclass(frozen=True, repr=False)
 class SelectedLatent(Latent):
-    """The latent of k of the C outputs of each input: `mean` (B, k) and terms of (B, k, k).
+    """The latent of k of the C outputs of each input: `mean` (B, k) and terms (B, k, k).
 
     Attributes:
-        outputs: which outputs they are, int64 (B, k).
+        outputs: indices of the selected outputs, int64 (B, k).
         every_mean: (B, C), the means of all outputs.
     """
 
@@ -182,17 +175,17 @@ class SelectedLatent(Latent):
     _row_names: ClassVar[tuple[str, ...]] = ("mean", "outputs", "every_mean")
 
     def tempered(self, temperature: float) -> SelectedLatent:
-        """Returns the latent with its means divided by a temperature; the covariance stays."""
+        """Returns the latent with its means divided by a temperature and the same covariance."""
         return replace(self, mean=self.mean / temperature, every_mean=self.every_mean / temperature)
 
     def of_classes(self) -> Latent:
         """Returns a latent of all C logits (B, C), for links to class probabilities.
 
-        The k logits move against their average as they do here. The other C - k keep their means; where a link asks for
-        their variance, it is the average of the k.
+        The k logits keep their covariance relative to their average. The other C - k logits keep their means, and their
+        variance is the average variance of the k.
 
         Raises:
-            LapwingError: where k is 1: a softmax sees differences between logits alone.
+            LapwingError: if k is 1, because a softmax depends only on differences between logits.
         """
         count, classes = self.mean.shape[1], self.every_mean.shape[1]
         if count < 2:
@@ -232,34 +225,29 @@ class JointLatent(Described):
 
     @property
     def centred_variance(self) -> Tensor:
-        """Variances (B, C) of the outputs minus their average, all that a softmax sees."""
+        """Variances (B, C) of the outputs minus their average, the only part a softmax depends on."""
         blocks = self.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (B, C, C)
         return nonnegative(DenseTerm(blocks).centred_variance())
 
-    @property
-    def std(self) -> Tensor:
-        """Marginal standard deviations (B, C)."""
-        return standard_deviation(self.variance)
-
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0."""
+        """Draws outputs (n, B, C), jointly across inputs and outputs. `generator=None` means seed 0."""
         size = self.mean.numel()
         root = FactoredTerm(psd_root(self.covariance.reshape(1, size, size)))
         draws = root.sample(n, generator_for(n, generator, self.mean))
         return self.mean + draws.reshape(n, *self.mean.shape)
 
     def plus(self, covariance: Tensor) -> JointLatent:
-        """Returns the latent with a further covariance (B, C, C) of each input's outputs."""
+        """Returns the latent with another covariance (B, C, C) added for each input."""
         eye = torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device)
         return JointLatent(self.mean, self.covariance + torch.einsum("bcd,be->bced", covariance, eye))
 
     def scaled(self, factor: float) -> JointLatent:
-        """Returns the latent with its covariance times a number >= 0."""
+        """Returns the latent with its covariance multiplied by a factor >= 0."""
         return JointLatent(self.mean, self.covariance * factor)
 
     def tempered(self, temperature: float) -> JointLatent:
-        """Returns the latent with its mean divided by a temperature; the covariance stays."""
+        """Returns the latent with its mean divided by a temperature and the same covariance."""
         return replace(self, mean=self.mean / temperature)
 
     def compact(self, covariances: bool) -> JointLatent:
@@ -267,13 +255,13 @@ class JointLatent(Described):
         return JointLatent(doubled(self.mean.detach()), doubled(self.covariance.detach()))
 
     def with_checks(self) -> JointLatent:
-        """Returns the latent itself, or refuses one that is not finite."""
+        """Returns the latent itself. Raises a LapwingError if it is not finite."""
         check_finite(self.covariance)
         return self
 
 
 def check_finite(values: Tensor) -> Tensor:
-    """Returns variances, covariances or draws of the outputs, refusing those that are not finite."""
+    """Returns variances, covariances or draws of the outputs. Raises a LapwingError if they are not finite."""
     if is_finite(values):
         return values
     raise LapwingError(
@@ -283,6 +271,6 @@ def check_finite(values: Tensor) -> Tensor:
 
 
 def generator_for(n: int, generator: torch.Generator | None, mean: Tensor) -> torch.Generator:
-    """Returns the generator of n draws of outputs like these means, after a check that they fit into memory."""
+    """Returns the generator for n draws of outputs. Raises a LapwingError if the draws do not fit into memory."""
     check_draws("sample", "n", n, mean.numel())
     return seeded(generator, mean.device)

@@ -1,4 +1,4 @@
-"""Latents of outputs with positions: one Gaussian for each position, in the shape of the outputs."""
+"""Latents of outputs with positions: one Gaussian per position, in the shape of the outputs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..network.positions import Places
+from .terms import standard_deviation
 
 if TYPE_CHECKING:
     from .latent import Latent
@@ -30,8 +31,13 @@ class Described:
     is_selected: ClassVar[bool] = False
     has_factor: ClassVar[bool] = False
 
+    @property
+    def std(self: Any) -> Tensor:
+        """Marginal standard deviations, in the shape of the mean."""
+        return standard_deviation(self.variance)
+
     def without_wide_factors(self: Any) -> Any:
-        """Returns the latent with wide factors multiplied out; most have none."""
+        """Returns the latent with wide factors multiplied out. Most latents have none."""
         return self
 
     def __repr__(self: Any) -> str:
@@ -43,8 +49,8 @@ class LatentAtPositions(Described):
     """`f_t(x) ~ N(mean, covariance)` for each position t, such as a token or a pixel.
 
     Attributes:
-        rows: the latent of B T rows with C outputs each, which likelihoods and links take.
-        places: where these rows lie in the outputs.
+        rows: the latent of B T rows with C outputs each, as likelihoods and links read it.
+        places: positions of these rows in the outputs.
     """
 
     rows: Latent | LatentDraws | LinearDraws
@@ -63,46 +69,41 @@ class LatentAtPositions(Described):
         return self.places.whole(self.rows.variance)
 
     @property
-    def std(self) -> Tensor:
-        """Marginal standard deviations, in the shape of the outputs."""
-        return self.places.whole(self.rows.std)
-
-    @property
     def centred_variance(self) -> Tensor:
         """Variances of the outputs minus their average at each position, in the shape of the outputs."""
         return self.places.whole(self.rows.centred_variance)
 
     @property
     def covariance(self) -> Tensor:
-        """Covariances of each position's outputs, such as (B, T, C, C) or (B, H, W, C, C)."""
+        """Covariances of the outputs at each position, such as (B, T, C, C) or (B, H, W, C, C)."""
         return self.places.whole(self.rows.covariance)
 
     @property
     def draws(self) -> Tensor | None:
-        """Outputs under draws of the weights (S, ...), where it is made of some."""
+        """Outputs under draws of the weights (S, ...), or None if the latent has no draws."""
         return None if self.rows.draws is None else self.places.whole(self.rows.draws, 1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws outputs (n, ...), positions independent unless the latent is made of draws; seed 0 where None."""
+        """Draws outputs (n, ...), independently per position unless the latent has draws. None means seed 0."""
         return self.places.whole(self.rows.sample(n, generator), 1)
 
     def scaled(self, factor: float) -> LatentAtPositions:
-        """Returns the latent with its covariance times a number >= 0."""
+        """Returns the latent with its covariance multiplied by a factor >= 0."""
         return replace(self, rows=self.rows.scaled(factor))
 
     def tempered(self, temperature: float) -> LatentAtPositions:
-        """Returns the latent with its mean divided by a temperature; the covariance stays."""
+        """Returns the latent with its mean divided by a temperature and the same covariance."""
         return replace(self, rows=self.rows.tempered(temperature))
 
     def compact(self, covariances: bool) -> LatentAtPositions:
-        """Returns a detached float64 copy that keeps covariances, or variances alone."""
+        """Returns a detached float64 copy with covariances, or with variances only."""
         return replace(self, rows=self.rows.compact(covariances))
 
     def without_wide_factors(self) -> LatentAtPositions:
         return replace(self, rows=self.rows.without_wide_factors())
 
     def with_checks(self) -> LatentAtPositions:
-        """Returns the latent for the user: moments that are not finite are refused."""
+        """Returns the latent for the user, which raises a LapwingError for moments that are not finite."""
         return replace(self, rows=self.rows.with_checks())
 
     @staticmethod
@@ -110,7 +111,7 @@ class LatentAtPositions(Described):
         """Joins the latents of consecutive batches.
 
         Raises:
-            LapwingError: for batches whose inputs differ in their positions.
+            LapwingError: if the batches have different positions.
         """
         first = parts[0]
         sizes = {part.places.sizes for part in parts}

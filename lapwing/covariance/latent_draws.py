@@ -1,4 +1,4 @@
-"""Latents of weight draws: `LinearDraws` through the Jacobian, `LatentDraws` through the network itself."""
+"""Latents from weight draws: `LinearDraws` through the Jacobian, `LatentDraws` through the network."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ..errors import LapwingError
 from ..linalg import doubled
 from ..network.entry import full_precision
 from .latent import JointLatent, Latent, SelectedLatent, check_finite, generator_for
-from .latent_at_positions import Described, LatentAtPositions
-from .terms import standard_deviation
+from .positions import Described, LatentAtPositions
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -55,42 +54,32 @@ class LatentDraws(Described):
         return (self.draws - self.draws.mean(-1, keepdim=True)).var(0)
 
     @property
-    def std(self) -> Tensor:
-        """Standard deviation over draws (B, C)."""
-        return self.draws.std(0)
-
-    @property
     @full_precision
     def covariance(self) -> Tensor:
-        """Unbiased covariance over draws: (B, C, C), or (B, C, B, C) when joint."""
-        centred = self.draws - self.mean
-        if self.joint:
-            flat = centred.flatten(1)  # (S, B C)
-            shape = (*self.mean.shape, *self.mean.shape)
-            return (flat.T @ flat / (len(flat) - 1)).reshape(shape)
-        return torch.einsum("sbc,sbd->bcd", centred, centred) / (len(centred) - 1)
+        """Unbiased covariance over draws: (B, C, C), or (B, C, B, C) if joint."""
+        return _second_moments(self.draws - self.mean, self.joint) / (len(self.draws) - 1)
 
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Returns n of the draws, picked with replacement (n, B, C)."""
+        """Returns n of the draws (n, B, C), chosen with replacement."""
         generator = generator_for(n, generator, self.draws[0])
         picked = torch.randint(len(self.draws), (n,), generator=generator, device=self.draws.device)
         return self.draws[picked]
 
     def scaled(self, factor: float) -> LatentDraws:
-        """Returns draws moved along lines to their mean, so that the covariance is multiplied by a number >= 0."""
+        """Returns the draws moved towards their mean, so that the covariance is multiplied by a factor >= 0."""
         return LatentDraws(torch.lerp(self.mean, self.draws, factor**0.5), self.joint)
 
     def tempered(self, temperature: float) -> LatentDraws:
-        """Returns draws that are moved as a whole, so that their mean is divided by a temperature."""
+        """Returns the draws shifted so that their mean is divided by a temperature."""
         return LatentDraws(self.draws + self.mean * (1 / temperature - 1), self.joint)
 
     def compact(self, covariances: bool) -> LatentDraws:
-        """Returns a detached float64 copy: predictions average over the draws themselves."""
+        """Returns a detached float64 copy of all draws."""
         return LatentDraws(doubled(self.draws.detach()), self.joint)
 
     def with_checks(self) -> LatentDraws:
-        """Returns the latent itself, or refuses one that is not finite."""
+        """Returns the latent itself. Raises a LapwingError if it is not finite."""
         check_finite(self.draws)
         return self
 
@@ -102,14 +91,14 @@ class LatentDraws(Described):
 
 @dataclass(frozen=True, repr=False)
 class LinearDraws(Described):
-    """`f ~ N(mean, 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`: a Gaussian over outputs and inputs, by S draws.
+    """`f ~ N(mean, 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`: a Gaussian over outputs and inputs from S draws.
 
-    The mean is the network's output, and the deviations have mean 0 by definition, so second moments are divided by S.
+    The mean is the network's output. The expected deviation is 0, so second moments are divided by S.
 
     Attributes:
         mean: (B, C).
-        deviations: d (S, B, C), of the same weight draws at all inputs.
-        joint: whether `covariance` is that between inputs, too.
+        deviations: d (S, B, C), from the same weight draws at all inputs.
+        joint: whether `covariance` includes covariances between inputs.
     """
 
     mean: Tensor
@@ -121,52 +110,42 @@ class LinearDraws(Described):
     @cached_property
     def variance(self) -> Tensor:
         """Marginal variances `1/S Σ_s d_s²` (B, C)."""
-        return self._second_moments(self.deviations)
+        return self._mean_squares(centred=False)
 
     @cached_property
     def centred_variance(self) -> Tensor:
-        """Variances (B, C) of the outputs minus their average, all that a softmax sees."""
-        return self._second_moments(self.deviations, centred=True)
+        """Variances (B, C) of the outputs minus their average, the only part a softmax depends on."""
+        return self._mean_squares(centred=True)
 
-    def _second_moments(self, deviations: Tensor, centred: bool = False) -> Tensor:
-        """Averages squares, draw by draw, so that no second tensor of all draws is made."""
+    def _mean_squares(self, centred: bool) -> Tensor:
+        """Returns the mean squares of the deviations (B, C), draw by draw, to avoid a second tensor of all draws."""
         squares = torch.zeros_like(self.mean)
-        for part in deviations:
+        for part in self.deviations:
             moved = part - part.mean(-1, keepdim=True) if centred else part
             squares = squares.addcmul_(moved, moved)
-        return squares / len(deviations)
-
-    @property
-    def std(self) -> Tensor:
-        """Marginal standard deviations (B, C)."""
-        return standard_deviation(self.variance)
+        return squares / len(self.deviations)
 
     @property
     def standard_error(self) -> Tensor:
-        """Monte Carlo error of the variances (B, C), one standard deviation of them: `variance √(2/S)`."""
+        """Monte Carlo standard errors of the variances (B, C): `variance √(2/S)`."""
         return self.variance * (2 / len(self.deviations)) ** 0.5
 
     @property
     @full_precision
     def covariance(self) -> Tensor:
-        """Covariances (B, C, C), or (B, C, B, C) when joint; expanded at every reading, and only then."""
-        count = len(self.deviations)
-        if self.joint:
-            flat = self.deviations.flatten(1)  # (S, B C)
-            return (flat.T @ flat / count).reshape(*self.mean.shape, *self.mean.shape)
-        rows = self.deviations.transpose(0, 1)  # (B, S, C)
-        return rows.mT @ rows / count
+        """Covariances (B, C, C), or (B, C, B, C) if joint. Computed at each access and not stored."""
+        return _second_moments(self.deviations, self.joint) / len(self.deviations)
 
     @property
     def factor(self) -> Tensor:
-        """F (B, C, S): `F Fᵀ` are the covariances of each input's outputs, and of all where the rows are joined."""
+        """F (B, C, S) with `F Fᵀ` the covariance of each input's outputs, or of all outputs if rows are joined."""
         return self.deviations.permute(1, 2, 0) / len(self.deviations) ** 0.5
 
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws outputs (n, B, C), joint across inputs and outputs; `generator=None` means seed 0.
+        """Draws outputs (n, B, C), jointly across inputs and outputs. `generator=None` means seed 0.
 
-        The random numbers do not depend on the inputs: samples of two latents of one posterior are joint as well.
+        The random numbers do not depend on the inputs, so samples of two latents of one posterior are also joint.
         """
         generator = generator_for(n, generator, self.mean)
         shape = (n, len(self.deviations))
@@ -175,11 +154,11 @@ class LinearDraws(Described):
         return self.mean + moved.view(n, *self.mean.shape)
 
     def scaled(self, factor: float) -> LinearDraws:
-        """Returns the latent with its covariance times a number >= 0."""
+        """Returns the latent with its covariance multiplied by a factor >= 0."""
         return LinearDraws(self.mean, self.deviations * factor**0.5, self.joint)
 
     def tempered(self, temperature: float) -> LinearDraws:
-        """Returns the latent with its mean divided by a temperature; the covariance stays."""
+        """Returns the latent with its mean divided by a temperature and the same covariance."""
         return replace(self, mean=self.mean / temperature)
 
     def compact(self, covariances: bool) -> LinearDraws:
@@ -187,7 +166,7 @@ class LinearDraws(Described):
         return LinearDraws(doubled(self.mean.detach()), doubled(self.deviations.detach()), self.joint)
 
     def with_checks(self) -> LinearDraws:
-        """Returns the latent itself, or refuses one that is not finite."""
+        """Returns the latent itself. Raises a LapwingError if it is not finite."""
         check_finite(self.deviations)
         return self
 
@@ -195,6 +174,15 @@ class LinearDraws(Described):
     def concatenate(parts: Sequence[LinearDraws]) -> LinearDraws:
         """Joins the latents of consecutive batches."""
         return LinearDraws(torch.cat([part.mean for part in parts]), torch.cat([part.deviations for part in parts], 1))
+
+
+def _second_moments(deviations: Tensor, joint: bool) -> Tensor:
+    """Returns `Σ_s d_s d_sᵀ` for d (S, B, C): (B, C, C), or (B, C, B, C) if joint."""
+    if joint:
+        flat, shape = deviations.flatten(1), deviations.shape[1:]
+        return (flat.T @ flat).reshape(*shape, *shape)
+    rows = deviations.transpose(0, 1)  # (B, S, C)
+    return rows.mT @ rows
 
 
 AnyLatent = Latent | JointLatent | LinearDraws | LatentDraws | LatentAtPositions

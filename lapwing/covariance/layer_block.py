@@ -1,4 +1,4 @@
-"""The covariance of one layer's weights, as streamlined prediction needs it: what it adds to the layer's output."""
+"""The covariance of one layer's weights, in the form in which streamlined prediction and `deploy` use it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from ..jacobian.jacobian import SLICE_BYTES
 from .terms import DenseTerm, EigenTerm, Term
 
 MATRIX_SIDE = 4096
-"""A layer with at most so many weights may have its covariance written out, 64 MiB, where that saves work."""
+"""Maximum number of weights of a layer for which `FactorLayer` may form the covariance matrix (64 MiB)."""
 
 
 class LayerBlock(ABC):
-    """The covariance of one layer's matrix weight (O, I), bias column included, as streamlined prediction needs it."""
+    """The covariance of one layer's matrix weight (O, I), including the bias column."""
 
     @abstractmethod
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        """Returns `Σ_ii' M_ii' Cov[W_ji, W_j'i']` with `M = E[a aᵀ]`, what the weights add to a layer's output.
+        """Returns `Σ_ii' M_ii' Cov[W_ji, W_j'i']` with `M = E[a aᵀ]`, the (co)variance that the weights add to outputs.
 
         Args:
-            mean: m (B, I), the layer's mean input, a one appended for the bias.
-            variance: what M has beside `m mᵀ`: variances (B, I) on its diagonal, covariances (B, I, I), or None for a
-                certain input.
-            full: whether to return covariances (B, O, O), or variances (B, O).
+            mean: m (B, I), the layer's mean input, with a one appended for the bias.
+            variance: variances (B, I) or covariances (B, I, I) of the input, which are added to `m mᵀ`; None if the
+                input is certain.
+            full: whether to return covariances (B, O, O) instead of variances (B, O).
         """
 
     def covariances(self, mean: Tensor, variance: Tensor | None) -> Term:
-        """Returns `push` with covariances, as a term that knows centred variances as well as it can."""
+        """Returns `push` with covariances as a term, whose centred variances are as precise as possible."""
         return DenseTerm(self.push(mean, variance, True))
 
     def rotation(self) -> tuple[Tensor | None, Tensor] | None:
         """Returns V (G, I, Q) and s (G, O, Q) with `Var[W a]_j = Σ_q (Vᵀ a)_q² s_jq` for certain a, in each group.
 
-        V is None where it is the identity; nothing is returned where no basis does for all j. Made once, it spares
-        `push` the outputs' rotation of every row.
+        V is None if it is the identity. Returns None if there is no such basis for all j. Computed once, it saves the
+        rotation of the outputs in each `push`.
         """
         return None
 
@@ -87,8 +87,8 @@ class FactorLayer(LayerBlock):
         centred = self._centred.push(mean, variance, False)
         if self._variances is not None:
             diagonal = push_diagonal(self._variances.to(mean.dtype), mean, variance, False)
-            alone = EigenTerm(None, diagonal).centred_variance()
-            centred = alone - centred if self._removed else alone + centred
+            of_diagonal = EigenTerm(None, diagonal).centred_variance()
+            centred = of_diagonal - centred if self._removed else of_diagonal + centred
         return DenseTerm(self.push(mean, variance, True), centred)
 
     @cached_property
@@ -103,7 +103,7 @@ class FactorLayer(LayerBlock):
         return (rows.T @ rows).reshape(outputs, inputs, outputs, inputs).transpose(1, 2).contiguous()
 
     def _push_matrix(self, mean: Tensor, variance: Tensor, full: bool) -> Tensor:
-        """Contracts the covariance with `M = m mᵀ + V`: O²I² products a sample, where the rows take K O I²."""
+        """Returns `push` by the covariance matrix: O²I² products per sample, compared with K O I² by factors."""
         moment = (mean[:, :, None] * mean[:, None] + variance).flatten(1)  # (B, I I)
         matrix = self._matrix.to(mean.dtype)
         if full:
@@ -112,7 +112,7 @@ class FactorLayer(LayerBlock):
 
 
 def push_diagonal(weights: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-    """Returns `LayerBlock.push` for variances w (O, I), `(m² + v) wᵀ`: covariances of the input do not count."""
+    """Returns `LayerBlock.push` for variances w (O, I): `(m² + v) wᵀ` with the input's variances v."""
     moment = mean.square()
     if variance is not None:
         moment = moment + (variance if variance.ndim == 2 else variance.diagonal(dim1=-2, dim2=-1))
@@ -121,7 +121,7 @@ def push_diagonal(weights: Tensor, mean: Tensor, variance: Tensor | None, full: 
 
 
 def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-    """Returns `LayerBlock.push` for the covariance `Σ_k F_k F_kᵀ` of F (K, O, I), a slice of F at a time."""
+    """Returns `LayerBlock.push` for the covariance `Σ_k F_k F_kᵀ` of F (K, O, I), by slices of F."""
     covariances = full and variance is not None and variance.ndim == 3
     numbers = mean.shape[0] * factor.shape[1] * (factor.shape[2] if covariances else 1)
     pushed = mean.new_zeros(())

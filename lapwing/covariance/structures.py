@@ -1,7 +1,7 @@
-"""The curvature of one block, `U diag(λ) Uᵀ`: diagonal, or dense in its own eigenbasis; `kronecker.py` has the third.
+"""The curvature of one block, `U diag(λ) Uᵀ`: diagonal or dense. `kronecker.py` has the Kronecker-factored kind.
 
 U is orthonormal: the identity, a Kronecker product or a dense matrix. Every function of the curvature is a weighting
-`w(λ)` of that basis, so a prior never refactorises anything.
+`w(λ)` in this basis, so a new prior needs no refactorisation.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Structure(ABC):
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor | None]:
-        """The eigenvalues as float64 points and weights, few where they are many."""
+        """The eigenvalues as float64 points and weights, condensed if there are many."""
         return condensed(self.eigenvalues)
 
     @abstractmethod
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
-        """Returns `Uᵀ v` (or `U v`) for v (..., P), in the shape (..., *λ.shape) on the rotated side."""
+        """Returns `Uᵀ v` (or `U v`) for v (..., P). The rotated side has the shape (..., *λ.shape)."""
 
     @abstractmethod
     def diagonal(self, weights: Tensor) -> Tensor:
@@ -58,23 +58,23 @@ class Structure(ABC):
     def output_covariances(
         self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
     ) -> Iterable[Term]:
-        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample for several weights w: J is rotated, or its rows formed, once."""
+        """Returns `J U diag(w) Uᵀ Jᵀ` of each sample for several weights w. J is rotated only once."""
 
     @abstractmethod
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
-        """Returns `J U diag(w) Uᵀ J'ᵀ` (B, R, B', R') for the samples of two Jacobians, which may be the same one."""
+        """Returns `J U diag(w) Uᵀ J'ᵀ` (B, R, B', R') for the samples of two Jacobians, which may be the same."""
 
     @abstractmethod
     def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
         """Returns `U diag(w) Uᵀ` as the covariance of a matrix weight of shape (G, O, I)."""
 
     def noise(self, precision: float) -> float:
-        """Returns the largest rounding error of an eigenvalue over its sum with a precision, λ + δ."""
+        """Returns the largest ratio of the rounding error of an eigenvalue λ to λ + precision."""
         return 0.0
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that make up the structure."""
+        """Returns all tensors that make up the structure, by name."""
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Structure:
@@ -90,13 +90,13 @@ class Structure(ABC):
 def weighted(
     jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads, basis: Tensor | None = None
 ) -> Iterable[Term]:
-    """Returns `J diag(w) Jᵀ` of each sample for several w: factors if the layer sees one position, else matrices.
+    """Returns `J diag(w) Jᵀ` of each sample for several w: factors if the layer has one position, else matrices.
 
     Args:
         jacobian: J, in the basis in which the weights are diagonal.
         candidates: w.
-        reads: what is read of it.
-        basis: what turns the outputs back, for a layer whose output is the network's; the identity when None.
+        reads: the part of the covariances that is read.
+        basis: U_out for a layer that gives the network's outputs, to rotate them back; None means the identity.
     """
     factors = jacobian.weighted_factors(candidates) if reads == "covariances" or jacobian.is_output else None
     if factors is not None:
@@ -113,10 +113,10 @@ def weighted(
 
 
 def _scales(scales: Iterable[Tensor], basis: Tensor | None) -> Iterable[ScaleTerm]:
-    """Returns the means of the centred variances of `U diag(s) Uᵀ` for several s (B, C), without these variances."""
+    """Returns the mean centred variance of `U diag(s) Uᵀ` for several s (B, C)."""
     if basis is None:
         return (ScaleTerm(s.mean(-1, keepdim=True) * (1 - 1 / s.shape[-1])) for s in scales)
-    squares = (basis - basis.mean(0)).square().mean(0)  # of each column
+    squares = (basis - basis.mean(0)).square().mean(0)
     return (ScaleTerm((s @ squares).unsqueeze(-1)) for s in scales)
 
 
@@ -190,38 +190,38 @@ class DenseBlock(Structure):
 
 
 PER_UNIT = 64
-"""Bins in a unit of log λ; what two points leave out of `log(1 + t λ)` is then below 1e-7 of it."""
+"""Number of bins per unit of log λ, for which two points per bin give `log(1 + t λ)` to a relative error of 1e-7."""
 
 MANY = 100_000
-"""So many eigenvalues are condensed."""
+"""Minimum number of eigenvalues that are condensed."""
 
 
 def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns points λ' (n,) and weights w (n,) in float64 such that `Σ_i log(1 + t λ_i) = Σ_k w_k log(1 + t λ'_k)`.
 
-    The third derivative of `log(1 + exp u)` is below the function, so that a bin of width h in u, where a third central
-    moment is at most `h³/10`, is off by at most `h³/60` of its sum: 6e-8, and 1e-10 where bins are filled evenly.
+    The third derivative of `log(1 + exp u)` is smaller than the function. A third central moment in a bin of width h in
+    u is at most `h³/10`, so the relative error is at most `h³/60`: 6e-8, or 1e-10 for evenly filled bins.
 
     Args:
-        eigenvalues: λ >= 0 in any shape; zeros add nothing and are left out.
+        eigenvalues: λ >= 0 in any shape. Zeros add nothing and are left out.
 
     Returns:
-        The points and their weights; λ itself and None where it is not many, or not all finite and >= 0.
+        The points and their weights, or λ and None if λ has few entries, or entries that are not finite and >= 0.
 
-    Cost: two passes on the CPU, whose sums do not depend on the order of threads.
+    Cost: two passes on the CPU. The sums do not depend on the order of threads.
     """
     values = eigenvalues.flatten()
     if len(values) < MANY:
         return doubled(values), None
     low, high = values.aminmax()
-    if not 0 <= low <= high < inf:  # NaN is the least and the largest
+    if not 0 <= low <= high < inf:  # aminmax returns NaN if there is one
         return doubled(values), None
     if high == 0:
         return doubled(values[:1]), None
     parts = values.split(SLICE_NUMBERS)
     smallest = torch.stack([torch.where(part > 0, part, inf).amin() for part in parts]).amin()
     lowest, highest = doubled(torch.stack([smallest, high])).cpu().log()
-    sums = lowest.new_zeros(3, 1 + int(PER_UNIT * (highest - lowest)))  # of powers 0, 1 and 2
+    sums = lowest.new_zeros(3, 1 + int(PER_UNIT * (highest - lowest)))  # sums of powers 0, 1 and 2
     for part in parts:
         places = PER_UNIT * (doubled(part[part > 0]).cpu().log() - lowest)
         bins = places.long()

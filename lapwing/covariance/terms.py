@@ -1,7 +1,7 @@
-"""The terms that a covariance of the network's outputs is a sum of: factors, expanded only when they are read.
+"""Terms: a covariance of the network's outputs is a sum of terms, whose factors are multiplied out only when needed.
 
-Every structure gives its `J Σ Jᵀ` as the terms that suit it. A term knows its own algebra: it is scaled, joined with
-those of other samples and reduced to variances by its methods.
+Every structure returns its `J Σ Jᵀ` as the terms that suit it. A term has methods that scale it, join it with terms of
+other samples and reduce it to variances.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class Term(ABC):
         return tuple(value for value in vars(self).values() if value is not None)
 
     def with_rows(self, *rows: Tensor) -> Self:
-        """Returns the same kind of term with these tensors in place of `rows`."""
+        """Returns the same kind of term with these tensors instead of `rows`."""
         kind: Any = type(self)
         return kind(*rows)
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What two terms must share for the rows of one to go below those of the other."""
+        """Kind, dtypes and shapes that two terms must share so that their rows can be joined."""
         return type(self), *((rows.dtype, rows.shape[1:]) for rows in self.rows)
 
     def to(self, outputs: Tensor) -> Self:
-        """Returns the term in the dtype and on the device of the outputs: some structures are contracted in float64."""
+        """Returns the term in the dtype and on the device of the outputs. Some structures are contracted in float64."""
         kind: Any = type(self)
         if self.rows[0].dtype == outputs.dtype:
             return self
         return kind(*(value if value is None else value.to(outputs) for value in vars(self).values()))
 
     def marginals(self) -> MarginalTerm:
-        """Returns the variances alone, not as a view that would keep the term's matrix."""
+        """Returns only the variances, as a copy that does not keep the matrix in memory."""
         return MarginalTerm(self.variance().clone(), self.centred_variance())
 
     def read(self, reads: Reads) -> Term:
-        """Returns the term with only what is read of it."""
+        """Returns the term reduced to the part that is read."""
         if reads == "covariances":
             return self
         return self.marginals() if reads == "variances" else ScaleTerm(self.centred_variance().mean(-1, keepdim=True))
@@ -73,20 +73,20 @@ class Term(ABC):
 
     @abstractmethod
     def scaled(self, factor: float) -> Self:
-        """Returns the covariance times a number >= 0."""
+        """Returns the covariance multiplied by a factor >= 0."""
 
     def selected(self, outputs: Tensor) -> Term:
         """Returns the covariance (B, k, k) of some outputs (B, k)."""
         return DenseTerm(selected(self.dense(), outputs))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Returns draws (n, B, C), by default through an eigendecomposition, which takes singular matrices too."""
+        """Returns draws (n, B, C), by default from an eigendecomposition, which works for singular matrices."""
         return FactoredTerm(psd_root(self.dense())).sample(count, generator)
 
 
 @dataclass(frozen=True)
 class FactoredTerm(Term):
-    """`F diag(s) Fᵀ` for a factor F (B, C, K) and s (B, K), ones when None."""
+    """`F diag(s) Fᵀ` for a factor F (B, C, K) and s (B, K); None means ones."""
 
     factor: Tensor
     scale: Tensor | None = None
@@ -96,7 +96,7 @@ class FactoredTerm(Term):
         return self._by_slices(lambda part: part._weighted(part.factor.square()).sum(-1))
 
     def centred_variance(self) -> Tensor:
-        """Returns the same for F minus its average over outputs."""
+        """Returns the variance for F minus its average over outputs."""
 
         def sums(part: FactoredTerm) -> Tensor:
             return part._weighted((part.factor - part.factor.mean(1, keepdim=True)).square()).sum(-1)
@@ -107,12 +107,12 @@ class FactoredTerm(Term):
         return self._by_slices(lambda part: torch.bmm(part._weighted(part.factor), part.factor.mT))
 
     def scaled(self, factor: float) -> FactoredTerm:
-        """Returns it with other s: F is shared, which has C times as many numbers."""
+        """Returns the term with another s. F, which has C times as many entries, is shared."""
         scale = self.factor.new_ones(len(self.factor), self.factor.shape[-1]) if self.scale is None else self.scale
         return FactoredTerm(self.factor, scale * factor)
 
     def multiplied_out(self) -> DenseTerm:
-        """Returns the matrix, and beside it the centred variance, which would cancel digits if the matrix gave it."""
+        """Returns the matrix, and the centred variance from the factor, since the matrix would lose digits."""
         return DenseTerm(self.dense(), self.centred_variance())
 
     def _weighted(self, values: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class FactoredTerm(Term):
         return values if self.scale is None else values * self.scale.unsqueeze(1)
 
     def _by_slices(self, function: Callable[[FactoredTerm], Tensor]) -> Tensor:
-        """Applies a function to slices of samples, so that no second factor of all of them is made."""
+        """Applies a function to slices of samples, to avoid a second factor for all samples."""
         samples, outputs, columns = self.factor.shape
         length = max(1, SLICE_NUMBERS // max(1, outputs * columns))
         if length >= samples:
@@ -129,35 +129,34 @@ class FactoredTerm(Term):
         return torch.cat([function(FactoredTerm(*rows)) for rows in slices])
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Returns draws from K normals each."""
         shape = (count, self.factor.shape[0], self.factor.shape[-1])
         noise = torch.randn(shape, generator=generator, dtype=self.factor.dtype, device=self.factor.device)
         if self.scale is not None:
             noise = noise * standard_deviation(self.scale).unsqueeze(0)
-        return torch.einsum("bck,sbk->sbc", self.factor, noise)  # one product a sample, not one a draw
+        return torch.einsum("bck,sbk->sbc", self.factor, noise)  # one product per sample, not per draw
 
 
 @dataclass(frozen=True)
 class EigenTerm(Term):
-    """`U diag(s) Uᵀ` for one U (C, C), the identity when None, and s (B, C): a last layer of any number of classes."""
+    """`U diag(s) Uᵀ` for one U (C, C) and s (B, C), from a last layer. `basis=None` means the identity."""
 
     basis: Tensor | None
     scale: Tensor
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """s; all samples share U."""
+        """Only s, because all samples share U."""
         return (self.scale,)
 
     def with_rows(self, *rows: Tensor) -> EigenTerm:
         return EigenTerm(self.basis, *rows)
 
     def variance(self) -> Tensor:
-        """Returns the diagonal: time O(B C²), or nothing without U."""
+        """Returns the diagonal. Time O(B C²), or O(1) without U."""
         return self.scale if self.basis is None else F.linear(self.scale, self.basis.square())
 
     def centred_variance(self) -> Tensor:
-        """Returns the same for U minus its average over outputs."""
+        """Returns the variance for U minus its average over outputs."""
         if self.basis is None:
             classes = self.scale.shape[-1]
             return (1 - 2 / classes) * self.scale + self.scale.sum(-1, keepdim=True) / classes**2
@@ -172,14 +171,12 @@ class EigenTerm(Term):
         return EigenTerm(self.basis, self.scale * factor)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Returns draws from C normals each."""
         shape = (count, *self.scale.shape)
         noise = torch.randn(shape, generator=generator, dtype=self.scale.dtype, device=self.scale.device)
         noise = noise * self.scale.sqrt()
         return noise if self.basis is None else F.linear(noise, self.basis)
 
     def selected(self, outputs: Tensor) -> Term:
-        """Returns the covariance of some outputs, of their rows of U."""
         if self.basis is None:
             return EigenTerm(None, self.scale.gather(1, outputs))
         rows = self.basis.index_select(0, outputs.flatten()).view(*outputs.shape, -1)  # (B, k, C)
@@ -188,7 +185,7 @@ class EigenTerm(Term):
 
 @dataclass(frozen=True)
 class DenseTerm(Term):
-    """A matrix (B, C, C), and the centred variance (B, C) where it is known more precisely than from the matrix."""
+    """A matrix (B, C, C), and the centred variance (B, C) if it is known more precisely than from the matrix."""
 
     matrix: Tensor
     centred: Tensor | None = None
@@ -198,7 +195,7 @@ class DenseTerm(Term):
         return self.matrix.diagonal(dim1=-2, dim2=-1)
 
     def centred_variance(self) -> Tensor:
-        """Returns what is known, or the diagonal, less twice the mean of each row, and the mean of all."""
+        """Returns the stored value, or the diagonal minus twice the mean of each row plus the mean of all entries."""
         if self.centred is not None:
             return self.centred
         rows = self.matrix.mean(-1)  # (B, C)
@@ -208,7 +205,7 @@ class DenseTerm(Term):
         return self.matrix
 
     def to(self, outputs: Tensor) -> DenseTerm:
-        """Returns the term in the dtype of the outputs, centred before digits are lost."""
+        """Returns the term in the dtype of the outputs. The centred variance is computed before the cast."""
         if self.matrix.dtype == outputs.dtype:
             return self
         return DenseTerm(self.matrix.to(outputs), self.centred_variance().to(outputs))
@@ -224,7 +221,7 @@ class DenseTerm(Term):
 
 @dataclass(frozen=True)
 class MarginalTerm(Term):
-    """Variances alone (B, C), of the outputs and of the outputs minus their average: what a closed-form link reads."""
+    """Variances (B, C) of the outputs and of the outputs minus their average, enough for a closed-form link."""
 
     plain: Tensor
     centred: Tensor
@@ -236,7 +233,6 @@ class MarginalTerm(Term):
         return self.centred
 
     def dense(self) -> Tensor:
-        """Raises: covariances between outputs are not known."""
         raise LapwingError("This latent has variances alone. Use a link in closed form: write link=lw.Probit().")
 
     def scaled(self, factor: float) -> MarginalTerm:
@@ -248,16 +244,15 @@ class MarginalTerm(Term):
 
 @dataclass(frozen=True)
 class ScaleTerm(Term):
-    """The mean of the centred variances of an input's outputs (B, 1): what `Probit` reads."""
+    """The mean centred variance of the outputs of each input (B, 1), which `Probit` reads."""
 
     mean: Tensor
 
     def centred_variance(self) -> Tensor:
-        """Returns the mean (B, 1), instead of one variance per output."""
+        """Returns the mean (B, 1) instead of one variance per output."""
         return self.mean
 
     def variance(self) -> Tensor:
-        """Raises: variances of single outputs are not known."""
         raise LapwingError("This latent has one mean variance for each input. Use the default link, lw.Probit().")
 
     dense = variance
@@ -271,9 +266,9 @@ class ScaleTerm(Term):
 
 @dataclass(frozen=True)
 class SelectedTerm(MarginalTerm):
-    """Variances (B, C), and how k of the outputs move against their average; see `SelectedLatent.of_classes`.
+    """Variances (B, C), and covariances of k of the outputs minus their average; see `SelectedLatent.of_classes`.
 
-    `outputs` (B, k) says which they are, `matrix` (B, k, k) is the covariance of these movements.
+    `outputs` (B, k) are the indices of the k outputs, and `matrix` (B, k, k) is their covariance.
     """
 
     outputs: Tensor
@@ -283,31 +278,31 @@ class SelectedTerm(MarginalTerm):
         return SelectedTerm(self.plain * factor, self.centred * factor, self.outputs, self.matrix * factor)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Returns draws (n, B, C), 0 at the outputs that are not selected."""
+        """Returns draws (n, B, C), with 0 for outputs that are not selected."""
         moved = DenseTerm(self.matrix).sample(count, generator)  # (n, B, k)
         index = self.outputs.expand(count, -1, -1)
         return moved.new_zeros(count, *self.plain.shape).scatter(-1, index, moved)
 
 
 def selected(matrix: Tensor, outputs: Tensor) -> Tensor:
-    """Returns the covariances (B, k, k) of some outputs (B, k), out of those of all (B, C, C)."""
+    """Returns the covariances (B, k, k) of some outputs (B, k) from the covariances of all (B, C, C)."""
     sample = torch.arange(len(outputs), device=outputs.device)[:, None, None]
     return matrix[sample, outputs[:, :, None], outputs[:, None]]
 
 
 def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
-    """Returns a sum with one more term. Matrices and variances are added, so there is at most one, at the end."""
+    """Returns a sum with another term. It adds matrices, or variances, so that at most one is there, at the end."""
     if not terms or not isinstance(terms[-1], (DenseTerm, MarginalTerm, ScaleTerm)):
         return (*terms, term)
-    others, last = terms[:-1], terms[-1]
+    *factors, last = terms
     summed: Any = last
-    return (*others, summed + term) if type(term) is type(last) else (*others, term, last)
+    return (*factors, summed + term) if type(term) is type(last) else (*factors, term, last)
 
 
 def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:
-    """Returns a sum whose factors are one matrix (B, C, C) where they have more than so many times C columns together.
+    """Replaces the factors of a sum by one matrix (B, C, C) if they have more than `times * C` columns together.
 
-    Cost: C products for each number of the factors.
+    Cost: C products for each entry of the factors.
     """
     factors = [term for term in terms if isinstance(term, FactoredTerm)]
     if not factors or sum(term.factor.shape[-1] for term in factors) <= times * factors[0].factor.shape[1]:
@@ -317,7 +312,7 @@ def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:
 
 
 def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
-    """Joins the terms of consecutive chunks of samples; where the kinds differ, as for shorter texts, to a matrix."""
+    """Joins the terms of consecutive chunks of samples. If their kinds differ (shorter texts), returns one matrix."""
     if len({tuple(type(term) for term in terms) for terms in parts}) > 1:
         return (_as_matrix(parts),)
     return tuple(map(_joined, zip(*parts, strict=True)))
@@ -325,25 +320,25 @@ def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
 
 def _joined(terms: Sequence[Term]) -> Term:
     """Joins one term of each chunk."""
-    if len({term.layout for term in terms}) > 1:  # factors of other widths
+    if len({term.layout for term in terms}) > 1:  # factors with different numbers of columns
         return _as_matrix([[term] for term in terms])
     return terms[0].with_rows(*map(torch.cat, zip(*(term.rows for term in terms), strict=True)))
 
 
 def _as_matrix(parts: Sequence[Sequence[Term]]) -> DenseTerm:
-    """Joins the terms of consecutive chunks of samples to one matrix and the centred variances."""
+    """Joins the terms of consecutive chunks of samples into one matrix with centred variances."""
     matrices = torch.cat([total(term.dense() for term in terms) for terms in parts])
     return DenseTerm(matrices, torch.cat([total(term.centred_variance() for term in terms) for terms in parts]))
 
 
 def factored_or_dense(factor: Tensor) -> Term:
-    """Returns `F Fᵀ` as the factor (B, C, K), or multiplied out where the matrix has fewer numbers."""
+    """Returns `F Fᵀ` as the factor (B, C, K), or as a matrix if it has fewer entries."""
     term = FactoredTerm(factor)
     return term.multiplied_out() if factor.shape[-1] > factor.shape[-2] else term
 
 
 def of_both(function: Callable[[Any], Any], first: Any, second: Any) -> tuple[Any, Any]:
-    """Returns a function of two objects, computed once where they are the same."""
+    """Returns a function of two objects, computed once if they are the same object."""
     value = function(first)
     return value, value if second is first else function(second)
 
@@ -354,5 +349,5 @@ def cross_covariance(left: Tensor, right: Tensor) -> Tensor:
 
 
 def standard_deviation(variance: Tensor) -> Tensor:
-    """Returns the root of variances, without slope at 0."""
+    """Returns the square root of variances, with gradient 0 at 0."""
     return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
