@@ -1,9 +1,8 @@
 """The algebra of Jacobians: products, Kronecker factors and norms of blocks that are never formed.
 
-It works on tensors alone and knows no network; it imports `linalg`. Begin with `jacobian.py`
-(what every block can do), then `outer.py` (`g aᵀ` at one position), `shared_outer.py` (its sum over positions) and
-`layers/` (one file a family).
-What a layer from outside needs is exported here: docs/extending.md has an example.
+It works on tensors, without a network, and imports `linalg`. Begin with `jacobian.py` (the contractions of every
+block), then `outer.py` (`g aᵀ` at one position), `shared_outer.py` (its sum over positions) and `layers/` (one file
+for each family). Layers from outside the package use these exports: docs/extending.md has an example.
 """
 
 from __future__ import annotations

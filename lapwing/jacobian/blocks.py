@@ -23,13 +23,13 @@ class Matrix:
 
     groups: int
     outputs: int
-    inputs: int  # the bias column not counted
-    transposed: bool = False  # stored inputs first: (I, O), or (G I', O, *kernel) of a transposed convolution
+    inputs: int  # without the bias column
+    transposed: bool = False  # stored inputs first: (I, O), or (G I', O, *kernel) in a transposed convolution
     one_hot: bool = False  # the inputs are one-hot, such as tokens, so that `A = Σ a aᵀ` is diagonal
 
     @classmethod
     def of(cls, shape: Sequence[int], groups: int = 1, transposed: bool = False, one_hot: bool = False) -> Matrix:
-        """Returns the layout of a weight of this shape: (G O, I', *kernel), or (G I', O, *kernel) where transposed."""
+        """Returns the layout of a weight of this shape: (G O, I', *kernel), or (G I', O, *kernel) if transposed."""
         first, kernel = shape[0] // max(1, groups), prod(shape[2:])
         outputs, channels = (shape[1], first) if transposed else (first, shape[1])
         return cls(groups, outputs, channels * kernel, transposed, one_hot)
@@ -40,12 +40,12 @@ class Block:
     """The parameters of one layer seen as one vector of P entries.
 
     Attributes:
-        name: the module's name, or the parameter's where it stands alone.
+        name: name of the module, or of a parameter outside any layer.
         parameters: parameter names, weight before bias.
-        shapes: their shapes.
-        matrix: the matrix layout of weight (and bias), or None where the vector is the plain concatenation.
+        shapes: shapes of the parameters.
+        matrix: matrix layout of weight (and bias), or None if the vector is the plain concatenation.
         bias: whether the matrix layout has a bias column.
-        family: the layer family that treats them (`Use.family`), or "generic".
+        family: the layer family of the parameters (`Use.family`), or "generic".
     """
 
     name: str
@@ -65,12 +65,12 @@ class Block:
 
     @property
     def is_generic(self) -> bool:
-        """Whether no layer family treats the parameters."""
+        """Whether no layer family covers the parameters."""
         return self.family == "generic"
 
     @property
     def kind(self) -> str:
-        """The family and the matrix layout, as the uses of the block have them: `Use.kind`."""
+        """The family and the matrix layout, as in `Use.kind`."""
         return kind_of(self.family, self.matrix)
 
     @property
@@ -88,7 +88,7 @@ class Block:
 
     @property
     def has_weight(self) -> bool:
-        """Whether the matrix layout holds a weight (not a bias alone)."""
+        """Whether the matrix layout holds a weight (not only a bias)."""
         return len(self.parameters) > int(self.bias)
 
     def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -127,7 +127,7 @@ class Block:
 
 
 def kind_of(family: str, matrix: Matrix | None) -> str:
-    """Returns a family's name and what is special about a layout, such as "conv, 2 groups"."""
+    """Returns the name of a family and the special features of a layout, such as "conv, 2 groups"."""
     if matrix is None:
         return family
     if matrix.transposed:
@@ -138,10 +138,10 @@ def kind_of(family: str, matrix: Matrix | None) -> str:
 
 
 def join(blocks: Sequence[Block], parameters: Mapping[str, Tensor]) -> Vectors:
-    """Lays parameters out as one vector a block."""
+    """Lays parameters out as one vector per block."""
     return {block.name: block.join(parameters) for block in blocks}
 
 
 def split(blocks: Sequence[Block], vectors: Vectors) -> dict[str, Tensor]:
-    """Cuts vectors, one a block, into parameters."""
+    """Cuts vectors, one per block, into parameters."""
     return {name: value for block in blocks for name, value in block.split(vectors[block.name]).items()}

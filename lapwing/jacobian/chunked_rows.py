@@ -1,4 +1,4 @@
-"""Jacobians whose rows are formed one part after another, and squared and summed while a cache holds the part."""
+"""Jacobians whose rows are formed part by part. Each part is squared and summed while it is in the cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..linalg import nonnegative
 from .jacobian import BlockJacobian, Reads, Weighting, materialised
 
 
-class ChunkedRows(BlockJacobian):
-    """A Jacobian of G groups of (O, I), whose rows are formed, squared and summed one part after another."""
+class InParts(BlockJacobian):
+    """A Jacobian of G groups of (O, I), whose rows are formed, squared and summed part by part."""
 
     groups: int
     outputs: int
@@ -21,11 +21,11 @@ class ChunkedRows(BlockJacobian):
 
     @abstractmethod
     def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields samples, output channels, and their rows (b, G, R, o, I); with `whole` of all output channels."""
+        """Yields samples, output channels, and their rows (b, G, R, o, I). `whole` means all output channels."""
 
     @abstractmethod
     def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """Yields rows (B, R, p) for output channels of one group; with `whole` for all channels of the group."""
+        """Yields rows (B, R, p) for output channels of one group. `whole` means all channels of the group."""
 
     def _matrices(self, weights: Tensor) -> Tensor:
         """Returns weights (P, ...) as (G, O, I, ...)."""
@@ -65,7 +65,7 @@ class ChunkedRows(BlockJacobian):
     def _with_weights(
         self, parts: Iterable[tuple[slice, slice, Tensor]], several: Sequence[Weighting]
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields samples, values of theirs, and several weights (G, n, o I) of the same output channels."""
+        """Yields samples, their values, and n weights (G, n, o I) of the same output channels."""
         here, w = slice(0, 0), torch.empty(0)
         for samples, outputs, values in parts:
             if outputs != here:
@@ -88,10 +88,10 @@ class ChunkedRows(BlockJacobian):
         return sums.flatten()
 
 
-class RotatedOuter(ChunkedRows):
-    """`U_outᵀ J[n, r] U_in` of another Jacobian, for U_in (G, I, I) and U_out (G, O, O); None is the identity.
+class RotatedOuter(InParts):
+    """`U_outᵀ J[n, r] U_in` for another Jacobian J, U_in (G, I, I) and U_out (G, O, O); None is the identity.
 
-    A rotation of the outputs mixes the output channels, so that it needs the rows of all of them.
+    A rotation of the outputs mixes the output channels, so it needs the rows of all channels.
     """
 
     def __init__(self, plain: ChunkedRows, inputs: Tensor | None, outputs: Tensor | None) -> None:
@@ -102,7 +102,7 @@ class RotatedOuter(ChunkedRows):
 
     def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
         for samples, outputs, rows in self._plain.parts(whole or self._outputs is not None):
-            rows = self._turned(rows)  # frees the rows before
+            rows = self._turned(rows)  # frees the plain rows
             yield samples, outputs, rows
 
     def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
@@ -113,7 +113,7 @@ class RotatedOuter(ChunkedRows):
 
     def _turned(self, rows: Tensor, groups: slice = slice(None)) -> Tensor:
         """Rotates rows (b, G, R, o, I) of a slice of the groups."""
-        several = rows.shape[1] > 1  # groups, whose bases a product would copy for every sample
+        several = rows.shape[1] > 1  # a batched product would copy the bases of several groups for every sample
         if self._outputs is not None and several:
             rows = rows.permute(1, 3, 0, 2, 4)  # (G, o, b, R, I)
             rows = (self._outputs[groups].mT @ rows.flatten(2)).view(rows.shape).permute(2, 0, 3, 1, 4)

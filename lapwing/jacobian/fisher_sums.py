@@ -1,4 +1,4 @@
-"""Sums over samples for a layer that gives the outputs, with Λ by its parts: the root's C columns are not formed."""
+"""Sums over samples for a layer that gives the outputs, from the parts of Λ instead of the C columns of its root."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class FisherSums:
     Args:
         layer: inputs a of the layer; its g is the identity.
         diagonal: diagonal of Λ (B, O).
-        beside: v (B, O), or None if Λ is diagonal.
+        vector: v (B, O), or None if Λ is diagonal.
     """
 
-    def __init__(self, layer: Outer, diagonal: Tensor, beside: Tensor | None) -> None:
+    def __init__(self, layer: Outer, diagonal: Tensor, vector: Tensor | None) -> None:
         dtype = layer.a.dtype
         self._layer = layer
-        self._diagonal, self._beside = diagonal.to(dtype), None if beside is None else beside.to(dtype)
+        self._diagonal, self._vector = diagonal.to(dtype), None if vector is None else vector.to(dtype)
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n Λ_oo a²` (P,). Time O(B O I)."""
@@ -36,11 +36,11 @@ class FisherSums:
         diagonal = self._diagonal
         if outputs is not None:
             basis, diagonal = doubled(outputs[0]), doubled(diagonal)
-            if self._beside is None:
+            if self._vector is None:
                 diagonal = diagonal @ basis.square()
             else:
-                beside = doubled(self._beside)
-                diagonal = (diagonal + beside.square()) @ basis.square() - (beside @ basis).square()
+                vector = doubled(self._vector)
+                diagonal = (diagonal + vector.square()) @ basis.square() - (vector @ basis).square()
             diagonal = diagonal.clamp_min(0.0)
         return FisherSums(self._layer.rotate(inputs, None), diagonal, None).squared_sum()
 
@@ -49,6 +49,6 @@ class FisherSums:
     ) -> int:
         """Adds A and `Γ = Σ Λ` as `MatrixJacobian.add_kronecker_factors` does."""
         outputs[0].diagonal().add_(self._diagonal.sum(0))
-        if self._beside is not None:  # the diagonal of v vᵀ is left out, which would cancel
-            outputs[0] -= (self._beside.T @ self._beside).fill_diagonal_(0.0)
+        if self._vector is not None:  # without the diagonal of v vᵀ, which would cancel
+            outputs[0] -= (self._vector.T @ self._vector).fill_diagonal_(0.0)
         return self._layer.add_input_factor(inputs, weights)

@@ -1,8 +1,8 @@
-"""The Jacobian of one block of weights for one chunk of samples, and its contractions made of rows.
+"""The Jacobian of one block of weights for one chunk of samples, and its contractions from rows.
 
-Layout: B samples, R cotangents a sample (the C outputs themselves, or the columns of a Fisher root), P weights of a
-block. `J[n, r]` is the gradient of cotangent r of sample n. A layer family need only give `row_slices`; every
-contraction below follows from it, and overrides (`outer.py`, `shared_outer.py`, `layers/embedding.py`) are speed.
+Layout: B samples, R cotangents per sample (the C outputs, or the columns of a Fisher root), P weights in a block.
+`J[n, r]` is the gradient of cotangent r of sample n. A layer family must only implement `row_slices`; every
+contraction below follows from it. Overrides (`outer.py`, `shared_outer.py`, `layers/embedding.py`) are faster.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from .strips import Strips
 
 SLICE_BYTES = 16 * 2**20
-"""Aim for the size of one slice of rows: large enough for fast products, small beside the usual memory budget."""
+"""Target size of one slice of rows: large enough for fast products, small compared with the usual memory budget."""
 
 
 Reads = Literal["covariances", "variances", "scale"]
-"""What is read of the outputs' covariances: all of them, the variances, or their mean, one number for each sample."""
+"""The part of the outputs' covariances that is read: all, the variances, or their mean (one number per sample)."""
 
 
 class Weighting:
-    """`diag(w)` of one block, with the layouts that products need, made once.
+    """`diag(w)` of one block, with cached layouts for products.
 
     Args:
-        values: what w is a function of, number by number.
-        function: w of values; values themselves when None.
+        values: argument of the function, one entry per weight.
+        function: elementwise function that gives w; None means the identity.
     """
 
     def __init__(self, values: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -47,11 +47,11 @@ class Weighting:
 
     @cached_property
     def flat(self) -> Tensor:
-        """The weights w (P,). A weighting that only `matrix` reads may have another shape."""
+        """The weights w (P,). If only `matrix` is used, they may have another shape."""
         return self._values if self._function is None else self._function(self._values)
 
     def at(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns some of w, picked from (P,), and keeps nothing of it."""
+        """Returns the part of w (P,) that `pick` selects, without caching."""
         if self._function is None or "flat" in vars(self):
             return pick(self.flat)
         return self._function(pick(self._values))
@@ -90,13 +90,13 @@ def materialised(candidates: Iterable[Weighting]) -> list[Weighting]:
 
 
 class BlockJacobian(ABC):
-    """`J` (B, R, P) of one block, never formed unless asked for.
+    """`J` (B, R, P) of one block, which only `rows` forms.
 
     Attributes:
         batch: B.
         cotangents: R.
         size: P.
-        slice_bytes: the size of one slice that is aimed at.
+        slice_bytes: target size of one slice.
     """
 
     batch: int
@@ -106,21 +106,21 @@ class BlockJacobian(ABC):
 
     @property
     def is_output(self) -> bool:
-        """Whether the layer's output is the network's and its entries are the cotangents."""
+        """Whether the layer's output is the network's output and its entries are the cotangents."""
         return False
 
     @property
     def strips(self) -> Strips | None:
-        """The inputs a and output gradients g at all positions, where the rows are `Σ_t g aᵀ`; None for other rows."""
+        """Inputs a and output gradients g at all positions if the rows are `Σ_t g aᵀ`, else None."""
         return None
 
     def within(self, slice_bytes: int) -> Self:
-        """Returns the same Jacobian, its slices of this size."""
+        """Sets the target size of slices, and returns the same Jacobian."""
         self.slice_bytes = slice_bytes
         return self
 
     def step(self, bytes_per_item: int, items: int) -> int:
-        """Returns how many of `items` fit in one slice, at least one."""
+        """Returns the number of items that fit in one slice, at least 1 and at most `items`."""
         return max(1, min(items, self.slice_bytes // max(1, bytes_per_item)))
 
     @abstractmethod
@@ -128,7 +128,7 @@ class BlockJacobian(ABC):
         """Yields `(weights, J[:, :, weights])` for consecutive slices of the weights, each (B, R, p)."""
 
     def rows(self) -> Tensor:
-        """Returns J (B, R, P) itself. Memory O(B R P)."""
+        """Returns J (B, R, P). Memory O(B R P)."""
         parts = [rows for _, rows in self.row_slices()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
@@ -144,13 +144,14 @@ class BlockJacobian(ABC):
         return None
 
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
-        """Returns one tensor for each of several weights w, with what is read of `J diag(w) Jᵀ`.
+        """Returns the part of `J diag(w) Jᵀ` that is read, one tensor for each of several weights w.
 
         - "covariances": the matrix (B, R, R).
         - "variances": the diagonals (2, B, R) of `J diag(w) Jᵀ` and of `H J diag(w) Jᵀ H`, with `H = I - 11ᵀ/R`.
         - "scale": the trace (B,) of `H J diag(w) Jᵀ H`.
 
-        The rows are formed once. Of the last two, one product of squared rows with all weights gives all candidates.
+        The rows are formed once. For "variances" and "scale", one product of squared rows with all weights serves all
+        candidates.
         """
         several = materialised(candidates)
         if reads == "covariances":
@@ -175,7 +176,7 @@ class BlockJacobian(ABC):
         return self.squared_sum().sum()
 
     def sum_rows(self) -> Tensor:
-        """Returns `Σ_n J[n]` (R, P), that is `Jᵀu` where the cotangents carry the weights u."""
+        """Returns `Σ_n J[n]` (R, P)."""
         return torch.cat([rows.sum(0) for _, rows in self.row_slices()], -1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
@@ -183,12 +184,12 @@ class BlockJacobian(ABC):
         return total(F.linear(rows, vectors[:, part]) for part, rows in self.row_slices())
 
     def vjp(self, cotangents: Tensor) -> Tensor:
-        """Returns `Σ_n J[n]ᵀ u[n]` (S, P) for u (B, R, S): S transposed products at once. Time O(B R S P) at most."""
+        """Returns `Σ_n J[n]ᵀ u[n]` (S, P) for u (B, R, S). Time O(B R S P) at most."""
         flat = cotangents.flatten(0, 1).T  # (S, B R)
         return torch.cat([flat @ rows.flatten(0, 1) for _, rows in self.row_slices()], -1)
 
     def columns(self, index: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
-        """Yields `J[:, :, index]` in parts, for ascending indices, as a tensor and as a list."""
+        """Yields `J[:, :, index]` in parts, for ascending indices, given as a tensor and as a list."""
         for part, rows in self.row_slices():
             first, stop = bisect_left(places, part.start), bisect_left(places, part.stop)
             if stop > first:
@@ -214,20 +215,20 @@ class BlockJacobian(ABC):
 
 
 def aligned(mine: BlockJacobian, theirs: BlockJacobian) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields rows (B, R, p) and (B', R', p) of two Jacobians for the same weights, cut where either ends a slice."""
+    """Yields rows (B, R, p) and (B', R', p) of two Jacobians for the same weights, cut at the ends of both slices."""
     if theirs is mine:
         yield from ((part, rows, rows) for part, rows in mine.row_slices())
         return
-    others = theirs.row_slices()
-    there, other = slice(0, 0), torch.empty(0)
-    for here, rows in mine.row_slices():
+    right_slices = theirs.row_slices()
+    there, right = slice(0, 0), torch.empty(0)
+    for here, left in mine.row_slices():
         start = here.start
         while start < here.stop:
             if there.stop == start:
-                there, other = next(others)
+                there, right = next(right_slices)
             stop = min(here.stop, there.stop)
-            left, right = (slice(start - part.start, stop - part.start) for part in (here, there))
-            yield slice(start, stop), rows[..., left], other[..., right]
+            first, second = (slice(start - part.start, stop - part.start) for part in (here, there))
+            yield slice(start, stop), left[..., first], right[..., second]
             start = stop
 
 
@@ -243,9 +244,9 @@ class MatrixJacobian(BlockJacobian):
         return self.rotate(inputs, outputs).squared_sum()
 
     def rotate_inputs(self, basis: Tensor) -> MatrixJacobian | None:
-        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], U (I, k) orthonormal, where what is left weighs the same.
+        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a] with U (I, k) orthonormal, or None if the layer has no such form.
 
-        None where the layer has no such form.
+        It replaces J if all directions orthogonal to U have one weight.
         """
         return None
 
@@ -255,9 +256,9 @@ class MatrixJacobian(BlockJacobian):
     ) -> int:
         """Adds `A = Σ a aᵀ` (G, I, I), or its diagonal, and `Γ = Σ g gᵀ` (G, O, O) to sums in place.
 
-        Of both at least the lower triangles. With `reduce` a is the mean and g the sum over positions, else every
-        position is a sample. A counts sample n `weights[n]` times; g has its weight already. Returns their count of
-        positions.
+        At least the lower triangles are added. With `reduce`, a is the mean and g the sum over positions, else every
+        position is a sample. A counts sample n `weights[n]` times; g already contains the weight. Returns the number
+        of positions.
         """
 
 
@@ -269,19 +270,17 @@ class Rows(BlockJacobian):
         self.batch, self.cotangents, self.size = rows.shape
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields all rows at once: they are there already."""
         yield slice(0, self.size), self._rows
 
 
 class SumOfUses(MatrixJacobian):
-    """The Jacobian of weights used several times, `J = Σ_uses J_use`: rows are summed before anything quadratic."""
+    """The Jacobian of weights with several uses, `J = Σ_uses J_use`. Rows are summed before they are squared."""
 
     def __init__(self, uses: Sequence[BlockJacobian]) -> None:
         self._uses = uses
         self.batch, self.cotangents, self.size = uses[0].batch, uses[0].cotangents, uses[0].size
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the sum of the uses' rows."""
         yield slice(0, self.size), total(use.rows() for use in self._uses)
 
     def jvp(self, vectors: Tensor) -> Tensor:
@@ -301,16 +300,16 @@ class SumOfUses(MatrixJacobian):
 
 
 class Sliced(MatrixJacobian):
-    """`J = [J_1; J_2; ...]`, one block in slices of its cotangents, each computed when needed and freed after use.
+    """`J = [J_1; J_2; ...]`: one block in slices of its cotangents, each computed when needed and freed after use.
 
-    Products that add or join over cotangents take one sweep over the slices. Others form rows of all cotangents, for as
-    many weights as the limit allows: one sweep for each such part of the weights, usually a single one.
+    Products that add or join over cotangents need one sweep over the slices. Other products form rows of all
+    cotangents, one sweep for each part of the weights that fits the limit. Usually all weights fit.
 
     Args:
-        part: gives the Jacobian of a slice of the cotangents.
+        part: function that returns the Jacobian of a slice of the cotangents.
         shape: (B, R, P).
-        step: how many cotangents make a slice.
-        limit: how many numbers the rows may have at once.
+        step: number of cotangents in a slice.
+        limit: maximum number of entries of the rows in memory.
     """
 
     def __init__(
@@ -332,11 +331,10 @@ class Sliced(MatrixJacobian):
             del rows, some
 
     def rows(self) -> Tensor:
-        """Returns J (B, R, P) itself."""
         return self._rows(0, self.size)
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Sliced:
-        """Returns J in another basis, each slice rotated when it is needed."""
+        """Returns J in another basis. Each slice is rotated when it is needed."""
         shape = self.batch, self.cotangents, self.size
         rotated = Sliced(lambda cut: as_matrix(self._part(cut)).rotate(inputs, outputs), shape, self._step, self._limit)
         return rotated.within(self.slice_bytes)
@@ -353,7 +351,7 @@ class Sliced(MatrixJacobian):
         count = 0
         for cut in self._cuts:
             count = as_matrix(self._part(cut)).add_kronecker_factors(reduce, inputs, outputs, weights)
-            inputs = torch.zeros_like(inputs)  # A and the count do not depend on the cotangents, and are added once
+            inputs = torch.zeros_like(inputs)  # A and the count do not depend on the cotangents: add them once
         return count
 
     def _rows(self, start: int, stop: int) -> Tensor:
@@ -366,7 +364,7 @@ class Sliced(MatrixJacobian):
                     if rows is None:
                         rows = some.new_empty(self.batch, self.cotangents, stop - start)
                     rows[:, cut, low - start : high - start] = some[..., low - weights.start : high - weights.start]
-            del some  # freed before the next slice's gradients are taken
+            del some  # freed before the gradients of the next slice are computed
         assert rows is not None
         return rows
 

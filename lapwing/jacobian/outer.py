@@ -1,4 +1,4 @@
-"""The Jacobian of a matrix weight used at one position a sample: `J[n, r] = g[n, r] a[n]ᵀ`, which is never formed.
+"""The Jacobian of a matrix weight at one position per sample: `J[n, r] = g[n, r] a[n]ᵀ`, which is never formed.
 
 Weights (P,) and vectors (K, P) are laid out as (O, I), the bias as the last input column.
 """
@@ -19,10 +19,10 @@ from .strips import Strips
 
 
 class Outer(MatrixJacobian):
-    """One position a sample: inputs a (B, I) and output gradients g (B, R, O).
+    """One position per sample: inputs a (B, I) and output gradients g (B, R, O).
 
-    `g=None` says that the layer's output *is* the network's output, so that g is the identity and R = O. `bias` appends
-    an input of ones; it is written out where a product needs it.
+    `g=None` means that the layer's output *is* the network's output: g is the identity and R = O. `bias` appends an
+    input of ones, which is formed only if a product needs it.
     """
 
     groups = 1
@@ -45,7 +45,7 @@ class Outer(MatrixJacobian):
 
     @property
     def g(self) -> Tensor:
-        """Output gradients (B, R, O), the identity written out where the layer is the output."""
+        """Output gradients (B, R, O). If the layer gives the outputs, this forms the identity."""
         if self._g is None:
             return torch.eye(self.outputs, dtype=self._a.dtype, device=self._a.device).expand(self.batch, -1, -1)
         return self._g
@@ -61,7 +61,6 @@ class Outer(MatrixJacobian):
         return (self.g if self._samples_first else self.g.transpose(0, 1)).flatten(0, 1)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields outer products for slices of the output channels."""
         step = self.step(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
         g = self.g
         for start in range(0, self.outputs, step):
@@ -79,18 +78,18 @@ class Outer(MatrixJacobian):
         return Outer(a, g, self.outputs).within(self.slice_bytes)
 
     def _turned(self, basis: Tensor) -> Tensor:
-        """Returns `a U` (B, K) for U (I, K), without writing the bias's column out."""
+        """Returns `a U` (B, K) for U (I, K), without forming the bias column."""
         if not self._bias:
             return self._a @ basis
         return F.linear(self._a, basis[:-1].mT, basis[-1])
 
     def rotate_inputs(self, basis: Tensor) -> Outer | None:
-        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a]; None where a needs a gradient, since a length has a kink at 0."""
+        """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], or None if a needs a gradient (a norm has a kink at 0)."""
         if self._a.requires_grad:
             return None
         inside = self._turned(basis)
-        beside = torch.linalg.vector_norm(self.a - inside @ basis.mT, dim=1, keepdim=True)
-        return Outer(torch.cat([beside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
+        outside = torch.linalg.vector_norm(self.a - inside @ basis.mT, dim=1, keepdim=True)
+        return Outer(torch.cat([outside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
 
     @property
     def strips(self) -> Strips:
@@ -102,7 +101,7 @@ class Outer(MatrixJacobian):
         return SharedOuter(self.strips).within(self.slice_bytes)
 
     def input_scale(self, weighting: Weighting) -> Tensor:
-        """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), all that a diagonal weighting needs of the inputs."""
+        """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), through which a diagonal weighting depends on the inputs."""
         return F.linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
     def weighted_factors(self, candidates: Iterable[Weighting]) -> tuple[Tensor | None, Iterator[Tensor]]:
@@ -152,7 +151,7 @@ class Outer(MatrixJacobian):
         return (g.permute(1, 2, 0).flatten(0, 1) @ self.a).reshape(cotangents.shape[-1], -1)
 
     def columns(self, index: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
-        """Yields `J[n, r, (o, i)] = g[n, r, o] a[n, i]` at once, without rows."""
+        """Yields `J[n, r, (o, i)] = g[n, r, o] a[n, i]` in one part, without forming rows."""
         yield self.g[:, :, index // self.inputs] * self.a[:, None, index % self.inputs]  # (B, R, k)
 
     def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
@@ -180,7 +179,7 @@ class Outer(MatrixJacobian):
             add_squares(inputs, (self.a * weights.sqrt().to(self.a)[:, None])[None])
             return self.batch
         add_squares(inputs[:, :-1, :-1] if self._bias else inputs, self._a[None])
-        if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; its last column, above the diagonal, is not read
+        if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; the last column is in the upper triangle
             ones = inputs[0, -1]
             ones[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
             ones[-1].add_(self.batch)

@@ -1,7 +1,7 @@
-"""The Jacobian of a matrix weight used at T positions a sample, or in G groups: `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`.
+"""The Jacobian of a matrix weight at T positions per sample, or in G groups: `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`.
 
-Convolutions, layers of tokens and layers called several times have it. A contraction goes by rows, formed a few at a
-time, or by products over positions, whichever takes fewer products; one strip of positions after another.
+Convolutions, layers of tokens and layers that are called several times have it. A contraction uses rows, formed in
+slices, or products over positions, whichever needs fewer products. It processes one strip of positions at a time.
 Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last input column.
 """
 
@@ -20,17 +20,17 @@ from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, materiali
 from .strips import Strip, Strips
 
 REDUCTION = 40
-"""What multiplying and summing one number costs, in multiply-adds of a matrix product."""
+"""Cost of multiplying and summing one entry, in multiply-adds of a matrix product."""
 
 MAP_CHANNELS = 128
-"""Up to so many channels products of feature maps cost less than a copy of them."""
+"""Maximum number of channels for which products of feature maps, sample by sample, are faster than a copy."""
 
 CACHE_BYTES = 2**22
-"""Rows that are squared and summed are formed so many bytes at a time on a CPU, and never leave its cache."""
+"""Maximum size of the rows that are squared and summed together on a CPU, so that they stay in its cache."""
 
 
-class SharedOuter(ChunkedRows, MatrixJacobian):
-    """T positions a sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), by strips."""
+class SharedOuter(InParts, MatrixJacobian):
+    """T positions per sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), in strips."""
 
     def __init__(self, strips: Strips) -> None:
         self._strips = strips
@@ -43,7 +43,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return self._strips
 
     def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """Yields `Σ_t g a` for slices of the output channels, one product of (R o, t) by (t, I) a sample and strip."""
+        """Yields `Σ_t g a` for slices of output channels: one product of (R o, t) by (t, I) per sample and strip."""
         channel_bytes = self.batch * self.cotangents * self.inputs * self.strips.dtype.itemsize
         step = self.outputs if whole else self.step(channel_bytes, self.outputs)
         for group, start in product(range(self.groups), range(0, self.outputs, step)):
@@ -58,7 +58,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SharedOuter | RotatedOuter:
         """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O).
 
-        Each side is rotated where that is cheaper: a where T < R O and g where T < I, else the rows.
+        Each side is rotated at the cheaper place: a if T < R O, and g if T < I, else the rows.
         """
         turn_a = inputs is None or self.positions < self.cotangents * self.outputs
         turn_g = outputs is None or self.positions < self.inputs
@@ -69,7 +69,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return RotatedOuter(turned, None if turn_a else inputs, None if turn_g else outputs)
 
     def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields rows `Σ_t g a`, products of (R o, t) by (t, I); with `whole` of all output channels."""
+        """Yields rows `Σ_t g a`, products of (R o, t) by (t, I). `whole` means all output channels."""
         for samples, outputs in self._steps(whole):
             parts = (
                 g[samples, :, :, :, outputs].permute(0, 3, 1, 4, 2).flatten(2, 3) @ a[samples].transpose(1, 2)
@@ -78,10 +78,10 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             yield samples, outputs, total(parts).unflatten(2, (self.cotangents, -1))
 
     def _steps(self, whole: bool) -> Iterator[tuple[slice, slice]]:
-        """Yields slices of samples with all their output channels; of one sample's where these are too many.
+        """Yields slices of samples and of output channels that fit one slice.
 
-        All samples come with one slice of channels before the next. Of several strips, which each sweep computes anew,
-        all samples with as few slices of channels as fit.
+        With one strip, a slice has several samples with all channels, or one sample with some channels. Several strips
+        are computed again in each sweep, so a slice then has all samples and as many channels as fit.
         """
         channel = self.groups * self.cotangents * self.inputs * self.strips.dtype.itemsize
         limit, count = self.slice_bytes, self.batch
@@ -93,9 +93,9 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             yield slice(n, min(n + count, self.batch)), slice(o, min(o + some, self.outputs))
 
     def pairs_are_cheaper(self, candidates: int, norms: bool = False) -> bool:
-        """Compares products of pairs of positions, for so many weights (0 for squares), with rows."""
+        """Whether pairs of positions cost less than rows, for this number of weights (0 for squares)."""
         outputs, inputs, size = self.outputs, self.inputs, self.outputs * self.inputs
-        pairs, count = self.positions * (self.positions + 1) // 2, max(1, candidates)  # none of an expert without token
+        pairs, count = self.positions * (self.positions + 1) // 2, max(1, candidates)  # an expert may have no token
         by_pairs = pairs * (count * (size + REDUCTION * self.cotangents * outputs) + REDUCTION * inputs)
         by_rows = self.cotangents * size * (self.positions + (2 if norms else count) * REDUCTION)
         by_rows += candidates * size * (2 * self.cotangents if norms else self.cotangents**2)
@@ -103,15 +103,15 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
     @property
     def pair_bytes(self) -> int:
-        """What the pairs of positions of one sample take."""
+        """Bytes of the pairs of positions of one sample."""
         numbers = self.groups * (2 * self.inputs + 3 * self.cotangents * self.outputs)
         return self.positions * (self.positions + 1) // 2 * numbers * self.strips.dtype.itemsize
 
     def _pairs(self, limit: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yields samples, their products `a_t a_t'` (G, b k, I) for the k pairs of positions, and g at t and at t'.
+        """Yields samples, products `a_t a_t'` (G, b k, I) of the k pairs t <= t' of positions, and g at t and at t'.
 
-        Gradients (b, R, k, G, O) count pairs of two positions, which stand for two, twice: those at t' are doubled.
-        The pairs of all samples yielded at once take so many bytes, or are those of one.
+        g (b, R, k, G, O) at t' is doubled if t < t', since the pair (t', t) is left out. `limit` is the maximum number
+        of bytes of the pairs of all samples in one step, which has at least one sample.
         """
         ((a, g),) = self.strips
         first, second = torch.triu_indices(self.positions, self.positions, device=a.device)
@@ -125,11 +125,11 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
     @property
     def _cached(self) -> int:
-        """Bytes of pairs that are multiplied and summed at once: on a CPU they stay in its cache."""
+        """Maximum bytes of pairs that are multiplied and summed together. On a CPU they stay in its cache."""
         return min(self.slice_bytes, CACHE_BYTES // 4) if self.strips.device.type == "cpu" else self.slice_bytes
 
     def squared_sum(self) -> Tensor:
-        """Returns `Σ_n,r J²` (P,) by rows, or by pairs of positions `Σ_tt' (g_t ⊙ g_t')(a_t ⊙ a_t')ᵀ`, at least 0."""
+        """Returns `Σ_n,r J²` (P,) >= 0 from rows, or from pairs of positions: `Σ_tt' (g_t ⊙ g_t')(a_t ⊙ a_t')ᵀ`."""
         if not self.pairs_are_cheaper(0):
             return super().squared_sum()
         pairs = self._pairs(self._cached)
@@ -137,8 +137,8 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return total(outputs @ inputs for inputs, outputs in parts).flatten().clamp_min(0.0)
 
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
-        """Returns the same by rows, or by pairs of positions if these need fewer products."""
-        several = materialised(candidates)
+        """Uses rows, or pairs of positions if they need fewer products."""
+        several = kept(candidates)
         if reads == "covariances" and self.pairs_are_cheaper(len(several)):
             return self._covariances_by_pairs(several)
         fits = reads == "variances" and self.pair_bytes <= self.slice_bytes
@@ -158,7 +158,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in grams]
 
     def _variances_by_pairs(self, several: Sequence[Weighting]) -> Tensor:
-        """Returns both diagonals (n, 2, B, R), one weighting after another."""
+        """Returns both diagonals (n, 2, B, R)."""
         parts = []
         for _, inputs, g, h in self._pairs(self.slice_bytes):
             products = torch.stack([g * h, (g - g.mean(1, keepdim=True)) * (h - h.mean(1, keepdim=True))]).flatten(3)
@@ -169,7 +169,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return nonnegative(torch.cat(parts, 1)).movedim(-1, 0)
 
     def centred_squares(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields them by rows, or by pairs of positions: `Σ_tt' (Σ_r g_t ⊙ g_t') (a_t ⊙ a_t')ᵀ` of centred g."""
+        """Uses rows, or pairs of positions: `Σ_tt' (Σ_r g_t ⊙ g_t') (a_t ⊙ a_t')ᵀ` of centred g."""
         if self.pair_bytes > self.slice_bytes or not self.pairs_are_cheaper(0):
             yield from super().centred_squares()
             return
@@ -185,14 +185,14 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             gradients = (channels @ channels.mT)[..., first, second] * twice  # (b, G, O, k)
             x = a[samples]
             inputs = torch.cat([x[:, t : t + 1] * x[:, t:] for t in range(self.positions)], 1).transpose(1, 2)
-            rows = max(len(gradients), self.cotangents)  # weights of the channels are as large as a few samples
+            rows = max(len(gradients), self.cotangents)  # leaves room for the weights of the channels
             step = self.step(rows * self.groups * self.inputs * itemsize, self.outputs)
             for start in range(0, self.outputs, step):
                 outputs = slice(start, min(start + step, self.outputs))
                 yield samples, outputs, gradients[:, :, outputs] @ inputs
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Returns `J V` (B, R, K) by rows or by `gᵀ(V_k a)`, whichever takes fewer products."""
+        """Returns `J V` (B, R, K) from rows or as `gᵀ(V_k a)`, whichever needs fewer products."""
         count = vectors.shape[0]
         by_rows = self.cotangents * self.inputs * (self.positions + count)
         by_push = count * self.positions * (self.inputs + self.cotangents)
@@ -202,7 +202,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return total(self._pushed(a, g, vectors) for a, g in self.strips)
 
     def _pushed(self, a: Tensor, g: Tensor, vectors: Tensor) -> Tensor:
-        """Returns `gᵀ(V_k a)` (B, R, K) of a strip, for slices of V (K, G, O, I)."""
+        """Returns `gᵀ(V_k a)` (B, R, K) for one strip and V (K, G, O, I), by slices of V."""
         step = self.step(a[..., 0].numel() * self.outputs * a.element_size(), len(vectors))
         g, parts = g.flatten(2), []
         for some in vectors.split(step):
@@ -211,7 +211,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return torch.cat(parts, -1)
 
     def vjp(self, cotangents: Tensor) -> Tensor:
-        """Returns `Jᵀu` by rows, R (T + S) products of a weight, or by `u g` at every position, S T of them."""
+        """Returns `Jᵀu` from rows (R (T + S) products per weight), or from `u g` at every position (S T products)."""
         count = cotangents.shape[-1]
         by_rows = self.cotangents * self.inputs * (self.positions + count)
         if count * self.positions * (self.inputs + self.cotangents) >= by_rows:
@@ -230,7 +230,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return total(torch.einsum("nrtgo,ntgi->rgoi", g, a) for a, g in self.strips).flatten(1)
 
     def squared_norm(self) -> Tensor:
-        """Returns `Σ J²` by rows, or by the positions' Gram matrices `Σ_tt' (a_t·a_t')(g_t·g_t')` where T is small."""
+        """Returns `Σ J²` from rows, or from Gram matrices of positions, `Σ_tt' (a_t·a_t')(g_t·g_t')`, if T is small."""
         by_rows = self.cotangents * self.outputs * self.inputs
         by_positions = self.positions * (self.inputs + self.cotangents * self.outputs)
         if by_rows <= by_positions:
@@ -238,13 +238,13 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return total(_table_sum(mine, theirs) for mine in self.strips for theirs in self.strips)
 
     def gram(self, other: BlockJacobian) -> Tensor:
-        """Returns `J J'ᵀ` (B, R, B', R') by rows, or by `Σ_tt' (a_t·a'_t')(g_t·g'_t')` where that is cheaper."""
+        """Returns `J J'ᵀ` (B, R, B', R') from rows, or as `Σ_tt' (a_t·a'_t')(g_t·g'_t')`, whichever is cheaper."""
         theirs = other.strips
         if theirs is None or self.rows_are_cheaper(theirs):
             return super().gram(other)
         _, columns, positions = theirs.shape[:3]
         cells = max(1, self.slice_bytes // (self.strips.dtype.itemsize * columns))
-        mine = min(self.positions, max(isqrt(cells), cells // positions))  # whole, where a table fits
+        mine = min(self.positions, max(isqrt(cells), cells // positions))  # all positions, if a table fits
         return total(
             self._position_gram((a[:, :, group], g[:, :, :, group]), (b[:, :, group], h[:, :, :, group]))
             for a, g in self.strips.finer(mine)
@@ -253,19 +253,19 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         )
 
     def rows_are_cheaper(self, other: Strips) -> bool:
-        """Compares the products of both ways, a group."""
+        """Whether rows need fewer products per group than pairs of positions of both sides."""
         batch, cotangents, positions = other.shape[:3]
         mine, theirs = self.batch * self.cotangents, batch * cotangents
         formed = mine * self.positions + (0 if other is self.strips else theirs * positions)
         by_rows = (formed + mine * theirs) * self.outputs * self.inputs
-        one_pair = self.batch * batch * self.inputs + mine * theirs * (self.outputs + REDUCTION)  # of positions
+        one_pair = self.batch * batch * self.inputs + mine * theirs * (self.outputs + REDUCTION)
         return by_rows <= self.positions * positions * one_pair
 
     def _position_gram(self, mine: Strip, theirs: Strip) -> Tensor:
-        """Returns one group's part of two strips (B, t, I) and (B', t', I), for slices of samples and cotangents."""
+        """Returns the Gram matrix (B, R, B', R') of two strips of one group, by slices of samples and cotangents."""
         (a, g), (b, h) = mine, theirs
         here, there, columns = a.shape[1], b.shape[1], h.shape[1]
-        pair = here * columns * there * a.element_size()  # of one row with one sample of theirs
+        pair = here * columns * there * a.element_size()  # bytes for one of my rows and one of their samples
         count = self.step(pair, len(b))
         rows = self.step(pair * count, self.batch * self.cotangents)
         samples, some = max(1, rows // self.cotangents), min(rows, self.cotangents)
@@ -301,13 +301,13 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
 
 def _add_output_squares(sums: Tensor, g: Tensor) -> None:
-    """Adds `Σ g gᵀ` to sums (G, O, O), for g (b, R, t, G, O): its lower triangle, all that `mirrored` reads.
+    """Adds the lower triangle of `Σ g gᵀ` to sums (G, O, O), for g (b, R, t, G, O).
 
-    Feature maps have their positions in a row: products sample by sample need no copy, and are no larger than g.
+    The positions of a feature map are contiguous. Products sample by sample then need no copy of g.
     """
     if g.stride(2) == 1 and g.shape[3] == 1 and g.shape[4] <= min(g.shape[2], MAP_CHANNELS):
         maps = g.squeeze(3).mT  # (b, R, O, t)
-        maps = maps if maps.stride(0) >= maps.stride(1) else maps.transpose(0, 1)  # as they lie in memory
+        maps = maps if maps.stride(0) >= maps.stride(1) else maps.transpose(0, 1)  # the order in memory
         maps = maps.flatten(0, 1)
         sums += (maps @ maps.mT).sum(0)
     else:
@@ -315,12 +315,12 @@ def _add_output_squares(sums: Tensor, g: Tensor) -> None:
 
 
 def _pulled(a: Tensor, g: Tensor, cotangents: Tensor) -> Tensor:
-    """Returns `Σ_n,t (u g) aᵀ` (S, P) of a strip, for u (B, R, S)."""
+    """Returns `Σ_n,t (u g) aᵀ` (S, P) for one strip and u (B, R, S)."""
     g = (cotangents.mT @ g.flatten(2)).unflatten(2, g.shape[2:])  # (B, S, t, G, O)
     return torch.einsum("nstgo,ntgi->sgoi", g, a).flatten(1)
 
 
 def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
-    """Returns `Σ_n,g,t,t' (a_t·a_t')(g_t·g_t')` () of two strips of the same samples."""
+    """Returns `Σ_n,g,t,t' (a_t·a_t')(g_t·g_t')` () for two strips of the same samples."""
     inputs = torch.einsum("ntgi,nsgi->ngts", mine[0], theirs[0])
     return (inputs * torch.einsum("nrtgo,nrsgo->ngts", mine[1], theirs[1])).sum()

@@ -1,7 +1,7 @@
-"""The T positions of a sample (pixels, tokens), a strip at a time, so that one large sample fits the memory budget.
+"""Strips of the T positions (pixels, tokens) of a sample, so that one large sample fits the memory budget.
 
-Whatever a layer builds beside the activations (patches, rotated factors, products of positions) is built for one strip
-of positions. All contractions are sums over positions, so the strips add up, or their pairs do.
+A layer builds patches, rotated factors and products of positions for one strip at a time. Contractions are sums over
+positions, so the results of strips, or of pairs of strips, add up. `tangent/record.py` explains all cuts for memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Strip = tuple[Tensor, Tensor]
 
 
 def boxes(grid: Sequence[int], limit: int) -> list[Box]:
-    """Cuts a grid into boxes of at most `limit` positions, at least one; the first dimensions are cut first."""
+    """Cuts a grid into boxes of at most `limit` positions (at least one), along the first dimensions first."""
     if not grid:
         return [()]
     first, inner = grid[0], max(1, prod(grid[1:]))
@@ -32,17 +32,17 @@ def boxes(grid: Sequence[int], limit: int) -> list[Box]:
 
 
 def at(values: Tensor, box: Box, lead: int) -> Tensor:
-    """Returns the view of values (lead..., *grid, rest...) at a box of the grid."""
+    """Returns a view of values (lead..., *grid, rest...) at a box of the grid."""
     return values[(slice(None),) * lead + box]
 
 
 class Strips:
-    """a and g of all positions: one strip, which is kept, or several, computed in each sweep and freed after use.
+    """a and g at all positions: one strip, which is kept, or several, which each sweep computes and frees.
 
     Args:
-        makers: gives each strip.
+        makers: a function for each strip that computes it.
         shape: (B, R, T, G, O, I), with T over all strips.
-        dtype: of both.
+        dtype: dtype of a and g.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Strips:
 
     @classmethod
     def whole(cls, a: Tensor, g: Tensor) -> Strips:
-        """All positions in one strip."""
+        """Returns all positions in one strip."""
         return cls([lambda: (a, g)], (*g.shape[:4], g.shape[-1], a.shape[-1]), a.dtype)
 
     @classmethod
@@ -67,9 +67,14 @@ class Strips:
         dtype: torch.dtype,
         limit: int,
     ) -> Strips:
-        """Cuts a grid of positions into strips, for (B, R, G, O, I); `part` gives a and g at a box of positions.
+        """Cuts a grid of positions into strips of the largest size that fits, at least one position each.
 
-        A strip needs a and its rotation, g and its rotation in another layout: up to `limit` numbers, or one position.
+        Args:
+            part: function that returns a and g at a box of positions.
+            grid: numbers of positions along each dimension.
+            shape: (B, R, G, O, I).
+            dtype: dtype of a and g.
+            limit: maximum number of entries of a and its rotation, plus g and its rotation in another layout.
         """
         batch, cotangents, groups, outputs, inputs = shape
         numbers = batch * groups * (2 * inputs + 3 * cotangents * outputs)
@@ -78,7 +83,7 @@ class Strips:
 
     @classmethod
     def joined(cls, several: Sequence[Strips]) -> Strips:
-        """Joins the positions of several uses of a layer, in one strip where each of them has one."""
+        """Joins the positions of several uses of a layer, in one strip if each use has one."""
         if all(len(strips) == 1 for strips in several):
             pairs = [strip for strips in several for strip in strips]
             return cls.whole(torch.cat([a for a, _ in pairs], 1), torch.cat([g for _, g in pairs], 2))
@@ -89,7 +94,7 @@ class Strips:
 
     @property
     def device(self) -> torch.device:
-        """Where the strips are; of several the first is computed."""
+        """Device of the strips. Computes the first strip if there are several."""
         return next(iter(self))[0].device
 
     def __len__(self) -> int:
@@ -117,7 +122,7 @@ class Strips:
 
 
 def _by_group(values: Tensor, basis: Tensor | None) -> Tensor:
-    """Multiplies (..., T, G, I) by (G, I, I) group by group, along whichever of T and I is contiguous."""
+    """Multiplies (..., T, G, I) by (G, I, I) group by group, in the layout of the values in memory."""
     if basis is None:
         return values
     if basis.shape[0] > 1:
