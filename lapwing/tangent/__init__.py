@@ -1,7 +1,7 @@
-"""The tangent engine: a network seen through its Jacobian, contracted without forming it.
+"""The tangent engine: contractions of a network's Jacobian, which is never formed.
 
-The small API over `network` (which runs and watches it) and `jacobian` (the algebra), and the one place where the two
-meet. Begin with `tangent.py` (survey a network, record a batch), then `record.py` (how a batch is contracted).
+It connects `network` (which runs and observes a network) and `jacobian` (the algebra). Begin with `tangent.py` (survey
+a network, record a batch), then read `record.py` (the blocks of a batch, and the memory budget).
 """
 
 from __future__ import annotations

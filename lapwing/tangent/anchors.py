@@ -1,7 +1,6 @@
-"""Anchors: M rows of the Jacobian at chosen (input, output) pairs, computed chunk by chunk and never stored at once.
+"""Anchors: M rows of the Jacobian at chosen (input, output) pairs, computed in chunks.
 
-Nyström features, optimal subspaces, inducing points and subsets of data are all made of such rows; `methods` and the
-implicit basis of `covariance` use them.
+Nyström features, optimal subspaces, inducing points and subsets of data are built from such rows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Weights = Mapping[str, float]
 
 
 def output_width(tangent: Tangent, inputs: Any) -> int:
-    """Returns how many outputs each of these inputs has: C, or T C. Cost: a forward pass of one for the latter."""
+    """Returns the number of outputs per input: C, or T C with positions. Cost: one forward pass for the latter."""
     if tangent.positions is None:
         return tangent.outputs
     return tangent.outputs_of(batches.take(inputs, slice(0, 1))).numel()
@@ -41,13 +40,13 @@ def ntk(mine: Record, theirs: Record, weights: Weights) -> Tensor:
 class Anchors:
     """Rows `J̃` (M, P): row m is the gradient of output `outputs[m]` at sample `samples[m]`.
 
-    Of outputs with positions, output `t C + c` is output c of position t.
+    If the outputs have positions, output `t C + c` is output c of position t.
 
     Attributes:
         tangent: the network.
-        inputs: groups of samples; within a group all have one shape.
-        samples: (M,), counted through the groups in order.
-        outputs: (M,).
+        inputs: groups of samples. All samples of a group have the same shape.
+        samples: (M,), indices of samples, counted over all groups in order.
+        outputs: (M,), indices of outputs.
     """
 
     tangent: Tangent
@@ -68,7 +67,7 @@ class Anchors:
         return rows
 
     def row_chunks(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields `(slots, J̃[slots])` for chunks of rows that fit the memory budget three times."""
+        """Yields `(slots, J̃[slots])` for chunks of rows. The memory budget has room for three such chunks."""
         for slots, record in self.records(dtype, 4 * self.tangent.size):
             yield slots, record.rows().flatten(0, 1)
 
@@ -76,8 +75,8 @@ class Anchors:
         """Returns `Σ_b w_b J̃_b J̃_bᵀ` (M, M), layer by layer for pairs of chunks.
 
         Args:
-            weights: one a block; blocks that are not named are left out.
-            dtype: of the products; the result is float64.
+            weights: block name -> w_b; blocks that are not named are left out.
+            dtype: dtype of the products; the result is float64.
 
         Cost: about M²/(2 m) forward and backward passes for chunks of m rows; memory O(M²) and two chunks.
         """
@@ -89,7 +88,7 @@ class Anchors:
         return gram
 
     def grams(self, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns `T J̃_b J̃_bᵀ Tᵀ` of each block (n_blocks, K, K), for T (K, M). Cost: as `gram`."""
+        """Returns `T J̃_b J̃_bᵀ Tᵀ` for each block (n_blocks, K, K) and T (K, M). Cost: as for `gram`."""
         count = len(coefficients)
         grams = torch.zeros(len(self.tangent.blocks), count, count, dtype=torch.float64, device=coefficients.device)
         for mine, record, theirs, other in self._pairs(dtype):
@@ -100,7 +99,7 @@ class Anchors:
         return grams
 
     def _pairs(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Record, Tensor, Record]]:
-        """Yields `(slots, record, slots, record)` for every pair of chunks once."""
+        """Yields `(slots, record, slots, record)` once for every pair of chunks."""
         requests = [
             (slots.reshape(len(u), -1)[rows].flatten(), batches.take(inputs, rows), u[rows])
             for slots, inputs, u in self.requests(dtype, 0, share=2)
@@ -108,11 +107,11 @@ class Anchors:
         ]
         for i, (mine, inputs, u) in enumerate(requests):
             record = self.tangent.record(inputs, u, dtype)
-            for theirs, others, v in requests[: i + 1]:
-                yield mine, record, theirs, record if theirs is mine else self.tangent.record(others, v, dtype)
+            for theirs, their_inputs, v in requests[: i + 1]:
+                yield mine, record, theirs, record if theirs is mine else self.tangent.record(their_inputs, v, dtype)
 
     def combine(self, coefficients: Tensor) -> Vectors:
-        """Returns `T J̃`, (K, P_block) a block, for coefficients T (K, M), in the dtype of T.
+        """Returns `T J̃` for coefficients T (K, M), in the dtype of T: block name -> (K, P_block).
 
         Cost: M backward passes, memory O(K P).
         """
@@ -138,7 +137,7 @@ class Anchors:
         return parts
 
     def inner(self, vectors: Vectors) -> Tensor:
-        """Returns `v J̃ᵀ` (n, M) for vectors (n, P_block) a block."""
+        """Returns `v J̃ᵀ` (n, M) for vectors v: block name -> (n, P_block)."""
         first = next(iter(vectors.values()))
         out = first.new_zeros(first.shape[0], len(self))
         for slots, record in self.records(first.dtype):
@@ -151,7 +150,7 @@ class Anchors:
         return {**parts, "samples": self.samples, "outputs": self.outputs}
 
     def nests(self) -> list[str]:
-        """Returns how each group's tensors nest, as JSON."""
+        """Returns the nesting of the tensors of each group, as JSON."""
         return [nesting.flatten(group)[1] for group in self.inputs]
 
     @classmethod
@@ -172,7 +171,7 @@ class Anchors:
 
     @cached_property
     def _groups(self) -> list[tuple[int, Any, list[tuple[Tensor, Tensor]]]]:
-        """Each group with its anchors, one entry (samples (B,), slots (B, r)) for each number r of outputs a sample."""
+        """Groups with their anchors: one entry (samples (B,), slots (B, r)) for each number r of outputs per sample."""
         groups, first = [], 0
         for group in self.inputs:
             stop = first + batches.size(group)
@@ -191,16 +190,16 @@ class Anchors:
 
     @cached_property
     def _widths(self) -> list[int]:
-        """How many outputs each group has: T C of outputs with positions, which one sample shows."""
+        """Number of outputs per input in each group, see `output_width`."""
         return [output_width(self.tangent, group) for group in self.inputs]
 
     def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
-        """Yields `(slots, inputs, cotangents)` of chunks. A sample whose outputs do not fit is in several chunks.
+        """Yields `(slots, inputs, cotangents)` of chunks. A sample is in several chunks if its outputs do not fit.
 
         Args:
-            dtype: of the records.
-            scratch: how many numbers the caller keeps for each row.
-            share: each chunk takes one part of so many of the memory budget.
+            dtype: dtype of the records.
+            scratch: number of entries that the caller keeps for each row.
+            share: divisor of the memory budget of one chunk.
         """
         tangent = self.tangent
         for number, (_, group, picks) in enumerate(self._groups):
@@ -215,14 +214,14 @@ class Anchors:
                         yield where.flatten(), batches.take(group, mine), u
 
     def _columns(self, times: int, dtype: torch.dtype, scratch: int, limit: int) -> int:
-        """Returns how many of a sample's `times` outputs fit the limit in bytes, at least one."""
+        """Returns how many of `times` outputs of one sample fit the limit in bytes, at least one."""
         first, whole = (self.tangent.bytes_per_sample(n, dtype, n * scratch) for n in (1, times))
         if whole <= limit or times == 1:
             return times
         return 1 + max(0, limit - first) * (times - 1) // max(1, whole - first)
 
     def records(self, dtype: torch.dtype, scratch: int = 0) -> Iterator[tuple[Tensor, Record]]:
-        """Yields `(slots, record)` of chunks, slots in the order of the record's flattened (B, R)."""
+        """Yields `(slots, record)` of chunks. Slots have the order of the record's flattened (B, R)."""
         for slots, inputs, u in self.requests(dtype, scratch):
             for rows, record in self.tangent.recorded(inputs, u, dtype):
                 yield slots.reshape(len(u), -1)[rows].flatten(), record

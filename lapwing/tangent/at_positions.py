@@ -1,4 +1,4 @@
-"""Records of outputs with positions: each position is a sample where the treated layer gives the outputs."""
+"""Records of outputs with positions. If the treated layer gives the outputs, each position is a sample."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def direct_records(
     kept: Tensor | None,
     stride: int,
 ) -> Iterator[tuple[slice, Record]]:
-    """Yields records of positions as samples, every so many of them, of a layer that gives the outputs."""
+    """Yields records of a layer that gives the outputs, with every `stride`-th position as a sample."""
     start = 0
     inputs = max(block.matrix_shape[2] for block in tangent.blocks)
     numbers = 2 * inputs + 5 * getattr(cotangents, "columns", tangent.outputs) * tangent.outputs + scratch
@@ -94,7 +94,7 @@ def direct_records(
 
 
 def _of_strips(strips: Iterable[tuple[int, Use]], f: Tensor, start: int) -> Iterator[tuple[slice, Use, Tensor]]:
-    """Yields the rows among all positions, the layer and the outputs of consecutive positions; `start` were before."""
+    """Yields the slice of all positions, the layer and the outputs of consecutive positions, counted from `start`."""
     first = 0
     for count, layer in strips:
         yield slice(start + first, start + first + count), layer, f[first : first + count]
@@ -104,9 +104,9 @@ def _of_strips(strips: Iterable[tuple[int, Use]], f: Tensor, start: int) -> Iter
 def _of_patches(
     use: Use, patches: Iterable[Tensor], f: Tensor, mask: Tensor | None, start: int, stride: int
 ) -> Iterator[tuple[slice, Use, Tensor]]:
-    """Yields as `_of_strips` linear layers of patches, at the positions that count alone, and every so many of them."""
+    """Yields the same for linear layers on patches, at every `stride`-th of the positions in the mask."""
     weights, layout, first = use.parameters, use.matrix(), 0
-    assert layout is not None  # a product has one
+    assert layout is not None  # products have a matrix layout
     for a in patches:
         here = slice(first, first + len(a))
         outputs, first = f[here], here.stop
@@ -122,7 +122,7 @@ def _of_patches(
 
 
 def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
-    """Returns the one use of all treated weights whose output is the network's, position by position, or None."""
+    """Returns the only use of the treated weights if its output is the network's output at each position, or None."""
     positions, noted = tangent.positions, {i for every in uses.values() for i, _, _ in every}
     if positions is None or len(noted) != 1 or set(uses) != {block.name for block in tangent.blocks}:
         return None

@@ -19,11 +19,11 @@ from .tangent import Tangent
 def coverage(
     model: nn.Module, batch: Any, params: Predicate | LastLayer = everything, forward: Forward | None = None
 ) -> Coverage:
-    """Says which layer family treats each parameter, and why the generic one treats the rest.
+    """Reports which layer family treats each parameter, and why no family treats the rest.
 
     Args:
         model: a network in eval mode.
-        batch: a batch of inputs, or of (inputs, targets) as a loader yields them in a dict.
+        batch: a batch of inputs, or a dict with inputs and targets as a loader yields it.
         params: which parameters.
         forward: as in `lw.fit`.
 
@@ -31,9 +31,9 @@ def coverage(
         A report that prints as a table.
 
     Raises:
-        LapwingError: for bad input.
+        LapwingError: if the network or the batch is invalid.
 
-    Cost: that of a survey: five to nine forward passes and at most four backward passes, on at most four samples.
+    Cost: five to nine forward passes and at most four backward passes, on at most four samples.
 
     Example:
         >>> import torch, lapwing as lw
@@ -41,7 +41,7 @@ def coverage(
         >>> report = lw.coverage(model, torch.randn(8, 4))
         >>> [(line.block, line.weights, line.family) for line in report.lines]
         [('0', 25, 'linear'), ('1', 10, 'norm'), ('2', 18, 'linear')]
-        >>> report.generic  # `print(report)` shows all of it as a table
+        >>> report.generic  # `print(report)` shows the whole table
         ()
     """
     inputs = with_tensors(batches.inputs_of(batch) if isinstance(batch, Mapping) else batch, model)

@@ -1,8 +1,8 @@
-"""Blocks of the NTK between a batch and anchors whose inputs move: differentiable, one chunk's graph at a time.
+"""Differentiable blocks of the NTK between a batch and moving anchors, with the graph of one chunk at a time.
 
-The blocks are summed without a graph. Their gradients then go back to the anchors' inputs chunk by chunk, through a
-record that is differentiable in them, against records that are not. So memory is that of one chunk of either kind,
-whatever the network, the batch and M are.
+The forward pass sums the blocks without a graph. The backward pass goes through the chunks of anchors: it computes the
+NTK of one differentiable record with records that are not differentiable. So the memory is that of one chunk of each
+kind, for any network, batch and M.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .record import Record
 from .tangent import Cotangents, Tangent
 
 GRAPH = 5
-"""A differentiable record may need so many times the memory of a plain one, for its graph and a contraction's."""
+"""Maximum ratio of the memory of a differentiable record, with the graph of a contraction, to a plain record."""
 
 
 class PickedPositions(NamedTuple):
-    """Cotangents (B, T C, S C) that pick the C outputs of S positions of each sample, made when a chunk is run.
+    """Cotangents (B, T C, S C) that select the C outputs of S positions of each sample.
 
     Attributes:
-        picked: (B, S), rising.
+        picked: (B, S), indices of positions, ascending.
         places: T.
         outputs: C.
     """
@@ -46,12 +46,12 @@ class PickedPositions(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """Which positions these are, (B, T)."""
+        """Mask of the selected positions (B, T)."""
         mask = torch.zeros(len(self.picked), self.places, dtype=torch.bool, device=self.picked.device)
         return mask.scatter_(1, self.picked, True)
 
     def of(self, part: slice) -> Callable[[Tensor], Tensor]:
-        """Returns those of a chunk, as a function of its outputs (B, T C)."""
+        """Returns the cotangents of a chunk, as a function of its outputs (B, T C)."""
 
         def pick(outputs: Tensor) -> Tensor:
             each = torch.arange(self.outputs, device=self.picked.device)
@@ -65,13 +65,13 @@ class PickedPositions(NamedTuple):
 class Kernel(NamedTuple):
     """Blocks of the NTK `κ = Σ_b w_b J_b J_bᵀ`, float64.
 
+    If positions are picked and the treated layer gives the outputs, each picked position is a sample with R = C.
+
     Attributes:
-        inner: K_Z (M, M), among the anchors; differentiable in their inputs.
+        inner: K_Z (M, M), between anchors; differentiable in their inputs.
         cross: K_xZ (B, R, M), between the batch and the anchors; differentiable in the anchors' inputs.
         within: K_x (B, R, R), within each sample of the batch.
         outputs: f (B, C) of the batch.
-
-    Of picked positions each is a sample with R = C where the treated layer gives the outputs.
     """
 
     inner: Tensor
@@ -81,60 +81,56 @@ class Kernel(NamedTuple):
 
 
 def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents | PickedPositions = None) -> Kernel:
-    """Returns the NTK's blocks of a batch and anchors, differentiable where the anchors' inputs require gradients.
+    """Returns the NTK blocks of a batch and anchors, differentiable if the anchors' inputs require gradients.
 
     Args:
         anchors: rows J̃ (M, P).
-        weights: w, one a block.
+        weights: block name -> w.
         inputs: B samples, checked or not.
-        cotangents: R as a function of the outputs, such as a root of Λ, of which the blocks are then; None for the C
-            outputs themselves. A function is called once for each chunk. Of outputs with positions those of some.
+        cotangents: function of the outputs that returns R cotangents, such as a root of Λ; None for the C outputs. It
+            is called once for each chunk. `PickedPositions` selects positions of outputs that have some.
 
-    Cost: one forward pass a sample and an anchor, R backward passes a sample and one an anchor; for gradients about
-    five passes more an anchor. Where chunks do not fit the budget, those of the anchors again for each of the batch.
+    Cost: one forward pass per sample and anchor, R backward passes per sample and one per anchor. Gradients need about
+    five more passes per anchor. If chunks do not fit the budget, anchors run again for each chunk of the batch.
     """
     moving = [leaf for leaf in _leaves(anchors) if leaf.requires_grad]
     return Kernel(*_Blocks.apply(anchors, dict(weights), inputs, cotangents, *moving))
 
 
 _Chunks = Sequence[tuple[Any, Callable[[], Record]]]
-"""Of consecutive chunks: the places of their rows, and what makes the record."""
+"""Consecutive chunks: the places of their rows, and a function that returns the record."""
 
 
 def _chunks(tangent: Tangent, parts: Iterable[tuple[Any, Any, Cotangents]]) -> _Chunks:
-    """Returns chunks of `(places, inputs, cotangents)`; the record is kept where there is one, else made again."""
+    """Returns chunks of `(places, inputs, cotangents)`. The record of a single chunk is kept, others run again."""
     makers = [(places, partial(tangent.record, inputs, u, torch.float64)) for places, inputs, u in parts]
     return makers if len(makers) > 1 else [(places, cache(make)) for places, make in makers]
 
 
 def _anchor_chunks(anchors: Anchors, scratch: int) -> _Chunks:
-    """Cuts anchors into chunks that fit half the budget with `scratch` numbers a row; places are slots."""
+    """Cuts anchors into chunks that fit half the budget with `scratch` entries per row. Places are slots."""
     return _chunks(anchors.tangent, anchors.requests(torch.float64, scratch, share=2))
 
 
 def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents | PickedPositions, scratch: int) -> _Chunks:
-    """Cuts samples into chunks that fit half the budget with `scratch` numbers a row; places are slices."""
+    """Cuts samples into chunks that fit half the budget with `scratch` entries per row. Places are slices."""
     drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else tangent.outputs
     columns: int = getattr(cotangents, "columns", drawn)
     length = max(1, tangent.chunk_length(columns, torch.float64, columns * scratch) // 2)
     chunks = tangent.check(inputs).chunks(length)
     if isinstance(cotangents, PickedPositions):
-        if tangent.treats_output_alone:  # each position is a sample, and its record small enough to be kept
+        if tangent.treats_output_alone:  # each position is a sample, and records are small enough to keep
             per_sample, kept = tangent.outputs * scratch, cotangents.mask
             records = tangent.records(inputs, None, torch.float64, per_sample, kept)
-            return [(rows, partial(_itself, record)) for rows, record in records]
+            return [(rows, lambda record=record: record) for rows, record in records]  # type: ignore[misc]
         return _chunks(tangent, ((part, chunk, cotangents.of(part)) for part, chunk in chunks))
     if isinstance(cotangents, Tensor):
         return _chunks(tangent, ((part, chunk, cotangents[part]) for part, chunk in chunks))
     return _chunks(tangent, ((part, chunk, cotangents) for part, chunk in chunks))
 
 
-def _itself(record: Record) -> Record:
-    return record
-
-
 class _Blocks(torch.autograd.Function):
-    """The blocks; `moving` are the anchors' tensors that require gradients, in order."""
+    """Autograd function of the blocks. `moving` are the anchors' tensors that require gradients, in order."""
 
     @staticmethod
     def forward(
@@ -164,7 +160,7 @@ class _Blocks(torch.autograd.Function):
                 part = ntk(record, other, weights).reshape(len(mine), len(theirs))
                 inner[mine[:, None], theirs] = part
                 inner[theirs[:, None], mine] = part.T
-        parts = [_beside(make(), there, weights, count) for _, make in batch]
+        parts = [_batch_blocks(make(), there, weights, count) for _, make in batch]
         ctx.anchors, ctx.weights, ctx.inputs, ctx.cotangents = anchors, weights, inputs, cotangents
         if callable(cotangents):
             ctx.cotangents = torch.cat(drawn)
@@ -178,14 +174,14 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, inner: Tensor, cross: Tensor, *rest: Any) -> tuple[Any, ...]:
         anchors, (there, batch) = ctx.anchors, ctx.chunks
         size = anchors.tangent.size  # rows of one side are kept for the gradients of the other
-        again = _anchor_chunks(_detached(anchors), size)
-        there = there if len(again) == len(there) == 1 else again
-        beside = _batch_chunks(anchors.tangent, ctx.inputs, ctx.cotangents, size)
-        batch = batch if len(beside) == len(batch) == 1 else beside
+        smaller = _anchor_chunks(_detached(anchors), size)
+        there = there if len(smaller) == len(there) == 1 else smaller
+        smaller = _batch_chunks(anchors.tangent, ctx.inputs, ctx.cotangents, size)
+        batch = batch if len(smaller) == len(batch) == 1 else smaller
         return None, None, None, None, *_push_back(anchors, ctx.weights, there, batch, inner, cross)
 
 
-def _beside(record: Record, there: _Chunks, weights: Weights, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _batch_blocks(record: Record, there: _Chunks, weights: Weights, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns K_xZ, K_x and f of one chunk of the batch."""
     outputs, columns = record.outputs, record.cotangents
     double: Any = {"dtype": torch.float64, "device": record.device}
@@ -214,7 +210,7 @@ def _push_back(
     for slots, chunk, u in free.requests(torch.float64, 0, share=GRAPH):
         record, values = free.tangent.record(chunk, u, torch.float64), []
         for i in range(sides):
-            if i < len(there):  # both sides of K_Z move
+            if i < len(there):  # both arguments of K_Z move
                 places, make = there[i]
                 weighting = (inner + inner.T)[slots][:, places]
             else:
@@ -237,7 +233,7 @@ def _leaves(anchors: Anchors) -> list[Tensor]:
 
 
 def _detached(anchors: Anchors, moving: bool = False) -> Anchors:
-    """Returns the anchors with inputs that are leaves of no graph, and with gradients where they had them if asked."""
+    """Returns the anchors with inputs detached. With `moving`, inputs that required gradients require them again."""
     groups = []
     for group in anchors.inputs:
         leaves, nest = nesting.flatten(group)

@@ -1,9 +1,16 @@
-"""One chunk of samples seen through the network's Jacobian: its outputs, and the Jacobians of its blocks.
+"""A record: the outputs of one chunk of samples, and the Jacobians of all blocks.
 
-The C backward passes run when the first block is asked for; a product `J V` may go by forward mode without them. The
-memory budget is kept in three steps. Consecutive blocks form groups whose gradients fit, and the gradients of one group
-replace those of the group before: go through the blocks in order. A block too large for that is cut into slices of its
-cotangents (`Sliced`). What a block builds of its positions is cut into strips (`strips.py`).
+The C backward passes run at the first access to a block. A product `J V` may use forward mode instead.
+
+Three cuts keep the memory budget:
+
+1. *Samples*: `Tangent.records` cuts a batch into chunks (`Tangent.chunk_length`).
+2. *Cotangents*: if the gradients of all blocks of a single sample do not fit, consecutive blocks form a `Group`. The
+   gradients of one group replace those of the previous group, so read the blocks in order. A block that does not fit
+   is computed for slices of its cotangents (`Sliced`).
+3. *Positions*: patches, rotated factors and products of positions are built for one strip at a time (`strips.py`).
+
+Within these, contractions form rows in slices of at most `SLICE_BYTES`.
 """
 
 from __future__ import annotations
@@ -31,39 +38,39 @@ if TYPE_CHECKING:
     from .tangent import Tangent
 
 
-class GradientGroup(NamedTuple):
-    """Consecutive blocks whose gradients are taken together, for `step` cotangents at once."""
+class Group(NamedTuple):
+    """Consecutive blocks whose gradients are computed together, for `step` cotangents at a time."""
 
     blocks: tuple[Block, ...]
     step: int
 
 
 class FisherParts(NamedTuple):
-    """Λ of outputs by its diagonal (B, C), and v (B, C) where it is `-v vᵀ` beside it; None where it is 0 there."""
+    """Λ with this diagonal (B, C) and off-diagonal `-v vᵀ` for the vector v (B, C), or 0 if v is None."""
 
     diagonal: Tensor
-    beside: Tensor | None
+    vector: Tensor | None
 
     def weighed(self, factors: Tensor) -> FisherParts:
         """Returns `diag(s) Λ diag(s)` for s (B, 1) or (B, C)."""
         factors = factors.to(self.diagonal)
-        return FisherParts(self.diagonal * factors.square(), None if self.beside is None else self.beside * factors)
+        return FisherParts(self.diagonal * factors.square(), None if self.vector is None else self.vector * factors)
 
 
 class Record(Mapping[str, BlockJacobian]):
-    """One chunk of samples, seen through the network's Jacobian: block name -> `BlockJacobian`, built when asked for.
+    """The Jacobian of one chunk of samples: block name -> `BlockJacobian`, built at each access.
 
     Attributes:
         outputs: f (B, C).
         samples: B.
         cotangents: R.
-        dtype: what the contractions are done in.
-        device: where they are done: on the CPU in float64 where the device of the outputs has none.
+        dtype: dtype of the contractions.
+        device: device of the contractions: the CPU if they are float64 and the device of the outputs has no float64.
         tangent: the network.
         noted: the recorded uses of layers.
-        graph: f with its graph; None once all gradients are taken.
-        sizes: of the positions of outputs that have some, such as (H, W).
-        weights: what has multiplied Λ, for each sample (B, 1) or each of its outputs (B, C); None for ones.
+        graph: f with its graph, or None after all gradients are computed.
+        sizes: sizes of the grid of positions, such as (H, W), or None without positions.
+        weights: factors of Λ for each sample (B, 1) or each of its outputs (B, C); None means ones.
     """
 
     sizes: tuple[int, ...] | None = None
@@ -85,10 +92,10 @@ class Record(Mapping[str, BlockJacobian]):
         self.tangent, self._inputs, self.noted, self._uses, self._u = tangent, inputs, noted, uses, cotangents
         self.graph: Tensor | None = outputs
         self._differentiable = differentiable
-        self._limit = tangent.memory // dtype.itemsize  # numbers that fit the budget
+        self._limit = tangent.memory // dtype.itemsize  # number of entries that fit the budget
         self._slice_bytes = min(SLICE_BYTES, tangent.memory // 8)
-        self._group: GradientGroup | None = None
-        self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # of that group: generic rows, and gradients by use
+        self._group: Group | None = None
+        self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # for that group: generic -> rows or gradients by use
         self.outputs = (outputs if differentiable else outputs.detach()).to(tangent.dtype)
         self.samples, self.dtype = outputs.shape[0], dtype
         self.device = double_device(outputs.device) if dtype == torch.float64 else outputs.device
@@ -109,7 +116,7 @@ class Record(Mapping[str, BlockJacobian]):
         return len(self.tangent.blocks)
 
     def sums(self, name: str) -> BlockJacobian | FisherSums:
-        """Returns what gives sums over the samples for one block: its Jacobian, or `FisherSums` if Λ is in parts."""
+        """Returns the object that sums one block over samples: its Jacobian, or `FisherSums` if Λ is in parts."""
         if self._parts is None:
             return self[name]
         layer = self._jacobian(name)
@@ -122,8 +129,8 @@ class Record(Mapping[str, BlockJacobian]):
         return FisherSums(layer, *self._parts)
 
     def __getitem__(self, name: str) -> BlockJacobian:
-        """Builds the Jacobian of one block; patches are unfolded here and freed with the result."""
-        assert self._parts is None, "sums(name) has the root of Λ, which the rows lack"
+        """Builds the Jacobian of one block. Patches are unfolded here and freed with the result."""
+        assert self._parts is None, "Λ is in parts: use sums(name)"
         return self._jacobian(name)
 
     def _jacobian(self, name: str) -> BlockJacobian:
@@ -142,9 +149,9 @@ class Record(Mapping[str, BlockJacobian]):
         return self._form(block, self._taken[generic])
 
     def at_position(self, which: int, columns: Tensor | None = None) -> Record:
-        """Returns the record of one position's C outputs (B, C), for a record of all outputs (B, T C) of positions.
+        """Returns the record of one position (B, C) from a record of all positions (B, T C).
 
-        Its cotangents are `columns` (C, R), or the C outputs themselves.
+        Its cotangents are `columns` (C, R), or the C outputs.
         """
         positions, graph = self.tangent.positions, self.graph
         assert positions is not None
@@ -156,7 +163,7 @@ class Record(Mapping[str, BlockJacobian]):
         return record
 
     def weigh(self, factors: Tensor) -> None:
-        """Multiplies the cotangents of each sample (B, 1), or of each of its outputs (B, C); before any gradient."""
+        """Multiplies the cotangents by factors per sample (B, 1) or output (B, C). Call it before the first block."""
         if self._parts is not None:
             self._parts = self._parts.weighed(factors)
             return
@@ -172,9 +179,9 @@ class Record(Mapping[str, BlockJacobian]):
         return torch.cat([self[name].rows() for name in self], -1)
 
     def jvp(self, vectors: Vectors) -> Tensor:
-        """Returns `J V` (B, R, K) for V given as rows (K, P_block) a block.
+        """Returns `J V` (B, R, K) for vectors V: block name -> rows (K, P_block).
 
-        By forward mode (about 2 K forward passes) where that is less than the R backward passes, else block by block.
+        Uses forward mode (about 2 K forward passes) if that costs less than R backward passes, else the blocks.
         """
         count = next(iter(vectors.values())).shape[0]
         taken = False in self._taken and len(self._groups) == 1
@@ -182,15 +189,15 @@ class Record(Mapping[str, BlockJacobian]):
         if fewer and self._inputs is not None and not self._differentiable and self.dtype == self.tangent.dtype:
             products = forward_products(
                 self.tangent.call_with, self.tangent.parameters, split(self.tangent.blocks, vectors), self._inputs
-            )  # (B, C, K), or None where the network has no forward mode
+            )  # (B, C, K), or None if the network has no forward mode
             if products is not None:
                 products = products.to(self.dtype)
                 return products if self._u is None else self._u.mT.to(self.dtype) @ products
         return total(self[name].jvp(vectors[name].to(self.dtype)) for name in self if name in vectors)
 
     @cached_property
-    def _groups(self) -> list[GradientGroup]:
-        """One group of all blocks where that fits, or where a graph keeps everything anyway."""
+    def _groups(self) -> list[Group]:
+        """A single group if all blocks fit, or if a graph keeps all gradients anyway."""
         blocks, count = self.tangent.blocks, self.cotangents
         numbers = 5 * sum([use.out.numel() for use in self.noted]) + 3 * self.samples * self.tangent.explicit_size
         if self._differentiable or count * numbers <= self._limit:
@@ -204,19 +211,19 @@ class Record(Mapping[str, BlockJacobian]):
         return groups
 
     def load(self, block: Block) -> tuple[int, int]:
-        """Returns how many numbers a block's gradients have, and how many a contraction needs beside them."""
+        """Returns the numbers of entries of a block's gradients, and of the extra memory of a contraction."""
         rows = self.samples * self.cotangents * block.size
         if block.is_generic:
             return rows, 2 * rows
-        assert self.graph is not None  # nothing is taken yet
+        assert self.graph is not None  # no gradients were computed yet
         uses = [self.noted[i] for i, _, _ in self._uses[block.name]]
         gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self.graph))
         return gradients, 4 * gradients + 2 * rows * self.tangent.plan.is_explicit(block)
 
-    def _take(self, group: GradientGroup, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
-        """Takes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
+    def _take(self, group: Group, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
+        """Computes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
 
-        `cut` is of the cotangents; None takes all of them.
+        `cut` is a slice of the cotangents; None means all.
         """
         if block.is_generic:
             names = [name for b in group.blocks if b.is_generic for name in b.parameters]
@@ -229,9 +236,9 @@ class Record(Mapping[str, BlockJacobian]):
         u = self._u if cut is None else self._explicit_cotangents(cut)
         wanted = sorted({i for b in group.blocks if not b.is_generic for i, _, _ in self._uses[b.name]})
         whole = cut is None and len(self._groups) == 1
-        passing = 0 if whole else sum(use.out.numel() for use in self.noted)  # also through layers not asked for
+        passing = 0 if whole else sum(use.out.numel() for use in self.noted)  # gradients pass through other layers too
         batched = 4 * passing * (self.cotangents if u is None else u.shape[-1]) <= self._limit
-        assert self.graph is not None  # taken again only where not all are taken at once
+        assert self.graph is not None  # it is freed only if all gradients are computed together
         noted = [self.noted[i] for i in wanted]
         gradients = output_gradients(self.graph, noted, u, self._differentiable, batched)
         if whole and not self._differentiable:
@@ -239,7 +246,7 @@ class Record(Mapping[str, BlockJacobian]):
         return dict(zip(wanted, gradients, strict=True))
 
     def _explicit_cotangents(self, cut: slice | None) -> Tensor:
-        """Returns u (B, C, r), written out where the cotangents are the outputs themselves."""
+        """Returns u (B, C, r), or the identity if the cotangents are the outputs."""
         u = self._u
         if u is None:
             u = torch.eye(self.outputs.shape[1], dtype=self.outputs.dtype, device=self.outputs.device)
@@ -247,7 +254,7 @@ class Record(Mapping[str, BlockJacobian]):
         return u if cut is None else u[:, :, cut]
 
     def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
-        """Builds a block's Jacobian from what was taken."""
+        """Builds the Jacobian of a block from its rows or gradients."""
         if block.is_generic:
             return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.device, self.dtype))
         jacobians: list[BlockJacobian] = []
@@ -260,14 +267,14 @@ class Record(Mapping[str, BlockJacobian]):
             if block.matrix is None:
                 jacobian = _row_major(jacobian, block, use.matrix(), roles)
             jacobians.append(jacobian)
-        first, *others = jacobians
-        if others:
-            first = SumOfUses(jacobians) if block.matrix is None else first.plus(others)
+        first, *further = jacobians
+        if further:
+            first = SumOfUses(jacobians) if block.matrix is None else first.plus(further)
         return first.within(self._slice_bytes)
 
 
 def _row_major(jacobian: BlockJacobian, block: Block, matrix: Matrix | None, roles: frozenset[str]) -> BlockJacobian:
-    """Returns rows in the parameters' row-major order, for a block whose uses disagree about the matrix layout."""
+    """Returns rows in the row-major order of the parameters, for a block whose uses have different matrix layouts."""
     if matrix is None or (len(roles) == 1 and not matrix.transposed):
         return jacobian
     parts = replace(block, matrix=matrix, bias="bias" in roles).split(jacobian.rows())
@@ -275,11 +282,11 @@ def _row_major(jacobian: BlockJacobian, block: Block, matrix: Matrix | None, rol
 
 
 def grouped(loads: Sequence[tuple[int, int]], limit: int) -> list[range]:
-    """Cuts blocks into consecutive groups with `Σ gradients + max scratch <= limit`; a larger block is a group alone.
+    """Cuts blocks into consecutive groups with `Σ gradients + max scratch <= limit`. A larger block is its own group.
 
     Args:
-        loads: numbers (gradients, scratch) of each block, scratch being what a contraction needs beside the gradients.
-        limit: numbers that fit.
+        loads: entries of the gradients, and extra entries of a contraction (scratch), for each block.
+        limit: maximum number of entries of a group.
     """
     groups, start, gradients, scratch = [], 0, 0, 0
     for i, (more, extra) in enumerate(loads):

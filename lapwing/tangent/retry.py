@@ -1,4 +1,4 @@
-"""Where memory runs out: once more, with shorter chunks; else an error that says what to do."""
+"""Retries with shorter chunks if memory runs out, and the error if shorter chunks cannot help."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Result = TypeVar("Result")
 
 @dataclass
 class ChunkLimit:
-    """How many samples a network takes at once where its device has run out of memory.
+    """Limit of the samples in a chunk, set when the device has run out of memory.
 
     Attributes:
-        samples: at most so many; no limit at first.
-        latest: how many the latest chunk has; 0 before the first.
+        samples: maximum number of samples in a chunk.
+        latest: number of samples in the latest chunk; 0 before the first.
     """
 
     samples: int = sys.maxsize
@@ -35,9 +35,9 @@ class ChunkLimit:
 
 
 def retried(tangent: Tangent, limit: ChunkLimit, compute: Callable[[], Result]) -> Result:
-    """Returns what a function computes; where memory runs out, that of another call with chunks of half the length.
+    """Returns `compute()`. If memory runs out, halves the chunk length and calls it again.
 
-    Where memory runs out with one sample at a time, or before any chunk, the error is torch's: see `memory_errors`.
+    If memory runs out with a single sample, or before any chunk, torch's error is raised: see `memory_errors`.
     """
     network, before = type(tangent.model).__name__, limit.samples
     limit.latest = 0
@@ -45,9 +45,9 @@ def retried(tangent: Tangent, limit: ChunkLimit, compute: Callable[[], Result]) 
         try:
             return compute()
         except (MemoryError, RuntimeError) as error:
-            length = min(limit.latest, limit.samples)  # not all that runs out heeds the limit
+            length = min(limit.latest, limit.samples)  # some chunks ignore the limit
             if not is_out_of_memory(error) or length <= 1:
-                limit.samples = before  # chunks were not to blame: those of other inputs stay as long
+                limit.samples = before  # shorter chunks cannot help: restore the limit for other inputs
                 raise
         limit.samples = length // 2
         log.warning(
@@ -58,11 +58,11 @@ def retried(tangent: Tangent, limit: ChunkLimit, compute: Callable[[], Result]) 
 
 @contextlib.contextmanager
 def memory_errors(what: str, instead: str) -> Iterator[None]:
-    """Raises a LapwingError where memory runs out; also a decorator.
+    """Raises a LapwingError if memory runs out; also a decorator.
 
     Args:
-        what: what is done, such as "The fit".
-        instead: the sentences that say what to do.
+        what: name of the step, such as "The fit".
+        instead: sentences with a remedy.
     """
     try:
         yield

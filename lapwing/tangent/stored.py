@@ -19,15 +19,15 @@ from ..network.recording_plan import Coverage, RecordingPlan
 from .tangent import Tangent
 
 FLOATS = torch.float32, torch.float64
-"""The dtypes that sums and directions are kept in."""
+"""Dtypes of stored sums and directions."""
 
 
 class TensorSpec(NamedTuple):
-    """The form of a tensor in a file.
+    """Shape and dtypes of a tensor in a file.
 
     Attributes:
-        shape: its shape; None for any.
-        dtypes: the dtypes that it may have; empty for any.
+        shape: shape of the tensor; None for any shape.
+        dtypes: permitted dtypes; empty for any dtype.
     """
 
     shape: tuple[int, ...] | None = None
@@ -35,7 +35,7 @@ class TensorSpec(NamedTuple):
 
 
 def to_json(tangent: Tangent) -> dict[str, Any]:
-    """Returns everything but the network and the memory budget, as JSON."""
+    """Returns all fields except the network and the memory budget, as JSON."""
     data = {"blocks": [asdict(b) for b in tangent.blocks], "plan": tangent.plan.to_json(), "outputs": tangent.outputs,
             "reasons": [line.reason for line in tangent.coverage.lines]}  # fmt: skip
     if tangent.positions is not None:
@@ -44,7 +44,7 @@ def to_json(tangent: Tangent) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
-    """Returns the tangent around a network, without running the network.
+    """Rebuilds the tangent of a network, without running the network.
 
     Raises:
         LapwingError: if the network lacks one of the parameters, or has it in another shape.

@@ -1,8 +1,8 @@
-"""The tangent: a network that is surveyed once, then read through its Jacobian chunk by chunk.
+"""The tangent: a network that is surveyed once, and whose Jacobian is then computed in chunks of samples.
 
-`Tangent.survey` runs the network on the first batch, finds which parameters the layer families cover, checks them
-against autograd (the probe), and lays them out as blocks. `Tangent.records` then gives `Record`s: outputs and the block
-Jacobians of a chunk of samples, from which everything else in the library is contracted.
+`Tangent.survey` runs the network on the first batch, finds the parameters that layer families cover, checks them
+against autograd (the probe), and lays them out as blocks. `Tangent.records` then yields `Record`s: the outputs and the
+block Jacobians of a chunk of samples. The rest of the library contracts records.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from .retry import ChunkLimit, Result, retried
 log = logging.getLogger("lapwing")
 
 DENSER = 64
-"""Where positions are samples, so many times as many of them are taken as where each takes backward passes."""
+"""Factor by which `records(some=...)` records more positions if no position needs backward passes."""
 
 Cotangents = Callable[[Tensor], Any] | Tensor | None  # a function gives a tensor, or `FisherParts`
 
 
 @dataclass(frozen=True)
 class Tangent:
-    """A network and its treated parameters, ready to be contracted.
+    """A network and its treated parameters.
 
     Attributes:
         model: the uncompiled network, never written.
-        forward: how it is called, or None.
+        forward: how the network is called, or None.
         blocks: the treated parameters, in order of use.
-        coverage: which family covers each block, and why not where it is generic.
+        plan: the recorded uses of each block, and estimates of their memory.
+        coverage: the family that covers each block, with a reason for generic blocks.
         outputs: C.
         memory: budget in bytes for one chunk.
     """
@@ -77,23 +78,23 @@ class Tangent:
         warn: bool = True,
         targets: Any = None,
     ) -> Tangent:
-        """Runs the network on a few samples, finds and checks what covers each parameter.
+        """Runs the network on a few samples. Finds and checks the layer family of each parameter.
 
         Args:
             model: a trained network in eval mode.
             inputs: a first batch.
             params: which parameters to treat.
-            forward: `forward(model, inputs)` where plain calling does not do.
-            memory: budget in bytes for one chunk; 1 GiB when None.
-            warn: warn of idle parameters and of needs above the budget.
-            targets: of the batch; their shape may say where outputs with positions hold the classes.
+            forward: `forward(model, inputs)`, or None for a plain call.
+            memory: budget in bytes for one chunk; None means 1 GiB.
+            warn: whether to warn of idle parameters and of needs above the budget.
+            targets: targets of the batch, or None. Their shape may show which dimension of the outputs holds classes.
 
         Raises:
-            LapwingError: for bad input.
+            LapwingError: if the network or the inputs are invalid.
 
-        Cost: five forward passes, two of them on one sample and the others on at most four, and one more each for a
-            first batch of one sample, a frozen last layer, embeddings that all samples share, and a network that draws
-            random numbers; at most four backward passes, whatever C.
+        Cost: five forward passes, two of them on one sample and three on at most four. One more for each of: a first
+            batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network.
+            At most four backward passes for any C.
         """
         memory = checked_memory(memory)
         model = checked_network(model, isinstance(params, LastLayer))
@@ -116,7 +117,7 @@ class Tangent:
         return tangent
 
     def _at_positions(self, forward: Positions, inputs: Any) -> Tangent:
-        """Returns the tangent with C outputs a position, once it is known whether the treated layer gives them."""
+        """Returns the tangent with C outputs per position. A run finds out whether the treated layer gives them."""
         few = batches.take(inputs, slice(0, 2))
         direct = direct_use(self, *self.recording(Checked(few, batches.size(few)))) is not None
         return replace(self, forward=replace(forward, direct=direct), outputs=forward.outputs)
@@ -128,18 +129,18 @@ class Tangent:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """Name -> the model's own treated parameters (not copies)."""
+        """Treated parameters of the model by name (not copies)."""
         named = parameters_of(self.model)
         return {name: named[name] for block in self.blocks for name in block.parameters}
 
     @cached_property
     def named_blocks(self) -> dict[str, Block]:
-        """Name -> block."""
+        """Blocks by name."""
         return {block.name: block for block in self.blocks}
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype that sums are kept in."""
+        """Accumulation dtype, in which sums are stored."""
         return accumulation_dtype(next(iter(self.parameters.values())).dtype)
 
     @property
@@ -149,42 +150,42 @@ class Tangent:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(iter(self.parameters.values())).device
 
     @cached_property
     def explicit_size(self) -> int:
-        """The number of weights whose rows are always formed."""
+        """Number of weights whose rows are always formed."""
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
 
     @property
     def positions(self) -> Positions | None:
-        """Where the outputs have positions, None where they are a matrix (B, C)."""
+        """Layout of the positions of the outputs, or None if the outputs are a matrix (B, C)."""
         return self.forward if isinstance(self.forward, Positions) else None
 
     @property
     def width(self) -> int:
-        """How many outputs an input of the first batch has: C, or T C."""
+        """Number of outputs per input of the first batch: C, or T C."""
         return self.outputs * (1 if self.positions is None else self.positions.count)
 
     @cached_property
     def treats_output_alone(self) -> bool:
-        """Whether the layer that gives the outputs is all that is treated: its rows need no backward pass."""
+        """Whether only the layer that gives the outputs is treated. Its rows need no backward pass."""
         return all(map(self.gives_outputs, self.blocks))
 
     def gives_outputs(self, block: Block) -> bool:
-        """Whether a block is the layer that gives the outputs, and no other."""
+        """Whether all uses of a block give the outputs."""
         if self.positions is not None:
             return self.positions.direct
         uses = self.plan.uses.get(block.name, [(-1,)])
         return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns what the outputs depend on, as `state_of` does."""
+        """Returns the tensors on which the outputs depend, see `state_of`."""
         return state_of(self.model)
 
     def mean(self) -> dict[str, Tensor]:
-        """Returns the trained weights as one vector a block (P_block,), in the accumulation dtype."""
+        """Returns the trained weights in the accumulation dtype: block name -> (P_block,)."""
         return {block.name: self.mean_of(block) for block in self.blocks}
 
     def mean_of(self, block: Block) -> Tensor:
@@ -192,16 +193,16 @@ class Tangent:
         return block.join({name: self.parameters[name].detach().to(self.dtype) for name in block.parameters})
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """Returns the outputs (B, C), or (B, T C), at other values for some treated parameters, differentiable in both.
+        """Returns the outputs (B, C), or (B, T C), with other values of some treated parameters.
 
-        The network is not written, and takes all inputs at once.
+        Differentiable in the values and the inputs. The network is not written. All inputs run as one chunk.
         """
         return call_with(self.model, self.forward, self.parameters, values, inputs, self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
-        """Returns the network's outputs (B, C), those with positions in their own shape, without gradients.
+        """Returns the network's outputs (B, C), or in their own shape with positions, without gradients.
 
-        As many samples are taken at once as fit the memory budget.
+        The inputs run in chunks that fit the memory budget.
         """
         parts = []
         with torch.no_grad(), without_compiled():
@@ -223,30 +224,30 @@ class Tangent:
 
         Args:
             inputs: B samples, checked or not.
-            cotangents: u (B, C, R), or a function of the outputs that gives it; the C outputs themselves when None.
-            dtype: contract in this dtype; the accumulation dtype when None.
+            cotangents: u (B, C, R), or a function of the outputs that returns u; None means the C outputs.
+            dtype: dtype of the contractions; None means the accumulation dtype.
 
         Returns:
-            A record; differentiable in the inputs where they require gradients.
+            A record, differentiable in the inputs if they require gradients.
 
         Raises:
-            LapwingError: NaN or infinite inputs or outputs; a network that calls its layers in another order than on
-                the first batch.
+            LapwingError: if inputs or outputs are NaN or infinite, or if the network calls its layers in another order
+                than on the first batch.
 
-        Cost: one forward and R backward passes of activations; memory O(R) times the activations.
+        Cost: one forward and R backward passes. Memory O(R) times the activations.
         """
         return self._record(self.check(inputs), cotangents, dtype or self.dtype)
 
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
-        """Returns inputs that have passed the gate: once for each batch, since checked ones come back as they are.
+        """Returns checked inputs. Inputs that are checked already come back unchanged.
 
         Raises:
-            LapwingError: for inputs that are not finite, for instance; `where` is what the error calls them.
+            LapwingError: if the inputs are not finite, for instance. `where` is their name in the message.
         """
         return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
 
     def recording(self, checked: Checked, late: list[Tensor] | None = None) -> tuple[Recording, Uses]:
-        """Runs the network on a chunk, and reads which uses make up each block; `late` is as in `check_recording`."""
+        """Runs the network on a chunk, and finds the uses of each block; `late` is as in `check_recording`."""
         named, self._limit.latest = self.parameters, checked.samples
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
@@ -257,7 +258,7 @@ class Tangent:
         noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, len(recording.outputs), name)
-        if not all(use.reached for use in noted):  # no gradient there, of whatever shape
+        if not all(use.reached for use in noted):  # leave out uses without a gradient
             uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         return recording, uses
 
@@ -271,7 +272,7 @@ class Tangent:
         u: Any = cotangents
         if callable(cotangents):
             at = outputs if differentiable else outputs.detach()
-            u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ to the same digits
+            u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ with the same precision
         record = Record(self, inputs, outputs, recording.noted, uses, u, dtype, differentiable)
         if self.positions is not None:
             record.sizes = self.positions.sizes(recording.shaped.shape)
@@ -282,7 +283,7 @@ class Tangent:
         return ChunkLimit()
 
     def retried(self, compute: Callable[[], Result]) -> Result:
-        """Returns what a function computes, with shorter chunks where memory runs out: see `retried`."""
+        """Returns `compute()`, with shorter chunks if memory runs out: see `retried`."""
         return retried(self, self._limit, compute)
 
     @cached_property
@@ -309,11 +310,11 @@ class Tangent:
             inputs: B samples, checked or not.
             cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
             dtype: as in `record`.
-            scratch_per_sample: further numbers that the caller holds a sample, in units of `dtype`.
-            kept: (B, T), which positions to record where positions are samples; the slices count these alone.
-            some: how many positions of an input are enough where each takes backward passes of its own, and a 64th
-                of what is enough where positions are samples. Then the slices have steps.
-            marginal: whether the caller takes variances alone of a layer that gives the outputs, and no C² numbers.
+            scratch_per_sample: number of entries of `dtype` that the caller needs per sample.
+            kept: mask (B, T) of the positions to record if positions are samples. The slices count only these.
+            some: maximum number of positions to record per input, times `DENSER` if positions are samples. Then the
+                slices have steps.
+            marginal: whether the caller reads only variances of a layer that gives the outputs, and no C² entries.
         """
         dtype = dtype or self.dtype
         positions = self.positions
@@ -334,7 +335,7 @@ class Tangent:
     def _chunks(
         self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int, marginal: bool = False
     ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of samples, chunk by chunk; whether outputs are finite is read twice at most."""
+        """Yields records of samples in chunks. At most two device synchronisations check that outputs are finite."""
         late: list[Tensor] = []
         length = self.chunk_length(1 if marginal else cotangents, dtype, scratch_per_sample)
         for part, chunk in self.check(inputs).chunks(length):
@@ -348,7 +349,7 @@ class Tangent:
     def recorded(
         self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, late: list[Tensor] | None = None
     ) -> Iterator[tuple[slice, Record]]:
-        """Yields the record of one chunk, or one for each sample where a layer does not hold them as in the fit."""
+        """Yields the record of one chunk, or of each sample if a layer has the samples on another axis than before."""
         checked = self.check(inputs)
         try:
             record = self._record(checked, cotangents, dtype, late)
@@ -358,21 +359,21 @@ class Tangent:
             yield slice(0, checked.samples), record
             return
         for n in range(checked.samples):
-            alone = slice(n, n + 1)
-            u = cotangents[alone] if isinstance(cotangents, Tensor) else cotangents
-            yield alone, self._record(checked.take(alone), u, dtype)
+            part = slice(n, n + 1)
+            u = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
+            yield part, self._record(checked.take(part), u, dtype)
 
     def chunk_length(
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> int:
-        """Returns how many samples fit the memory budget at once, at least one; `cotangents` may be their count."""
+        """Returns the number of samples that fit the memory budget, at least one. `cotangents` may be R."""
         fitting = self.memory // self.bytes_per_sample(cotangents, dtype, scratch_per_sample)
         return max(1, min(fitting, self._limit.samples))
 
     def _warn_of_memory(self) -> None:
-        """Warns where one output at one position of a sample exceeds the budget; mentions where the whole sample does.
+        """Warns if one output at one position exceeds the budget. Logs if a whole sample exceeds it.
 
-        The network's own activations, and their gradients for one output, are not counted: no choice here changes them.
+        The network's activations, and their gradients for one output, do not count: no choice here changes them.
         """
         name, budget = type(self.model).__name__, self.memory / 2**20
         smallest, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
@@ -385,15 +386,15 @@ class Tangent:
             )  # fmt: skip
         elif whole > self.memory:
             log.info(
-                "One sample of %s needs about %.0f MiB in one piece (C = %d), more than the budget of %.0f MiB: its "
-                "layers, outputs and positions are taken a few at a time; memory=%d would take them at once.",
+                "One sample of %s needs about %.0f MiB (C = %d), and the memory budget is %.0f MiB. So lapwing "
+                "processes its layers, outputs and positions in several steps. Pass memory=%d to process them in one.",
                 name, whole / 2**20, self.outputs, budget, 2 ** (whole - 1).bit_length(),
             )  # fmt: skip
 
     def bytes_per_sample(
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> int:
-        """Estimates the bytes held for one sample of a record and its largest contraction; arguments as above."""
+        """Estimates the bytes of one sample of a record and its largest contraction."""
         count = cotangents if isinstance(cotangents, int) else getattr(cotangents, "columns", self.outputs)
         numbers = (
             self.plan.numbers_per_sample(count, cotangents is not None)

@@ -1,6 +1,6 @@
-"""The layer families, one file each: readers of function calls, and the Jacobians of what they read.
+"""The layer families, one file each: readers of function calls, and their Jacobians.
 
-Begin with `use.py`: what a family gives, what it says of itself, and how it is registered.
+Begin with `use.py`: the protocol of a family, and how it is registered.
 """
 
 from __future__ import annotations

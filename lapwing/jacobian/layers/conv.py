@@ -27,8 +27,8 @@ def unfold(
 ) -> Tensor:
     """Cuts x (N, channels, *space) into patches (N, L, channels, prod(kernel)), in the order of a weight's columns.
 
-    L runs over output positions row by row; `padding` holds the zeros before and after, a dimension. In memory the
-    positions run fastest where their rows are longer than the kernel's: (channels, prod(kernel), N, L).
+    L runs over output positions row by row. `padding` holds the numbers of zeros before and after in each dimension.
+    If rows of positions are longer than rows of the kernel, positions run fastest in memory: (channels, kernel, N, L).
     """
     if any(before or after for before, after in padding):
         x = F.pad(x, [p for pair in reversed(padding) for p in pair])
@@ -38,7 +38,7 @@ def unfold(
         x = x[..., ::d] if d > 1 else x
     samples, channels, out = x.shape[0], x.shape[1], x.shape[2 : 2 + space]
     pixels, places = range(2, 2 + space), range(2 + space, 2 + 2 * space)
-    if out[-1] > kernel[-1]:  # copies run along rows of pixels, which are longer than those of the kernel
+    if out[-1] > kernel[-1]:  # copies run along rows of pixels
         x = x.permute(1, *places, 0, *pixels)
         return x.reshape(channels, prod(kernel), samples, prod(out)).permute(2, 3, 0, 1)
     return x.permute(0, *pixels, 1, *places).reshape(samples, prod(out), channels, prod(kernel))
@@ -52,7 +52,7 @@ def window(
     padding: list[tuple[int, int]],
     dilation: tuple[int, ...],
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Returns the part of x (N, channels, *space) that a box of output positions sees, and the padding it needs."""
+    """Returns the part of x (N, channels, *space) on which a box of output positions depends, and its padding."""
     rest = []
     for dim, (part, k, s, (before, _), d) in enumerate(zip(box, kernel, stride, padding, dilation, strict=True)):
         size = x.shape[2 + dim]
@@ -64,7 +64,7 @@ def window(
 
 
 class ConvUse(Use):
-    """`out = W * a + b`: positions T are the pixels of the output."""
+    """`out = W * a + b`. The T positions are the pixels of the output."""
 
     family = "conv"
     features = 1
@@ -84,27 +84,27 @@ class ConvUse(Use):
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
     def matrix(self) -> Matrix:
-        """(G, O, I) with I the channels of a group times the kernel's pixels."""
+        """Returns (G, O, I), where I is the number of channels of a group times the number of kernel pixels."""
         return Matrix.of(self.parameters["weight"].shape, self.groups)
 
     def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor] | None:
-        """Yields the patches of consecutive positions, of several small images or of a part of a large one."""
+        """Yields the patches of consecutive positions of several small images, or of a part of a large image."""
         return (strip.patches() for _, strip in self._strips(grid, step)) if self.groups == 1 else None
 
     def position_uses(self, grid: Sequence[int], step: int) -> Iterator[tuple[int, Use]] | None:
         small = prod(self.parameters["weight"].shape[2:]) == 1  # a patch is a pixel
-        if small or self.groups > 1 or self.inputs.device.type != "cpu":  # other devices round convolutions
+        if small or self.groups > 1 or self.inputs.device.type != "cpu":  # other devices use TF32 for convolutions
             return None
         return ((count, PatchUse(strip)) for count, strip in self._strips(grid, step))
 
     def _strips(self, grid: Sequence[int], step: int) -> Iterator[tuple[int, ConvUse]]:
-        """Yields how many positions the outputs have at a part of the images, and the layer there."""
+        """Yields the number of output positions of a part of the images, and the layer there."""
         for images in self.images().split(max(1, step // max(1, prod(grid)))):
             for box in boxes(grid, step // len(images)):
                 yield len(images) * prod(side.stop - side.start for side in box), self._within(images, box)
 
     def _within(self, images: Tensor, box: Box) -> ConvUse:
-        """Returns the layer at the part of some images that a box of its outputs sees."""
+        """Returns the layer at the part of some images on which a box of outputs depends."""
         kernel = tuple(self.parameters["weight"].shape[2:])
         part, padding = window(images, box, kernel, self.stride, self.padding, self.dilation)
         strip = copy(self)
@@ -118,30 +118,30 @@ class ConvUse(Use):
         return patches.flatten(0, 1).flatten(1)
 
     def turned(self, basis: Tensor, shift: Tensor | None) -> Tensor:
-        """Returns the patches times U (I, K), and a shift (K,): a convolution with the columns of U as its kernels."""
+        """Returns the patches times U (I, K) plus a shift (K,): a convolution with the columns of U as its kernels."""
         images, kernel = self.images(), self.parameters["weight"].shape[2:]
         kernels = self.ordered(basis.T.reshape(1, basis.shape[1], images.shape[1], -1))[0]
         kernels = kernels.unflatten(-1, kernel)  # (K, channels, *kernel)
         images = F.pad(images, [p for pair in reversed(self.padding) for p in pair])
-        if images.ndim == 4:  # rows of the result lie in memory as they are needed
+        if images.ndim == 4:  # so that the rows of the result are contiguous
             images = images.contiguous(memory_format=torch.channels_last)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[images.ndim - 3]
         turned = convolve(images, kernels, shift, stride=self.stride, dilation=self.dilation)
         return turned.movedim(1, -1).reshape(-1, basis.shape[1])
 
     def images(self) -> Tensor:
-        """Returns what patches are cut from (N, channels, *space)."""
+        """Returns the images from which patches are cut (N, channels, *space)."""
         return self.inputs
 
     def ordered(self, patches: Tensor) -> Tensor:
-        """Returns patches (N, L, channels, kernel) with the kernel's pixels in the order of the weight's."""
+        """Returns patches (N, L, channels, kernel) with kernel pixels in the order of the weight."""
         return patches
 
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Outer | SharedOuter:
-        """Unfolds the input now and not before, at some positions: patches of everything at once would not fit."""
-        assert g is not None  # a feature map is not an output
+        """Unfolds the input one strip of positions at a time, because patches at all positions may not fit."""
+        assert g is not None  # outputs are not feature maps
         layout, space = self.matrix(), self.inputs.ndim - 2
         kernel = tuple(self.parameters["weight"].shape[2:])
         x = axis.front(self.images(), samples)  # (B, [k,] channels, *space)
@@ -163,7 +163,7 @@ class ConvUse(Use):
 
 
 class PatchUse(Use):
-    """A convolution whose positions are samples: the linear layer of its patches."""
+    """A convolution whose positions are samples: a linear layer on patches."""
 
     family, is_product, sample_dims = "conv", True, 1
 
@@ -185,7 +185,7 @@ class PatchUse(Use):
 
 
 class PatchOuter(Outer):
-    """A convolution that gives the outputs: its inputs are patches, which are cut only where a product needs them."""
+    """A convolution that gives the outputs. Its inputs are patches, which are formed only if a product needs them."""
 
     def __init__(self, use: ConvUse, samples: int, bias: bool) -> None:
         self._use, self._g, self._bias, layout = use, None, bias, use.matrix()
@@ -201,15 +201,15 @@ class PatchOuter(Outer):
 
 
 class TransposedConvUse(ConvUse):
-    """A transposed convolution: the plain one of its weights in reverse, over an input with zeros between its pixels.
+    """A transposed convolution: a plain one with reversed kernels, over an input with zeros between its pixels.
 
     Args:
         inputs: x (N, channels, *space).
         weight: W (G I, O, *kernel).
         bias: b, if any.
         gaps: the stride, s - 1 zeros between pixels.
-        padding: zeros before and after, a dimension; negative ones cut.
-        dilation: that of the kernel.
+        padding: numbers of zeros before and after in each dimension; negative numbers cut.
+        dilation: dilation of the kernel.
         groups: G.
     """
 
@@ -233,7 +233,7 @@ class TransposedConvUse(ConvUse):
         return strip
 
     def matrix(self) -> Matrix:
-        """(G, O, I) with the weight stored inputs first."""
+        """Returns (G, O, I), with the weight stored inputs first."""
         return Matrix.of(self.parameters["weight"].shape, self.groups, transposed=True)
 
     def images(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Embeddings: rows of a table picked by token, so that the inputs a are one-hot and A is a vector of counts."""
+"""Embeddings: tokens select rows of a table, so the inputs a are one-hot and A is a vector of counts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .use import BatchAxis, Use, Watched, by_name, register
 class OneHot(MatrixJacobian):
     """`J[n, r] = Σ_t g[n, r, t] e_token(n, t)ᵀ` for tokens (B, T) and g (B, R, T, O).
 
-    The layout is (O = width, I = vocabulary). Repeated tokens of a sample are merged, so that no two positions share a
-    weight, and a sample has at most V positions.
+    The layout is (O = width, I = vocabulary). Repeated tokens of a sample are merged: no two positions share a weight,
+    and a sample has at most V positions.
     """
 
     groups = 1
@@ -30,7 +30,6 @@ class OneHot(MatrixJacobian):
         self.tokens, self.g = _merged(tokens, g, vocabulary)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields rows for one output channel after another."""
         for channel in range(self.width):
             rows = self.g.new_zeros(self.batch, self.cotangents, self.vocabulary)
             index = self.tokens[:, None, :].expand(-1, self.cotangents, -1)
@@ -40,7 +39,7 @@ class OneHot(MatrixJacobian):
             )
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> OneHot:
-        """Returns J with g in another basis (1, O, O); the one-hot inputs are in A's eigenbasis already."""
+        """Returns J with g in another basis (1, O, O). The one-hot inputs are already in the eigenbasis of A."""
         if inputs is not None:
             raise ValueError("one-hot inputs are in their eigenbasis: pass None for the inputs' basis")
         if outputs is None:
@@ -48,12 +47,12 @@ class OneHot(MatrixJacobian):
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
 
     def _factor(self, weighting: Weighting) -> Tensor:
-        """Returns `g √w` at the sample's tokens, (B, R, T O), from the weights there alone."""
+        """Returns `g √w` (B, R, T O) for the weights w of the sample's tokens."""
         picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
         return (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)
 
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
-        """Returns the Gram matrices, squared norms, or squared Frobenius norms of the factors, see `_factor`."""
+        """Uses Gram matrices, squared row norms, or squared Frobenius norms of `_factor`."""
         found = []
         for factor in map(self._factor, candidates):
             if reads == "covariances":
@@ -64,7 +63,7 @@ class OneHot(MatrixJacobian):
         return found
 
     def squared_sum(self) -> Tensor:
-        """Returns `Σ J²` (P,) by adding up where tokens agree."""
+        """Returns `Σ J²` (P,)."""
         sums = self.g.new_zeros(self.width, self.vocabulary)
         sums.T.index_add_(0, self.tokens.flatten(), self.g.square().sum(1).flatten(0, 1))
         return sums.flatten()
@@ -80,7 +79,7 @@ class OneHot(MatrixJacobian):
         return sums.flatten(1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Returns `J V` (B, R, K) from the entries of V at the sample's tokens, for slices of V."""
+        """Returns `J V` (B, R, K) from the entries of V at the sample's tokens, by slices of V."""
         step = self.step(self.tokens.numel() * self.width * self.g.element_size(), len(vectors))
         tables = vectors.reshape(-1, self.width, self.vocabulary).split(step)
         products = [torch.einsum("nrtd,kdnt->nrk", self.g, table[:, :, self.tokens]) for table in tables]
@@ -93,13 +92,13 @@ class OneHot(MatrixJacobian):
     def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
         """Joins the tokens of several uses."""
         uses = [self, *[other for other in others if isinstance(other, OneHot)]]
-        if len(uses) <= len(others):
+        if len(uses) <= len(others):  # some uses are not embeddings
             return super().plus(others)
         tokens, gradients = zip(*[use.unmerged for use in uses], strict=True)
         return OneHot(torch.cat(tokens, 1), torch.cat(gradients, 2), self.vocabulary)
 
     def gram(self, other: BlockJacobian) -> Tensor:
-        """Returns `[token = token'](g·g')` summed over positions, (B, R, B', R'), for slices of my positions."""
+        """Returns `[token = token'](g·g')` summed over positions (B, R, B', R'), by slices of `self.tokens`."""
         if not isinstance(other, OneHot):
             return super().gram(other)
         length = self.tokens.shape[1]
@@ -115,7 +114,7 @@ class OneHot(MatrixJacobian):
     ) -> int:
         """Adds A as its diagonal, the counts (1, V), and Γ (1, O, O).
 
-        Always in the expand form, for which A is exactly diagonal; `reduce` changes nothing here.
+        Always uses the expand form, for which A is exactly diagonal, and ignores `reduce`.
         """
         tokens, g = self.unmerged
         g = g.transpose(0, 1).flatten(0, 2)  # (R B T, O): cotangents come first in memory
@@ -126,12 +125,12 @@ class OneHot(MatrixJacobian):
 
 
 def _merged(tokens: Tensor, g: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Sums g (B, R, T, O) over equal tokens (B, T) of a sample; at most V positions are left, g zero at unused ones."""
+    """Sums g (B, R, T, O) over equal tokens (B, T) of a sample, to at most V positions. Unused positions have g = 0."""
     samples, length = tokens.shape[0], min(tokens.shape[1], vocabulary)
     ordered, order = tokens.sort(1)
     new = torch.ones_like(tokens, dtype=torch.bool)
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)  # of each token among the distinct ones
+    place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)  # index among the distinct tokens
     first = length * torch.arange(samples, device=tokens.device)[:, None]
     table = g.new_zeros(g.shape[1], samples * length, g.shape[-1])
     merged = table.index_add(1, (first + place).flatten(), g.transpose(0, 1).flatten(1, 2))  # (R, B V, O)
@@ -150,14 +149,14 @@ class EmbeddingUse(Use):
         self.sample_dims = tokens.ndim
 
     def matrix(self) -> Matrix:
-        """(O = width, I = vocabulary), stored transposed."""
+        """Returns (O = width, I = vocabulary), stored transposed."""
         return Matrix.of(self.parameters["weight"].shape, transposed=True, one_hot=True)
 
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> OneHot:
-        """The padding token has no gradient, as in torch."""
-        assert g is not None  # an embedding of tokens is not an output
+        """Returns the block Jacobian. The padding token has no gradient, as in torch."""
+        assert g is not None  # embeddings do not give the outputs
         width = self.matrix().outputs
         tokens = axis.front(self.inputs, samples).reshape(samples, -1).long()  # (B, T)
         g = axis.front(g, samples, 1).reshape(g.shape[0], samples, -1, width).transpose(0, 1).to(dtype)

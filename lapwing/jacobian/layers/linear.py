@@ -32,7 +32,7 @@ class LinearUse(Use):
         self.sample_dims = inputs.ndim - 1
 
     def matrix(self) -> Matrix:
-        """One group, (O, I), or stored transposed."""
+        """Returns one group (O, I), maybe stored transposed."""
         return Matrix.of(self.parameters["weight"].shape, transposed=self.transposed)
 
     def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor]:
@@ -42,7 +42,7 @@ class LinearUse(Use):
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Outer | SharedOuter:
-        """Positions are all dimensions between the samples and the features."""
+        """Returns the block Jacobian. Positions are all dimensions between the samples and the features."""
         a = axis.front(self.inputs, samples)  # (B, *grid, I)
         g = None if g is None else axis.front(g, samples, 1)  # (R, B, *grid, O)
         if a.ndim == 2:  # one position
@@ -51,7 +51,7 @@ class LinearUse(Use):
             if "weight" in roles:
                 return Outer(a, g, outputs, bias="bias" in roles)
             return Outer(with_bias_column(a, roles), g, outputs)
-        assert g is not None  # outputs (B, C) have one position a sample
+        assert g is not None  # outputs (B, C) have one position per sample
         gradients, layout = g, self.matrix()
 
         def part(box: Box) -> Strip:
@@ -63,7 +63,7 @@ class LinearUse(Use):
 
 
 def _use(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, watched: Watched) -> LinearUse:
-    """Makes the use of a weight, or of the parameter of which it is the transpose: `x @ W.T`, `F.linear(x, W.t())`."""
+    """Returns the use of a weight, or of the parameter whose transpose it is: `x @ W.T`, `F.linear(x, W.t())`."""
     base = None if watched(weight) else weight._base
     if base is None or not watched(base) or weight.shape != base.shape[::-1] or weight.stride() != base.stride()[::-1]:
         return LinearUse(inputs, weight, bias, transposed)
@@ -97,7 +97,7 @@ def _matmul(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
 
 
 def _batch_letters(tensor: Tensor, ndim: int) -> str:
-    """Returns a letter for each of the dimensions before the matrix of a product, counted from the back."""
+    """Returns one letter for each batch dimension of a product of matrices, counted from the last."""
     return "abcdefgh"[: ndim - 2][ndim - tensor.ndim :]
 
 

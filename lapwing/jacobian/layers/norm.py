@@ -1,4 +1,4 @@
-"""Norms, scales and shifts: weights that multiply or add to features one by one, `out = γ ⊙ x̂ + β`.
+"""Norms, scales and shifts: elementwise weights, `out = γ ⊙ x̂ + β`.
 
 Their rows are explicit and small: `Σ_t g ⊙ x̂` for γ and `Σ_t g` for β.
 """
@@ -21,21 +21,21 @@ from .use import BatchAxis, Reader, Use, Watched, by_name, register
 Normalise = Callable[[Tensor], Tensor]
 
 CACHE_NUMBERS = 2**20
-"""Products with normalised inputs are summed at once: so many numbers at a time on a CPU, which its cache holds."""
+"""Maximum number of entries of the products with x̂ that are formed and summed together on a CPU, to fit its cache."""
 
 
 class NormUse(Use):
-    """`out = γ ⊙ x̂ + β` where x̂ is the normalised input, its features the last `features` dimensions (or dimension 1).
+    """`out = γ ⊙ x̂ + β`, where x̂ is the normalised input.
 
-    The normalised input is computed only when the Jacobian of γ is asked for, some positions at a time.
+    x̂ is computed only for the Jacobian of γ, at some positions at a time.
 
     Args:
         inputs: x.
-        weight: γ, if any.
-        bias: β, if any.
-        normalise: gives x̂ for any (..., P) of all features at some positions.
-        features: how many dimensions they have; None says one, dimension 1.
-        whole: for a norm whose statistics run over positions: gives x̂ for all of x, as large as that, beforehand.
+        weight: γ, or None.
+        bias: β, or None.
+        normalise: function that returns x̂ for (..., P), all features at some positions.
+        features: number of last dimensions that are features; None means dimension 1.
+        whole: function that returns x̂ for all of x, for norms with statistics over positions; None for other norms.
     """
 
     family = "norm"
@@ -58,8 +58,8 @@ class NormUse(Use):
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
-        """Sums over every dimension that is neither sample nor feature."""
-        assert g is not None  # only linear layers are read as outputs
+        """Returns rows, summed over all dimensions except samples and features."""
+        assert g is not None  # only linear layers give the outputs
         parts = []
         if "weight" in roles:
             parts.append(self._scaled(g, axis, samples, dtype, limit))
@@ -68,11 +68,11 @@ class NormUse(Use):
         return Rows(torch.cat(parts, -1))
 
     def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, limit: int) -> Tensor:
-        """Returns `Σ_t g ⊙ x̂` (B, R, P), some samples and a box of positions at a time."""
+        """Returns `Σ_t g ⊙ x̂` (B, R, P), by slices of samples and boxes of positions."""
         g = self._laid_out(g, axis, samples, 1)  # (R, B, *grid, P)
         x = self.inputs if self._whole is None else self._whole(self.inputs.to(dtype))
         x = self._laid_out(x, axis, samples, 0)
-        numbers = (len(g) + 3) * x.shape[-1]  # of a position
+        numbers = (len(g) + 3) * x.shape[-1]  # entries per position
         limit = min(limit, CACHE_NUMBERS) if g.device.type == "cpu" else limit
         step = max(1, limit // max(1, numbers * prod(x.shape[1:-1])))
         rows = [
@@ -118,20 +118,19 @@ class ShiftUse(NormUse):
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
-        """The gradient at the output is the gradient of the weight."""
         assert g is not None
         return Rows(self._summed(g, axis, samples, dtype))
 
 
 class PReLUUse(ScaleUse):
-    """`out = max(x, 0) + w min(x, 0)`, with one slope w a channel, or one for all."""
+    """`out = max(x, 0) + w min(x, 0)`, with one slope w per channel, or one for all."""
 
     family = "prelu"
 
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
-        """Rows of the channels, added up where they share the slope."""
+        """Returns the rows of the channels, summed if they share the slope."""
         rows = super().jacobian(g, axis, samples, roles, dtype, limit)
         return rows if self.parameters["weight"].numel() > 1 else Rows(rows.rows().sum(-1, keepdim=True))
 

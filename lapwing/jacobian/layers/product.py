@@ -1,6 +1,6 @@
-"""Products of a batch with a parameter that are no linear layer over the last dimension: `torch.einsum`, `W @ x`.
+"""Products of a batch with a parameter other than a linear layer over the last dimension: `torch.einsum`, `W @ x`.
 
-Their rows are explicit: `J = einsum(x, g)`, the same product with the gradients of the output in the weight's place.
+Their rows are explicit: `J = einsum(x, g)`, the same product with the gradients of the output instead of the weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class EinsumUse(Use):
     """`out = einsum(x, W)`, with a letter for each dimension of x, W and the output.
 
-    Cost: time O(R B) times the multiply-adds of one product a sample, memory O(B R P).
+    Cost: time O(R B) times the multiply-adds of the product for one sample, memory O(B R P).
     """
 
     family = "einsum"
@@ -29,27 +29,27 @@ class EinsumUse(Use):
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
-        """Puts the samples in front, and multiplies sample by sample."""
-        assert g is not None  # only linear layers are read as outputs
+        """Returns rows from one product per sample."""
+        assert g is not None  # only linear layers give the outputs
         of_inputs, of_weight, of_out = self.letters
         batch, cotangent, place = [letter for letter in LETTERS if letter not in of_inputs + of_weight + of_out][:3]
         if samples == 1:
             x, g = self.inputs.unsqueeze(0), g.unsqueeze(1)
         else:
-            within = of_out[axis.axis]  # the samples' letter, which stands for the positions beside them, or is gone
-            if within not in of_inputs or within in of_weight:  # no samples are there, and without gradients none show
+            within = of_out[axis.axis]  # letter of the dimension with the samples, and maybe positions
+            if within not in of_inputs or within in of_weight:  # the inputs have no samples, so gradients are 0
                 return Rows(g.new_zeros(samples, len(g), self.parameters["weight"].numel(), dtype=dtype))
-            kept = "" if self.inputs.shape[axis.axis] == samples else place
-            of_inputs, of_out = (of.replace(within, kept) for of in (of_inputs, of_out))
+            positions = "" if self.inputs.shape[axis.axis] == samples else place
+            of_inputs, of_out = (of.replace(within, positions) for of in (of_inputs, of_out))
             x, g = axis.front(self.inputs, samples), axis.front(g, samples, 1)  # (B, ...), (R, B, ...)
         product = f"{batch}{of_inputs},{cotangent}{batch}{of_out}->{batch}{cotangent}{of_weight}"
         return Rows(torch.einsum(product, x.to(dtype), g.to(dtype)).flatten(2))
 
 
 def einsum_use(equation: str, left: Tensor, right: Tensor, watched: Watched) -> Use | None:
-    """Returns the use of the one of two factors that is watched; None where the samples have no dimension in common.
+    """Returns the use of the watched factor, or None if input and output share no dimension of samples.
 
-    Sums along a dimension of the weight alone, diagonals and broadcast dimensions of length 1 are not covered.
+    Sums along a dimension that only the weight has, diagonals and broadcast dimensions of length 1 are not covered.
     """
     letters = _letters(equation, left, right)
     if letters is None or watched(left) == watched(right):
@@ -68,7 +68,7 @@ def einsum_use(equation: str, left: Tensor, right: Tensor, watched: Watched) -> 
 
 
 def _letters(equation: str, left: Tensor, right: Tensor) -> tuple[str, str, str] | None:
-    """Returns the letters of both factors and of the output, those of an ellipsis in one factor written out."""
+    """Returns the letters of both factors and of the output. An ellipsis in one factor is replaced by letters."""
     inputs, arrow, of_out = equation.replace(" ", "").partition("->")
     of_left, comma, of_right = inputs.partition(",")
     if not arrow or not comma or ("..." in of_left and "..." in of_right):

@@ -1,4 +1,4 @@
-"""One use of a layer's parameters in a forward pass: the protocol every layer family follows."""
+"""One use of a layer's parameters in a forward pass: the protocol of every layer family."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..strips import Box, Strip, Strips
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """Where a layer's tensors hold the samples: dimension `axis`, of size B k; samples run fastest if `inner`."""
+    """The dimension of a layer's tensors that holds the samples, of size B k. Samples run fastest if `inner`."""
 
     axis: int = 0
     inner: bool = False
 
     def front(self, tensor: Tensor, samples: int, lead: int = 0) -> Tensor:
-        """Moves the samples to dimension `lead`: (lead..., B, rest...), the k positions kept among the rest."""
+        """Moves the samples to dimension `lead`: (lead..., B, rest...). The k positions are part of the rest."""
         axis = self.axis + lead
         if tensor.shape[axis] == samples:
             return tensor if axis == lead else tensor.movedim(axis, lead)
@@ -42,19 +42,20 @@ class BatchAxis:
 class Use(ABC):
     """One call of a layer: its input, its parameters, and their Jacobian.
 
-    A subclass is a family of layers. Its class attributes say what it can do; no code asks for its name.
+    A subclass is a family of layers. Class attributes declare what a family can do. No other code tests for a
+    particular family.
 
     Attributes:
-        family: the name of the family, for reports.
-        is_product: the output is `inputs Wᵀ + b`, for the weight as it is stored or its transpose. Then `jacobian`
-            takes g=None, and gradients may go back to the inputs by a product with the weight.
-        features: the dimension of inputs and outputs that holds the features, where the function is linear in inputs,
-            weight and bias; None otherwise. Mean field then draws outputs, or weights for each sample.
-        normalises: the weights scale a normalised input. They are no candidates for a last layer.
-        parameters: role ("weight", "bias") -> the parameter tensor itself, as the call got it.
-        inputs: the layer's input.
-        view: what the call got in place of the weight, where that is the weight transposed.
-        sample_dims: how many leading dimensions of the output may hold the samples.
+        family: name of the family, for reports.
+        is_product: whether the output is `inputs Wᵀ + b`, for the stored weight or its transpose. Then `jacobian`
+            accepts g=None, and a product with the weight may send gradients back to the inputs.
+        features: dimension of inputs and outputs that holds the features if the function is linear in inputs, weight
+            and bias, else None. Mean field then draws outputs, or weights for each sample.
+        normalises: whether the weights scale a normalised input. Such a layer cannot be the last layer.
+        parameters: role ("weight", "bias") -> parameter tensor of the call.
+        inputs: input of the layer.
+        view: transposed weight, if the call got that instead of the weight.
+        sample_dims: number of leading dimensions of the output that may hold the samples.
     """
 
     family: ClassVar[str]
@@ -70,32 +71,32 @@ class Use(ABC):
 
     @property
     def kind(self) -> str:
-        """The family and the layout of the weight: what later batches must agree in."""
+        """The family and the layout of the weight, which must be the same in later batches."""
         return kind_of(self.family, self.matrix())
 
     def matrix(self) -> Matrix | None:
         """Returns the matrix layout of the weight, or None for a layer without one.
 
-        With one, `jacobian` returns a `MatrixJacobian`, and KFAC gives the weight a Kronecker-factored block.
+        If there is a layout, `jacobian` returns a `MatrixJacobian`, and KFAC uses a Kronecker-factored block.
         """
         return None
 
     def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor] | None:
-        """Yields the inputs (rows, I) of positions, for B samples on the first dimension, in the order of outputs.
+        """Yields the inputs a (rows, I) of positions in the order of the outputs, for samples on the first dimension.
 
-        Then the output at a position is `W a + b`. None for a layer that has no such form.
+        The output at a position is `W a + b`. Returns None for a layer that has no such form.
 
         Args:
-            grid: the sizes of the positions of one sample, as the output has them.
-            step: how many rows at once, where the grid can be cut so.
+            grid: sizes of the grid of positions in the output of one sample.
+            step: maximum number of rows in one part, if the grid can be cut.
         """
         return None
 
     def position_uses(self, grid: Sequence[int], step: int) -> Iterator[tuple[int, Use]] | None:
-        """Yields how many positions a part of the inputs has, and the layer there, in the order of outputs.
+        """Yields the number of positions of a part of the inputs, and the layer there, in the order of the outputs.
 
-        For g=None the `jacobian` of such a layer has its positions as samples. None where `position_inputs` is all that
-        there is; the arguments are the same.
+        For g=None, the `jacobian` of such a layer has positions as samples. Returns None if the layer only has
+        `position_inputs`. Same arguments.
         """
         return None
 
@@ -106,45 +107,45 @@ class Use(ABC):
         """Returns the block Jacobian of this use.
 
         Args:
-            g: (R, *out.shape), gradients of the cotangents at the layer's output; None where that is the network's
-                output and the cotangents are its entries (only where `is_product`).
-            axis: where the samples are.
+            g: (R, *out.shape), gradients of the cotangents at the layer's output; None if that is the network's output
+                and the cotangents are its entries (only if `is_product`).
+            axis: dimension of the samples.
             samples: B.
-            roles: which of weight and bias are treated.
-            dtype: the dtype to contract in.
-            limit: how many numbers may be built for a strip of positions beside the activations.
+            roles: treated parameters, of "weight" and "bias".
+            dtype: dtype of the contractions.
+            limit: maximum number of entries built for a strip of positions, in addition to the activations.
         """
 
 
 Watched = Callable[[object], bool]
-"""Tells whether a tensor is one of the parameters that are recorded."""
+"""Returns whether a tensor is one of the recorded parameters."""
 
 Reader = Callable[[tuple, dict, Watched], Use | None]
-"""`(args, kwargs, watched)` of a function's call -> its use, or None where the family does not cover the call."""
+"""`(args, kwargs, watched)` of a function call -> its use, or None if the family does not cover the call."""
 
 READERS: dict[object, Reader] = {}
 """Function -> the reader of its calls."""
 
 
 def register(reader: Reader, *functions: object) -> None:
-    """Registers the layers that functions compute.
+    """Registers the reader of calls of some functions.
 
     Args:
-        reader: reads a call's arguments as a `Use`; None where it does not cover the call.
-        *functions: the functions as the network calls them: those of torch, such as `F.prelu`, and operators of
-            `torch.library`, such as `torch.ops.mylib.gain.default`.
+        reader: returns the `Use` of a call's arguments, or None if it does not cover the call.
+        *functions: functions as the network calls them: torch functions such as `F.prelu`, or operators of
+            `torch.library` such as `torch.ops.mylib.gain.default`.
     """
     for function in functions:
         READERS[function] = reader
 
 
 def by_name(names: Sequence[str], args: tuple, kwargs: dict) -> dict:
-    """Returns a call's arguments by name; those that were left out are missing."""
+    """Returns the arguments of a call by name, without omitted arguments."""
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def with_bias_column(a: Tensor, roles: frozenset[str]) -> Tensor:
-    """Returns inputs (..., I) with the homogeneous coordinate: [a, 1], a, or 1 as weight, bias or both are treated."""
+    """Returns [a, 1] for inputs a (..., I) if weight and bias are treated, a for the weight, 1 for the bias."""
     if "bias" not in roles:
         return a
     ones = a.new_ones(*a.shape[:-1], 1)
@@ -164,9 +165,9 @@ def outer_jacobian(
     dtype: torch.dtype,
     limit: int,
 ) -> Outer | SharedOuter:
-    """Builds the Jacobian of a matrix weight used at a grid of positions, for (B, R) and up to `limit` numbers a strip.
+    """Builds the Jacobian of a matrix weight at a grid of positions, for sizes (B, R) and `limit` entries per strip.
 
-    `part` gives inputs (B, t, G, I), without a bias column, and g (B, R, t, G, O) at a box of positions.
+    `part` returns inputs (B, t, G, I), without a bias column, and g (B, R, t, G, O) at a box of positions.
     """
 
     def strip(box: Box) -> Strip:
