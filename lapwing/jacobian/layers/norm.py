@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ CACHE_NUMBERS = 2**20
 """Maximum number of entries of the products with x̂ that are formed and summed together on a CPU, to fit its cache."""
 
 
-class NormUse(Use):
-    """`out = γ ⊙ x̂ + β`, where x̂ is the normalised input.
+class ElementwiseUse(Use):
+    """`out = γ ⊙ x̂ + β`, where x̂ is a function of the input, such as the normalised input.
 
     x̂ is computed only for the Jacobian of γ, at some positions at a time.
 
@@ -34,12 +35,10 @@ class NormUse(Use):
         weight: γ, or None.
         bias: β, or None.
         normalise: function that returns x̂ for (..., P), all features at some positions.
-        features: number of last dimensions that are features; None means dimension 1.
+        features: number of last dimensions that are features; None means dimension 1, and 0 that γ has one entry.
         whole: function that returns x̂ for all of x, for norms with statistics over positions; None for other norms.
+        family: name of the family.
     """
-
-    family = "norm"
-    normalises = True
 
     def __init__(
         self,
@@ -49,11 +48,13 @@ class NormUse(Use):
         normalise: Normalise,
         features: int | None,
         whole: Normalise | None = None,
+        family: str = "norm",
     ) -> None:
         super().__init__(inputs, weight, bias)
+        self.family, self.normalises = family, family == "norm"
         self._normalise, self._whole = normalise, whole
         self._features = features
-        self.sample_dims = 1 if features is None else inputs.ndim - features
+        self.sample_dims = 1 if features is None else inputs.ndim - max(1, features)
 
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
@@ -64,7 +65,7 @@ class NormUse(Use):
         if "weight" in roles:
             parts.append(self._scaled(g, axis, samples, dtype, limit))
         if "bias" in roles:
-            parts.append(self._summed(g, axis, samples, dtype))
+            parts.append(_over_positions(self._laid_out(g, axis, samples, 1), dtype).transpose(0, 1))
         return Rows(torch.cat(parts, -1))
 
     def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, limit: int) -> Tensor:
@@ -84,55 +85,18 @@ class NormUse(Use):
         ]
         return torch.cat(rows, 1).transpose(0, 1)
 
-    def _summed(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype) -> Tensor:
-        """Returns `Σ_t g` (B, R, P)."""
-        return _over_positions(self._laid_out(g, axis, samples, 1), dtype).transpose(0, 1)
-
     def _laid_out(self, values: Tensor, axis: BatchAxis, samples: int, lead: int) -> Tensor:
         """Returns a view (lead..., B, *grid, features)."""
         values = axis.front(values, samples, lead)
         if self._features is None:  # the channels come first among the last dimensions
             return values.movedim(1 - self.inputs.ndim, -1)
-        return values.flatten(-self._features)
+        return values.flatten(-self._features) if self._features else values.unsqueeze(-1)
 
 
 def _over_positions(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums (R, B, *grid, features) over the grid."""
     grid = tuple(range(2, values.ndim - 1))
     return values.sum(grid, dtype=dtype) if grid else values.to(dtype)
-
-
-class ScaleUse(NormUse):
-    """`out = x ⊙ w`, with w spanning the last dimensions of x."""
-
-    family = "scale"
-    normalises = False
-
-
-class ShiftUse(NormUse):
-    """`out = x + w`, with w spanning the last dimensions of x."""
-
-    family = "shift"
-    normalises = False
-
-    def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
-    ) -> Rows:
-        assert g is not None
-        return Rows(self._summed(g, axis, samples, dtype))
-
-
-class PReLUUse(ScaleUse):
-    """`out = max(x, 0) + w min(x, 0)`, with one slope w per channel, or one for all."""
-
-    family = "prelu"
-
-    def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
-    ) -> Rows:
-        """Returns the rows of the channels, summed if they share the slope."""
-        rows = super().jacobian(g, axis, samples, roles, dtype, limit)
-        return rows if self.parameters["weight"].numel() > 1 else Rows(rows.rows().sum(-1, keepdim=True))
 
 
 def _dimensions(named: dict) -> int:
@@ -146,7 +110,7 @@ def _layer_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     def normalise(x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=eps)
 
-    return NormUse(named["input"], named.get("weight"), named.get("bias"), normalise, features)
+    return ElementwiseUse(named["input"], named.get("weight"), named.get("bias"), normalise, features)
 
 
 def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
@@ -156,14 +120,14 @@ def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     def normalise(x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], eps=eps)
 
-    return NormUse(named["input"], named.get("weight"), None, normalise, features)
+    return ElementwiseUse(named["input"], named.get("weight"), None, normalise, features)
 
 
 def _group_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
     named = by_name(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     groups, eps = named["num_groups"], named.get("eps", 1e-5)
     weight, bias = named.get("weight"), named.get("bias")
-    return NormUse(named["input"], weight, bias, lambda x: x, None, lambda x: F.group_norm(x, groups, eps=eps))
+    return ElementwiseUse(named["input"], weight, bias, lambda x: x, None, lambda x: F.group_norm(x, groups, eps=eps))
 
 
 def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
@@ -177,7 +141,7 @@ def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     def normalise(x: Tensor) -> Tensor:
         return (x - mean.to(x)) * (variance.to(x) + eps).rsqrt()
 
-    return NormUse(named["input"], named.get("weight"), named.get("bias"), normalise, None)
+    return ElementwiseUse(named["input"], named.get("weight"), named.get("bias"), normalise, None)
 
 
 def _instance_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
@@ -194,11 +158,15 @@ def _instance_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
 def _prelu(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     named = by_name(("input", "weight"), args, kwargs)
     x, weight = named["input"], named["weight"]
-    shared = weight.numel() == 1
-    return PReLUUse(x, weight, None, lambda x: x.clamp(max=0), 1 if shared else None) if x.ndim > 1 else None
+    if x.ndim < 2:
+        return None
+    features = 0 if weight.numel() == 1 else None
+    return ElementwiseUse(x, weight, None, lambda x: x.clamp(max=0), features, family="prelu")
 
 
-def _elementwise(kind: type[NormUse]) -> Reader:
+def _elementwise(family: Literal["scale", "shift"]) -> Reader:
+    """Returns the reader of `x ⊙ w` or `x + w`, with w spanning the last dimensions of x."""
+
     def reader(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
         if kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
             return None
@@ -209,7 +177,8 @@ def _elementwise(kind: type[NormUse]) -> Reader:
             while len(shape) > 1 and shape[0] == 1:
                 shape = shape[1:]
             if weight.ndim <= x.ndim > len(shape) > 0 and tuple(x.shape[x.ndim - len(shape) :]) == shape:
-                return kind(x, weight, None, lambda x: x, len(shape))
+                pair = (weight, None) if family == "scale" else (None, weight)
+                return ElementwiseUse(x, *pair, lambda x: x, len(shape), family=family)
         return None
 
     return reader
@@ -221,5 +190,5 @@ register(_group_norm, F.group_norm)
 register(_batch_norm, batch_norm)
 register(_instance_norm, instance_norm)
 register(_prelu, F.prelu, torch.prelu)
-register(_elementwise(ScaleUse), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
-register(_elementwise(ShiftUse), torch.add, torch.Tensor.add, torch.Tensor.__add__)
+register(_elementwise("scale"), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
+register(_elementwise("shift"), torch.add, torch.Tensor.add, torch.Tensor.__add__)

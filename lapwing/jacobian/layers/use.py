@@ -58,10 +58,10 @@ class Use(ABC):
         sample_dims: number of leading dimensions of the output that may hold the samples.
     """
 
-    family: ClassVar[str]
+    family: str
     is_product: ClassVar[bool] = False
     features: ClassVar[int | None] = None
-    normalises: ClassVar[bool] = False
+    normalises: bool = False
     view: Tensor | None = None
     sample_dims: int
 
