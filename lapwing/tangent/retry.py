@@ -75,5 +75,6 @@ def memory_errors(what: str, instead: str) -> Iterator[None]:
         if re.search("CUDA|HIP|XPU|GPU", str(error)):  # torch has one class for all devices
             limit = "the GPU"
         raise LapwingError(
-            f"{what} ran out of memory: a tensor{amount} did not fit into {limit}, beside what is there. {instead}"
+            f"{what} ran out of memory: a tensor{amount} did not fit into {limit}, in addition to the memory in use. "
+            f"{instead}"
         ) from error

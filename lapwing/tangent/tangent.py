@@ -219,6 +219,7 @@ class Tangent:
         inputs: Any,
         cotangents: Cotangents = None,
         dtype: torch.dtype | None = None,
+        late: list[Tensor] | None = None,
     ) -> Record:
         """Records one chunk of samples.
 
@@ -226,6 +227,7 @@ class Tangent:
             inputs: B samples, checked or not.
             cotangents: u (B, C, R), or a function of the outputs that returns u; None means the C outputs.
             dtype: dtype of the contractions; None means the accumulation dtype.
+            late: as in `check_recording`.
 
         Returns:
             A record, differentiable in the inputs if they require gradients.
@@ -236,7 +238,19 @@ class Tangent:
 
         Cost: one forward and R backward passes. Memory O(R) times the activations.
         """
-        return self._record(self.check(inputs), cotangents, dtype or self.dtype)
+        checked, dtype = self.check(inputs), dtype or self.dtype
+        differentiable = wants_gradient(checked.inputs)
+        recording, uses = self.recording(checked, late)
+        self._sample_axis.check(recording, uses, type(self.model).__name__)
+        outputs = recording.outputs
+        u: Any = cotangents
+        if callable(cotangents):
+            at = outputs if differentiable else outputs.detach()
+            u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ with the same precision
+        record = Record(self, checked.inputs, outputs, recording.noted, uses, u, dtype, differentiable)
+        if self.positions is not None:
+            record.sizes = self.positions.sizes(recording.shaped.shape)
+        return record
 
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
         """Returns checked inputs. Inputs that are checked already come back unchanged.
@@ -261,22 +275,6 @@ class Tangent:
         if not all(use.reached for use in noted):  # leave out uses without a gradient
             uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         return recording, uses
-
-    def _record(
-        self, checked: Checked, cotangents: Cotangents, dtype: torch.dtype, late: list[Tensor] | None = None
-    ) -> Record:
-        inputs, differentiable = checked.inputs, wants_gradient(checked.inputs)
-        recording, uses = self.recording(checked, late)
-        self._sample_axis.check(recording, uses, type(self.model).__name__)
-        outputs = recording.outputs
-        u: Any = cotangents
-        if callable(cotangents):
-            at = outputs if differentiable else outputs.detach()
-            u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ with the same precision
-        record = Record(self, inputs, outputs, recording.noted, uses, u, dtype, differentiable)
-        if self.positions is not None:
-            record.sizes = self.positions.sizes(recording.shaped.shape)
-        return record
 
     @cached_property
     def _limit(self) -> ChunkLimit:
@@ -352,7 +350,7 @@ class Tangent:
         """Yields the record of one chunk, or of each sample if a layer has the samples on another axis than before."""
         checked = self.check(inputs)
         try:
-            record = self._record(checked, cotangents, dtype, late)
+            record = self.record(checked, cotangents, dtype, late)
         except SampleAxisMoved as error:
             self._sample_axis.warn_once(error)
         else:
@@ -361,7 +359,7 @@ class Tangent:
         for n in range(checked.samples):
             part = slice(n, n + 1)
             u = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
-            yield part, self._record(checked.take(part), u, dtype)
+            yield part, self.record(checked.take(part), u, dtype)
 
     def chunk_length(
         self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0

@@ -413,7 +413,7 @@ def test_predictions_and_updates_whose_memory_no_chunk_takes() -> None:
     assert [message.split(" ran out of memory: a tensor")[0] for message in messages] == [
         "The prediction", "The prediction", "The update"
     ]  # fmt: skip
-    assert all(" GiB that this process may use, beside what is there. P" in message for message in messages)
+    assert all(" GiB that this process may use, in addition to the memory in use. P" in message for message in messages)
 
 
 @pytest.mark.parametrize(

@@ -530,7 +530,7 @@ def test_what_does_not_fit_at_once_is_said(caplog):
         assert not caplog.records
         tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
     assert "One sample of Sequential needs about 29 MiB (C = 256)" in caplog.text
-    assert "memory=33554432 would take them at once" in caplog.text
+    assert "Pass memory=33554432 to process them in one" in caplog.text
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert tangent.chunk_length() == 1
 
