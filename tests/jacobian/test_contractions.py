@@ -9,7 +9,6 @@ import torch
 
 import lapwing as lw
 from lapwing import tangent as tn
-from lapwing.data import batches
 from lapwing.jacobian import shared_outer
 from lapwing.jacobian.jacobian import SumOfUses, Weighting
 from lapwing.jacobian.layers.embedding import OneHot
@@ -117,15 +116,6 @@ def test_contractions_equal_dense_products(name):
             check_contractions(record[block.name], mine, second[block.name], their_rows)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "attention", "vit", "tied"])
-def test_chunks_and_order_do_not_matter(name):
-    case = ZOO[name]
-    _, x, tangent = survey(case, 7)
-    whole = tangent.record(x).rows()
-    small = torch.cat([tangent.record(c).rows() for _, c in batches.chunks(x, 3)])
-    torch.testing.assert_close(small, whole, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("name", ZOO)
 def test_products_with_vectors_by_either_mode(name, monkeypatch):
     """K = 1 direction and C > 2 outputs take forward mode; both modes equal the dense product, cotangents applied."""
@@ -198,13 +188,23 @@ def summed(form) -> torch.Tensor:
     ],
 )
 def test_ntk_blocks_by_rows_and_by_positions(mine, theirs, slice_bytes, by_rows, monkeypatch):
-    """Both ways, whatever the cost formula says: sequences of other lengths, groups, and slices down to one number."""
+    """Both ways, for any costs: one strip or several, different lengths, groups, and slices down to one entry."""
     monkeypatch.setattr(tn.SharedOuter, "rows_are_cheaper", lambda *_: by_rows)
-    first, second = shared(*mine).within(slice_bytes), shared(*theirs).within(slice_bytes)
-    wanted = torch.einsum("nrp,mqp->nrmq", summed(first), summed(second))
-    close(first.gram(second), wanted)
-    close(second.gram(first), wanted.permute(2, 3, 0, 1))
-    close(first.gram(first), torch.einsum("nrp,mqp->nrmq", summed(first), summed(first)))
+    plain, other = shared(*mine), shared(*theirs)
+    wanted = torch.einsum("nrp,mqp->nrmq", summed(plain), summed(other))
+    for lengths in ((9, 9), (1, 2), (2, 5)):
+        first, second = (
+            tn.SharedOuter(in_strips(form.strips, length)).within(slice_bytes)
+            for form, length in zip((plain, other), lengths, strict=True)
+        )
+        close(first.gram(second), wanted)
+        close(second.gram(first), wanted.permute(2, 3, 0, 1))
+        close(first.gram(first), torch.einsum("nrp,mqp->nrmq", summed(plain), summed(plain)))
+
+
+def in_strips(strips: Strips, length: int) -> Strips:
+    """Returns the strips, cut to at most `length` positions."""
+    return Strips([lambda strip=strip: strip for strip in strips.finer(length)], strips.shape, strips.dtype)
 
 
 @pytest.mark.parametrize("slice_bytes", [2**24, 500, 1])

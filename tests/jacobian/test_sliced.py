@@ -17,7 +17,6 @@ from lapwing.jacobian.jacobian import MatrixJacobian, Sliced
 from lapwing.tangent.record import grouped
 from tests.conformance import covering
 from tests.jacobian.test_contractions import (
-    SoftAndHardTokens,
     check_contractions,
     close,
     dense,
@@ -88,18 +87,6 @@ def _check_kronecker(block: tn.Block, jacobian: MatrixJacobian, whole: Any) -> N
     close(found.weighted_gram(weights), wanted.weighted_gram(weights))
     close(found.squared_sum(), wanted.squared_sum())
     close(found.joint_weighted_gram(weights, found), wanted.joint_weighted_gram(weights, wanted))
-
-
-def test_a_table_of_two_families_with_a_tiny_budget() -> None:
-    model = SoftAndHardTokens().eval()
-    inputs = (torch.randint(6, (3, 3)), torch.randn(3, 6, dtype=torch.float64))
-    tangent = tn.Tangent.survey(model, inputs, EVERY)
-    record = with_budget(tangent, inputs, None, 0.4).record(inputs)
-    rows = dense(model, inputs, tangent).split([block.size for block in tangent.blocks], -1)
-    found = {name: record[name] for name in record}
-    assert any(isinstance(jacobian, Sliced) for jacobian in found.values())
-    for jacobian, wanted in zip(found.values(), rows, strict=True):
-        check_contractions(jacobian, wanted, jacobian, wanted)
 
 
 def test_blocks_may_be_asked_for_in_any_order() -> None:

@@ -29,8 +29,6 @@ from tests.jacobian.test_contractions import (
     close,
     dense,
     kronecker_factors,
-    shared,
-    summed,
     survey,
 )
 from tests.jacobian.test_sliced import METHODS, _check_kronecker, check_small_records
@@ -102,29 +100,6 @@ def test_contractions_by_strips(name: str, most: int, monkeypatch: pytest.Monkey
                     _check_kronecker(block, jacobian, wholes[block.name])
                 cut += isinstance(jacobian, tn.SharedOuter) and len(jacobian.strips) > 1
     assert cut or name in NETWORKS[-3:]
-
-
-@pytest.mark.parametrize("slice_bytes", [2**24, 3000, 1])
-@pytest.mark.parametrize("cuts", [(1, 1), (2, 5), (4, 1)])
-def test_ntk_blocks_by_pairs_of_strips(
-    cuts: tuple[int, int], slice_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Position Grams of two sides cut differently, and cut again where a table of positions exceeds a slice."""
-    monkeypatch.setattr(tn.SharedOuter, "rows_are_cheaper", lambda *_: False)
-    first, second = shared(3, 2, 6, 2, 3, 4), shared(2, 3, 9, 2, 3, 4)
-    forms = [
-        tn.SharedOuter(_cut(form.strips, most)).within(slice_bytes)
-        for form, most in zip((first, second), cuts, strict=True)
-    ]
-    wanted = torch.einsum("nrp,mqp->nrmq", summed(first), summed(second))
-    close(forms[0].gram(forms[1]), wanted)
-    close(forms[1].gram(forms[0]), wanted.permute(2, 3, 0, 1))
-    close(forms[0].gram(forms[0]), torch.einsum("nrp,mqp->nrmq", summed(first), summed(first)))
-
-
-def _cut(strips: Strips, most: int) -> Strips:
-    makers = [lambda strip=strip: strip for strip in strips.finer(most)]
-    return Strips(makers, strips.shape, strips.dtype)
 
 
 def test_several_strips_are_made_anew_and_one_is_held() -> None:

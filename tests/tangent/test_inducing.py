@@ -83,19 +83,6 @@ def test_gradients_equal_finite_differences(name, small):
         torch.testing.assert_close(wanted, slope, rtol=2e-5, atol=2e-5 * float(first.inner.detach().abs().max()))
 
 
-@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "mlp_scalar"])
-def test_gradcheck(name):
-    problem = setup(name)
-    anchors = points(problem)
-
-    def blocks(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        found = kernel(moved(anchors, list(leaves)), weights(problem), problem.test)
-        return found.inner, found.cross
-
-    leaves = [leaf.clone().requires_grad_() for leaf in batches.tensors(anchors.inputs[0])]
-    assert torch.autograd.gradcheck(blocks, leaves, atol=1e-6)
-
-
 class DrawnRoot:
     """One random column a sample, the same for any chunks."""
 
