@@ -64,16 +64,7 @@ class KroneckerBlock(Structure):
 
     def __init__(self, eigenvalues: Tensor, factors: KroneckerFactors) -> None:
         self.eigenvalues, self.factors = eigenvalues, factors
-
-    @property
-    def inputs(self) -> Tensor | None:
-        """U_in (G, I, I), or None."""
-        return self.factors.inputs
-
-    @property
-    def outputs(self) -> Tensor:
-        """U_out (G, O, O)."""
-        return self.factors.outputs
+        self.inputs, self.outputs = factors.inputs, factors.outputs
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the cached columns of U_in."""

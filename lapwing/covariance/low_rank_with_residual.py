@@ -28,6 +28,9 @@ class LowRankWithResidual(Subspace):
 
     It subtracts nearly equal numbers, so records are contracted in float64. If the curvature lies in the span of known
     rows, `from_rows` builds a covariance that is exact at every prior.
+
+    Attributes:
+        rows: U and M with `G = Uᵀ M U` if `from_rows` built the covariance, else None.
     """
 
     record_dtype = torch.float64
@@ -35,18 +38,13 @@ class LowRankWithResidual(Subspace):
 
     def __init__(self, *arguments: Any, from_rows: tuple[ExplicitBasis, Tensor] | None = None) -> None:
         super().__init__(*arguments)
-        self._rows = from_rows
+        self.rows = from_rows
         self._removed = self.scale * self._curvatures * self._weights
         self._delta = {block.name: delta for block, delta in zip(self.blocks, self.precision.tolist(), strict=True)}
 
     @property
     def continued_by(self) -> Literal["rows", "basis"]:  # type: ignore[override]
-        return "basis" if self._rows is None else "rows"
-
-    @property
-    def rows(self) -> tuple[ExplicitBasis, Tensor] | None:
-        """U and M with `G = Uᵀ M U` if `from_rows` built the covariance, else None."""
-        return self._rows
+        return "basis" if self.rows is None else "rows"
 
     @classmethod
     def from_rows(
@@ -82,17 +80,17 @@ class LowRankWithResidual(Subspace):
 
         If `from_rows` built it and the ratios between blocks change, it is built again. Time O(K P).
         """
-        if self._rows is not None and not same_ratios(precision, self.precision):
-            return self.from_rows(self.blocks, *self._rows, self.traces, precision, scale)
+        if self.rows is not None and not same_ratios(precision, self.precision):
+            return self.from_rows(self.blocks, *self.rows, self.traces, precision, scale)
         again = super().with_prior(precision, scale)
-        again._rows = self._rows
+        again.rows = self.rows
         return again
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the log determinant on the subspace; outside it the posterior is the prior."""
-        if self._rows is None or self._curvatures_at(precision) is not None:
+        if self.rows is None or self._curvatures_at(precision) is not None:
             return super().log_det_ratio(precision, scale)
-        rows, curvature = self._rows
+        rows, curvature = self.rows
         root = cholesky(rows.prior_gram(1 / precision))
         eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
         return 2 * cholesky(eye + scale * root.T @ curvature @ root).diagonal().log().sum()
@@ -102,7 +100,7 @@ class LowRankWithResidual(Subspace):
         return bool((self._weights * RESOLVED < 1).any())
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        if self._rows is not None:
+        if self.rows is not None:
             return torch.zeros((), dtype=torch.float64, device=precision.device)
         return super().evidence_gap(precision, scale)
 
@@ -174,13 +172,13 @@ class LowRankWithResidual(Subspace):
         return FactorLayer(factor.reshape(-1, *shape), prior, removed=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        if self._rows is None:
+        if self.rows is None:
             return super().tensors()
-        rows, curvature = self._rows
+        rows, curvature = self.rows
         return {**super().tensors(), **{f"basis/{n}": u for n, u in rows.tensors().items()}, "curvature": curvature}
 
     def extra(self) -> dict[str, Any]:
-        return {**super().extra(), "rows": self._rows is not None}
+        return {**super().extra(), "rows": self.rows is not None}
 
     @classmethod
     def _built(cls, basis: Basis, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
