@@ -19,7 +19,7 @@ from ..network.gate import Checked
 from ..network.positions import EXACT_OUTPUTS, Positions
 from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, Recording, wants_gradient
-from .record import Record
+from .record import Record, outputs_moved
 
 if TYPE_CHECKING:
     from .tangent import Cotangents, Tangent
@@ -63,10 +63,7 @@ def direct_records(
         use, sizes = direct_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)
         patches = None if use is None else use.use.position_inputs(sizes, step)
         if use is None or patches is None:
-            raise LapwingError(
-                f"The layer of {next(iter(tangent.parameters))} gave the outputs of {type(tangent.model).__name__} on "
-                "the first batch, and not on this one. Let forward() return them in the same way on every batch."
-            )
+            raise outputs_moved(tangent, next(iter(tangent.parameters)))
         f, mask = positions.rows(recording.shaped), None if kept is None else kept[part].flatten()
         if mask is not None and len(mask) != len(f):
             raise LapwingError(
@@ -135,7 +132,7 @@ def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUs
 def by_position(
     record: Record, rows: slice, positions: Positions, some: int | None, probes: RandomCotangents | None
 ) -> Iterator[tuple[slice, Record]]:
-    """Yields the records of each position's C outputs, or of their probes, or of so many positions spread evenly."""
+    """Yields a record of the C outputs, or their probes, for each position, or for `some` evenly spaced positions."""
     count, columns = record.outputs.shape[1] // positions.outputs, None if probes is None else probes.u
     if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
         raise LapwingError(

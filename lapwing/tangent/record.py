@@ -121,11 +121,7 @@ class Record(Mapping[str, BlockJacobian]):
             return self[name]
         layer = self._jacobian(name)
         if not isinstance(layer, Outer) or not layer.is_output:
-            raise LapwingError(
-                f"The layer of {self.tangent.named_blocks[name].parameters[0]} gave the outputs of "
-                f"{type(self.tangent.model).__name__} on the first batch, and not on this one. Let forward() return "
-                "them in the same way on every batch."
-            )
+            raise outputs_moved(self.tangent, self.tangent.named_blocks[name].parameters[0])
         return FisherSums(layer, *self._parts)
 
     def __getitem__(self, name: str) -> BlockJacobian:
@@ -271,6 +267,14 @@ class Record(Mapping[str, BlockJacobian]):
         if further:
             first = SumOfUses(jacobians) if block.matrix is None else first.plus(further)
         return first.within(self._slice_bytes)
+
+
+def outputs_moved(tangent: Tangent, parameter: str) -> LapwingError:
+    """Returns the error for a layer that gave the outputs only on the first batch."""
+    return LapwingError(
+        f"The layer of {parameter} gave the outputs of {type(tangent.model).__name__} on the first batch, and not on "
+        "this one. Let forward() return them in the same way on every batch."
+    )
 
 
 def _row_major(jacobian: BlockJacobian, block: Block, matrix: Matrix | None, roles: frozenset[str]) -> BlockJacobian:
