@@ -42,7 +42,7 @@ GROUPED = Case(
 )
 NETWORKS = ("mlp", "mlp_scalar", "grouped", "embedding_bag_of_tokens", "shared_module")
 on_two_kinds_of_block = pytest.mark.parametrize("problem", ["grouped", "embedding_bag_of_tokens"], indirect=True)
-"""Σ alone depends on the shapes of the blocks: groups and one-hot inputs are the two special ones."""
+"""Blocks with groups and with one-hot inputs, for properties of Σ that only depend on the shapes of blocks."""
 on_three_uses = pytest.mark.parametrize("problem", ["mlp_scalar", "grouped", "shared_module"], indirect=True)
 DRAWS = 20_000
 
@@ -171,7 +171,7 @@ class StructureConformance:
 
     @on_three_uses
     def test_push_equals_loops(self, problem, built):
-        """`Σ_ii' M_ii' Cov[W_ji, W_j'i']` by explicit loops, for what streamlined prediction takes: one group."""
+        """`Σ_ii' M_ii' Cov[W_ji, W_j'i']` by explicit loops, for layers with one group."""
         covariance, sigma = built
         found = 0
         for block in problem.blocks:
@@ -316,7 +316,7 @@ class TestDenseBlocks(BlockwiseConformance):
 
 
 class TestKroneckerBlocks(BlockwiseConformance):
-    """EKFAC's form, eigenvalues that are no product; one-hot inputs have no basis; norms go diagonal."""
+    """EKFAC's form, with eigenvalues that are not products. One-hot inputs have no basis; norms are diagonal."""
 
     def structure(self, block, seed):
         if block.matrix is None:
@@ -334,7 +334,7 @@ class TestKroneckerBlocks(BlockwiseConformance):
 
 
 class TestKroneckerBlocksOfFewSamples(TestKroneckerBlocks):
-    """Most input directions share their eigenvalues, as those do that a fit never saw."""
+    """Most input directions have equal eigenvalues, as directions orthogonal to all data do."""
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):

@@ -74,7 +74,7 @@ def test_matrices_are_added_up_at_the_end() -> None:
     close(terms[-1].dense(), 2 * dense.dense())
 
 
-def test_factors_are_multiplied_out_where_they_are_wider_than_the_matrix() -> None:
+def test_factors_are_multiplied_out_if_they_are_wider_than_the_matrix() -> None:
     wide, narrow, eigen = TERMS["factored and scaled"], TERMS["factored"], TERMS["eigen"]
     assert multiplied_out((narrow, eigen)) == (narrow, eigen)
     for terms in ((narrow, narrow), (wide,), (wide, eigen, TERMS["dense"])):
@@ -87,7 +87,7 @@ def test_factors_are_multiplied_out_where_they_are_wider_than_the_matrix() -> No
 
 
 @pytest.mark.parametrize("term", ["multiplied out", "selected", "joined"])
-def test_what_a_softmax_sees_keeps_its_digits_beside_a_large_common_movement(term: str) -> None:
+def test_centred_variances_keep_their_digits_if_all_outputs_move_together(term: str) -> None:
     """In float32 a matrix with entries of 1e6 has an error of .1 in each, and centred variances here are about 1."""
     factor = torch.cat([1e3 * torch.ones(4, 3, 1, dtype=F64), normal(4, 3, 4)], -1)
     expected = FactoredTerm(factor).centred_variance()

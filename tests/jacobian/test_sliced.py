@@ -1,4 +1,4 @@
-"""Any number of outputs within the memory budget: groups of blocks and slices of cotangents change no number."""
+"""Many outputs within the memory budget: groups of blocks and slices of cotangents do not change results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ LONG = ("grouped_strided_conv", "conv1d", "attention", "lstm")
 
 
 def heaviest(record: tn.Record) -> int:
-    """The most numbers that one block holds and needs."""
+    """Returns the maximum number of entries that one block needs."""
     return max(sum(record.load(block)) for block in record.tangent.blocks)
 
 
 def with_budget(tangent: tn.Tangent, inputs: Any, cotangents: Any, part: float) -> tn.Tangent:
-    """The tangent with so many bytes as a part of what the heaviest block of a record needs."""
+    """Returns the tangent with a budget of this part of the memory of a record's heaviest block."""
     return replace(tangent, memory=int(8 * part * heaviest(tangent.record(inputs, cotangents))))
 
 
@@ -51,7 +51,7 @@ def with_budget(tangent: tn.Tangent, inputs: Any, cotangents: Any, part: float) 
     + [pytest.param(name, 0.02, marks=SLOW) for name in ("mlp", "cnn_bn_inplace", "tied")],
 )
 def test_contractions_with_a_tiny_budget(name: str, part: float) -> None:
-    """All cotangents of the heaviest block fit, a few of them do, or one: rows are then held a few at a time, too."""
+    """All, a few or one of the cotangents of the heaviest block fit; in the last case rows are formed in parts, too."""
     case = ZOO[name]
     model, x, tangent = survey(case, samples=3)
     other = case.inputs(2, 7)
@@ -75,7 +75,7 @@ def test_contractions_with_a_tiny_budget(name: str, part: float) -> None:
 
 
 def _check_kronecker(block: tn.Block, jacobian: MatrixJacobian, whole: Any) -> None:
-    """Factors and rotations are those of the whole block."""
+    """Factors and rotations equal those of the whole block."""
     for reduce in (False, True):
         found, wanted = (kronecker_factors(block, one, reduce) for one in (jacobian, whole))
         close(found[0], wanted[0])
@@ -89,7 +89,7 @@ def _check_kronecker(block: tn.Block, jacobian: MatrixJacobian, whole: Any) -> N
     close(found.joint_weighted_gram(weights, found), wanted.joint_weighted_gram(weights, wanted))
 
 
-def test_blocks_may_be_asked_for_in_any_order() -> None:
+def test_blocks_in_any_order() -> None:
     case = ZOO["cnn_bn_inplace"]
     model, x, tangent = survey(case)
     small = with_budget(tangent, x, None, 1.0)
@@ -110,8 +110,8 @@ def test_groups_are_consecutive_and_as_long_as_fits() -> None:
     assert grouped(loads, 10**6) == [range(0, 6)]
 
 
-def test_what_fits_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One set of backward passes where everything fits; each group once in a sweep where it does not."""
+def test_backward_passes_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One set of backward passes if all blocks fit; otherwise each group runs once per sweep."""
     _, x, tangent = survey(ZOO["cnn_bn_inplace"])
     calls: list[int] = []
     plain = tn.record.output_gradients
@@ -136,7 +136,7 @@ METHODS = {
 def check_small_records(
     fit: Callable[[], lw.Posterior], test: Any, numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> lw.Posterior:
-    """Checks that a fit whose records have room for a few hundred numbers is the same fit, and returns it."""
+    """Checks that a fit whose records have room for `numbers` entries equals the usual fit, and returns it."""
     whole = fit()
     wanted, joint = whole.latent(test), whole.latent(test, joint=True)
     init = tn.Record.__init__
@@ -159,7 +159,7 @@ def check_small_records(
     ["mlp", "cnn_bn_inplace", "attention", "tied", "embedding_bag_of_tokens"], ["cnn_bn_inplace"], METHODS, "kfac"
 )
 def test_fits_and_predictions_with_a_tiny_budget(name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records have room for a few hundred numbers; what methods may hold for themselves is not limited."""
+    """Records have room for a few hundred entries. The memory of methods is not limited."""
     case = ZOO[name]
     model, x, y = case.build(), case.inputs(9, 1), case.targets(9, 1)
     fit = lambda: lw.fit(model, [(x[:5], y[:5]), (x[5:], y[5:])], method, params=EVERY, prior_precision=2.0)  # noqa: E731
@@ -235,7 +235,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("positions", [4, pytest.param(64, marks=SLOW)])
 def test_the_peak_of_many_outputs_of_a_wide_layer(positions: int) -> None:
-    """Its rows, 100 MiB, are held a few at a time; with 4 positions the gradients fit, and slices of rows must, too."""
+    """Its rows (100 MiB) are formed in parts. With 4 positions the gradients fit, and slices of rows must fit, too."""
     torch.manual_seed(0)
     model, x = Wide().eval(), torch.randn(1, positions, 256)
     tangent = tn.Tangent.survey(model, x, EVERY, memory=2**24)

@@ -1,4 +1,4 @@
-"""One large sample within the memory budget: strips of positions change no number, and hold what they should."""
+"""One large sample within the memory budget: strips of positions do not change results, and limit the memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NETWORKS = (
 
 
 def with_boxes_of(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Every layer takes at most so many positions at a time, whatever the budget."""
+    """Every strip has at most `most` positions, for any budget."""
     for module in (strips, norm):
         monkeypatch.setattr(module, "boxes", lambda grid, _: boxes(grid, most))
 
@@ -64,7 +64,7 @@ def test_boxes_cover_the_grid_once(grid: tuple[int, ...], most: int) -> None:
 def test_windows_give_the_patches_of_their_positions(
     kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], most: int
 ) -> None:
-    """Windows that lie in the padding alone are among them."""
+    """Some windows lie completely in the padding."""
     x = torch.randn(2, 3, *(8, 7, 6)[: len(kernel)])
     pairs = [(p, p) for p in padding]
     sizes = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
@@ -102,7 +102,7 @@ def test_contractions_by_strips(name: str, most: int, monkeypatch: pytest.Monkey
     assert cut or name in NETWORKS[-3:]
 
 
-def test_several_strips_are_made_anew_and_one_is_held() -> None:
+def test_one_strip_is_kept_and_several_are_computed_in_each_sweep() -> None:
     made: list[int] = []
 
     def part(box: strips.Box) -> strips.Strip:
@@ -182,7 +182,7 @@ def test_posteriors_with_a_budget_below_one_sample(
 
 @pytest.mark.parametrize("name", LARGE)
 def test_one_output_and_derivatives_in_the_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C = 1 by strips; a record that is differentiable in its inputs takes all positions at once."""
+    """C = 1 by strips; a record that is differentiable in its inputs has all positions in one strip."""
     torch.manual_seed(0)
     make, inputs = LARGE[name]
     model, x = make().double().eval(), inputs()[:1]
@@ -201,7 +201,7 @@ def test_one_output_and_derivatives_in_the_inputs(name: str, monkeypatch: pytest
         assert found[0].abs().max() > 0
 
 
-def test_repeated_tokens_are_merged_to_as_many_as_there_are() -> None:
+def test_repeated_tokens_are_merged() -> None:
     case = Text(2, 4).double().eval()
     tokens = torch.randint(7, (3, 50), dtype=torch.int32)
     tangent = tn.Tangent.survey(case, tokens, lw.matching("embed*"))
@@ -211,7 +211,7 @@ def test_repeated_tokens_are_merged_to_as_many_as_there_are() -> None:
 
 
 class Built(LiveBytes):
-    """Counts what is made within the block, and not the storage of what it is given and views."""
+    """Counts memory that is allocated within the block, not the storage of its arguments and their views."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
@@ -267,7 +267,7 @@ def contractions(block: tn.Block, jacobian: tn.BlockJacobian) -> dict[str, Calla
     + [pytest.param(name, power, marks=SLOW) for name in ("text", "larger image") for power in (24, 26)],
 )
 def test_the_peak_of_one_large_sample(name: str, power: int, caplog: pytest.LogCaptureFixture) -> None:
-    """What each contraction builds for one output is below twice the budget, activations and their gradients aside."""
+    """Each contraction for one output builds less than twice the budget, without activations and their gradients."""
     torch.manual_seed(0)
     make, inputs = HUGE[name]
     model, x = make().eval(), inputs()
@@ -299,7 +299,7 @@ def test_the_peak_of_one_large_sample(name: str, power: int, caplog: pytest.LogC
 def test_the_peak_of_a_posterior_of_one_large_sample(
     name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside what the network itself takes for a forward pass and one output's backward pass; the survey aside."""
+    """In addition to the network's own forward pass and backward pass of one output, without the survey."""
     torch.manual_seed(0)
     make, inputs = HUGE[name]
     model, x = make().eval(), inputs()
@@ -314,8 +314,8 @@ def test_the_peak_of_a_posterior_of_one_large_sample(
     with LiveBytes() as predicting:
         posterior.latent(x)
     for live in (fitting, predicting):
-        beside = (live.peak - network.peak) / 2**24
-        assert beside < 2, f"{beside:.2f} times the budget beside the network's {network.peak >> 20} MiB"
+        added = (live.peak - network.peak) / 2**24
+        assert added < 2, f"{added:.2f} times the budget in addition to the network's {network.peak >> 20} MiB"
 
 
 HEADS = {
@@ -329,8 +329,8 @@ HEADS = {
 
 @pytest.mark.parametrize("step", [7, 10_000])
 @pytest.mark.parametrize("name", HEADS)
-def test_patches_that_are_never_cut_are_the_patches(name, step):
-    """Their products with a basis are convolutions; everything else cuts them."""
+def test_lazy_patches_equal_the_patches(name, step):
+    """Products with a basis are convolutions; everything else forms the patches."""
     torch.manual_seed(0)
     make, shape = HEADS[name]
     layer, x = make().double(), torch.randn(3, *shape, dtype=torch.float64)
