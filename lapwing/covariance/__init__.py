@@ -1,7 +1,7 @@
-"""PSD structures over the weights, and the latent Gaussian that they give at the network's outputs.
+"""Covariances over the weights, and the latent Gaussians that they imply for the network's outputs.
 
-It imports `tangent` and what is below it. Begin with `base.py` (what every structure can do),
-`terms.py` and `latent.py` (what it gives at the outputs), then `dense.py`, the plainest structure.
+It imports `tangent` and lower packages. Begin with `base.py` (the protocol of a structure), `terms.py` and `latent.py`
+(covariances and distributions of the outputs), then `dense.py`, the simplest structure.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Covariance(ABC):
         precision: prior precision δ of each block in the fit, (n_blocks,) float64, or None without a prior.
         full_rank: whether every direction of the weights has a positive variance.
         has_prior: whether the prior can be changed: `PriorCovariance`. Ask `has_prior(covariance)`.
-        has_rank: whether it is a subspace, of which the leading directions can be taken: `Subspace`. Ask `has_rank`.
+        has_rank: whether it is a subspace that can be restricted to leading directions: `Subspace`. Ask `has_rank`.
         distinct_draws: number of draws that Σ is made of, or None for any other Σ.
         keeps_outputs: whether `output_covariance` of a layer that gives all outputs needs no matrix (B, C, C).
         continued_by: how further data are added to the curvature, or None if they cannot be: to Kronecker factors and

@@ -118,7 +118,7 @@ class LatentAtPositions(Described):
         if len(sizes) > 1:
             raise LapwingError(
                 f"The batches of the loader have outputs at {' and '.join(map(str, sorted(sizes)[:3]))} positions, "
-                "which make no tensor. Predict each batch with posterior.predict(x)."
+                "so they do not form one tensor. Predict each batch with posterior.predict(x)."
             )
         kind: Any = type(first.rows)
         rows = kind.concatenate([part.rows for part in parts])

@@ -201,7 +201,7 @@ class Subspace(PriorCovariance):
 
 
 def has_rank(covariance: Covariance) -> TypeIs[Subspace]:
-    """Whether a covariance is a subspace, of which the leading directions can be taken."""
+    """Whether a covariance is a subspace that can be restricted to leading directions."""
     return covariance.has_rank
 
 

@@ -233,7 +233,7 @@ class MarginalTerm(Term):
         return self.centred
 
     def dense(self) -> Tensor:
-        raise LapwingError("This latent has variances alone. Use a link in closed form: write link=lw.Probit().")
+        raise LapwingError("This latent has only variances. Use a link in closed form: write link=lw.Probit().")
 
     def scaled(self, factor: float) -> MarginalTerm:
         return MarginalTerm(self.plain * factor, self.centred * factor)

@@ -195,9 +195,9 @@ class BlockJacobian(ABC):
             if stop > first:
                 yield rows[:, :, index[first:stop] - part.start]
 
-    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+    def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
         """Returns the sum of this Jacobian and those of other uses of the same weights."""
-        return SumOfUses([self, *others])
+        return SumOfUses([self, *other_uses])
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns the block of the NTK `J J'ᵀ` (B, R, B', R')."""

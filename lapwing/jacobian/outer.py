@@ -154,9 +154,9 @@ class Outer(MatrixJacobian):
         """Yields `J[n, r, (o, i)] = g[n, r, o] a[n, i]` in one part, without forming rows."""
         yield self.g[:, :, index // self.inputs] * self.a[:, None, index % self.inputs]  # (B, R, k)
 
-    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+    def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
         """Joins the positions of several uses."""
-        return self._shared().plus(others)
+        return self._shared().plus(other_uses)
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `(a·a')(g·g')` (B, R, B', R')."""

@@ -220,10 +220,10 @@ class SharedOuter(InParts, MatrixJacobian):
         step = self.step(8 * numbers, count)
         return torch.cat([total(_pulled(a, g, u) for a, g in self.strips) for u in cotangents.split(step, -1)])
 
-    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+    def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
         """Joins the positions of several uses."""
-        strips = [use.strips for use in (self, *others) if use.strips is not None]
-        return SharedOuter(Strips.joined(strips)) if len(strips) == 1 + len(others) else super().plus(others)
+        strips = [use.strips for use in (self, *other_uses) if use.strips is not None]
+        return SharedOuter(Strips.joined(strips)) if len(strips) == 1 + len(other_uses) else super().plus(other_uses)
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n,t g a` (R, P)."""

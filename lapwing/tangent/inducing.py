@@ -1,8 +1,8 @@
 """Differentiable blocks of the NTK between a batch and moving anchors, with the graph of one chunk at a time.
 
 The forward pass sums the blocks without a graph. The backward pass goes through the chunks of anchors: it computes the
-NTK of one differentiable record with records that are not differentiable. So the memory is that of one chunk of each
-kind, for any network, batch and M.
+NTK of one differentiable record with records that are not differentiable. So the memory holds one chunk of each kind,
+for any network, batch and M.
 """
 
 from __future__ import annotations

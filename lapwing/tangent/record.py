@@ -263,9 +263,9 @@ class Record(Mapping[str, BlockJacobian]):
             if block.matrix is None:
                 jacobian = _row_major(jacobian, block, use.matrix(), roles)
             jacobians.append(jacobian)
-        first, *further = jacobians
-        if further:
-            first = SumOfUses(jacobians) if block.matrix is None else first.plus(further)
+        first, *other_uses = jacobians
+        if other_uses:
+            first = SumOfUses(jacobians) if block.matrix is None else first.plus(other_uses)
         return first.within(self._slice_bytes)
 
 

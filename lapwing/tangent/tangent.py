@@ -300,9 +300,10 @@ class Tangent:
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
-        If the outputs have positions, and the treated layer gives the outputs or `cotangents` is None or
-        `RandomCotangents`, each position is a sample: the records have C outputs, and the slices count the positions of
-        all samples, with a step T if a record is of one position of each sample. Otherwise their outputs are (B, T C).
+        Without positions, a record has outputs (B, C). With positions, each position is a sample if the treated layer
+        gives the outputs, or if `cotangents` is None or `Probes`. Such records have C outputs, and the slices count
+        the positions of all samples, with step T if a record has one position of each sample. Other records have
+        outputs (B, T C).
 
         Args:
             inputs: B samples, checked or not.

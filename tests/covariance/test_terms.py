@@ -111,7 +111,7 @@ def test_marginals_have_no_covariance() -> None:
     latent = Latent(normal(4, 3), (MarginalTerm(normal(4, 3), normal(4, 3)),))
     assert (latent.variance >= 0).all()  # rounding below zero is cut off
     for read in (lambda: latent.covariance, lambda: latent.sample(2)):
-        with pytest.raises(lw.LapwingError, match=r"has variances alone\. Use a link in closed form"):
+        with pytest.raises(lw.LapwingError, match=r"has only variances\. Use a link in closed form"):
             read()
 
 

@@ -89,11 +89,11 @@ class OneHot(MatrixJacobian):
         """Returns `Σ_n J[n]ᵀ u[n]` (S, P)."""
         return OneHot(self.tokens, torch.einsum("nrs,nrtd->nstd", cotangents, self.g), self.vocabulary).sum_rows()
 
-    def plus(self, others: Sequence[BlockJacobian]) -> BlockJacobian:
+    def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
         """Joins the tokens of several uses."""
-        uses = [self, *[other for other in others if isinstance(other, OneHot)]]
-        if len(uses) <= len(others):  # some uses are not embeddings
-            return super().plus(others)
+        uses = [self, *[other for other in other_uses if isinstance(other, OneHot)]]
+        if len(uses) <= len(other_uses):  # some uses are not embeddings
+            return super().plus(other_uses)
         tokens, gradients = zip(*[use.unmerged for use in uses], strict=True)
         return OneHot(torch.cat(tokens, 1), torch.cat(gradients, 2), self.vocabulary)
 
