@@ -177,8 +177,8 @@ def _elementwise(family: Literal["scale", "shift"]) -> Reader:
             while len(shape) > 1 and shape[0] == 1:
                 shape = shape[1:]
             if weight.ndim <= x.ndim > len(shape) > 0 and tuple(x.shape[x.ndim - len(shape) :]) == shape:
-                pair = (weight, None) if family == "scale" else (None, weight)
-                return ElementwiseUse(x, *pair, lambda x: x, len(shape), family=family)
+                factor, shift = (weight, None) if family == "scale" else (None, weight)
+                return ElementwiseUse(x, factor, shift, lambda x: x, len(shape), family=family)
         return None
 
     return reader
