@@ -93,7 +93,7 @@ class ConvUse(Use):
 
     def position_uses(self, grid: Sequence[int], step: int) -> Iterator[tuple[int, Use]] | None:
         small = prod(self.parameters["weight"].shape[2:]) == 1  # a patch is a pixel
-        if small or self.groups > 1 or self.inputs.device.type != "cpu":  # other devices use TF32 for convolutions
+        if small or self.groups > 1 or self.inputs.device.type != "cpu":  # other devices may round convolutions (TF32)
             return None
         return ((count, PatchUse(strip)) for count, strip in self._strips(grid, step))
 
