@@ -12,7 +12,7 @@ from ..linalg import nonnegative
 from .jacobian import BlockJacobian, Reads, Weighting, materialised
 
 
-class InParts(BlockJacobian):
+class ChunkedRows(BlockJacobian):
     """A Jacobian of G groups of (O, I), whose rows are formed, squared and summed part by part."""
 
     groups: int
@@ -88,7 +88,7 @@ class InParts(BlockJacobian):
         return sums.flatten()
 
 
-class RotatedOuter(InParts):
+class RotatedOuter(ChunkedRows):
     """`U_outᵀ J[n, r] U_in` for another Jacobian J, U_in (G, I, I) and U_out (G, O, O); None is the identity.
 
     A rotation of the outputs mixes the output channels, so it needs the rows of all channels.

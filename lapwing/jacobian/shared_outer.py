@@ -29,7 +29,7 @@ CACHE_BYTES = 2**22
 """Maximum size of the rows that are squared and summed together on a CPU, so that they stay in its cache."""
 
 
-class SharedOuter(InParts, MatrixJacobian):
+class SharedOuter(ChunkedRows, MatrixJacobian):
     """T positions per sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), in strips."""
 
     def __init__(self, strips: Strips) -> None:
@@ -138,7 +138,7 @@ class SharedOuter(InParts, MatrixJacobian):
 
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
         """Uses rows, or pairs of positions if they need fewer products."""
-        several = kept(candidates)
+        several = materialised(candidates)
         if reads == "covariances" and self.pairs_are_cheaper(len(several)):
             return self._covariances_by_pairs(several)
         fits = reads == "variances" and self.pair_bytes <= self.slice_bytes

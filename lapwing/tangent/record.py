@@ -5,9 +5,9 @@ The C backward passes run at the first access to a block. A product `J V` may us
 Three cuts keep the memory budget:
 
 1. *Samples*: `Tangent.records` cuts a batch into chunks (`Tangent.chunk_length`).
-2. *Cotangents*: if the gradients of all blocks of a single sample do not fit, consecutive blocks form a `Group`. The
-   gradients of one group replace those of the previous group, so read the blocks in order. A block that does not fit
-   is computed for slices of its cotangents (`Sliced`).
+2. *Cotangents*: if the gradients of all blocks of a single sample do not fit, consecutive blocks form a
+   `GradientGroup`. The gradients of one group replace those of the previous group, so read the blocks in order. A
+   block that does not fit is computed for slices of its cotangents (`Sliced`).
 3. *Positions*: patches, rotated factors and products of positions are built for one strip at a time (`strips.py`).
 
 Within these, contractions form rows in slices of at most `SLICE_BYTES`.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .tangent import Tangent
 
 
-class Group(NamedTuple):
+class GradientGroup(NamedTuple):
     """Consecutive blocks whose gradients are computed together, for `step` cotangents at a time."""
 
     blocks: tuple[Block, ...]
@@ -94,7 +94,7 @@ class Record(Mapping[str, BlockJacobian]):
         self._differentiable = differentiable
         self._limit = tangent.memory // dtype.itemsize  # number of entries that fit the budget
         self._slice_bytes = min(SLICE_BYTES, tangent.memory // 8)
-        self._group: Group | None = None
+        self._group: GradientGroup | None = None
         self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # for that group: generic -> rows or gradients by use
         self.outputs = (outputs if differentiable else outputs.detach()).to(tangent.dtype)
         self.samples, self.dtype = outputs.shape[0], dtype
@@ -192,7 +192,7 @@ class Record(Mapping[str, BlockJacobian]):
         return total(self[name].jvp(vectors[name].to(self.dtype)) for name in self if name in vectors)
 
     @cached_property
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[GradientGroup]:
         """A single group if all blocks fit, or if a graph keeps all gradients anyway."""
         blocks, count = self.tangent.blocks, self.cotangents
         numbers = 5 * sum([use.out.numel() for use in self.noted]) + 3 * self.samples * self.tangent.explicit_size
@@ -216,7 +216,7 @@ class Record(Mapping[str, BlockJacobian]):
         gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self.graph))
         return gradients, 4 * gradients + 2 * rows * self.tangent.plan.is_explicit(block)
 
-    def _take(self, group: Group, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
+    def _take(self, group: GradientGroup, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
         """Computes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
 
         `cut` is a slice of the cotangents; None means all.

@@ -301,8 +301,8 @@ class Tangent:
         """Yields records of consecutive chunks of samples that fit the memory budget.
 
         Without positions, a record has outputs (B, C). With positions, each position is a sample if the treated layer
-        gives the outputs, or if `cotangents` is None or `Probes`. Such records have C outputs, and the slices count
-        the positions of all samples, with step T if a record has one position of each sample. Other records have
+        gives the outputs, or if `cotangents` is None or `RandomCotangents`. Such records have C outputs, and the slices
+        count the positions of all samples, with step T if a record has one position of each sample. Other records have
         outputs (B, T C).
 
         Args:
