@@ -14,7 +14,7 @@ from ..errors import LapwingError
 from ..linalg import doubled
 from ..network.entry import full_precision
 from .latent import JointLatent, Latent, SelectedLatent, check_finite, generator_for
-from .positions import Described, LatentAtPositions
+from .latent_at_positions import Described, LatentAtPositions
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
