@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 from torch.func import vjp
 
-from ...errors import LapwingError
 from ...network.generic import jvp
 from .moments import Layout, Moments, Value, is_constant
 from .operations import Slope, aten, has_schema, is_statistic, named, operation_of
@@ -136,13 +135,7 @@ def _partial(node: fx.Node, arguments: Mapping[str, Any], y: Any, name: str) -> 
     slope = operation_of(node).slope
     y = y[0] if isinstance(y, (tuple, list)) else y
     if slope is not None:
-        try:
-            return slope(arguments, y, name)
-        except KeyError as error:
-            raise LapwingError(
-                f"The slope of {node.target} reads the argument {error}, and the arguments of the call are "
-                f"{', '.join(arguments)}. Read one of these in the slope."
-            ) from error
+        return slope(arguments, y, name)
 
     def function(x: Tensor) -> Tensor:
         return node.target(**{**arguments, name: x})  # type: ignore[operator]
