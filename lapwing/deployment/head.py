@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..covariance import Covariance, LayerBlock
+from ..covariance import LayerBlock
 from ..covariance.terms import EigenTerm, Term
 from ..errors import LapwingError
 from ..prediction.streamlined.moments import Moments, Value, mean_of, total_of, variance_of
@@ -21,8 +21,7 @@ from ..prediction.streamlined.operations import Kind, is_a
 from ..prediction.streamlined.program import Program
 from ..prediction.streamlined.rules.linear import Layer, bias_alone, has_one_position
 from ..prediction.streamlined.schedule import Step
-from ..prediction.streamlined.sites import arguments_of
-from ..tangent import Block
+from ..prediction.streamlined.sites import Treated, arguments_of
 
 MAX_NUMBERS = 2**27
 """Matrices of quadratic forms that are diagonalised have at most so many entries."""
@@ -76,14 +75,11 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def read_head(
-    program: Program, covariance: Covariance, step: Step, values: Mapping[str, Any], samples: int, centred: bool
-) -> Head | None:
+def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, centred: bool) -> Head | None:
     """Reads the last layer of a program, None where it has several positions a sample or weights of no layer.
 
     Args:
         program: the network's moments.
-        covariance: Σ.
         step: the layer.
         values: those before it, at an example.
         samples: B of the example.
@@ -98,9 +94,7 @@ def read_head(
     layer = Layer.of(site, arguments_of(step.node, read, program.dtype))
     if not has_one_position(layer, samples):
         return None
-    shared, weights = layer.bias_is_shared, None
-    if layer.treated is not None:
-        weights = covariance.layer_block(layer.treated.block.name)
+    shared, weights = layer.bias_is_shared, None if layer.treated is None else layer.treated.covariance
     w = layer.matrix.contiguous()  # (O, I)
     basis = offset = scale = shift = through = None
     if weights is not None:
@@ -202,42 +196,12 @@ def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, w
     return basis.to(like.dtype).contiguous(), scale.to(like.dtype).contiguous()
 
 
-class _WithBasis(LayerBlock):
-    """A layer's covariance with a basis, by `_squares_of` where the structure has none; `like` is a row of inputs."""
-
-    def __init__(self, block: Block, covariance: LayerBlock, like: Tensor) -> None:
-        self._block, self._covariance, self._like = block, covariance, like
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        """Returns what the covariance gives."""
-        return self._covariance.push(mean, variance, full)
-
-    def covariances(self, mean: Tensor, variance: Tensor | None) -> Term:
-        """Returns the same, as a term."""
-        return self._covariance.covariances(mean, variance)
-
-    def rotation(self) -> tuple[Tensor | None, Tensor] | None:
-        """Returns the basis of the covariance, or one of its quadratic forms."""
-        rotation = self._covariance.rotation()
-        if rotation is not None or self._block.matrix is None or self._block.matrix_shape[0] > 1:
-            return rotation
-        basis, scale = _squares_of(
-            lambda rows: self._covariance.push(rows, None, False),
-            self._block.matrix_shape[2],
-            self._like,
-            repr(self._block.name),
-        )
-        return basis[None], scale[None]
-
-
-class CovarianceWithBases:
-    """What a program of moments reads of a covariance, with a basis for every layer; `dtype` is that of its rows."""
-
-    def __init__(self, covariance: Covariance, dtype: torch.dtype) -> None:
-        self.blocks, self.record_dtype, self.diagonal = covariance.blocks, covariance.record_dtype, covariance.diagonal
-        self._covariance, self._dtype = covariance, dtype
-
-    def layer_block(self, name: str) -> LayerBlock:
-        """Returns one block's covariance."""
-        like = torch.empty(0, dtype=self._dtype, device=self._covariance.device)
-        return _WithBasis(self._covariance.block(name), self._covariance.layer_block(name), like)
+def squares_of_weights(treated: Treated) -> tuple[Tensor, Tensor]:
+    """Returns V (1, I, Q) and s (1, O, Q), as `LayerBlock.rotation`, for weights without a common basis."""
+    basis, scale = _squares_of(
+        lambda rows: treated.covariance.push(rows, None, False),
+        treated.block.matrix_shape[2],
+        next(iter(treated.marginals.values())),
+        repr(treated.block.name),
+    )
+    return basis[None], scale[None]

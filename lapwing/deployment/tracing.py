@@ -25,7 +25,7 @@ from ..prediction.streamlined.program import Program, build
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
-from .head import CovarianceWithBases, read_head
+from .head import read_head, squares_of_weights
 
 aten = torch.ops.aten
 
@@ -80,9 +80,8 @@ def trace(
         graph = read(tangent, inputs)
         if not graph.accepts(batches.take(inputs, slice(0, 1))):
             raise _one_size(tangent)
-        with_bases = CovarianceWithBases(covariance, covariance.record_dtype or tangent.dtype)
-        program = _program(tangent, with_bases, graph, via, inputs)
-        run = Run(program, covariance, inputs, observe, centred, tangent.dtype)
+        program = _program(tangent, covariance, graph, via, inputs)
+        run = Run(program, inputs, observe, centred, tangent.dtype)
         if linearised:
             _check_last_layer(program, run, tangent)
         with quiet():
@@ -101,9 +100,9 @@ def _with_distinct_lengths(inputs: Any) -> Any:
     return batches.take(inputs, torch.arange(wanted, device=device) % count)
 
 
-def _program(tangent: Tangent, covariance: Any, graph: Graph, via: Streamlined, inputs: Any) -> Program:
+def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Streamlined, inputs: Any) -> Program:
     network = type(tangent.model).__name__
-    program = build(tangent, covariance, graph, via, inputs, ())
+    program = build(tangent, covariance, graph, via, inputs, decompose=squares_of_weights)
     copies = {name: value.detach().clone() for name, value in graph.tensors.items()}
     program.graph = dataclasses.replace(graph, tensors=copies)
     for step in program.schedule.steps:
@@ -169,7 +168,6 @@ class Run(nn.Module):
 
     Args:
         program: the network's moments.
-        covariance: Σ.
         inputs: the example.
         observe: what is made of the moments.
         centred: whether it reads the variances of centred outputs.
@@ -179,9 +177,7 @@ class Run(nn.Module):
         complete: whether the covariances of the outputs are all there.
     """
 
-    def __init__(
-        self, program: Program, covariance: Covariance, inputs: Any, observe: Observe, centred: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, program: Program, inputs: Any, observe: Observe, centred: bool, dtype: torch.dtype) -> None:
         super().__init__()
         samples, fixed = batches.size(inputs), dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
@@ -189,7 +185,7 @@ class Run(nn.Module):
         for step in program.schedule.steps:
             name = step.node.name
             if end and step is end[0]:
-                head = read_head(program, covariance, step, values, samples, centred)
+                head = read_head(program, step, values, samples, centred)
             values[name] = program.step(step, values, samples)
             if all(source in fixed for source in step.sources) and step.sources:
                 fixed[name] = values[name]

@@ -126,11 +126,6 @@ class Streamlined(Way):
                 "are correlated, or leave residual out."
             )
 
-    @property
-    def tracks_branches(self) -> bool:
-        """Whether the two sides of a sum are correlated."""
-        return self.covariance == "full" and self.residual != "independent"
-
     def latent(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool = False
     ) -> Latent | LatentAtPositions:

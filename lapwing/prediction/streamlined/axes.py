@@ -57,14 +57,12 @@ class SampleAxes:
         x = columns.permute(2, 0, 1).reshape(count, samples, *rest)
         return x.movedim(1, dim + 1 + place).flatten(dim + 1, dim + 2)
 
-    def units(self, name: str, like: Tensor, samples: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the unit directions of one sample's n numbers, some at a time, as (places, (K, *shape))."""
+    def units(self, name: str, like: Tensor, samples: int, size: int) -> Iterator[Tensor]:
+        """Yields the unit directions of the n entries of a sample, `size` at a time: (K, *shape)."""
         count = like.numel() // samples
-        for first in range(0, count, size):
-            places = slice(first, min(first + size, count))
-            picked = torch.arange(places.start, places.stop, device=like.device)
+        for picked in torch.arange(count, device=like.device).split(size):
             units = torch.nn.functional.one_hot(picked, count).to(like.dtype).T  # (n, K)
-            yield places, self.tensors(name, units.expand(samples, -1, -1), like.shape)
+            yield self.tensors(name, units.expand(samples, -1, -1), like.shape)
 
 
 def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:

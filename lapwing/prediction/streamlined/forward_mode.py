@@ -131,7 +131,7 @@ def _directions(name: str, x: Moments, axes: SampleAxes, samples: int, site: Sit
     deviation = x.variance.clamp_min(torch.finfo(x.variance.dtype).tiny).sqrt()
     size = chunk_size(x.mean)
     if sampled:
-        for _, units in axes.units(name, x.mean, samples, size):
+        for units in axes.units(name, x.mean, samples, size):
             yield units * deviation
     else:
         units = torch.eye(count, dtype=deviation.dtype, device=deviation.device).reshape(-1, *x.mean.shape)

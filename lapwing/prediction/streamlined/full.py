@@ -97,6 +97,7 @@ class FullProgram:
 
     def __init__(self, program: Program, covariance: Covariance, inputs: Any) -> None:
         self._program, self._axes = program, read_axes(program.graph, inputs, program.network)
+        self._correlated = program.way.residual != "independent"  # the two sides of a sum
         self._calls = calls_of(program.schedule, self._axes.dims)
         self._last_reads = {
             n: place for place, call in enumerate(self._calls) for n in (*call.reads, *call.step.sources)
@@ -151,8 +152,7 @@ class FullProgram:
         else:
             values[name] = program.step(call.step, values, samples)
         if call.carries:
-            tracks = program.way.tracks_branches
-            targets = [z for z in values if tracks and z != name and self._last_reads.get(z, -1) > place]
+            targets = [z for z in values if self._correlated and z != name and self._last_reads.get(z, -1) > place]
             covariances = self._covariances(call, values, known, targets, samples)
             known.update({(name, other): c for other, c in covariances.items()})
         gone = [n for n in values if self._last_reads.get(n, -1) <= place and n not in program.graph.tensors]
@@ -192,7 +192,7 @@ class FullProgram:
         result: dict[str, Tensor] = {}
         for target in dict.fromkeys([*leaves, *targets]):
             parts = {x: c for x in leaves if (c := _between(known, x, target)) is not None}
-            if not program.way.tracks_branches:
+            if not self._correlated:
                 parts = {x: c for x, c in parts.items() if x == target}
             part = from_leaves(parts)
             if part is not None:

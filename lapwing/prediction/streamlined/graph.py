@@ -45,7 +45,6 @@ class Graph:
         max_lengths: name of a length -> the largest that the graph takes.
         structure: how the inputs nest, their dtypes, and what is not a tensor.
         programs: covariance -> its programs at this graph, which `Streamlined` keeps here.
-        notices: what the log has said of this network.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -59,7 +58,6 @@ class Graph:
     programs: weakref.WeakKeyDictionary[Covariance, dict[Any, Any]] = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
     )
-    notices: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def accepts(self, inputs: Any) -> bool:
         """Whether the graph was read for inputs like these."""
@@ -202,9 +200,9 @@ def _exported(wrapped: nn.Module, inputs: Any, dynamic: bool) -> ExportedProgram
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps fused fast paths, which have no graph, and torch's warnings about reading, out.
+    """Turns off fused fast paths, which have no graph, and torch's warnings about exports.
 
-    Torch also writes a folder of its compiler, which nothing here uses, into the environment; it is taken out again.
+    Torch also sets the folder of its compiler in the environment. Nothing here uses it, so it is removed again.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
     folder = os.environ.get(name)

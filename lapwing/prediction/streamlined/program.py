@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,13 @@ log = logging.getLogger("lapwing")
 
 
 def build(
-    tangent: Tangent, covariance: Covariance, graph: Graph, way: Streamlined, example: Any, uncertain: tuple[int, ...]
+    tangent: Tangent,
+    covariance: Covariance,
+    graph: Graph,
+    way: Streamlined,
+    example: Any,
+    uncertain: tuple[int, ...] = (),
+    decompose: Callable[[Treated], tuple[Tensor, Tensor]] | None = None,
 ) -> Program:
     """Builds the program of a network.
 
@@ -45,6 +51,7 @@ def build(
         way: the options.
         example: inputs that the graph is for.
         uncertain: places of uncertain inputs among the leaves.
+        decompose: `Treated.decompose`.
 
     Raises:
         LapwingError: a treated parameter that is used twice, or none that reaches the outputs; samples that cannot be
@@ -57,17 +64,16 @@ def build(
             "carried. Write via=lw.Linearized(), or move the model to the CPU: model.cpu()."
         )
     full, correlated = way.covariance == "full", way.positions == "correlated"
-    treated = _treated(tangent, covariance, graph, dtype)
+    treated = _treated(tangent, covariance, graph, dtype, decompose)
     inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
     steps = schedule(graph, frozenset(treated), inputs, way.attention)
     _check_uses(network, graph, steps, treated)
-    _check_forward_mode(network, steps, treated, way)
+    _check_forward_mode(network, steps, treated, full)
     calls = [step.node for step in steps.steps if step.uncertain and step.fused is None]
     ruleless = any(operation_of(node).rule is None for node in calls)
     axes = read_axes(graph, example, network) if not full and ruleless else None
     of_values = not full and way.attention == "features"
-    if of_values and "attention" not in graph.notices and not any(is_a(n, Kind.ATTENTION) for n in graph.nodes):
-        graph.notices.add("attention")
+    if of_values and not any(is_a(n, Kind.ATTENTION) for n in graph.nodes):
         log.warning(
             "%s calls no scaled_dot_product_attention: Streamlined(attention=%r) is the same as 'values' there, also "
             "for attention written by hand, and for nn.MultiheadAttention that is asked for its weights.",
@@ -82,14 +88,14 @@ def build(
     return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
 
 
-def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any], way: Streamlined) -> None:
+def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any], full: bool) -> None:
     """Refuses operators from outside torch where no entry of the table gives their derivative."""
     for step in steps.steps:
         if not step.uncertain:
             continue
         closed = operation_of(step.node).rule is not None if step.fused is None else step.fused.closed
         for node in (step.node,) if step.fused is None else step.fused.body:
-            if not has_forward_mode(node) and (way.tracks_branches or not closed):
+            if not has_forward_mode(node) and (full or not closed):
                 problem = "it is an operator from outside torch, through which forward mode does not pass"
                 entry = "a slope or a rule"
                 weights = list(roles_of(node, treated))
@@ -106,7 +112,7 @@ def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any
 
 
 def _treated(
-    tangent: Tangent, covariance: Covariance, graph: Graph, dtype: torch.dtype
+    tangent: Tangent, covariance: Covariance, graph: Graph, dtype: torch.dtype, decompose: Any
 ) -> dict[str, tuple[Treated, str]]:
     """Returns the placeholders of treated parameters; a tied one is known by its tensor, not by its name."""
     diagonal = covariance.diagonal()
@@ -121,7 +127,7 @@ def _treated(
             block, name = owner
             if block.name not in blocks:
                 marginals = block.split(diagonal[block.name].to(dtype))
-                blocks[block.name] = Treated(block, covariance.layer_block(block.name), marginals)
+                blocks[block.name] = Treated(block, covariance.layer_block(block.name), marginals, decompose)
             treated[placeholder] = blocks[block.name], name
     return treated
 

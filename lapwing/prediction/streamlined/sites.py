@@ -28,18 +28,23 @@ class Treated:
     Attributes:
         block: which parameters they are, and their layout.
         covariance: their covariance.
-        marginals: parameter name -> its variances, in its shape.
+        marginals: parameter name -> its variances, in its shape and in the dtype of the moments.
+        decompose: `rotation` for a covariance that has no common basis; None leaves it without one.
     """
 
     block: Block
     covariance: LayerBlock
     marginals: Mapping[str, Tensor]
+    decompose: Callable[[Treated], tuple[Tensor, Tensor]] | None = None
 
     @cached_property
     def rotation(self) -> tuple[Tensor | None, Tensor] | None:
         """`LayerBlock.rotation` in the dtype of the moments."""
         with torch.no_grad():
             rotation = self.covariance.rotation()
+            one_group = self.block.matrix is not None and self.block.matrix_shape[0] == 1
+            if rotation is None and self.decompose is not None and one_group:
+                rotation = self.decompose(self)
         if rotation is None:
             return None
         dtype = next(iter(self.marginals.values())).dtype
