@@ -1,7 +1,7 @@
 """Deployed networks: predictions with error bars as plain modules, for `torch.compile`, `torch.export` and ONNX.
 
-It reads posteriors and the programs of `prediction/streamlined`; nothing but the package's `__init__` imports it. Begin
-with `deploy` below, then `predictor.py`.
+It uses posteriors and the programs of `prediction/streamlined`. Only the package's `__init__` imports it. Begin with
+`deploy` below, then read `predictor.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .tracing import Observe, trace
 log = logging.getLogger("lapwing")
 
 WARN_FACTOR = 100.0
-"""Streamlined variances of more than so many times the linearised ones are warned of."""
+"""Ratio of streamlined to linearised variances above which `deploy` warns."""
 
 _SAMPLES = 4
-"""So many samples of the example are used to read the network."""
+"""Maximum number of samples of the example that read the network."""
 
 
 @outside_modes
@@ -44,27 +44,27 @@ def deploy(
 ) -> Predictor:
     """Returns a network with its error bars as a module of plain calls: `predictor(x)` is `posterior.predict(x, via)`.
 
-    The module holds copies of the weights and constants made of their covariances, as buffers. It runs in eager mode,
+    The buffers of the module are copies of the weights, and constants from their covariances. It runs in eager mode,
     under `torch.compile`, through `torch.export`, on another device, and as ONNX (`predictor.to_onnx(path, x)`), for
-    any batch. Variances of the outputs are carried without their covariances, which closed-form links do not read.
+    any batch. It computes variances of the outputs without their covariances, which closed-form links do not need.
 
     Args:
         posterior: the posterior.
-        x: an example of the inputs: a tensor, or a tuple or dict of tensors, of any number of samples. Lengths above 1
-            of integer and boolean inputs may vary later where the network allows it; other shapes may not.
-        via: `Streamlined` in diagonal mode; `Linearized` where the last layer alone is treated; `Scaled` of either.
+        x: example inputs: a tensor, or a tuple or dict of tensors, with any number of samples. Lengths above 1 of
+            integer and boolean inputs may vary later if the network allows it. Other shapes may not.
+        via: `Streamlined` in diagonal mode; `Linearized` if only the last layer is treated; `Scaled` of either.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
             "latent": means and variances (B, C) of the network's outputs.
-        link: from logits to probabilities, one in closed form; the likelihood's own when None.
+        link: link from logits to probabilities in closed form; None means the likelihood's own.
 
     Returns:
         The module, in eval mode.
 
     Raises:
-        LapwingError: ways, links and structures of inputs that cannot be deployed, named with what is accepted.
+        LapwingError: for a way, link or structure of inputs that cannot be deployed.
 
-    Cost: a few seconds and a copy of the network once. A call: one product of the size of a layer's own before the
-    first treated layer, two after it, three at a treated one with a diagonal posterior.
+    Cost: once, a few seconds and a copy of the network. Per call, in products of the size of a layer's own: one before
+    the first treated layer, two after it, three at a treated layer with a diagonal posterior.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 3; run times in its appendix B.7.
 
@@ -86,7 +86,7 @@ def deploy(
     if posterior.tangent.positions is not None:
         raise LapwingError(
             f"The outputs of {type(posterior.model).__name__} have positions, and a deployed network returns one row "
-            "for each input. Predict with posterior.predict(x), or with via=lw.Streamlined()."
+            "per input. Predict with posterior.predict(x), or with via=lw.Streamlined()."
         )
     streamlined, factor, linearised = _exported_way(via)
     check_choice("lw.deploy", "outputs", outputs, ("prediction", "latent"))
@@ -100,7 +100,7 @@ def deploy(
 
 
 def _check_way(posterior: Posterior, x: Any, via: Way) -> None:
-    """Refuses what the way refuses; warns where it is far wider than linearisation, by which tuning mostly goes."""
+    """Raises if the way does not support the inputs, and warns if it is far wider than linearisation."""
     variance = posterior.latent(x, via=via).variance.mean()
     if isinstance(via, Streamlined):
         linearised = posterior.latent(x).variance.mean()
@@ -114,9 +114,9 @@ def _check_way(posterior: Posterior, x: Any, via: Way) -> None:
 
 
 def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:
-    """Returns the way whose program is exported, the factor of its variances, and whether it stands for `Linearized`.
+    """Returns the way whose program is exported, the factor of its variances, and whether `via` is `Linearized`.
 
-    With the last layer alone uncertain, the program of `Streamlined` is the linearised one.
+    If only the last layer is treated, the program of `Streamlined` equals `Linearized`.
     """
     factor, inner = 1.0, via
     while isinstance(inner, Scaled):
@@ -128,8 +128,7 @@ def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:
         return inner, factor, False
     raise LapwingError(
         f"via={shown(via)} cannot be deployed. Write lw.deploy(posterior, x, via=lw.Streamlined()), in diagonal mode; "
-        "via=lw.Linearized() where the last layer alone is treated; or lw.Scaled(...) of "
-        "one of them."
+        "via=lw.Linearized() if only the last layer is treated; or lw.Scaled(...) of one of them."
     )
 
 
@@ -150,7 +149,7 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
 def _observing(
     likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float
 ) -> tuple[Observe, tuple[str, ...], bool]:
-    """Returns what is made of means and variances, its names, and whether it reads the variances of centred outputs."""
+    """Returns a function from moments to results, the results' names, and whether it reads centred variances."""
 
     def scaled(variance: Tensor) -> Tensor:
         return variance if factor == 1 else variance * factor
@@ -178,7 +177,7 @@ def _observing(
 
 
 def _latent(mean: Tensor, variance: Tensor, centred: Tensor) -> Latent:
-    """Returns all that a link in closed form reads."""
+    """Returns a latent with means and variances only, which is enough for closed-form links."""
     return Latent(mean, (MarginalTerm(variance, centred),))
 
 

@@ -1,6 +1,6 @@
-"""Covariances of weights as sums of squares, which take few plain products at run time; above all the last layer's.
+"""Covariances of weights as sums of squares, which need only a few products per call.
 
-The last layer of a deployed network gives variances of its outputs, also of the centred ones, without a C x C matrix.
+The last layer of a deployed network returns variances of its outputs, and of the centred ones, without a C x C matrix.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import Treated, arguments_of
 
 MAX_NUMBERS = 2**27
-"""Matrices of quadratic forms that are diagonalised have at most so many entries."""
+"""Maximum number of entries of the matrices of quadratic forms that are diagonalised."""
 
 _NUMBERS, _ROWS = 2**24, 2**22
-"""Numbers of covariances, and rows of forms, that are taken at once."""
+"""Maximum number of entries of covariances, and of input rows, per step."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A last linear layer with one position a sample.
+    """A last linear layer with one position per sample.
 
-        Var[h]_r = Σ_q (Vᵀ a)_q² s_rq + Σ_i v_i u_ri + β_r        r: outputs, then centred ones if asked for
+        Var[h]_r = Σ_q (Vᵀ a)_q² s_rq + Σ_i v_i u_ri + β_r        r: outputs, then centred outputs if needed
 
     Attributes:
         source: name of its input.
         weight: W (O, I).
         bias: b (O,), or None.
-        basis: Vᵀ (Q, I), None where it is the identity.
-        offset: what the bias column adds to Vᵀ a (Q,), or None.
-        scale: s (R, Q), None where the weights are certain.
+        basis: Vᵀ (Q, I), None if it is the identity.
+        offset: column of Vᵀ for the bias (Q,), or None.
+        scale: s (R, Q), None for certain weights.
         shift: β (R,), or None.
         through: u (R, I), None for certain inputs.
     """
@@ -76,16 +76,16 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, centred: bool) -> Head | None:
-    """Reads the last layer of a program, None where it has several positions a sample or weights of no layer.
+    """Returns the last layer of a program, or None if it has several positions per sample or other weights.
 
     Args:
         program: the network's moments.
         step: the layer.
-        values: those before it, at an example.
+        values: the values before it at an example.
         samples: B of the example.
-        centred: whether centred outputs are asked for too.
+        centred: whether to include centred outputs.
 
-    Cost: for weights with a common basis I products (O, O); else see `_squares_of`.
+    Cost: I products (O, O) for weights with a common basis; otherwise see `_squares_of`.
     """
     if not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
         return None
@@ -121,7 +121,7 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
 
 
 def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -> Tensor:
-    """Returns the variances (N, R) of `W a` at rows a, some rows at a time."""
+    """Returns the variances (N, R) of `W a` at rows a."""
     if not centred:
         return covariance.push(rows, None, False)
     rotation = covariance.rotation()
@@ -132,7 +132,7 @@ def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -
 
 
 def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> tuple[Tensor | None, Tensor]:
-    """Returns Vᵀ (Q, I) and s (R, Q), the bias column included."""
+    """Returns Vᵀ (Q, I) and s (R, Q), including the bias column."""
     inputs = w.shape[1] + bias
     rotation = covariance.rotation()
     if rotation is None:
@@ -143,33 +143,33 @@ def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> t
     basis, variances = rotation
     if basis is None:
         return None, _of_independent(variances[0].T, centred).T.to(w.dtype).contiguous()
-    rows = basis[0].mT.to(w.dtype).contiguous()  # (Q, I), orthonormal: each gives one column of s
+    rows = basis[0].mT.to(w.dtype).contiguous()  # (Q, I), orthonormal: row q gives column q of s
     return rows, _spread(covariance, rows, w.shape[0], centred).T.contiguous()
 
 
 def _marginals(term: Term, centred: bool) -> Tensor:
-    """Returns the variances of N covariances of O outputs, and those of the centred ones: (N, O) or (N, 2 O)."""
+    """Returns the variances of N covariances of O outputs, then centred ones if needed: (N, O) or (N, 2 O)."""
     return torch.cat([term.variance(), term.centred_variance()], -1) if centred else term.variance()
 
 
 def _of_independent(variance: Tensor, centred: bool) -> Tensor:
-    """Returns the same for variances (N, O) of independent outputs."""
+    """Returns `_marginals` for variances (N, O) of independent outputs."""
     return torch.cat([variance, EigenTerm(None, variance).centred_variance()], -1) if centred else variance
 
 
 def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: str) -> tuple[Tensor, Tensor]:
     """Returns V (I, Q) and s (R, Q) with `q_r(a) = Σ_q (Vᵀ a)_q² s_rq` for quadratic forms q_r that can be evaluated.
 
-    The matrix of each is read off at unit vectors and sums of two, and diagonalised.
+    The matrix of each form follows from its values at unit vectors and at sums of two, and is then diagonalised.
 
     Args:
-        spread: rows (N, I) -> values of the forms (N, R).
+        spread: function from rows (N, I) to values of the forms (N, R).
         inputs: I.
-        like: gives dtype and device.
-        where: whose forms they are, for messages.
+        like: a tensor with the dtype and device of the result.
+        where: the layer, for messages.
 
     Raises:
-        LapwingError: where R times I squared is too many numbers.
+        LapwingError: if R I² exceeds `MAX_NUMBERS`.
 
     Cost: I²/2 evaluations, time O(R I³), memory O(R I²).
     """

@@ -1,4 +1,4 @@
-"""The deployed network: a module from inputs to predictions, and its way to ONNX."""
+"""The deployed network: a module from inputs to predictions, and its export to ONNX."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 class Predictor(nn.Module):
     """A network with its error bars: inputs to predictions, in plain calls on tensors.
 
-    Made by `lw.deploy`. It holds copies of all weights as buffers, needs neither the posterior nor the network, and can
-    be compiled, exported, moved and saved like any module; its dtypes stay. It does not look for NaN.
+    `lw.deploy` makes it. Its buffers are copies of all weights, so it does not need the posterior or the network. It
+    can be compiled, exported, moved and saved like any module, but its dtypes are fixed. It does not check for NaN.
 
     Args:
         traced: the moments as a module.
-        names: names of the inputs: () for a tensor, else of the entries of a tuple or dict.
+        names: names of the entries of a tuple or dict of inputs; () for a tensor.
         keys: whether the inputs are a dict.
-        returns: names of what is returned.
+        returns: names of the results.
     """
 
     def __init__(self, traced: Traced, names: tuple[str, ...], keys: bool, returns: tuple[str, ...]) -> None:
@@ -47,7 +47,7 @@ class Predictor(nn.Module):
         self.eval()
 
     def forward(self, x: Any) -> Any:
-        """Returns the predictions at inputs of the structure that the network was deployed with.
+        """Returns the predictions at inputs with the structure of the example of `lw.deploy`.
 
         Args:
             x: a tensor, or a tuple or dict of tensors.
@@ -56,7 +56,7 @@ class Predictor(nn.Module):
             Probabilities (B, C), or means and variances (B, C) each.
 
         Raises:
-            LapwingError: inputs of another structure, dtype or shape; not checked in compiled or exported code.
+            LapwingError: for inputs of another structure, dtype or shape (not in compiled or exported code).
         """
         if not torch.compiler.is_compiling():
             self._check(x)
@@ -83,7 +83,7 @@ class Predictor(nn.Module):
             )
 
     def _accepted(self) -> str:
-        """Describes the inputs that are accepted."""
+        """Describes the accepted inputs."""
         parts = []
         for dtype, shape, free in zip(self._dtypes, self._fixed, self._free, strict=True):
             lengths = ", ".join(free[dim] if n is None else str(n) for dim, n in enumerate(shape))
@@ -96,14 +96,14 @@ class Predictor(nn.Module):
 
     @property
     def dynamic_shapes(self) -> Any:
-        """What `torch.export.export(predictor, (x,), dynamic_shapes=...)` takes for free batches and lengths."""
+        """The `dynamic_shapes` for `torch.export.export(predictor, (x,), ...)`, with free batches and lengths."""
         shapes = [{dim: Dim.AUTO for dim in free} for free in self._free]
         if not self.names:
             return (shapes[0],)
         return (dict(zip(self.names, shapes, strict=True)) if self.keys else tuple(shapes),)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Predictor:
-        """Moves the buffers, and the calls that make tensors on a device with them; refuses other dtypes."""
+        """Moves the buffers, and the calls that create tensors on a device. Refuses other dtypes."""
         for dtype in {buffer.dtype for buffer in self.buffers()}:
             wanted = fn(torch.empty(0, dtype=dtype)).dtype
             if wanted != dtype:
@@ -127,16 +127,16 @@ class Predictor(nn.Module):
         Inputs are named "x", or as the entries of a dict; outputs "probabilities", or "mean" and "variance".
 
         Args:
-            path: of the file; weights above 2 GB go into a second file beside it.
-            x: an example of the inputs.
+            path: path of the file; weights above 2 GB go into a second file next to it.
+            x: example inputs.
 
         Returns:
             The path.
 
         Raises:
-            LapwingError: where onnx and onnxscript are not installed; calls that ONNX lacks; inputs of another form.
+            LapwingError: if onnx or onnxscript is not installed, if ONNX lacks a call, or for inputs of another form.
 
-        Cost: an export of the calls, seconds for a network of a few hundred.
+        Cost: an export of the calls, a few seconds for a few hundred calls.
         """
         extra("onnx")
         extra("onnxscript")
@@ -147,7 +147,7 @@ class Predictor(nn.Module):
         calls: Any = _Plain(self.calls).transform()
         try:
             with quiet(), _silent():
-                if torch.__version__ < "2.7":  # its exporter to ONNX takes names of free lengths for fixed ones
+                if torch.__version__ < "2.7":  # its ONNX exporter treats named lengths as fixed
                     free = tuple({dim: Dim.AUTO for dim in names} for names in self._free)
                     calls = torch.export.export(calls, leaves, dynamic_shapes=free, strict=False)
                     shapes = None
@@ -168,7 +168,7 @@ class Predictor(nn.Module):
 
 
 class _Plain(fx.Transformer):
-    """Writes functions that ONNX lacks, or onnxruntime in double precision, by those it has."""
+    """Replaces functions that ONNX lacks, or onnxruntime lacks in double precision."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten.sinh.default:
@@ -189,7 +189,7 @@ class _Plain(fx.Transformer):
 
 
 def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:
-    """Names the outputs of an ONNX graph; values that have these names already are called otherwise."""
+    """Names the outputs of an ONNX graph, and renames other values with these names."""
     for node in graph:
         for value in node.outputs:
             if value.name in names:
@@ -199,13 +199,13 @@ def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:
 
 
 def _several(leaf: Tensor, free: Mapping[int, str]) -> Tensor:
-    """Repeats a single sample: a length of one would be taken as fixed."""
+    """Repeats a single sample, because the exporter fixes a length of one."""
     return leaf.expand(2, *leaf.shape[1:]).clone() if 0 in free and len(leaf) == 1 else leaf
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keeps what the exporter logs to itself."""
+    """Silences the log of the exporter."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

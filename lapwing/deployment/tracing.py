@@ -1,4 +1,4 @@
-"""A program of moments as one flat graph of ATen calls: exported once, constants folded, weights copied."""
+"""A program of moments as one flat graph of ATen calls, with folded constants and copied weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .head import read_head, squares_of_weights
 aten = torch.ops.aten
 
 Observe = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-"""`(means, variances, variances of the centred outputs)`, (B, C) each -> what the deployed network returns."""
+"""`(means, variances, variances of the centred outputs)`, (B, C) each -> results of the deployed network."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Traced:
     Attributes:
         module: leaves of the inputs -> outputs; its buffers are copies.
         example: the inputs of the trace.
-        free: for every leaf, dimension -> the name of its length, where that may vary.
+        free: for every leaf, dimension -> name of its length if it may vary.
     """
 
     module: fx.GraphModule
@@ -64,15 +64,15 @@ def trace(
         covariance: Σ.
         via: the way.
         inputs: an example, of any number of samples.
-        observe: what is made of the moments.
+        observe: function from moments to results.
         centred: whether it reads the variances of centred outputs.
-        linearised: whether the last layer alone must be uncertain, as for `Linearized`.
+        linearised: whether only the last layer may be uncertain, as for `Linearized`.
 
     Raises:
-        LapwingError: calls without a rule or without closed slopes; with `linearised`, uncertain values before the last
-            layer.
+        LapwingError: for calls without a rule or without closed slopes; with `linearised`, for uncertain values before
+            the last layer.
 
-    Cost: a few times what the first batch of the way takes; a copy of the network's weights and a few constants of
+    Cost: a few times the cost of the way's first batch, and a copy of the network's weights and a few constants of
     their size.
     """
     inputs = _with_distinct_lengths(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs, tangent.device)))
@@ -92,10 +92,10 @@ def trace(
 
 
 def _with_distinct_lengths(inputs: Any) -> Any:
-    """Repeats samples until their number differs from every other length: the export takes equal ones for the same."""
+    """Repeats samples until their number differs from every other length, because the export unites equal lengths."""
     count = batches.size(inputs)
-    others = {length for leaf in batches.tensors(inputs) for length in leaf.shape[1:]}
-    wanted = next(n for n in range(max(2, count), max(2, count) + len(others) + 1) if n not in others)
+    lengths = {length for leaf in batches.tensors(inputs) for length in leaf.shape[1:]}
+    wanted = next(n for n in range(max(2, count), max(2, count) + len(lengths) + 1) if n not in lengths)
     device = batches.tensors(inputs)[0].device
     return batches.take(inputs, torch.arange(wanted, device=device) % count)
 
@@ -110,15 +110,15 @@ def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Stream
         unruled = step.uncertain and fused is None and operation_of(node).rule is None
         if unruled and operation_of(node).slope is not None:
             raise LapwingError(
-                f"A deployed network takes element-wise functions of samples, and {name_of(node)} in {where(node)} of "
-                f"{network} works on a tensor that all samples share. Leave the weights before it out with "
-                "params=lw.matching(...). Or predict with posterior.predict(x, via=lw.Streamlined())."
+                f"A deployed network supports element-wise functions of samples only, and {name_of(node)} in "
+                f"{where(node)} of {network} is applied to a tensor that all samples share. Leave out the weights "
+                "before it with params=lw.matching(...). Or predict with posterior.predict(x, via=lw.Streamlined())."
             )
         if unruled:
             raise LapwingError(
-                f"A deployed network goes by moment rules alone, and {name_of(node)} in {where(node)} of {network} has "
-                "no moment rule. Give it one (lapwing.prediction.streamlined.register_operation), or leave the weights "
-                "before it out with params=lw.matching(...). Or predict with "
+                f"A deployed network needs moment rules, and {name_of(node)} in {where(node)} of {network} has no "
+                "moment rule. Give it one (lapwing.prediction.streamlined.register_operation), or leave out the "
+                "weights before it with params=lw.matching(...). Or predict with "
                 "posterior.predict(x, via=lw.Streamlined())."
             )
         if fused is not None and via.activations == "linear" and not fused.closed:
@@ -138,13 +138,13 @@ def _check_last_layer(program: Program, run: Run, tangent: Tangent) -> None:
     if early or not run.complete:
         names = ", ".join(block.name for block in tangent.blocks[:3]) + (", ..." if len(tangent.blocks) > 3 else "")
         raise LapwingError(
-            f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and those of "
-            f"{type(tangent.model).__name__} are not that, in {names}. Write via=lw.Streamlined()."
+            f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and "
+            f"{type(tangent.model).__name__} has others, in {names}. Write via=lw.Streamlined()."
         )
 
 
 def _compare(run: Run, module: fx.GraphModule, inputs: Any, tangent: Tangent) -> None:
-    """Checks the calls at another number of samples than the one they were traced with."""
+    """Compares the calls with the program for another number of samples."""
     leaves = pytree.tree_leaves(batches.take(inputs, slice(0, 1)))
     expected, actual = run(*leaves), module(*leaves)
     actual = actual if isinstance(actual, tuple) else (actual,)
@@ -157,24 +157,24 @@ def _compare(run: Run, module: fx.GraphModule, inputs: Any, tangent: Tangent) ->
 def _one_size(tangent: Tangent) -> LapwingError:
     return LapwingError(
         f"The exported calls of {type(tangent.model).__name__} are right for one batch size only. Write a forward that "
-        "takes any batch. Or predict with posterior.predict(x, via=lw.Streamlined())."
+        "accepts any batch. Or predict with posterior.predict(x, via=lw.Streamlined())."
     )
 
 
 class Run(nn.Module):
-    """What is exported: the program's steps, without a C x C matrix at the end where a network ends with a layer.
+    """The module that is exported: the steps of a program. A last layer needs no C x C matrix.
 
-    The program runs once at an example, which fills its constants. What does not depend on the inputs is kept.
+    The program runs once at an example, which fills its constants. Values that do not depend on the inputs are stored.
 
     Args:
         program: the network's moments.
         inputs: the example.
-        observe: what is made of the moments.
+        observe: function from moments to results.
         centred: whether it reads the variances of centred outputs.
-        dtype: of what is observed.
+        dtype: dtype of the moments that `observe` gets.
 
     Attributes:
-        complete: whether the covariances of the outputs are all there.
+        complete: whether the program computes the covariances of the outputs.
     """
 
     def __init__(self, program: Program, inputs: Any, observe: Observe, centred: bool, dtype: torch.dtype) -> None:
@@ -196,7 +196,7 @@ class Run(nn.Module):
         self.complete = head is not None or values[program.graph.output].covariance is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Returns what is observed of the moments."""
+        """Returns the results of `observe`."""
         program = self.program
         values: dict[str, Any] = {
             **self.values,
@@ -221,14 +221,14 @@ class Run(nn.Module):
 
 
 def _end(program: Program) -> tuple[Step, ...]:
-    """Returns the last layer and what follows where that is views alone, else nothing."""
+    """Returns the last layer and the views after it, or nothing if other steps follow."""
     end = tuple(step for step in program.schedule.steps if step.node.name in program.ends)
     plain = all(step.fused is None and is_a(step.node, Kind.ORDERED) for step in end[1:])
     return end if end and plain else ()
 
 
 def _whole(output: Moments) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns means, variances and centred variances of an output that is not a layer's."""
+    """Returns means, variances and centred variances of a program's output."""
     matrix = output.covariance
     term = EigenTerm(None, output.variance) if matrix is None else DenseTerm(matrix, output.centred)
     return output.mean, term.variance(), term.centred_variance()
@@ -258,7 +258,7 @@ def _free(exported: ExportedProgram) -> tuple[dict[int, str], ...]:
 
 
 def _flat(exported: ExportedProgram) -> fx.GraphModule:
-    """Returns the exported calls with their constants as buffers, those among them that need no input evaluated."""
+    """Returns the exported calls, with constants evaluated and stored as buffers."""
     signature = exported.graph_signature
     graph, attributes = fx.Graph(), dict[str, Tensor]()
     new: dict[fx.Node, Any] = {}
@@ -315,7 +315,7 @@ _CHECKS = frozenset(
     )
     if packet is not None
 )
-"""Calls that check what was true at the trace."""
+"""Calls that repeat checks of the trace."""
 
 
 __all__ = ["Observe", "Run", "Traced", "trace"]

@@ -1,6 +1,6 @@
 """Ways through the network: from a Gaussian over the weights to a distribution of the outputs.
 
-It imports `covariance` and what is below it. Begin with `way.py` (the contract), then `linearized.py`,
+It imports `covariance` and the rooms below it. Begin with `way.py` (the contract), then `linearized.py`,
 the default way.
 """
 

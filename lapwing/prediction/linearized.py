@@ -42,30 +42,31 @@ log = logging.getLogger("lapwing")
 class Linearized(Way):
     """`f(x) ~ N(f(x, θ̂), J(x) Σ J(x)ᵀ)` (Immer et al. 2021, equation 6), without forming J where a layer allows.
 
-    With `draws=S` the covariance is that of S draws, `f_s = f(x, θ̂) + J(x)(θ_s - θ̂)` with `θ_s ~ N(θ̂, Σ)`, for networks
-    with very many outputs: no C x C matrix is formed, all draws are joint over outputs and inputs, and the mean is the
-    network's output. A variance has a relative standard error of `√(2/S)`, 18 % at 64 draws (`standard_error` of the
-    latent). Every call draws the same weights.
+    `draws=S` is for networks with very many outputs. The covariance is estimated from S draws
+    `f_s = f(x, θ̂) + J(x)(θ_s - θ̂)` with `θ_s ~ N(θ̂, Σ)`. No C x C matrix is formed, and the mean is the network's
+    output. The draws are joint over outputs and inputs, and every call draws the same weights. A variance has a
+    relative standard error of `√(2/S)`, which is 18 % at 64 draws (`standard_error` of the latent).
 
-    With `outputs=k` the latent has the k outputs of largest mean alone, for each input its own, and with a list of
-    numbers those outputs: `latent.outputs` (B, k) says which, means and variances are (B, k). Regressions and yes-or-no
-    predictions are of these outputs. Class probabilities are of all classes: the k logits have their covariance, about
-    their average, and the other logits keep their means; `lw.Probit()` scales all by the mean variance of the k.
+    `outputs=k` keeps, for each input, only the k outputs with the largest means. A list of numbers keeps those outputs.
+    `latent.outputs` (B, k) lists them, and means and variances are (B, k). Predictions of regressions and Bernoulli
+    likelihoods have these outputs only. Class probabilities cover all classes: the k logits have their covariance,
+    about their average, and the other logits keep their means. `lw.Probit()` scales all logits by the mean variance of
+    the k.
 
     Args:
         draws: S, at least 2; None computes the covariance itself.
-        outputs: k, or a list of outputs counted from 0; None takes all.
-        seed: of the draws.
+        outputs: k, or a list of outputs counted from 0; None means all outputs.
+        seed: seed of the draws.
 
     Raises:
-        LapwingError: for numbers out of range; with `draws`, for `lw.Uncertain` inputs and for networks whose products
-            `J δ` neither forward mode nor two backward passes give.
+        LapwingError: for numbers out of range; with `draws`, for `lw.Uncertain` inputs, and for networks that support
+            neither forward mode nor two backward passes for the products `J δ`.
 
-    Cost: one forward and C backward passes of activations, and the structure's contractions; chunked under the memory
-    budget, joint covariances for every pair of chunks. Differentiable in inputs that require gradients. Uncertain
-    inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ` by one more forward and C backward passes. With draws: S weight draws a
-    call, and about two to four forward passes a draw, whatever C is, beside the draw of the weights. It keeps
-    S numbers for each output of each input. With outputs: k backward passes instead of C, none for the last layer.
+    Cost: one forward and C backward passes of activations, and the contractions with the covariance, in chunks that fit
+    the memory budget (joint covariances: for every pair of chunks). Differentiable in inputs that require gradients.
+    Uncertain inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ`, for one more forward and C more backward passes. With draws:
+    S draws of the weights per call, about two to four forward passes per draw for any C, and S numbers in memory for
+    each output of each input. With outputs: k backward passes instead of C, and none for the last layer.
 
     Example:
         >>> import lapwing as lw
@@ -78,7 +79,7 @@ class Linearized(Way):
     seed: int = option(0, SEED)
 
     def __post_init__(self) -> None:
-        """Checks the outputs, and keeps a list as a tuple."""
+        """Checks `outputs`, and stores a list as a tuple."""
         super().__post_init__()
         if self.outputs is None:
             return
@@ -100,12 +101,12 @@ class Linearized(Way):
         object.__setattr__(self, "outputs", listed)
 
     def __repr__(self) -> str:
-        """Shows what is not the default."""
+        """Shows the options that are not the default."""
         changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Linearized({', '.join(changed)})"
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
-        """Returns the latent Gaussian; with covariances (B, C, B, C) when joint."""
+        """Returns the latent Gaussian, with covariances (B, C, B, C) if joint."""
         values, spreads = separate(inputs)
         if self.draws is not None:
             return self._of_draws(tangent, covariance, values, spreads, joint)
@@ -127,20 +128,20 @@ class Linearized(Way):
             terms = (DenseTerm(added),)
             return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
         latent = _of_weights(tangent, covariance, checked, joint, selection)
-        if selection is not None:  # as the recorded pass ordered them
+        if selection is not None:  # in the order of the recorded pass
             added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
         return latent.plus(added)
 
     def _check_positions(self, uncertain: bool) -> None:
-        """Raises for what outputs with positions do not allow."""
+        """Raises for options and inputs that outputs with positions do not support."""
         if self.outputs is not None:
             raise LapwingError(
-                f"The outputs have positions, of which {self} selects none. Pass via=lw.Linearized(), or "
+                f"The outputs have positions, and {self} cannot select outputs of them. Pass via=lw.Linearized(), or "
                 "via=lw.Linearized(draws=64) for very many outputs."
             )
         if uncertain:
             raise LapwingError(
-                "The outputs have positions, and uncertain inputs are not carried to them. Pass "
+                "The outputs have positions, and uncertain inputs are not supported for them. Pass "
                 "via=lw.MonteCarlo(draws=50), which draws the inputs too."
             )
 
@@ -151,7 +152,7 @@ class Linearized(Way):
     def _of_draws(
         self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any, joint: bool
     ) -> LinearDraws | LatentAtPositions:
-        """Returns the Gaussian of draws; refuses inputs and networks that cannot have it."""
+        """Returns the Gaussian of draws. Raises if the inputs or the network do not support it."""
         if spreads:
             raise LapwingError(
                 f"{self} does not take lw.Uncertain inputs. Write via=lw.Linearized(), or via=lw.MonteCarlo(draws=50)."
@@ -168,7 +169,7 @@ class Linearized(Way):
 
 
 MANY_OUTPUTS = 1000
-"""With more outputs than these the default way draws, unless the last layer alone is treated."""
+"""Maximum number of outputs for which the default way is exact if more than the last layer is treated."""
 
 DEFAULT_DRAWS = 64
 
@@ -177,35 +178,35 @@ DEFAULT_DRAWS = 64
 class DefaultWay(Way):
     """`Linearized()`, or `Linearized(draws=64)` for more than 1 000 outputs of a network treated beyond its last layer.
 
-    Inputs that are uncertain, and networks that do not allow draws, get the exact covariance in any case.
+    Uncertain inputs, and networks that do not support draws, always get the exact covariance.
     """
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
-        """Returns the latent by the way that suits the number of outputs."""
+        """Returns the latent Gaussian, exact or from draws."""
         outputs = tangent.outputs * (1 if tangent.positions is None else tangent.positions.count)
         if outputs > MANY_OUTPUTS and not tangent.treats_output_alone and not separate(inputs)[1]:
             latent = latent_of_draws(tangent, covariance, inputs, DEFAULT_DRAWS, 0, joint)
             if latent is not None:
-                _say_draws(outputs, tangent.positions is None)
+                _log_draws(outputs, tangent.positions is None)
                 return latent
         return Linearized().latent(tangent, covariance, inputs, joint)
 
 
 @cache
-def _say_draws(outputs: int, exact: bool) -> None:
-    """Says once what the default way does for so many outputs, and where the exact one is to be had."""
+def _log_draws(outputs: int, exact: bool) -> None:
+    """Logs once that the default way uses draws for this number of outputs, and how to get exact variances."""
     log.info(
-        "%d outputs: predictions take %d draws of the weights, so that variances have an error of %.0f %%.%s",
+        "%d outputs: predictions use %d draws of the weights, so that variances have an error of %.0f %%.%s",
         outputs, DEFAULT_DRAWS, 100 * (2 / DEFAULT_DRAWS) ** 0.5,
-        f" via=lw.Linearized() gives the exact ones, by {outputs} backward passes." if exact else "",
+        f" via=lw.Linearized() gives exact variances, with {outputs} backward passes." if exact else "",
     )  # fmt: skip
 
 
 class Selection:
-    """Which outputs a prediction is of, and their cotangents: one-hot columns (B, C, k).
+    """The outputs that a prediction keeps, and their cotangents: one-hot columns (B, C, k).
 
     Args:
-        outputs: k for those of largest mean, or a list.
+        outputs: k for the outputs with the largest means, or a list of outputs.
         every: C.
 
     Attributes:
@@ -223,10 +224,10 @@ class Selection:
             )
 
     def of(self, means: Tensor) -> Tensor:
-        """Returns the outputs (B, k), largest first where they are not listed, at means (B, C)."""
+        """Returns the outputs (B, k) at means (B, C): the list, or the largest first."""
         if self.listed is None:
             means = means.detach()
-            means = means.float() if means.dtype.itemsize < 4 else means  # as in a record: ties keep their order
+            means = means.float() if means.dtype.itemsize < 4 else means  # a record orders ties in this dtype
             return means.topk(self.columns, -1).indices
         return torch.tensor(self.listed, device=means.device).expand(len(means), -1)
 
@@ -237,7 +238,7 @@ class Selection:
 
 
 def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late: bool) -> SelectedLatent:
-    """Returns the latent of the selected outputs, of means (B, C) and terms of these, or of all where it is `late`."""
+    """Returns the latent of the selected outputs, from means (B, C) and terms of these outputs (of all if `late`)."""
     outputs = selection.of(mean)
     if late:
         terms = tuple(term.selected(outputs) for term in terms)
@@ -251,7 +252,7 @@ def _of_weights(
     dtype, checked = covariance.record_dtype, tangent.check(inputs)
     if joint:
         return _joint(tangent, covariance, checked, dtype, selection)
-    # the layer that gives the outputs has all of them at once in its eigenbasis
+    # a last layer computes all outputs at once in its eigenbasis
     late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
@@ -271,9 +272,11 @@ def _of_weights(
 def _joint(
     tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: torch.dtype | None, selection: Selection | None
 ) -> JointLatent:
-    """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, for pairs of chunks that fit the memory budget."""
+    """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, computed for pairs of chunks that fit the memory budget."""
     count, outputs = inputs.samples, tangent.outputs if selection is None else selection.columns
-    block = tangent.memory // (8 * tangent.dtype.itemsize)  # covariances of a pair, beside sums of a few such
+    block = tangent.memory // (
+        8 * tangent.dtype.itemsize
+    )  # entries of a pair's covariances; a sum holds a few of these
     length = tangent.chunk_length(selection, dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row) // 2
     length = max(1, min(length, isqrt(block) // outputs))
 
@@ -288,8 +291,8 @@ def _joint(
     for i, (mine, chunk) in enumerate(requests):
         record = tangent.record(chunk, selection, dtype=dtype)
         means.append(mean(record))
-        for theirs, others in requests[: i + 1]:
-            other = record if theirs == mine else tangent.record(others, selection, dtype=dtype)
+        for theirs, other_chunk in requests[: i + 1]:
+            other = record if theirs == mine else tangent.record(other_chunk, selection, dtype=dtype)
             part = covariance.joint_output_covariance(record, other).to(matrix)
             matrix[mine, :, theirs] = part
             if other is not record:

@@ -1,4 +1,4 @@
-"""Latents of outputs with positions: each position is predicted like a sample with C outputs."""
+"""Latents of outputs with positions: each position is predicted as a sample with C outputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..tangent import Tangent
 def at_positions(tangent: Tangent, covariance: Covariance, checked: Checked, joint: bool) -> LatentAtPositions:
     """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
 
-    Cost: where the treated layer gives the outputs, one forward pass, and the contractions of B T samples. Otherwise
-    one forward and T C backward passes, refused for more than 1 000 of them.
+    Cost: one forward pass and the contractions of B T samples if only the last layer is treated. Otherwise one forward
+    and T C backward passes; more than 1 000 are refused.
 
     Raises:
         LapwingError: for a joint latent, or too many outputs.
@@ -46,12 +46,12 @@ AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
 
 
 def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDraws | LatentAtPositions:
-    """Returns a latent of draws (S, B, T C), position by position where the outputs have positions.
+    """Returns a latent of draws (S, B, T C), with one row per position if the outputs have positions.
 
     Raises:
-        LapwingError: for a joint latent of positions.
+        LapwingError: for a joint latent if the outputs have positions.
 
-    Cost: a forward pass, for the sizes of the positions.
+    Cost: a forward pass, which gives the sizes of the positions.
     """
     positions = tangent.positions
     if positions is None:
@@ -67,8 +67,8 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDr
 
 
 def refused_joint() -> LapwingError:
-    """Returns what is raised for a joint latent."""
+    """Returns the error for a joint latent of outputs with positions."""
     return LapwingError(
-        "The outputs have positions, and a joint latent of all of them is not kept. Leave out joint=True: the latent "
-        "has a covariance for each position."
+        "The outputs have positions, and a joint latent of all positions is not supported. Leave out joint=True: the "
+        "latent has a covariance for each position."
     )

@@ -20,19 +20,19 @@ from .uncertain import drawn, separate
 from .way import Way
 
 _INPUT_SEED = 0x9E3779B97F4A7C15
-"""Added to the seed for draws of inputs, so that those of the weights are the same with and without them."""
+"""Added to the seed for draws of inputs, so that uncertain inputs leave the draws of the weights unchanged."""
 
 
 @dataclass(frozen=True)
 class MonteCarlo(Way):
-    """`f(x, θ_s)` for draws `θ_s ~ N(θ̂, Σ)`, the weights passed in functionally: the model is never written.
+    """`f(x, θ_s)` for draws `θ_s ~ N(θ̂, Σ)`. The weights are passed in, and the model is never written.
 
     Every call draws the same weights (same seed), so predictions for different inputs are joint. Uncertain inputs
-    (`lw.Uncertain`) are drawn too, anew with each draw of the weights.
+    (`lw.Uncertain`) are drawn too, once for each draw of the weights.
 
     Args:
         draws: S, at least 2.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         LapwingError: for fewer than two draws.
@@ -49,14 +49,14 @@ class MonteCarlo(Way):
     seed: int = option(0, SEED)
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
-        """Returns the outputs under each draw; draws are joint across inputs by nature."""
+        """Returns the outputs under each draw."""
         values, spreads = separate(inputs)
         tangent.check(values)
         draws = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
         return draws_at_positions(tangent, LatentDraws(draws, joint), values)
 
     def _outputs(self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any) -> Iterator[Tensor]:
-        """Yields the outputs (B, C) under one draw after another."""
+        """Yields the outputs (B, C) under each draw."""
         generator = torch.Generator(covariance.device).manual_seed(self.seed)
         noise = torch.Generator(tangent.device).manual_seed((self.seed + _INPUT_SEED) % 2**63)
         parameters, mean = tangent.parameters, tangent.mean()
@@ -74,7 +74,7 @@ class MonteCarlo(Way):
 
 
 def _stacked(parts: Iterator[Tensor], count: int) -> Tensor:
-    """Stacks tensors of one shape, written into the whole as they come where they carry no gradient."""
+    """Stacks tensors of one shape; without gradients each is copied into the result at once, which saves memory."""
     first = next(parts)
     if first.requires_grad:
         return torch.stack([first, *parts])

@@ -25,14 +25,14 @@ from .way import Way
 
 
 class Untreated(Tangent):
-    """A network none of whose weights is treated."""
+    """A network without treated weights."""
 
     @classmethod
     def of(cls, model: nn.Module, forward: Forward | None, memory: int | None) -> Untreated:
-        """Checks the network and its mode.
+        """Checks the network.
 
         Raises:
-            LapwingError: for a module without weights, or one in training mode.
+            LapwingError: if the module has no weights, or is in training mode.
         """
         memory = checked_memory(memory)
         return cls(checked_network(model), forward, (), RecordingPlan(), Coverage(()), 0, memory)
@@ -44,22 +44,22 @@ class Untreated(Tangent):
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """None."""
+        """The treated parameters: none."""
         return {}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that sums are kept in."""
+        """The dtype of sums."""
         return accumulation_dtype(self._weight.dtype)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._weight.device
 
     @cached_property
     def covariance(self) -> Covariance:
-        """Σ over no weights at all."""
+        """Σ over no weights."""
         return Blockwise((), {}, torch.zeros(0, dtype=torch.float64, device=self.device), 1.0)
 
 
@@ -72,27 +72,27 @@ def propagate(
     forward: Forward | None = None,
     memory: int | None = None,
 ) -> AnyLatent:
-    """Carries uncertain inputs through a network whose weights are certain: `f(x) ~ N(f(x), J_x Σ_x J_xᵀ)`.
+    """Propagates uncertain inputs through a network with certain weights: `f(x) ~ N(f(x), J_x Σ_x J_xᵀ)`.
 
-    No fit is needed. Where weights are uncertain too, pass `lw.Uncertain` to `posterior.latent`.
+    No fit is needed. If the weights are uncertain too, pass `lw.Uncertain` to `posterior.latent`.
 
     Args:
         model: the trained network, in eval mode. Outputs (B, C).
-        inputs: what the network takes, with `lw.Uncertain` in place of at least one tensor.
-        via: `Linearized()`, to first order; `Streamlined()`, layer by layer in one pass, or in full mode, which is the
-            same as `Linearized()` for networks that it covers; `MonteCarlo(draws)`, the network itself at draws of x.
-        forward: `forward(model, inputs)` where the network is not called as `model(x)`, `model(*x)` or `model(**x)`.
-        memory: budget in bytes for one chunk of samples; 1 GiB when None.
+        inputs: inputs of the network, with `lw.Uncertain` instead of at least one tensor.
+        via: `Linearized()`: to first order. `Streamlined()`: layer by layer in one pass; in full mode it equals
+            `Linearized()` for the networks that it supports. `MonteCarlo(draws)`: the network itself at draws of x.
+        forward: `forward(model, inputs)`, if the network is not called as `model(x)`, `model(*x)` or `model(**x)`.
+        memory: memory budget in bytes for one chunk of samples; None means 1 GiB.
 
     Returns:
-        `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x and Σ_x where they
+        `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x and Σ_x if they
         require gradients.
 
     Raises:
         LapwingError: if no input is uncertain; for bad inputs, and a network in training mode.
 
-    Cost: the way's: C backward passes of activations, one forward pass (after about a second in which each call reads
-    the network), or S forward passes.
+    Cost: `Linearized`: C backward passes of activations. `Streamlined`: one forward pass, after about a second per
+    call in which it reads the network. `MonteCarlo`: S forward passes.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4.3 and equation 6, with certain
     weights, after Petersen et al. 2024.
@@ -109,7 +109,7 @@ def propagate(
 
 
 def certain_latent(tangent: Untreated, inputs: Any, via: Way) -> AnyLatent:
-    """Returns what `propagate` does, for a network that is checked."""
+    """Returns the latent of `propagate` for a checked network."""
     if not isinstance(via, Way):
         raise LapwingError(
             f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
@@ -119,8 +119,7 @@ def certain_latent(tangent: Untreated, inputs: Any, via: Way) -> AnyLatent:
     values, spreads = separate(inputs)
     if not spreads:
         raise LapwingError(
-            f"None of the inputs {batches.describe(inputs)} is uncertain. Write lw.Uncertain(x, variance) in "
-            "place of x."
+            f"None of the inputs {batches.describe(inputs)} is uncertain. Write lw.Uncertain(x, variance) instead of x."
         )
     if not batches.size(values):
         raise LapwingError(

@@ -1,4 +1,4 @@
-"""Uncertain inputs: `x ~ N(x, Σ_x)`, alone or within the tuples and dicts that a network takes."""
+"""Uncertain inputs: `x ~ N(x, Σ_x)`, alone or within tuples and dicts of inputs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ..network.eager import eager_math
 from ..tangent import Tangent
 
 Spreads = dict[int, Tensor]
-"""Place of a tensor among the leaves of the inputs -> its variances, in its own shape, or covariances (B, n, n)."""
+"""Index of a tensor among the leaves of the inputs -> its variances, in its shape, or covariances (B, n, n)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Uncertain:
-    """An input that is known up to a Gaussian, `x ~ N(x, Σ_x)`, independently for each sample.
+    """An input with a Gaussian error, `x ~ N(x, Σ_x)`, independent between samples.
 
-    Give it in place of a tensor, alone or within a tuple or dict, to `posterior.latent`, `posterior.predict` or
-    `lw.propagate`; it adds to the weights' uncertainty. Differentiable in value and variance.
+    Pass it instead of a tensor, alone or within a tuple or dict, to `posterior.latent`, `posterior.predict` or
+    `lw.propagate`. It adds to the uncertainty of the weights. Differentiable in value and variance.
 
     Args:
         value: x, floating-point (B, ...), the samples first.
-        variance: Σ_x's diagonal, in squared units of x: a number, or what broadcasts to x.
-        covariance: Σ_x in full, (B, n, n) or (n, n), where a sample has n numbers, in the order of `x.flatten(1)`;
-            instead of `variance`. `Streamlined()` takes it in full mode alone.
+        variance: diagonal of Σ_x, in squared units of x: a number, or a tensor that broadcasts to x.
+        covariance: Σ_x, (B, n, n) or (n, n) for samples with n entries, in the order of `x.flatten(1)`; instead of
+            `variance`. `Streamlined` accepts it only in full mode.
 
     Raises:
         LapwingError: integer inputs, such as tokens; negative, infinite or NaN variances; shapes that do not fit.
@@ -55,7 +55,7 @@ class Uncertain:
     covariance: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks the parts."""
+        """Checks value, variance and covariance."""
         x = self.value
         if isinstance(x, Tensor):
             batches.check_dense(x, "The value of lw.Uncertain")
@@ -133,7 +133,7 @@ class Uncertain:
         return spread.expand(self.value.shape[0], *spread.shape[-2:])
 
     def __repr__(self) -> str:
-        """Shapes rather than numbers."""
+        """Shows shapes instead of values."""
         name = "variance" if self.covariance is None else "covariance"
         spread = self.variance if self.covariance is None else self.covariance
         text = batches.describe(spread) if isinstance(spread, Tensor) else spread
@@ -144,7 +144,7 @@ def _check_numbers(spread: Tensor | float | None) -> None:
     """Raises for variances that are negative, infinite or NaN."""
     try:
         values = torch.as_tensor(spread).detach()
-    except (ValueError, OverflowError, RuntimeError):  # an integer of more digits than a tensor holds
+    except (ValueError, OverflowError, RuntimeError):  # an integer too large for a tensor
         values = torch.tensor(math.inf)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     bad = ~(torch.isfinite(values) & (values >= 0))
@@ -156,7 +156,7 @@ def _check_numbers(spread: Tensor | float | None) -> None:
 
 
 def placed(inputs: Any, device: torch.device) -> Any:
-    """Returns inputs, uncertain ones too, as ordinary tensors on a device."""
+    """Returns inputs, with uncertain ones, as ordinary tensors on a device."""
     inputs = batches.plain(inputs, device)
     if isinstance(inputs, Tensor):
         return inputs
@@ -169,10 +169,10 @@ def placed(inputs: Any, device: torch.device) -> Any:
 
 
 def separate(inputs: Any) -> tuple[Any, Spreads]:
-    """Returns inputs with the values of uncertain ones in their place, and the spreads of those.
+    """Returns inputs with uncertain tensors replaced by their values, and the spreads of these tensors.
 
     Raises:
-        LapwingError: an uncertain input whose first dimension is not the batch.
+        LapwingError: if the first dimension of an uncertain input is not the batch.
     """
     if isinstance(inputs, Tensor):
         return inputs, {}
@@ -193,12 +193,12 @@ def separate(inputs: Any) -> tuple[Any, Spreads]:
 
 
 def leaves_of(values: Any) -> list[Any]:
-    """Returns the leaves of inputs in the order of their places."""
+    """Returns the leaves of inputs in order."""
     return pytree.tree_leaves(dict(values) if hasattr(values, "keys") else values)
 
 
 def with_leaves(values: Any, changed: Mapping[int, Any]) -> Any:
-    """Returns inputs with other tensors at some places."""
+    """Returns inputs with some leaves replaced: index of a leaf -> new tensor."""
     leaves, spec = pytree.tree_flatten(dict(values) if hasattr(values, "keys") else values)
     return pytree.tree_unflatten([changed.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
 
@@ -218,13 +218,16 @@ def drawn(values: Any, spreads: Spreads, generator: torch.Generator) -> Any:
 
 
 def carried(tangent: Tangent, values: Any, spreads: Spreads, differentiable: bool) -> tuple[Tensor, Tensor]:
-    """Returns the network's outputs (B, C), and what uncertain inputs add to first order, `J_x Σ_x J_xᵀ` (B, C, C).
+    """Returns the network's outputs (B, C), and the first-order covariance from uncertain inputs, `J_x Σ_x J_xᵀ`.
 
     Args:
         tangent: the network.
         values: B samples.
-        spreads: of the uncertain ones.
-        differentiable: keep the graph in the values; that in the spreads is kept in any case.
+        spreads: variances or covariances of the uncertain tensors.
+        differentiable: whether to keep the graph in the values; the graph in the spreads is always kept.
+
+    Returns:
+        Outputs (B, C) and covariances (B, C, C).
 
     Cost: a forward and C backward passes of activations, in chunks that fit the memory budget.
     """
@@ -264,7 +267,7 @@ def _jacobians(tangent: Tangent, values: Any, places: list[int], differentiable:
 
 
 def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
-    """Returns how many samples fit the budget: what autograd keeps of two of them is looked at."""
+    """Returns the number of samples that fit the memory budget, from what autograd saves for two samples."""
     few = batches.take(values, slice(0, 2))
     samples, kept = batches.size(few), {}
 

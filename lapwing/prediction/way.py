@@ -1,4 +1,4 @@
-"""The protocol of a way through the network, and the way that scales another.
+"""The protocol of a way through the network, and the way that scales another way.
 
 A way leads from a Gaussian over the weights to the latent distribution of the outputs.
 """
@@ -15,7 +15,7 @@ from ..tangent import Tangent
 
 
 class Way(Options, ABC):
-    """A way through the network; subclasses are frozen dataclasses of its options. Any way takes any posterior."""
+    """A way through the network. Subclasses are frozen dataclasses of options, and accept every posterior."""
 
     @abstractmethod
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
@@ -23,31 +23,32 @@ class Way(Options, ABC):
 
         Args:
             tangent: the network at the weights' mean.
-            covariance: Σ over its treated weights.
+            covariance: Σ of its treated weights.
             inputs: B samples.
             joint: whether to keep covariances across inputs.
         """
 
     def width(self, outputs: int) -> int:
-        """Returns how many of C outputs the latent has: all of them, unless the way selects some."""
+        """Returns the number of outputs that the latent has of C: all, unless the way selects some."""
         return outputs
 
 
 @dataclass(frozen=True)
 class Scaled(Way):
-    """`f(x) ~ N(m, s V)` where another way has `N(m, V)`; draws of weights give outputs `m + √s (f - m)`.
+    """`f(x) ~ N(m, s V)` if another way gives `N(m, V)`. Outputs f under draws of the weights become `m + √s (f - m)`.
 
-    With `Linearized` it is the posterior `N(θ̂, s Σ)`. Other ways are not linear in Σ: there `s V` is what `N(θ̂, s Σ)`
-    gives to first order. What uncertain inputs add is scaled too, noise of y is not. `lw.scale_factor` finds s.
+    With `Linearized` this is the posterior `N(θ̂, s Σ)`. Other ways are not linear in Σ: for them `s V` is the result
+    for `N(θ̂, s Σ)` to first order. The variance from uncertain inputs is scaled too, but not the noise of y.
+    `lw.scale_factor` chooses s.
 
     Args:
         via: the way to scale.
         factor: s, positive.
 
     Raises:
-        LapwingError: for anything but a way, or a factor that is not positive and finite.
+        LapwingError: if `via` is not a way, or the factor is not positive and finite.
 
-    Cost: the way's, and as many multiplications as its latent has numbers.
+    Cost: that way, plus one multiplication per entry of its latent.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4 (posterior approximations), without
     an equation; after the pseudo-count of Ritter et al. 2018.
@@ -65,9 +66,9 @@ class Scaled(Way):
     factor: float = field(metadata=required(positive(), "0.5"))
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
-        """Returns the other way's latent, scaled."""
+        """Returns the latent of the other way, scaled."""
         return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)
 
     def width(self, outputs: int) -> int:
-        """Returns that of the other way."""
+        """Returns the number of outputs of the other way."""
         return self.via.width(outputs)

@@ -20,16 +20,16 @@ from ..tangent import Tangent, split
 from .linearized_positions import draws_at_positions
 
 Chunks = Sequence[tuple[slice, Checked]]
-"""Consecutive samples, and where they are among all."""
+"""Chunks of consecutive samples: (rows of the batch, samples)."""
 
 
 def latent_of_draws(
     tangent: Tangent, covariance: Covariance, inputs: Any, draws: int, seed: int, joint: bool
 ) -> LinearDraws | LatentAtPositions | None:
-    """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None where no route gives such products.
+    """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None without such products.
 
-    Weights are drawn a group at a time, and each group goes through all inputs. What is a covariance of few draws
-    itself, as that of `lw.SampledLLA`, gives no more than those.
+    The weights are drawn in groups, and each group is applied to all inputs. A covariance of few draws, as `lw.SampledLLA`
+    has, gives at most its own draws.
     """
     checked = tangent.check(inputs)
     count = min(draws, covariance.distinct_draws or draws)
@@ -48,7 +48,7 @@ def latent_of_draws(
 def _products(
     tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], chunks: Chunks, count: int
 ) -> Tensor | None:
-    """Returns the products (S, B, C) of the network's Jacobian with draws of the parameters, or None."""
+    """Returns the products (S, B, C) of the network's Jacobian with the draws, or None if they are not supported."""
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
     whole = None
     for group, steps in draws:
@@ -61,15 +61,15 @@ def _products(
                 return part
             whole = part.new_empty(count, chunks[-1][0].stop, part.shape[-1]) if whole is None else whole
             whole[group, rows] = part
-        del steps  # before the next are drawn
+        del steps  # frees them before the next draws
     return whole
 
 
 def _length(tangent: Tangent, largest: int, weights: int) -> int:
-    """Returns how many samples go through forward mode at once, at most `largest` numbers of a sample in a layer.
+    """Returns the number of samples per chunk of forward mode, if a layer has at most `largest` entries per sample.
 
-    Their tangents fit the budget, and a slice of 16 MiB, which takes half the time of larger ones for convolutions;
-    unless the weights are more numbers, all of which each chunk reads.
+    The tangents of a chunk fit the memory budget. They also fit 16 MiB, because convolutions are then twice as fast,
+    unless the chunk would have fewer entries than the weights, which each chunk reads.
     """
     length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
     return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, weights // largest)))
@@ -82,22 +82,22 @@ _KEPT: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDict
 def _weight_draws(
     tangent: Tangent, covariance: Covariance, count: int, seed: int
 ) -> Iterator[tuple[slice, list[Group]]]:
-    """Yields draws of `N(0, Σ)` laid out for products, as many at a time as fit half of the memory budget.
+    """Yields (rows, draws of `N(0, Σ)` laid out for products); the draws of one step fit half of the memory budget.
 
-    Draws that fit a quarter of it are kept for the next prediction of the posterior: of wide layers they cost more than
-    what they are multiplied with.
+    Draws that fit a quarter of it are kept for the next prediction, because drawing the weights of wide layers costs
+    more than multiplying with them.
     """
     generator = torch.Generator(covariance.device).manual_seed(seed)
     if 4 * count * covariance.size * tangent.dtype.itemsize <= tangent.memory:
-        kept = _KEPT.get(covariance)
-        if kept is None or kept[:2] != (count, seed):
+        latest = _KEPT.get(covariance)
+        if latest is None or latest[:2] != (count, seed):
             steps = direction_groups(split(covariance.blocks, covariance.sample(count, generator)))
-            kept = _KEPT[covariance] = count, seed, steps
-        yield slice(0, count), kept[2]
+            latest = _KEPT[covariance] = count, seed, steps
+        yield slice(0, count), latest[2]
         return
     length = max(1, tangent.memory // (2 * covariance.size * tangent.dtype.itemsize))
     length -= length % DIRECTIONS if length > DIRECTIONS else 0
-    length = count if covariance.distinct_draws else length  # all at once, so that none comes twice
+    length = count if covariance.distinct_draws else length  # parts would repeat the same draws
     for start in range(0, count, length):
         rows = slice(start, min(start + length, count))
         yield rows, direction_groups(split(covariance.blocks, covariance.sample(rows.stop - start, generator)))

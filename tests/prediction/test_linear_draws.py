@@ -246,7 +246,7 @@ def test_the_default_way_of_many_outputs(many, caplog):
     setup, posterior = fitted("kfac")
     with caplog.at_level(logging.INFO, "lapwing"):
         predictions = [posterior.predict(setup.test), posterior.predict(setup.test)]
-    assert caplog.text.count("via=lw.Linearized() gives the exact ones") == 1
+    assert caplog.text.count("via=lw.Linearized() gives exact variances") == 1
     close(predictions[0].latent.deviations, posterior.latent(setup.test, via=lw.Linearized(draws=64)).deviations)
     uncertain = posterior.latent(lw.Uncertain(setup.test, 0.1 * torch.ones_like(setup.test)))
     assert isinstance(uncertain, Latent)

@@ -195,7 +195,7 @@ def test_full_covariances_that_do_not_fit_are_refused():
     tangent = tn.Tangent.survey(model, x, memory=2**24)
     covariance = diagonal_posterior(tangent, 1.0)
     with pytest.raises(
-        LapwingError, match=r"about [\d,]+ MiB a sample, more than the budget of 16 MiB.*Streamlined\(\)"
+        LapwingError, match=r"about [\d,]+ MiB per sample, more than the budget of 16 MiB.*Streamlined\(\)"
     ):
         Streamlined("full").latent(tangent, covariance, x)
     assert Streamlined().latent(tangent, covariance, x).variance.shape == (4, 2)

@@ -76,7 +76,7 @@ def fused_of(function: Callable[[Tensor], Tensor]) -> tuple[Fused, dict[str, Any
     assert len(found) == 1, "the function is not one group"
     values = graph.run(x)
     assert found[0] is not None
-    return found[0], {name: values[name] for name in (found[0].source, *found[0].others)}
+    return found[0], {name: values[name] for name in (found[0].source, *found[0].certain)}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -1,10 +1,9 @@
-"""Streamlined prediction: the Gaussian over the weights, pushed through the network layer by layer in one pass.
+"""Streamlined prediction: propagates the Gaussian over the weights through the network, layer by layer in one pass.
 
-The way itself is here: its options, its checks, and the chunks of a batch; begin reading there. `graph.py` reads the
-network, `schedule.py` says which calls carry moments, `program.py` runs them (`full.py` in full mode), and
-`operations.py` is the table that both ask: `rules/` fills it, one entry for each operation. The folder imports
-`covariance` and what is below it, and of the folder above `way.py` and `uncertain.py`; only `deployment` reads its
-insides.
+Begin reading here: this file has the options, their checks, and the chunks of a batch. `graph.py` reads the network,
+`schedule.py` chooses the calls that carry moments, and `program.py` runs them (`full.py` in full mode). `operations.py`
+is the table of operations, which `rules/` fills. The folder imports `covariance`, the rooms below it, `way.py` and
+`uncertain.py`. Only `deployment` imports its files.
 """
 
 from __future__ import annotations
@@ -43,55 +42,55 @@ class Streamlined(Way):
         E[h] = W m + b        Cov[h] = W Cov[a] Wᵀ + Σ_ii' E[a aᵀ]_ii' Cov[W_ji, W_j'i']        at layers with weights
         E[g(h)] = g(m)        Cov[g(h)] = J_g Cov[h] J_gᵀ                                       at everything else
 
-    The network's own forward is read as a graph by `torch.export`: any module, `forward=`, Hugging Face models. Its
-    means are the network's outputs. Layers are taken as independent of each other, whatever the posterior says; within
-    a layer its covariance counts in full. What several calls make of one tensor (an activation or a norm written by
-    hand) is linearised as one function, norms with their statistics. With the last layer alone treated the result is
-    that of `Linearized()`. Uncertain inputs (`lw.Uncertain`) are carried too; in "diagonal" mode what hidden units
-    share of their noise is lost, in deep networks most of it.
+    `torch.export` reads the network's forward as a graph, so any module, `forward=` and Hugging Face models work. The
+    means are the network's outputs. Layers count as independent of each other, and within a layer the covariance of its
+    weights counts in full. Several calls that form one function of a tensor (an activation or a norm written by hand)
+    are linearised as one function, norms with their statistics. If only the last layer is treated, the result equals
+    `Linearized()`. Uncertain inputs (`lw.Uncertain`) are propagated too. "diagonal" mode loses the correlation of their
+    noise between hidden units, in deep networks most of their variance.
 
-    In "diagonal" mode the entries of a sample's tensors are independent of each other: channels, copies of an entry,
-    the two sides of a sum. Positions of one channel (pixels, tokens), which share a layer's weights, are not, with one
-    correlation ρ a channel: `Cov[h_t, h_t'] = ρ √(v_t v_t')`, set at each layer so that the mean of its outputs over
-    positions has the right variance, `Σ_ii' ā_i ā_i' Cov[W_ji, W_ji']` from its weights, with ā the mean of its inputs.
-    That is exact for a layer that is averaged over its positions. What is left of the difference to `Linearized()` are
-    the covariances between channels, which make variances of deep convolutional networks too small, more so the more
-    certain the weights are; a scale factor tuned on held-out data makes up for the level. "full" mode keeps all
-    covariances: it equals `Linearized()` for a block-diagonal Σ, plus what the weights' products with uncertain
-    inputs add in each layer; in grouped convolutions and at tensors that are multiplied with each other those
-    products are left out.
+    In "diagonal" mode the entries of a sample's tensors are independent: channels, copies of an entry, the two sides of
+    a sum. Only positions of one channel (pixels, tokens), which share a layer's weights, are correlated, with one ρ for
+    each channel: `Cov[h_t, h_t'] = ρ √(v_t v_t')`. Each layer sets ρ such that the mean of its outputs over positions
+    has the right variance, `Σ_ii' ā_i ā_i' Cov[W_ji, W_ji']` from its weights, where ā is the mean of its inputs. This
+    is exact for a layer that is averaged over its positions. The remaining difference to `Linearized()` is the
+    covariances between channels. Without them the variances of deep convolutional networks are too small, especially
+    for narrow posteriors; a scale factor tuned on held-out data corrects the level.
+
+    "full" mode keeps all covariances. It equals `Linearized()` for a block-diagonal Σ, plus the products of uncertain
+    weights and uncertain inputs in each layer. Grouped convolutions, and products of two tensors, omit these products.
 
     Attributes:
-        covariance: what is kept of hidden tensors: "diagonal", their variances, or "full", their covariances within a
-            sample. Outputs have covariances (B, C, C) in either case where a linear layer gives them; else "diagonal"
-            has their variances alone, as it has at positions.
+        covariance: moments of hidden tensors: "diagonal" keeps their variances, "full" their covariances within a
+            sample. Outputs of a linear layer have covariances (B, C, C) in both modes. Other outputs, and outputs with
+            positions, have only variances in "diagonal" mode.
         residual: the two sides of a sum that share an input: "independent", as in the paper, or, in full mode only,
             "correlated", which adds `2 Cov[x, h]`. None: correlated in full mode, independent in diagonal mode.
-        attention: "values", as in the paper: values are uncertain, scores are not. "features": as "values", with the
-            covariances between a head's features that share inputs, up to the layer after the attention (equation 74);
-            costs as many times a linear layer as there are heads. It is for `scaled_dot_product_attention` and layers
-            with tokens in one dimension; other calls, attention written by hand among them, are as with "values" (a
-            network with only such calls is logged). "scores": queries and keys are uncertain too, to first order.
-        activations: "linear", or the exact moments of element-wise functions of Gaussians, "moments": closed for ReLU,
-            by quadrature with twenty evaluations for others; means then differ from the network's outputs.
-        positions: positions of a channel: "correlated", or "independent", as in the paper. Independent ones make too
-            little of the weights wherever many are averaged. In full mode it does not matter. Where a network merges
-            its samples between other dimensions, they are independent; so they are after embeddings, softmaxes, maxima
-            over a dimension, and sums of products of two uncertain tensors, and for a layer that has them flattened
-            into its inputs.
+        attention: "values", as in the paper: values are uncertain, scores are not. "scores": queries and keys are
+            uncertain too, to first order. "features": as "values", with the covariances between the features of a head
+            that share inputs, up to the layer after the attention (equation 74). It costs a linear layer per head. It
+            supports `scaled_dot_product_attention` and layers with tokens in one dimension. Other calls, such as
+            attention written by hand, work as with "values"; a network with only such calls gets a warning.
+        activations: "linear", or "moments" for the exact moments of element-wise functions of Gaussians: in closed form
+            for ReLU, by quadrature with twenty evaluations for other functions. Means then differ from the network's
+            outputs.
+        positions: positions of a channel: "correlated", or "independent", as in the paper, which makes the variance of
+            averages over many positions too small. Full mode ignores it. Positions are always independent after
+            embeddings, softmaxes, maxima over a dimension and sums of products of two uncertain tensors, for a layer
+            that has them flattened into its inputs, and in networks that merge samples between other dimensions.
 
-    Cost: no pass but the forward one, after about a second that a network's first batch takes. "diagonal", in products
+    Cost: one forward pass with moments, after about a second for the first batch of a network. "diagonal", in products
     of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
-    posterior; with a Kronecker-factored one two and a rotation of its inputs, O(I² + I O) a position; attention one
-    more; correlated positions a few element-wise passes of inputs and outputs, and one position more; memory a few
-    times a forward pass. "full": as many forward-mode passes of each call as its tensors have numbers n a sample, and
-    memory O(B n²) for all pairs of live tensors: for small networks. Batches are cut into chunks that fit the memory
-    budget.
+    posterior; with a Kronecker-factored posterior two and a rotation of the inputs, O(I² + I O) per position; attention
+    one more. Correlated positions cost a few element-wise passes of inputs and outputs, and one more position. Memory
+    is a few times that of a forward pass. "full", for small networks: n forward-mode passes of each call, where n is
+    the number of entries of its tensors per sample, and memory O(B n²) for all pairs of live tensors. Batches are cut
+    into chunks that fit the memory budget.
 
-    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equations 2 to 7, 49, 71 and 83 to 88, with
-    layer norms linearised instead of taken as linear, correlated positions (equations 78 to 88 keep covariances of
-    pixels), and Kronecker-factored posteriors in their exact eigenbasis. "moments" is its comparison in table 3,
-    "features" that of tables 14 to 16.
+    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equations 2 to 7, 49, 71 and 83 to 88.
+    Differences: layer norms are linearised instead of treated as linear, positions are correlated (equations 78 to 88
+    keep covariances of pixels), and Kronecker-factored posteriors use their exact eigenbasis. "moments" is compared in
+    its table 3, "features" in its tables 14 to 16.
 
     Example:
         >>> import lapwing as lw
@@ -132,8 +131,8 @@ class Streamlined(Way):
         """Returns the latent Gaussian at one batch, differentiable in inputs that require gradients.
 
         Raises:
-            LapwingError: joint=True; a call that is not covered, named with what to do; full covariances of one sample
-                that do not fit the memory budget; NaN or infinite inputs or outputs.
+            LapwingError: for joint=True; for a call that is not supported; for full covariances of one sample that do
+                not fit the memory budget; for NaN or infinite inputs or outputs.
         """
         if joint:
             raise LapwingError(
@@ -151,14 +150,14 @@ class Streamlined(Way):
     def propagate(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, input_variances: Mapping[int, Tensor] | None = None
     ) -> Latent:
-        """Returns the latent Gaussian where some inputs are uncertain too, `x ~ N(x, Σ_x)`; positions are rows of it.
+        """Returns the latent Gaussian, with one row per position, for inputs that may be uncertain, `x ~ N(x, Σ_x)`.
 
         Args:
             tangent: the network.
             covariance: Σ.
             inputs: B samples.
-            input_variances: place of a floating-point tensor among the leaves of the inputs -> its variances, in its
-                shape; in full mode also its covariances (B, n, n).
+            input_variances: index of a floating-point tensor among the leaves of the inputs -> its variances, in its
+                shape, or in full mode its covariances (B, n, n).
 
         Raises:
             LapwingError: as for `latent`.
@@ -166,7 +165,7 @@ class Streamlined(Way):
         variances = dict(input_variances or {})
         self._check_batch(tangent, inputs, variances)
         inputs = batches.plain(inputs)
-        # under the lock of without_compiled: other threads swap parameters
+        # the lock of without_compiled keeps other threads from swapping parameters
         with torch.set_grad_enabled(wants_gradient((inputs, variances))), without_compiled():
             places = tuple(sorted(variances))
             means, parts = [], []
@@ -180,8 +179,8 @@ class Streamlined(Way):
         if not all(map(is_finite, term.rows)):
             raise LapwingError(
                 f"The streamlined variances of {type(tangent.model).__name__} at {batches.describe(inputs)} are NaN or "
-                "infinite: this posterior is so wide that they overflow between the layers. Take one with a larger "
-                "prior precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
+                "infinite: this posterior is so wide that they overflow between the layers. Use a larger prior "
+                "precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
             )
         mean = mean.to(tangent.dtype).reshape(term.variance().shape)
         return Latent(mean, (term.to(mean),))
@@ -190,23 +189,23 @@ class Streamlined(Way):
         check_layers(tangent.model)
         if not tangent.check(inputs).samples:
             raise LapwingError(
-                f"The inputs {batches.describe(inputs)} hold no samples. Pass one at least; a single sample as x[None]."
+                f"The inputs {batches.describe(inputs)} hold no samples. Pass at least one; a single sample as x[None]."
             )
         leaves = leaves_of(inputs) if variances else []
         if self.covariance != "full" and any(v.shape != leaves[place].shape for place, v in variances.items()):
             raise LapwingError(
-                "lw.Streamlined() keeps the variances of hidden tensors alone, and has no room for lw.Uncertain(x, "
+                "lw.Streamlined() keeps only the variances of hidden tensors, so it cannot use lw.Uncertain(x, "
                 "covariance=...). Pass variances, or via=lw.Streamlined('full')."
             )
 
     def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...]) -> int:
-        """Returns how many samples fit the memory budget, one at least; full covariances of one must fit."""
+        """Returns the number of samples that fit the memory budget, at least one. Full covariances of one must fit."""
         needed = self.program(tangent, covariance, inputs, places).bytes_per_sample
         if self.covariance == "full" and needed > tangent.memory:
             raise LapwingError(
-                f"The full covariances of {type(tangent.model).__name__} at {batches.describe(inputs)} take about "
-                f"{needed / 2**20:,.0f} MiB a sample, more than the budget of {tangent.memory / 2**20:,.0f} MiB. Full "
-                "mode is for small networks: write via=lw.Streamlined(), or pass "
+                f"The full covariances of {type(tangent.model).__name__} at {batches.describe(inputs)} need about "
+                f"{needed / 2**20:,.0f} MiB per sample, more than the budget of {tangent.memory / 2**20:,.0f} MiB. "
+                "Full mode is for small networks: write via=lw.Streamlined(), or pass "
                 f"memory={2 ** (needed - 1).bit_length()} to lw.fit if the machine has it."
             )
         return max(1, tangent.memory // needed)
@@ -214,7 +213,7 @@ class Streamlined(Way):
     def program(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...] = ()
     ) -> Program | FullProgram:
-        """Returns the program for inputs like these, built once for each graph and posterior.
+        """Returns the program for such inputs, built once for each graph and posterior.
 
         Call it under the lock of `without_compiled`.
 
@@ -222,9 +221,9 @@ class Streamlined(Way):
             tangent: the network.
             covariance: Σ.
             inputs: B samples.
-            places: those of uncertain inputs among the leaves.
+            places: indices of the uncertain inputs among the leaves.
         """
-        from .graph import read  # imported when used: `import lapwing` stays light
+        from .graph import read  # imported when used: `import lapwing` stays fast
 
         graph = read(tangent, inputs)
         programs = graph.programs.setdefault(covariance, {})
@@ -239,7 +238,7 @@ class Streamlined(Way):
 
 
 def __getattr__(name: str) -> Any:
-    """Returns what belongs to the table of operations, filled when it is first used: `import lapwing` stays light."""
+    """Returns a name of the table of operations, which is filled at the first use: `import lapwing` stays fast."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import operations, rules  # noqa: F401

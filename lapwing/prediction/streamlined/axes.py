@@ -1,7 +1,7 @@
-"""What the dimensions of each value are: which one the samples are in, which are positions, which channels.
+"""The dimensions of each value: samples, positions and channels.
 
 A network may transpose a batch, or merge it with heads or positions. Positions are the dimensions along which entries
-belong to the same channel of the layer that they come from; the labels of the table's operations tell.
+belong to the same channel of their layer; the labels of the table of operations give the channels.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class SampleAxes:
-    """The dimension of the samples in each value that has them, which may be merged with others.
+    """The dimension of the samples in each value that has samples. It may be merged with other dimensions.
 
     Attributes:
         dims: name of a value -> dimension.
-        fastest: names of the values where the samples run fastest in that dimension; elsewhere slowest.
+        fastest: names of the values in which the samples vary fastest along that dimension; in others slowest.
     """
 
     dims: Mapping[str, int]
     fastest: frozenset[str] = frozenset()
 
     def _cut(self, name: str, length: int, samples: int) -> tuple[tuple[int, int], int]:
-        """Returns the sizes of the dimension's two parts, and which of them holds the samples."""
-        others = length // samples
-        return ((others, samples), 1) if name in self.fastest else ((samples, others), 0)
+        """Returns the sizes of the two parts of the dimension, and the index of the part with the samples."""
+        rest = length // samples
+        return ((rest, samples), 1) if name in self.fastest else ((samples, rest), 0)
 
     def flat(self, name: str, x: Tensor, samples: int) -> Tensor:
         """Returns a value as (B, n)."""
@@ -66,7 +66,7 @@ class SampleAxes:
 
 
 def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
-    """Returns the samples' dimension of every value, known by the length that stands for the batch, and checked.
+    """Returns the dimension of the samples in every value, found by the symbolic length of the batch.
 
     Args:
         graph: the network's calls.
@@ -74,14 +74,14 @@ def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
         network: name of the network's class.
 
     Raises:
-        LapwingError: a batch of a fixed size; samples in the midst of a dimension that they share.
+        LapwingError: for a batch of fixed size, or samples merged between other dimensions.
 
-    Cost: two passes of two samples where a dimension is shared.
+    Cost: two passes of two samples if the samples share a dimension.
     """
     symbol = _batch_length(graph)
     if not isinstance(symbol, str):
         raise LapwingError(
-            f"The forward of {network} takes batches of one size only, but covariances, and calls without a moment "
+            f"The forward of {network} accepts batches of one size only, but covariances, and calls without a moment "
             "rule, need to tell the samples apart. Write a forward for batches of any size. Or predict with "
             "via=lw.Linearized()."
         )
@@ -102,12 +102,12 @@ def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
 
 
 def _batch_length(graph: Graph) -> int | str:
-    """Returns the length of the batch, or the name that stands for any length."""
+    """Returns the length of the batch, or its symbol if it may vary."""
     return next(shape[0] for shape in graph.shapes if shape)
 
 
 def _checked(graph: Graph, inputs: Any, axes: SampleAxes, shared: list[str], network: str) -> SampleAxes:
-    """Reads how the samples run where they share a dimension: another second sample must leave the first as it is."""
+    """Finds the order of samples in shared dimensions: changing the second sample must not change the first."""
     places = ((0, batches.size(inputs) - 1), (0, 0))
     pairs = [batches.take(inputs, torch.tensor(pair, device=batches.tensors(inputs)[0].device)) for pair in places]
     with torch.no_grad():
@@ -120,7 +120,7 @@ def _checked(graph: Graph, inputs: Any, axes: SampleAxes, shared: list[str], net
                 break
         else:
             raise LapwingError(
-                f"{network} merges its samples between other dimensions, in the value {name}, so that streamlined "
+                f"{network} merges its samples between other dimensions, in the value {name}, so streamlined "
                 "prediction cannot tell them apart. Merge the batch first or last. Or predict with "
                 "via=lw.Linearized()."
             )
@@ -132,9 +132,9 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 
 def _axes_of_fixed_batch(graph: Graph, inputs: Any) -> SampleAxes:
-    """Returns the values whose first dimension is the samples', where the batch has a fixed size.
+    """Returns the values whose first dimension has the samples, for a batch of fixed size.
 
-    They are those that are the same along that dimension when all samples are, with the first as it was.
+    If all samples are copies of the first, these values are constant along that dimension.
 
     Cost: two passes.
     """
@@ -149,7 +149,7 @@ def _axes_of_fixed_batch(graph: Graph, inputs: Any) -> SampleAxes:
 
 
 def _run_changed(graph: Graph, pair: Any, dims: Mapping[str, int], shared: list[str]) -> dict[str, Any]:
-    """Runs the calls on two samples, the second made another one in case they are equal: integers where looked up."""
+    """Runs the calls on two samples and changes the second: floating-point inputs, and values looked up by integers."""
 
     def change(leaf: Any) -> Any:
         return _other(leaf, 0) if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point() else leaf
@@ -166,14 +166,14 @@ def _run_changed(graph: Graph, pair: Any, dims: Mapping[str, int], shared: list[
 
 
 def _other(x: Tensor, dim: int) -> Tensor:
-    """Returns two samples, the second changed, also where it is constant and would be normalised."""
+    """Returns two samples with the second changed, such that a normalisation does not undo the change."""
     first, second = x.narrow(dim, 0, 1), x.narrow(dim, 1, 1)
     ramp = torch.linspace(0.25, 1.0, second.shape[-1], dtype=x.dtype, device=x.device)
     return torch.cat([first, second.flip(-1) * 0.5 + ramp], dim)
 
 
 def read_layouts(schedule: Schedule, graph: Graph, inputs: Any, network: str) -> dict[str, Layout]:
-    """Returns the dimensions of every uncertain value, by the labels that each operation gives its entries.
+    """Returns the dimensions of every uncertain value, from the labels of the operations.
 
     Args:
         schedule: the steps.
@@ -182,7 +182,7 @@ def read_layouts(schedule: Schedule, graph: Graph, inputs: Any, network: str) ->
         network: name of the network's class.
 
     Returns:
-        Name of a value -> its dimensions; nothing for a network that merges its samples between other dimensions.
+        Name of a value -> its dimensions; empty for a network that merges its samples between other dimensions.
     """
     symbol = _batch_length(graph)
     try:

@@ -1,6 +1,6 @@
-"""Calls without a rule, which diagonal mode linearises by forward mode.
+"""Forward mode for calls without a rule.
 
-This takes the Jacobian of a function, one direction of an uncertain tensor at a time, so it is for small tensors.
+It computes the Jacobian of a call one direction of an uncertain tensor at a time, so it is for small tensors.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .schedule import Step
 from .sites import Site, arguments_of, run
 
 MAX_NUMBERS = 4096
-"""Numbers of a tensor (per sample, or in all where it is a weight) whose directions are gone through."""
+"""Maximum number of entries of an uncertain tensor, per sample (for a weight: in all)."""
 
 _TANGENT_NUMBERS = 2**25
-"""Numbers of tangents that go through a function at once."""
+"""Maximum number of entries of the tangents in one call of a function."""
 
 
 def evaluate(step: Step, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Runs a step on tensors; attention by plain products, which have forward-mode derivatives."""
+    """Returns the value of a step on tensors, with attention as plain products, which have forward-mode derivatives."""
     if step.fused is not None:
         return step.fused(values[step.fused.source], values)
     if is_a(step.node, Kind.ATTENTION):
@@ -39,7 +39,7 @@ def evaluate(step: Step, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def chunk_size(like: Tensor) -> int:
-    """Returns how many tangents of a tensor's size go through a function at once."""
+    """Returns the number of tangents of a tensor's size in one call of a function."""
     return max(1, _TANGENT_NUMBERS // max(1, like.numel()))
 
 
@@ -53,7 +53,7 @@ def push(
     """Returns K tangents of a function's values, for K tangents (K, *shape) of its arguments, `size` at a time.
 
     Raises:
-        LapwingError: what `refuse` gives for a function without a forward-mode derivative.
+        LapwingError: the error of `refuse`, for a function without a forward-mode derivative.
     """
 
     def one(*directions: Tensor) -> Any:
@@ -77,16 +77,16 @@ def linearised(
 
     Args:
         step: the call.
-        site: what is known of it.
+        site: its site.
         values: its arguments by name.
-        axes: where the samples are in them.
+        axes: the dimensions of the samples.
         samples: B.
-        dtype: of the moments.
+        dtype: dtype of the moments.
 
     Raises:
-        LapwingError: arguments with more than 4096 numbers; a call without a forward-mode derivative.
+        LapwingError: for arguments with more than 4 096 entries, or a call without a forward-mode derivative.
 
-    Cost: as many forward-mode evaluations as its uncertain arguments have numbers.
+    Cost: one forward-mode evaluation per entry of its uncertain arguments.
     """
     means = {name: mean_of(value) for name, value in values.items()}
     mean = evaluate(step, means, dtype)
@@ -118,13 +118,13 @@ def _is_real(part: Any) -> bool:
 
 
 def _directions(name: str, x: Moments, axes: SampleAxes, samples: int, site: Site) -> Iterator[Tensor]:
-    """Yields standard deviations along one entry of x after another, (K, *shape)."""
+    """Yields unit directions of x times their standard deviations, (K, *shape)."""
     sampled = name in axes.dims
     count = x.mean.numel() // samples if sampled else x.mean.numel()
     if count > MAX_NUMBERS:
         raise site.refusal(
-            f"it has no moment rule, and its uncertain input has {count} numbers, more than the {MAX_NUMBERS} that go "
-            "by forward mode",
+            f"it has no moment rule, and its uncertain input has {count} entries, more than the {MAX_NUMBERS} that "
+            "forward mode supports",
             "Use linear, convolution, pooling, norm, attention, embedding, element-wise or shape operations, or give "
             "it a rule (lapwing.prediction.streamlined.register_operation).",
         )

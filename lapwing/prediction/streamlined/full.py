@@ -1,8 +1,7 @@
-"""Full mode: covariances within each sample, and between all values that are still needed, so that branches agree.
+"""Full mode: covariances within each sample, also between all pairs of values that are still needed.
 
-Every call is linearised at the means; a layer with treated weights adds what they contribute. With cross-covariances
-the covariance of the outputs is that of the linearised network, plus what the weights' products with uncertain inputs
-add in each layer.
+Every call is linearised at the means, and a layer with treated weights adds their contribution. The covariance of the
+outputs is that of the linearised network, plus the products of uncertain weights and uncertain inputs in each layer.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from .schedule import Schedule, Step
 from .sites import Site, Treated, refusal
 
 Covariances = Mapping[tuple[str, str], Tensor]
-"""Two names -> the covariances (B, n_a, n_b) of their values; of a pair one order is kept."""
+"""Two names -> the covariances (B, n_a, n_b) of their values; each pair is stored in one order."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One step and the steps inside it, whose values have no covariances: tuples, and functions of weights.
+    """One step with inner steps, whose values have no covariances: tuples, and functions of weights.
 
     Attributes:
         step: the step.
-        inside: the steps inside, in order.
-        leaves: names of the uncertain tensors that it is a function of.
-        reads: names of all values that it reads.
+        inside: the inner steps, in order.
+        leaves: names of its uncertain arguments.
+        reads: names of all its arguments.
         carries: whether its value has covariances.
     """
 
@@ -59,7 +58,7 @@ class Call:
 
 
 def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
-    """Puts steps whose values have no samples (names outside `samples`), or are tuples, inside those that read them."""
+    """Groups steps: values without samples (names outside `samples`) and tuples go into the steps that read them."""
     inner: dict[str, Step] = {}
     calls = []
     for step in schedule.steps:
@@ -89,10 +88,10 @@ class FullProgram:
     Args:
         program: the schedule and its treated weights.
         covariance: Σ.
-        inputs: what the network is called with.
+        inputs: inputs of the network.
 
     Raises:
-        LapwingError: a network whose samples cannot be told apart.
+        LapwingError: if the samples of the network cannot be told apart.
     """
 
     def __init__(self, program: Program, covariance: Covariance, inputs: Any) -> None:
@@ -103,12 +102,12 @@ class FullProgram:
             n: place for place, call in enumerate(self._calls) for n in (*call.reads, *call.step.sources)
         }
         self._last_reads[program.graph.output] = len(self._calls)
-        self._covariance = weakref.ref(covariance)  # programs are kept for as long as their posterior lives
+        self._covariance = weakref.ref(covariance)  # a program must not keep its posterior alive
         self._matrices: dict[str, Tensor] = {}
 
     @property
     def bytes_per_sample(self) -> int:
-        """What the largest step holds for one sample, estimated: a few covariances of its tensors."""
+        """Estimated bytes of the largest step for one sample: a few covariances of its tensors."""
         return 4 * self._program.largest**2 * self._program.dtype.itemsize
 
     def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
@@ -116,11 +115,11 @@ class FullProgram:
 
         Args:
             inputs: B samples.
-            variances: place of an uncertain input among the leaves -> its variances, in its shape, or its covariances
+            variances: index of an uncertain input among the leaves -> its variances, in its shape, or its covariances
                 (B, n, n).
 
         Returns:
-            Means (B, C) and covariances of B samples; of outputs with positions (B, T C), and those of B T.
+            Means (B, C) and covariances of B samples; for outputs with positions (B, T C) and B T covariances.
         """
         program, samples = self._program, batches.size(inputs)
         start = program.start(inputs, variances)
@@ -136,7 +135,7 @@ class FullProgram:
             self._run_call(place, call, values, known, samples)
         output, width = program.graph.output, program.width
         matrix = known[output, output]
-        if width is not None:  # within each position
+        if width is not None:  # keep the covariances within each position
             matrix = matrix.unflatten(2, (-1, width)).unflatten(1, (-1, width)).diagonal(dim1=1, dim2=3)
             matrix = matrix.movedim(-1, 1).flatten(0, 1)
         return values[output], DenseTerm(matrix)
@@ -144,7 +143,7 @@ class FullProgram:
     def _run_call(
         self, place: int, call: Call, values: dict[str, Any], known: dict[tuple[str, str], Tensor], samples: int
     ) -> None:
-        """Adds a call's mean and covariances, and drops what no later call needs."""
+        """Adds the mean and covariances of a call, and drops values that no later call needs."""
         program, name = self._program, call.step.node.name
         if call.step.in_moment_dtype:
             read = {name: mean_of(program.cast(name, values[name])) for name in call.step.sources}
@@ -175,7 +174,7 @@ class FullProgram:
             return refusal(program.network, node, problem)
 
         def carried(tangents: Mapping[str, Tensor]) -> Tensor:
-            """Returns the tangents of y (B, n, K) for those (K, *shape) of some leaves."""
+            """Returns the tangents of y (B, n, K) for tangents (K, *shape) of some leaves."""
 
             def function(*primals: Tensor) -> Tensor:
                 return call({**read, **dict(zip(tangents, primals, strict=True))}, dtype)
@@ -218,7 +217,7 @@ class FullProgram:
         return kept if total is None else {**kept, name: total}
 
     def _matrix(self, treated: Treated) -> Tensor:
-        """Returns the covariance of one block (P, P), made once."""
+        """Returns the covariance of one block (P, P), computed once."""
         name, size = treated.block.name, treated.block.size
         if name not in self._matrices:
             covariance = self._covariance()
@@ -236,7 +235,7 @@ def _directions(
 ) -> dict[str, Tensor]:
     """Returns the unit directions of a block's weights as tangents of its parameters, by placeholder.
 
-    The padding token's row of an embedding stays as it is, as it takes no gradient in torch.
+    The padding token's row of an embedding does not change, as torch gives it no gradient.
     """
     device = read[next(iter(names))].device
     parts = treated.block.split(torch.eye(treated.block.size, dtype=dtype, device=device))
@@ -252,21 +251,21 @@ def _directions(
 
 
 def _between(known: Covariances, a: str, b: str) -> Tensor | None:
-    """Returns Cov[a, b], None where it is 0."""
+    """Returns Cov[a, b], or None if it is 0."""
     if (a, b) in known:
         return known[a, b]
     return known[b, a].mT if (b, a) in known else None
 
 
-# ---- what a layer's treated weights add
+# ---- the contribution of treated weights
 
 
 def _treated_layer(site: Site | None) -> tuple[Treated, str] | None:
-    """Returns the weights of a linear layer or convolution and the name of its input, None where others share them."""
+    """Returns the treated weights of a linear layer or convolution and the name of its input, else None."""
     if site is None or not is_a(site.node, Kind.LINEAR, Kind.CONVOLUTION):
         return None
     treated = site.weights
-    if treated is None or treated.block.matrix_shape[0] > 1:  # groups go by the derivative
+    if treated is None or treated.block.matrix_shape[0] > 1:  # groups use the derivative
         return None
     arguments = named(site.node, site.node.args, site.node.kwargs)
     source = arguments.get("input", arguments.get("mat1", arguments.get("self")))
@@ -283,10 +282,10 @@ def _added(
         site: the layer.
         treated: its weights.
         mean: m, its input (B, T, I), or (B, channels, *space) of a convolution.
-        spread: the covariance of its input (B, n_x, n_x), None where that is certain.
-        matrix: gives a block's covariance matrix.
+        spread: the covariance of its input (B, n_x, n_x), None for a certain input.
+        matrix: returns the covariance matrix of a block.
 
-    Cost: with one position, `LayerBlock.push`; else memory O(P²) for the block and O(B T² (I² + O²)).
+    Cost: `LayerBlock.push` for one position; otherwise memory O(P²) for the block and O(B T² (I² + O²)).
     """
     convolution = is_a(site.node, Kind.CONVOLUTION)
     if convolution:

@@ -1,8 +1,8 @@
 """Functions of one uncertain tensor that a network writes as several calls: activations, norms, softmaxes.
 
-`x Φ(x)` taken call by call, with its factors independent, is wrong by an order of magnitude. So every maximal group of
-element-wise calls on one uncertain tensor becomes one function. Statistics of that tensor along some dimensions, as in
-norms written by hand, may take part: then the function is `y = g(x, s_1(x), ..., s_R(x))`.
+`x Φ(x)` with x and Φ(x) as independent factors is wrong by an order of magnitude. So every maximal group of
+element-wise calls on one uncertain tensor becomes one function. It may include statistics of that tensor along some
+dimensions, as in norms written by hand: `y = g(x, s_1(x), ..., s_R(x))`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .operations import Slope, aten, has_schema, is_statistic, named, operation_
 from .sites import arguments_of, run
 
 NODES = 20
-"""Points of the quadrature for functions without a closed form."""
+"""Number of points of the quadrature for functions without a closed form."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Fused:
 
     Attributes:
         source: name of x.
-        body: the calls, in order; the last gives y.
+        body: the calls, in order; the last one returns y.
     """
 
     source: str
@@ -40,23 +40,23 @@ class Fused:
 
     @property
     def node(self) -> fx.Node:
-        """The call that gives y."""
+        """The call that returns y."""
         return self.body[-1]
 
     @cached_property
     def statistics(self) -> tuple[str, ...]:
-        """Names of those calls that are statistics."""
+        """Names of the calls that are statistics."""
         return tuple(node.name for node in self.body if is_statistic(node))
 
     @cached_property
-    def others(self) -> list[str]:
-        """Names of the certain values that take part."""
+    def certain(self) -> list[str]:
+        """Names of the certain arguments."""
         inside = {node.name for node in self.body} | {self.source}
         return sorted({s.name for node in self.body for s in node.all_input_nodes if s.name not in inside})
 
     @cached_property
     def closed(self) -> bool:
-        """Whether all slopes are in the table, so that no forward mode is needed."""
+        """Whether all slopes are in the table, so that the function needs no forward mode."""
         return all(operation_of(node).slope is not None for node in self.body)
 
     def __call__(self, x: Tensor, values: Mapping[str, Any]) -> Tensor:
@@ -97,11 +97,11 @@ class Fused:
         return known
 
     def _slopes(self, values: Mapping[str, Any], dtype: torch.dtype) -> tuple[dict[str, Slope], dict[str, Slope]]:
-        """Returns `∂g/∂x` and `∂g/∂s_r` by name, and `∂s_r/∂x`: the chain rule, forwards."""
+        """Returns `∂g/∂x` and `∂g/∂s_r` by name, and `∂s_r/∂x`, by the chain rule."""
         slopes: dict[str, dict[str, Slope]] = {self.source: {self.source: 1.0}}
         gradients: dict[str, Slope] = {}
         for node in self.body:
-            if not has_schema(node):  # the first of several values
+            if not has_schema(node):  # picks the first of several values
                 slopes[node.name] = slopes[node.all_input_nodes[0].name]
                 continue
             arguments = arguments_of(node, values, dtype)
@@ -120,7 +120,7 @@ class Fused:
         return slopes[self.node.name], gradients
 
     def _gradient(self, slopes: Mapping[str, Slope], known: Mapping[str, Slope], values: Mapping[str, Any]) -> Slope:
-        """Returns `∂s/∂x` of a statistic of x, what goes through other statistics included."""
+        """Returns `∂s/∂x` of a statistic of x, including the path through other statistics."""
         x, total = values[self.source], slopes.get(self.source, 0.0)
         for name, through in slopes.items():
             if name != self.source:
@@ -156,16 +156,16 @@ def _product(a: Slope, b: Slope) -> Slope:
 
 
 def carry(fused: Fused, values: Mapping[str, Value], activations: str, layout: Layout | None = None) -> Moments:
-    """Passes moments through one function (Streamlined Prediction, equations 5 and 6).
+    """Returns the moments of one function (Streamlined Prediction, equations 5 and 6).
 
         E[g(h)] = g(m)        Var[g(h)] = g'(m)² Var[h]
 
     Args:
         fused: g.
-        values: the uncertain tensor and the certain values that take part, by name.
-        activations: "linear" for the above, "moments" for the moments of g(h) themselves. Functions with statistics of
-            the tensor, as norms, are linearised in either case.
-        layout: the dimensions of the result, where positions are correlated: slopes leave correlations as they are.
+        values: the uncertain tensor and the certain arguments, by name.
+        activations: "linear" for the formula above, "moments" for the exact moments of g(h). Functions with statistics
+            of the tensor, as norms, are always linearised.
+        layout: the dimensions of the result, if positions are correlated. Slopes do not change correlations.
     """
     source: Moments = values[fused.source]
     ends_with_relu = fused.node.target is aten.relu.default
@@ -188,7 +188,7 @@ def carry(fused: Fused, values: Mapping[str, Value], activations: str, layout: L
 
 
 def carry_covariance(fused: Fused, source: Moments, values: Mapping[str, Any]) -> Moments | None:
-    """Passes covariances through an element-wise function, None where it repeats entries."""
+    """Returns the moments of an element-wise function with covariances, or None if it repeats entries."""
     assert source.covariance is not None
     y, slope = fused.slope(source.mean, values)
     if y.shape != source.mean.shape:
@@ -209,7 +209,7 @@ def relu_moments(h: Moments) -> Moments:
     density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
     below, above = torch.special.ndtr(z), torch.special.ndtr(-z)
     mean = m * below + s * density
-    # E[.²] - E², in a form without the difference of large numbers
+    # E[.²] - E², written without a difference of large numbers
     variance = v * (below - density * (z * (below - above) + density) + z.square() * below * above)
     return Moments(mean, variance.clamp_min(0))
 
@@ -230,7 +230,7 @@ def quadrature(function: Callable[[Tensor], Tensor], h: Moments) -> Moments:
 
 @lru_cache
 def _quadrature_rule() -> tuple[list[float], list[float]]:
-    """Returns points and weights for the standard normal, by the eigenvalues of the recurrence of its polynomials."""
+    """Returns points and weights for the standard normal, from the eigenvalues of its Jacobi matrix."""
     off = torch.arange(1, NODES, dtype=torch.float64).sqrt()
     points, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return points.tolist(), vectors[0].square().tolist()

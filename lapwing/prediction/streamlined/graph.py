@@ -1,4 +1,4 @@
-"""The network as a graph of ATen calls, read by `torch.export` and kept for each tangent and structure of inputs."""
+"""The network as a graph of ATen calls, read by `torch.export` once for each tangent and structure of inputs."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ HARMLESS_WRITES = frozenset({aten.detach_.default, aten.copy_.default})
 
 @dataclass(frozen=True)
 class Graph:
-    """One network at inputs of one structure.
+    """The calls of one network for inputs of one structure.
 
     Attributes:
-        nodes: calls in order, dead ones left out.
+        nodes: the calls in order, without dead ones.
         output: name of the outputs' value.
         tensors: name of a placeholder -> the model's parameter or buffer, or a constant.
         parameters: name of a placeholder -> name of the parameter.
-        leaves: names of the placeholders of the inputs, in the order of their leaves; None where one is not a tensor.
+        leaves: names of the placeholders of the inputs, in the order of their leaves; None for a leaf that is not a
+            tensor.
         shapes: shape of each leaf, with names for the lengths that may vary; equal lengths have one name.
-        max_lengths: name of a length -> the largest that the graph takes.
-        structure: how the inputs nest, their dtypes, and what is not a tensor.
-        programs: covariance -> its programs at this graph, which `Streamlined` keeps here.
+        max_lengths: name of a length -> its maximum.
+        structure: nesting of the inputs, their dtypes, and the leaves that are not tensors.
+        programs: covariance -> its programs for this graph, a cache of `Streamlined`.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -60,7 +61,7 @@ class Graph:
     )
 
     def accepts(self, inputs: Any) -> bool:
-        """Whether the graph was read for inputs like these."""
+        """Whether the graph supports these inputs."""
         if _structure(inputs) != self.structure:
             return False
         lengths: dict[str, int] = {}
@@ -83,7 +84,7 @@ class Graph:
         return {**self.tensors, **{name: leaf for name, leaf in named if name is not None}}
 
     def run(self, inputs: Any) -> dict[str, Any]:
-        """Runs the calls as they are; returns every value."""
+        """Returns every value of the calls on tensors."""
         values = self.bind(inputs)
         for node in self.nodes:
             values[node.name] = execute(node, values)
@@ -96,12 +97,12 @@ def _structure(inputs: Any) -> str:
 
 
 def _as_dict(inputs: Any) -> Any:
-    """Returns other mappings, as Hugging Face's batches are, as dicts."""
+    """Returns mappings, such as the batches of Hugging Face, as dicts."""
     return dict(inputs) if hasattr(inputs, "keys") else inputs
 
 
 class _Outputs(nn.Module):
-    """What is exported: the network as a map from inputs to a matrix (B, C)."""
+    """The module that is exported: inputs -> outputs (B, C)."""
 
     def __init__(self, model: nn.Module, forward: Forward | None) -> None:
         super().__init__()
@@ -112,21 +113,21 @@ class _Outputs(nn.Module):
 
 
 _GRAPHS: dict[int, list[tuple[Any, Graph]]] = {}
-"""Id of a tangent -> what its network was when it was read, and the graph. The one cache of streamlined prediction."""
+"""Id of a tangent -> (stamp of its network, graph) for each structure of inputs."""
 
 
 def read(tangent: Tangent, inputs: Any) -> Graph:
-    """Returns the network's graph at inputs like these, read anew for new structures only.
+    """Returns the network's graph for these inputs, read once for each structure of inputs.
 
-    The batch and the lengths of integer inputs may vary where the network's code allows it; other shapes may not.
-    Call it under the lock of `without_compiled`.
+    The batch and the lengths of integer inputs may vary if the network's code allows it. Other shapes may not.
+    Call this under the lock of `without_compiled`.
 
     Args:
-        tangent: the network and how it is called.
+        tangent: the network.
         inputs: B samples.
 
     Raises:
-        LapwingError: a network whose forward `torch.export` cannot read.
+        LapwingError: if `torch.export` cannot read the network's forward.
 
     Cost: about a second for a network of a few hundred calls, once; two forward passes to check it.
     """
@@ -143,7 +144,7 @@ def read(tangent: Tangent, inputs: Any) -> Graph:
 
 
 def _stamp(model: nn.Module) -> Any:
-    """Returns what may change about a network without a new tangent: its modules, their hooks and modes."""
+    """Returns the properties of a network that may change without a new tangent: its modules, their hooks and modes."""
     return [
         (id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m))
         for m in model.modules()
@@ -153,7 +154,7 @@ def _stamp(model: nn.Module) -> Any:
 def _read(tangent: Tangent, inputs: Any) -> Graph:
     inputs = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, _as_dict(inputs))
     example = batches.take(inputs, slice(0, tangent.chunk_length(1)))
-    if batches.size(example) == 1:  # a length of one would be taken as fixed
+    if batches.size(example) == 1:  # torch.export fixes a length of one
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
     wrapped = _Outputs(tangent.model, tangent.forward)
     wrapped.training = tangent.model.training  # train() would reach into the network
@@ -166,12 +167,12 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
                 graph = _graph(tangent, program, batch)
             if graph.accepts(inputs) and _agrees(tangent, graph, batch):
                 return graph
-        except Exception as error:  # whatever the network's code raises when it meets shapes without numbers
+        except Exception as error:  # any error of the network's code at symbolic shapes
             cause = error.__cause__ if isinstance(error, LapwingError) else error  # what the network's own code raised
             if cause is None and dynamic is False:
                 raise
             failure = error if cause is None else cause
-    problem = "Its outputs are others than the network's."
+    problem = "The outputs of its graph differ from the network's."
     if failure is not None:
         problem = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
     raise LapwingError(
@@ -243,8 +244,8 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         if node in needed and node.op != "placeholder":
             if node.op != "call_function":
                 raise LapwingError(
-                    f"The graph of {type(tangent.model).__name__} holds {node.target}, which is not a plain call, as "
-                    "streamlined prediction needs. Predict with via=lw.Linearized()."
+                    f"The graph of {type(tangent.model).__name__} contains {node.target}, and streamlined prediction "
+                    "supports only plain calls. Predict with via=lw.Linearized()."
                 )
             kept.append(node)
             needed.update(node.all_input_nodes)
@@ -255,7 +256,7 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         if not isinstance(length, torch.SymInt):
             return length
         symbol = length.node.expr
-        if symbol.is_number:  # the network's code fixed it
+        if symbol.is_number:  # fixed by the network's code
             return int(symbol)
         bounds = program.range_constraints.get(symbol)
         largest = float("inf") if bounds is None or bounds.upper > 2**40 else float(int(bounds.upper))
@@ -274,26 +275,28 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
 
 
 def execute(node: fx.Node, values: Mapping[str, Any]) -> Any:
-    """Runs one call on values by name."""
+    """Returns the value of one call on values by name."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source.name])
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
-    """Whether the graph gives the network's outputs."""
+    """Whether the graph returns the network's outputs."""
     with torch.no_grad():
-        copy = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, inputs)  # it may write to them
+        copy = pytree.tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) else x, inputs
+        )  # the network may write to its inputs
         expected = call(tangent.model, copy, tangent.forward)
         outputs = graph.run(inputs)[graph.output]
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * expected.abs().max().clamp_min(1.0)
     return outputs.shape == expected.shape and bool((outputs - expected).abs().max() <= tolerance)
 
 
-# ---- heads that act on every position and are then read at one
+# ---- heads that are applied at every position, of which one is read
 
 
 def _pick_first(graph: fx.Graph) -> None:
-    """Moves picks of positions, and means over them, before the linear layer that they read, in place.
+    """Moves picks of positions, and means over them, before the linear layer that they read. Edits the graph.
 
     `linear(x)[:, t] = linear(x[:, t])`, and the mean over positions of a linear layer is the layer of the mean. In this
     order the head's weights act once per sample, so that their covariances count in full.
@@ -323,7 +326,7 @@ def _moves(graph: fx.Graph, layer: fx.Node) -> bool:
 
 
 def _keeps_features(reader: fx.Node, layer: fx.Node, ndim: int) -> bool:
-    """Whether a call picks, or averages, along other dimensions than the last."""
+    """Whether a call picks or averages entries of the layer along dimensions other than the last."""
     if not reader.args or reader.args[0] is not layer:
         return False
     arguments: Any = reader.args
@@ -341,7 +344,7 @@ def _keeps_features(reader: fx.Node, layer: fx.Node, ndim: int) -> bool:
 
 
 def where(node: fx.Node) -> str:
-    """Names the module that a call is in, for messages: `'layers.0.norm' (LayerNorm)`."""
+    """Returns the module of a call, for messages: `'layers.0.norm' (LayerNorm)`."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return "the network itself"
@@ -352,7 +355,7 @@ def where(node: fx.Node) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """Names a call's function, for messages: `aten.softmax`."""
+    """Returns the name of a call's function, for messages: `aten.softmax`."""
     if node.target is operator.getitem:
         return "indexing"
     return ".".join(str(node.target).split(".")[:2])

@@ -1,15 +1,15 @@
-"""What streamlined prediction carries from call to call: means, variances, and how far positions move together.
+"""The moments of a value: means, variances, and correlations of positions.
 
 Positions (pixels, tokens) of one channel share a layer's weights. Entries of one channel at positions t and t' have the
-covariance `√(ρ_t v_t) √(ρ_t' v_t')`, with ρ in [0, 1] carried beside the variances v. A layer sets ρ so that the mean
-over its positions has the right variance,
+covariance `√(ρ_t v_t) √(ρ_t' v_t')`, with variances v and ρ in [0, 1]. A layer sets ρ such that the mean over its
+positions has the right variance,
 
     ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T
         = Σ_ii' ā_i ā_i' Cov[W_ji, W_ji'] + Σ_c (Σ_k W_jck)² (mean_t √(ρ_ct v_ct))² + Σ_ck W_jck² mean_t e_ct / T,
 
-with `e = (1 - ρ) v` and ā the mean of its inputs over positions: what the weights add is exact, and costs as much as
-one more position. A function of one tensor keeps ρ, and a sum takes the mean of its sides'. Averages and attention
-carry `√(ρ v)` as it is, and the rest as independent.
+with `e = (1 - ρ) v` and ā the mean of its inputs over positions. The contribution of the weights is exact, and costs
+one more position. A function of one tensor keeps ρ. A sum has the mean of ρ over its sides, weighted by their
+variances. Averages and attention act on `√(ρ v)` as on a mean, and on e as on independent entries.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any
 from torch import Tensor
 
 _SMALLEST_VARIANCE = 1e-30
-"""Smaller variances count as none. (Processors take very long for the square roots of denormal numbers.)"""
+"""Smaller variances count as 0. (Square roots of denormal numbers are very slow.)"""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the dimensions of a value are.
+    """The dimensions of a value.
 
     Attributes:
         batch: the dimension of the samples.
-        merged: what shares it with them: "" nothing, else positions, with the samples "slowest" or "fastest".
+        merged: "" if that dimension has only samples. If it also has positions: "slowest" or "fastest", the order of
+            the samples in it.
         positions: the dimensions along which entries share weights, in order.
-        channels: the number of each entry's channel in the layer that it comes from; of length 1 along the other
-            dimensions.
+        channels: number of each entry's channel in its layer; length 1 along samples and positions.
     """
 
     batch: int
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def shared(self) -> bool:
-        """Whether the value has positions at all."""
+        """Whether the value has positions."""
         return bool(self.merged or self.positions)
 
     def mean(self, x: Tensor, samples: int, channel: int = -1) -> Tensor:
@@ -52,12 +52,12 @@ class Layout:
         if self.merged:
             slowest = self.merged == "slowest"
             x = x.unflatten(self.batch, (samples, -1) if slowest else (-1, samples)).mean(self.batch + slowest)
-        others = [dim for dim in range(x.ndim) if dim not in (self.batch, channel)]
-        x = x.mean(others) if others else x
+        averaged = [dim for dim in range(x.ndim) if dim not in (self.batch, channel)]
+        x = x.mean(averaged) if averaged else x
         return x if self.batch < channel else x.mT
 
     def spread(self, x: Tensor, like: Tensor, channel: int = -1) -> Tensor:
-        """Returns (B, n) in a shape that fits a value's, the same at all positions."""
+        """Returns (B, n) in a shape that broadcasts to a value, constant over positions."""
         channel %= like.ndim
         if self.merged:
             times = like.shape[self.batch] // x.shape[0]
@@ -70,15 +70,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Moments:
-    """The Gaussians over the entries of one tensor, independent but for positions of a channel.
+    """Gaussians of the entries of one tensor. Only positions of a channel are correlated.
 
     Attributes:
-        mean: of any shape.
-        variance: v, of the mean's shape.
-        correlation: ρ, of a shape that expands to the mean's. None: positions are independent.
-        origin: for values of an attention, where they come from (`rules.attention.Origin`), if an option asks for it.
-        covariance: (B, n, n) within a sample of n numbers, at the end of a network; None elsewhere.
-        centred: variances (B, n) of the numbers less their average, where they are known better than by the covariance.
+        mean: the means, of any shape.
+        variance: v, in the shape of the means.
+        correlation: ρ, in a shape that expands to the means; None if positions are independent.
+        origin: source of the values of an attention (`rules.attention.Origin`), for `attention="features"`.
+        covariance: covariances (B, n, n) of the n entries of a sample at the end of a network, else None.
+        centred: variances (B, n) of the entries minus their average, if known more precisely than from `covariance`.
     """
 
     mean: Tensor
@@ -96,12 +96,12 @@ class Moments:
 
     @property
     def common(self) -> Tensor:
-        """`√(ρ v)`, the standard deviations of what the positions of a channel have in common."""
+        """`√(ρ v)`, the standard deviations of the part that the positions of a channel share."""
         return root(self.variance if self.correlation is None else self.correlation * self.variance)
 
     @property
     def individual(self) -> Tensor:
-        """`(1 - ρ) v`, the variances of what each position has on its own."""
+        """`(1 - ρ) v`, the variances of the independent part of each position."""
         return self.variance if self.correlation is None else (1 - self.correlation) * self.variance
 
     @property
@@ -115,14 +115,14 @@ Value = Any
 
 
 def mean_of(value: Value) -> Value:
-    """Returns the mean of an uncertain value, or of each in a tuple; a certain value as it is."""
+    """Returns the mean of an uncertain value, or of each in a tuple, and certain values unchanged."""
     if isinstance(value, Moments):
         return value.mean
     return tuple(map(mean_of, value)) if isinstance(value, (tuple, list)) else value
 
 
 def variance_of(value: Value) -> Tensor | None:
-    """Returns the variances of an uncertain value, None for a certain one."""
+    """Returns the variances of an uncertain value, or None for a certain value."""
     return value.variance if isinstance(value, Moments) else None
 
 
@@ -132,7 +132,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """Returns `ρ = part/whole`, at most 1, and 0 where there is nothing."""
+    """Returns `ρ = part/whole`, at most 1, and 0 if both are 0."""
     return (part / whole.clamp_min(_SMALLEST_VARIANCE)).clamp_max(1)
 
 
@@ -142,12 +142,12 @@ def layer_correlation(
     """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled + individual/T`, in [0, 1].
 
     Args:
-        variance: v, of a layer's outputs.
-        pooled: the variances that the means over its T positions have from what these share (B, n).
-        individual: means over positions of the variances that each has on its own (B, n), None for none.
+        variance: v of a layer's outputs.
+        pooled: variances (B, n) of the means over its T positions, from the part that the positions share.
+        individual: means over positions of the variances (B, n) of their independent parts; None if there are none.
         layout: the dimensions of the outputs.
         samples: B.
-        channel: its dimension of the channels.
+        channel: dimension of the channels.
     """
     count = variance.numel() // pooled.numel()  # T
     alone = layout.mean(variance, samples, channel) / count
@@ -159,9 +159,9 @@ def layer_correlation(
 def sum_correlation(
     total: Tensor, parts: Iterable[tuple[Tensor, Tensor | float | None]], positions: tuple[int, ...] = ()
 ) -> Tensor | None:
-    """Returns `ρ = Σ ρ_i v_i / Σ v_i` of a sum of independent parts (v_i, ρ_i), None where no part has one.
+    """Returns `ρ = Σ ρ_i v_i / Σ v_i` of a sum of independent parts (v_i, ρ_i), or None if no part has a ρ.
 
-    Where no ρ_i depends on the position, v_i and their sum are averaged over positions first.
+    If no ρ_i depends on the position, v_i and their sum are averaged over positions first.
     """
     some = [(variance, rho) for variance, rho in parts if rho is not None]
     if not some:
@@ -173,13 +173,13 @@ def sum_correlation(
 
 
 def is_constant(x: Tensor, ndim: int, positions: tuple[int, ...]) -> bool:
-    """Whether x, which expands to a value of so many dimensions, is the same at all of its positions."""
+    """Whether x, which expands to a value with `ndim` dimensions, is constant over its positions."""
     missing = ndim - x.ndim
     return all(dim < missing or x.shape[dim - missing] == 1 for dim in positions)
 
 
 def total_of(parts: Iterable[Tensor | None]) -> Any:
-    """Returns the sum of those tensors that are not None, None where there is none."""
+    """Returns the sum of the tensors that are not None, or None if all are None."""
     total = None
     for part in parts:
         if part is not None:

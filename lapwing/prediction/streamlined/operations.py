@@ -1,14 +1,14 @@
-"""The table of operations: what each call of a network's graph is, and how it carries moments.
+"""The table of operations: the kind of each call of a network's graph, and its rule for moments.
 
-An entry of `OPERATIONS` says four things about an ATen call (or a `torch.library` operator of one's own):
+An entry of `OPERATIONS` describes an ATen call, or an operator of the user's `torch.library`:
 
-- `kind`: what it is, which decides how calls are grouped and where covariances end;
-- `rule`: how it carries moments, for calls that are not a part of an element-wise function;
-- `label`: which channel each entry of its result belongs to, so that positions that share weights are known;
+- `kind`: its kind, which determines how calls are grouped and where covariances end;
+- `rule`: its rule for moments, for calls that are not part of an element-wise function;
+- `label`: the channel of each entry of its result, from which the positions that share weights follow;
 - `slope`: its derivative in closed form, for element-wise calls and statistics.
 
-Each file of `rules/` registers its operations at its end. An element-wise call that torch tags as such needs no entry:
-it goes by forward mode. What is in no entry and has no tag goes by forward mode where it is small.
+Each file of `rules/` registers its operations at its end. Calls without an entry use forward mode: those that torch
+tags as element-wise for any size, other calls only for small tensors.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ aten = torch.ops.aten
 
 
 class Kind(Flag):
-    """What a call is; some are several things at once."""
+    """The kind of a call; a call may have several."""
 
     OTHER = 0
     ELEMENTWISE = auto()
-    """Each entry of the result depends on the same entry of the arguments alone."""
+    """Each entry of the result depends only on the same entry of the arguments."""
     IDENTITY = auto()
-    """Leaves a floating-point tensor's values as they are: casts, and dropout in eval mode, which is checked."""
+    """Does not change the values of a floating-point tensor: casts, and dropout in eval mode (which is checked)."""
     FLAT = auto()
-    """The result has no slope: new tensors of the same shape, rounded values."""
+    """The result has slope 0: new tensors of the same shape, rounded values."""
     STATISTIC = auto()
-    """A reduction, which with its dimensions kept may be a part of a norm written by hand."""
+    """A reduction. With its dimensions kept it may be part of a norm written by hand."""
     VIEW = auto()
-    """A move of entries that may stand between the products of an attention written by hand."""
+    """A move of entries that may occur between the products of an attention written by hand."""
     ORDERED = auto()
-    """A move that keeps the order of a sample's entries, so that their covariances stay as they are."""
+    """A move that keeps the order of a sample's entries, and so their covariances."""
     PRODUCT = auto()
-    """A product of two tensors, which may be one of an attention written by hand."""
+    """A product of two tensors, which may be part of an attention written by hand."""
     LINEAR = auto()
-    """A product with a matrix: a linear layer where that is a weight."""
+    """A product with a matrix: a linear layer if the matrix is a weight."""
     CONVOLUTION = auto()
     EMBEDDING = auto()
     ATTENTION = auto()
@@ -62,18 +62,18 @@ Rule = Callable[["Site", dict[str, Any]], Value]
 """`(site, arguments by name)` -> moments, for a call with an uncertain argument."""
 
 Label = Callable[[fx.Node, Mapping[str, Any]], Any]
-"""`(call, labels of its uncertain arguments by name)` -> the channel that each entry of its value belongs to, a tensor
-of the value's shape; None where that is not known, and positions are independent."""
+"""`(call, labels of its uncertain arguments by name)` -> the channel of each entry of its value, in the value's shape;
+None if it is unknown, which makes positions independent."""
 
 Slope = Any
 """A tensor that broadcasts to a call's value, or a number."""
 
 Arguments = Mapping[str, Any]
-"""The arguments of a call by name, defaults filled in."""
+"""The arguments of a call by name, with defaults."""
 
 Partial = Callable[[Arguments, Any, str], Slope]
-"""`(arguments by name, the call's value y, name of an argument)` -> ∂y/∂argument, entry by entry; of a statistic, its
-derivative in each entry of its argument."""
+"""`(arguments by name, the call's value y, name of an argument)` -> ∂y/∂argument, entry by entry; for a statistic,
+its derivative in each entry of its argument."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Operation:
     """One entry of the table.
 
     Attributes:
-        kind: what the call is.
-        rule: how it carries moments; None for calls that are always a part of a function, or go by forward mode.
-        label: the channels of its result; needed with a rule (`independent` where none are known).
-        slope: its derivative in closed form, None where forward mode gives it.
+        kind: the kind of the call.
+        rule: the rule for its moments; None for element-wise functions and for forward mode.
+        label: the channels of its result; required with a rule (`independent` if they are unknown).
+        slope: its derivative in closed form; None uses forward mode.
     """
 
     kind: Kind = Kind.OTHER
@@ -96,8 +96,8 @@ class Operation:
         """Checks that a rule has a label."""
         if self.rule is not None and self.label is None:
             raise LapwingError(
-                "A moment rule needs a label, which says to which channel each entry belongs. Pass label=broadcast for "
-                "entries that stay where they are, or label=independent where positions have nothing in common."
+                "A moment rule needs a label, the channel of each entry. Pass label=broadcast if entries keep their "
+                "places, or label=independent if positions are independent."
             )
 
 
@@ -108,14 +108,14 @@ _OTHER, _TAGGED = Operation(), Operation(Kind.ELEMENTWISE)
 
 
 def register_operation(operation: Operation, *targets: Any) -> None:
-    """Enters operators into the table.
+    """Adds operators to the table.
 
     Args:
-        operation: what they are.
+        operation: their entry.
         *targets: overloads of operators, such as `torch.ops.mylib.swish.default`.
 
     Raises:
-        LapwingError: for what is not an overload, and for a slope of what is neither element-wise nor a statistic.
+        LapwingError: if a target is not an overload, or a slope belongs to no element-wise call or statistic.
     """
     if operation.slope is not None and not operation.kind & (Kind.ELEMENTWISE | Kind.STATISTIC):
         raise LapwingError(
@@ -130,7 +130,7 @@ def register_operation(operation: Operation, *targets: Any) -> None:
 
 
 def register_aten(operation: Operation, *names: str) -> None:
-    """Enters ATen calls such as "relu.default" into the table, but for those that this version of torch lacks."""
+    """Adds ATen calls such as "relu.default" to the table, except those that this version of torch lacks."""
     for name in names:
         packet, _, overload = name.partition(".")
         target = getattr(getattr(aten, packet, None), overload, None)
@@ -139,7 +139,7 @@ def register_aten(operation: Operation, *names: str) -> None:
 
 
 def operation_of(node: fx.Node) -> Operation:
-    """Returns the entry of a call, or what torch's tags say of it."""
+    """Returns the entry of a call, or a default by torch's tags."""
     entry = OPERATIONS.get(node.target)
     if entry is not None:
         return entry
@@ -147,13 +147,13 @@ def operation_of(node: fx.Node) -> Operation:
 
 
 def is_a(node: fx.Node, *kinds: Kind) -> bool:
-    """Whether a call is of one of these kinds."""
+    """Whether a call has one of these kinds."""
     kind = operation_of(node).kind
     return any(some in kind for some in kinds)
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether each entry of a call's result depends on the same entry of its arguments alone."""
+    """Whether each entry of a call's result depends only on the same entry of its arguments."""
     if node.target is operator.getitem:  # the first of a batch norm's values
         source = node.args[0]
         return isinstance(source, fx.Node) and bool(node.args[1] == 0) and is_a(source, Kind.NORM | Kind.ELEMENTWISE)
@@ -169,7 +169,7 @@ def is_statistic(node: fx.Node) -> bool:
 
 
 def has_forward_mode(node: fx.Node) -> bool:
-    """Whether forward mode passes through a call: operators from outside torch lose tangents, without an error."""
+    """Whether a call has forward mode. Operators from outside torch silently lose tangents."""
     if not has_schema(node) or node.target.namespace in ("aten", "prims"):  # type: ignore[union-attr]
         return True
     name = node.target._schema.name  # type: ignore[union-attr]
@@ -177,12 +177,12 @@ def has_forward_mode(node: fx.Node) -> bool:
 
 
 def has_schema(node: fx.Node) -> bool:
-    """Whether a call is an operator of torch, and no function of Python."""
+    """Whether a call is an operator of torch, and not a Python function."""
     return hasattr(node.target, "_schema")
 
 
 def named(node: fx.Node, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a call's arguments by name, defaults filled in; those of a Python function by their place."""
+    """Returns a call's arguments by name, with defaults; arguments of a Python function by their index."""
     if not has_schema(node):
         return {str(place): value for place, value in enumerate(args)}
     schema = node.target._schema.arguments  # type: ignore[union-attr]
@@ -194,7 +194,7 @@ def named(node: fx.Node, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, An
 
 
 def broadcast(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    """Returns the label of an argument that fits the value's shape: entries stay where they are."""
+    """Returns the label of an argument that broadcasts to the value's shape: entries keep their places."""
     shape = shape_of(node)
     for label in labels.values():
         if not isinstance(label, Tensor) or label.ndim != len(shape):
@@ -205,26 +205,26 @@ def broadcast(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 
 
 def independent(node: fx.Node, labels: Mapping[str, Any]) -> None:
-    """Returns no label: entries at several positions have nothing in common."""
+    """Returns no label: positions are independent."""
 
 
 def numbered(node: fx.Node, dim: int) -> Tensor:
-    """Returns the label of a layer's outputs, whose channels are numbered along one dimension."""
+    """Returns the label of a layer's outputs, with channels numbered along one dimension."""
     shape = shape_of(node)
     return torch.arange(shape[dim], dtype=torch.double).reshape(-1, *(1,) * (-1 - dim % -len(shape))).expand(shape)
 
 
 def same_along(label: Tensor, dim: int) -> bool:
-    """Whether entries along a dimension belong to the same channels."""
+    """Whether the channels are constant along a dimension."""
     return label.stride(dim) == 0 or bool((label == label.narrow(dim, 0, 1)).all())
 
 
 def shape_of(node: fx.Node) -> list[int]:
-    """Returns the shape that a call's value had when the network was read, [] for what is not a tensor."""
+    """Returns the shape of a call's value at the time of reading the network; [] if it is not a tensor."""
     value = node.meta.get("val")
     return [length_of(n) for n in value.shape] if isinstance(value, Tensor) else []
 
 
 def length_of(value: Any) -> int:
-    """Returns a length, or the one it had when the network was read."""
+    """Returns a length; a symbolic one as at the time of reading the network."""
     return value if isinstance(value, int) else int(value.node.hint or 1)

@@ -1,4 +1,4 @@
-"""The program: a schedule with the rule of each call, built once and run on chunks of samples without branches."""
+"""The program: a schedule with the rule of each call, built once and run on chunks of samples."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def build(
         covariance: Σ.
         graph: the network's calls.
         way: the options.
-        example: inputs that the graph is for.
-        uncertain: places of uncertain inputs among the leaves.
+        example: example inputs of the graph.
+        uncertain: indices of the uncertain inputs among the leaves.
         decompose: `Treated.decompose`.
 
     Raises:
-        LapwingError: a treated parameter that is used twice, or none that reaches the outputs; samples that cannot be
-            told apart where that is needed.
+        LapwingError: if a treated parameter is used twice, if none reaches the outputs, or if samples cannot be told
+            apart and a call needs it.
     """
     dtype, network = covariance.record_dtype or tangent.dtype, type(tangent.model).__name__
     if dtype == torch.float64 and tangent.contraction_dtype != dtype:
         raise LapwingError(
-            f"{tangent.device.type} has no float64, in which the moments under this {type(covariance).__name__} are "
-            "carried. Write via=lw.Linearized(), or move the model to the CPU: model.cpu()."
+            f"The moments of this {type(covariance).__name__} need float64, which {tangent.device.type} does not "
+            "have. Write via=lw.Linearized(), or move the model to the CPU: model.cpu()."
         )
     full, correlated = way.covariance == "full", way.positions == "correlated"
     treated = _treated(tangent, covariance, graph, dtype, decompose)
@@ -75,8 +75,8 @@ def build(
     of_values = not full and way.attention == "features"
     if of_values and not any(is_a(n, Kind.ATTENTION) for n in graph.nodes):
         log.warning(
-            "%s calls no scaled_dot_product_attention: Streamlined(attention=%r) is the same as 'values' there, also "
-            "for attention written by hand, and for nn.MultiheadAttention that is asked for its weights.",
+            "%s calls no scaled_dot_product_attention, so Streamlined(attention=%r) works as with 'values'. The same "
+            "holds for attention written by hand and for nn.MultiheadAttention with need_weights=True.",
             network, way.attention,
         )  # fmt: skip
     layouts = read_layouts(steps, graph, example, network) if of_values or (correlated and not full) else {}
@@ -89,14 +89,14 @@ def build(
 
 
 def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any], full: bool) -> None:
-    """Refuses operators from outside torch where no entry of the table gives their derivative."""
+    """Refuses operators from outside torch without a derivative in the table."""
     for step in steps.steps:
         if not step.uncertain:
             continue
         closed = operation_of(step.node).rule is not None if step.fused is None else step.fused.closed
         for node in (step.node,) if step.fused is None else step.fused.body:
             if not has_forward_mode(node) and (full or not closed):
-                problem = "it is an operator from outside torch, through which forward mode does not pass"
+                problem = "it is an operator from outside torch, and forward mode does not pass through it"
                 entry = "a slope or a rule"
                 weights = list(roles_of(node, treated))
                 if weights and not closed:
@@ -114,7 +114,7 @@ def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any
 def _treated(
     tangent: Tangent, covariance: Covariance, graph: Graph, dtype: torch.dtype, decompose: Any
 ) -> dict[str, tuple[Treated, str]]:
-    """Returns the placeholders of treated parameters; a tied one is known by its tensor, not by its name."""
+    """Returns placeholder -> treated parameter, matched by tensors because tied parameters have several names."""
     diagonal = covariance.diagonal()
     owners: dict[int, tuple[Block, str]] = {
         id(tangent.parameters[name]): (block, name) for block in covariance.blocks for name in block.parameters
@@ -133,7 +133,7 @@ def _treated(
 
 
 def _check_uses(network: str, graph: Graph, steps: Schedule, treated: Mapping[str, tuple[Treated, str]]) -> None:
-    """Refuses parameters that several calls share: their outputs are correlated, which variances cannot hold."""
+    """Refuses parameters that several calls share: variances cannot represent the correlation of their outputs."""
     uses: dict[str, list[fx.Node]] = {}
     for placeholder, (_, name) in treated.items():
         uses.setdefault(name, []).extend(node for node in graph.nodes if placeholder in map(str, node.all_input_nodes))
@@ -141,14 +141,14 @@ def _check_uses(network: str, graph: Graph, steps: Schedule, treated: Mapping[st
         carrying = [node for node in nodes if node.name in steps.uncertain]
         if len(carrying) > 1:
             raise LapwingError(
-                f"{len(carrying)} calls of {network} share the treated parameter {name}, so that their outputs are not "
-                "independent, as streamlined prediction takes them. Treat other parameters with "
+                f"{len(carrying)} calls of {network} share the treated parameter {name}, so their outputs are "
+                "correlated, which streamlined prediction does not support. Treat other parameters with "
                 "params=lw.matching(...). Or predict with via=lw.Linearized()."
             )
     if graph.output not in steps.uncertain:
         raise LapwingError(
-            f"No treated parameter of {network} reaches its outputs by what streamlined prediction carries. Treat "
-            "values, or layers after an attention. Or predict with via=lw.Linearized()."
+            f"No treated parameter of {network} reaches its outputs in streamlined prediction. Treat values, or "
+            "layers after an attention. Or predict with via=lw.Linearized()."
         )
 
 
@@ -158,17 +158,17 @@ class Program:
 
     Attributes:
         graph: the calls.
-        schedule: which of them carry moments.
-        sites: name of a call -> what its rule knows.
-        treated: parameter's placeholder -> (its block, its name).
+        schedule: the steps, with the calls that carry moments.
+        sites: name of a call -> its site.
+        treated: placeholder of a parameter -> (its block, its name).
         dtype: the dtype of the moments.
         network: name of the network's class.
-        way: the options that it was built for.
-        axes: where the samples are, for calls without a rule.
-        layouts: name of a value -> its dimensions, where positions are correlated.
-        width: C of outputs with positions, (B, T C); None of others.
+        way: the options.
+        axes: the dimensions of the samples, for calls without a rule.
+        layouts: name of a value -> its dimensions, if positions are correlated.
+        width: C for outputs with positions, (B, T C); otherwise None.
         ends: names of the steps at the end that have covariances.
-        bytes_per_sample: what the largest step holds for one sample, estimated.
+        bytes_per_sample: estimated bytes of the largest step for one sample.
     """
 
     graph: Graph
@@ -183,7 +183,7 @@ class Program:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        """Reads the end of the network, and after which step each value is no longer needed."""
+        """Finds the end of the network, and the step after which each value is no longer needed."""
         steps = self.schedule.steps
         self.ends = _ends(self.schedule)
         self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize
@@ -201,11 +201,11 @@ class Program:
 
         Args:
             inputs: B samples.
-            variances: place of an uncertain input among the leaves -> its variances, in its shape.
+            variances: index of an uncertain input among the leaves -> its variances, in its shape.
 
         Returns:
-            Means (B, C) and covariances of B samples, diagonal unless the last layer gives others; of outputs with
-            positions (B, T C), and those of B T.
+            Means (B, C) and covariances of B samples, which are diagonal unless a linear layer is last; for outputs
+            with positions (B, T C) and B T covariances.
         """
         samples = batches.size(inputs)
         values = self.start(inputs, variances)
@@ -220,7 +220,7 @@ class Program:
         return output.mean, EigenTerm(None, variance)
 
     def start(self, inputs: Any, variances: Mapping[int, Tensor]) -> dict[str, Value]:
-        """Returns the values of all placeholders, treated parameters and uncertain inputs with their moments."""
+        """Returns the values of all placeholders, with moments of treated parameters and uncertain inputs."""
         values: dict[str, Value] = {**self.graph.bind(inputs), **self.weights()}
         for place, variance in variances.items():
             name = self.graph.leaves[place] or ""
@@ -228,7 +228,7 @@ class Program:
         return values
 
     def weights(self) -> dict[str, Value]:
-        """Returns the network's tensors, treated parameters with their moments."""
+        """Returns the network's tensors, with moments of treated parameters."""
         values: dict[str, Value] = {name: value.detach() for name, value in self.graph.tensors.items()}
         for name, (treated, parameter) in self.treated.items():
             if name in self.schedule.uncertain:
@@ -258,7 +258,7 @@ class Program:
         return rule(site.at(samples) if site.layouts else site, arguments)
 
     def _with_covariances(self, step: Step, read: dict[str, Value], samples: int) -> Moments | None:
-        """Returns the value of a step at the end of the network with covariances, None where it has none."""
+        """Returns the value of a step at the end of the network with covariances, or None if it has none."""
         (name, *_), node = step.uncertain, step.node
         source = read[name]
         if isinstance(source, Moments) and source.covariance is not None:
@@ -274,7 +274,7 @@ class Program:
         return linear_with_covariances(site, arguments_of(node, read, self.dtype), samples)
 
     def cast(self, name: str, value: Value) -> Value:
-        """Returns a certain value in the dtype of the moments; the network's tensors are kept in it."""
+        """Returns a certain value in the dtype of the moments; tensors of the network are converted once."""
         if not isinstance(value, Tensor) or value.dtype == self.dtype or not value.is_floating_point():
             return value
         if name not in self.graph.tensors:
@@ -287,7 +287,7 @@ class Program:
 
     @property
     def largest(self) -> int:
-        """The numbers per sample of the largest uncertain tensor, estimated."""
+        """The estimated number of entries per sample of the largest uncertain tensor."""
         nodes = [step.node for step in self.schedule.steps if step.uncertain]
         samples = max(2, _batch_length(nodes[0]))
         return max(prod(shape_of(n)) // samples for n in nodes if isinstance(n.meta.get("val"), Tensor)) or 1
@@ -302,9 +302,9 @@ class Program:
 
 
 def _ends(schedule: Schedule) -> frozenset[str]:
-    """Returns the names of the steps from the last linear layer on, none where something else is between.
+    """Returns the names of the last linear layer and the steps after it, or none if other calls come after it.
 
-    Element-wise functions and views may follow it; the values between must have one reader.
+    Only element-wise functions and views may follow it, and each value must have one reader.
     """
     steps = {step.node.name: step for step in schedule.steps}
     readers: dict[str, int] = {}
@@ -327,7 +327,7 @@ def _ends(schedule: Schedule) -> frozenset[str]:
 
 
 def _numbers(step: Step) -> int:
-    """Estimates the numbers that one step holds a sample: its tensors, patches and attention scores."""
+    """Estimates the number of entries per sample of one step: its tensors, patches and attention scores."""
     if not step.in_moment_dtype:
         return 0
     nodes = [n for n in (*step.node.all_input_nodes, step.node) if isinstance(n.meta.get("val"), Tensor)]
@@ -341,6 +341,6 @@ def _numbers(step: Step) -> int:
 
 
 def _batch_length(node: fx.Node) -> int:
-    """Returns the length of the batch that the network was read with."""
+    """Returns the length of the batch at the time of reading the network."""
     *_, value = (n.meta.get("val") for n in node.graph.nodes if n.op == "placeholder")
     return length_of(value.shape[0]) if isinstance(value, Tensor) and value.ndim else 2

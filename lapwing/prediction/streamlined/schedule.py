@@ -1,7 +1,4 @@
-"""The schedule: which calls of a network carry moments, grouped into functions of one uncertain tensor.
-
-One walk over the graph asks the table of operations what each call is.
-"""
+"""The schedule: the calls of a network that carry moments, grouped into functions of one uncertain tensor."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ class Step:
     """One step.
 
     Attributes:
-        node: the call whose value it gives.
-        fused: the function of one uncertain tensor that it is, if it is one.
-        uncertain: names of its uncertain arguments; none for a step that is executed on means.
-        in_moment_dtype: whether it depends on uncertain values, so that it runs in the dtype of the moments.
+        node: the call that returns its value.
+        fused: its function of one uncertain tensor; None for other steps.
+        uncertain: names of its uncertain arguments; empty for a step that runs on means.
+        in_moment_dtype: whether it depends on uncertain values, and so runs in the dtype of the moments.
     """
 
     node: fx.Node
@@ -34,9 +31,9 @@ class Step:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of everything it reads."""
+        """Names of all its arguments."""
         if self.fused is not None:
-            return (self.fused.source, *self.fused.others)
+            return (self.fused.source, *self.fused.certain)
         return tuple(node.name for node in self.node.all_input_nodes)
 
 
@@ -54,13 +51,13 @@ class Schedule:
 
 
 def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], attention: str) -> Schedule:
-    """Decides what carries moments.
+    """Returns the steps, with the calls that carry moments.
 
     Args:
         graph: the network's calls.
         treated: names of treated parameters.
         inputs: names of uncertain inputs.
-        attention: "scores" where they are uncertain; else they are certain.
+        attention: "scores" if scores are uncertain; otherwise they are certain.
     """
     calls, output = graph.nodes, graph.output
     users: dict[str, list[fx.Node]] = {}
@@ -94,7 +91,7 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
 
 
 def _carriers(node: fx.Node, attention: str) -> list[fx.Node]:
-    """Returns the arguments whose uncertainty a call carries on: all, but of an attention's only the values."""
+    """Returns the arguments whose moments a call uses: all of them, but only the values of an attention."""
     if attention != "scores" and is_a(node, Kind.ATTENTION):
         return [node.args[2]]  # type: ignore[list-item]
     return node.all_input_nodes
@@ -109,7 +106,7 @@ def _reached(calls: Sequence[fx.Node], names: set[str]) -> set[str]:
 
 
 def _has_slope(node: fx.Node) -> bool:
-    """Whether a call gives floating-point values of its arguments; others are executed on means."""
+    """Whether a call returns floating-point values. Other calls run on means."""
     if is_a(node, Kind.FLAT):
         return False
     value = node.meta.get("val")
@@ -118,7 +115,7 @@ def _has_slope(node: fx.Node) -> bool:
 
 
 def _hand_written_scores(calls: Sequence[fx.Node], users: Mapping[str, list[fx.Node]]) -> frozenset[str]:
-    """Returns the softmaxes of products that weight a further product: attention written by hand."""
+    """Returns the softmaxes of attention written by hand: they follow a product and enter a product."""
 
     def from_product(start: object) -> bool:
         """Whether a value is a product of two tensors, up to element-wise calls and views."""
@@ -151,9 +148,12 @@ def _functions(
     moving: set[str],
     output: str,
 ) -> tuple[dict[str, str], dict[str, list[fx.Node]]]:
-    """Returns, for every uncertain value, the one uncertain tensor that it is a function of, or itself; and the groups.
+    """Groups calls into functions of one uncertain tensor.
 
-    A statistic takes part unless it, or what is made of statistics alone, is needed outside.
+    A statistic belongs to a group unless a call outside reads it, or a function of statistics only.
+
+    Returns:
+        Every uncertain value -> the uncertain tensor that it is a function of, or itself; that tensor -> its calls.
     """
     alone: set[str] = set()
     while True:
@@ -179,7 +179,7 @@ def _functions(
 def _outside(
     source: str, members: Sequence[fx.Node], users: Mapping[str, list[fx.Node]], root: Mapping[str, str], output: str
 ) -> set[str]:
-    """Returns the statistics of a tensor that reach other calls than functions of the tensor itself."""
+    """Returns the statistics of a tensor that reach calls outside the functions of the tensor."""
     whole, made_of = {source}, dict[str, set[str]]()
     outside = set[str]()
     for node in members:
@@ -195,7 +195,7 @@ def _outside(
 
 
 def _fused(node: fx.Node, source: str, members: Mapping[str, list[fx.Node]]) -> Fused:
-    """Returns the function that gives one of the values made of a source, with those of its members that it takes."""
+    """Returns the function from a source to one value, with the members of its group that it needs."""
     needed, body = {node}, []
     for member in reversed(members[source]):
         if member in needed:
@@ -205,7 +205,7 @@ def _fused(node: fx.Node, source: str, members: Mapping[str, list[fx.Node]]) -> 
 
 
 def _needed(steps: list[Step], output: str) -> list[Step]:
-    """Leaves out what no later step reads."""
+    """Returns the steps that the output needs."""
     needed, kept = {output}, []
     for step in reversed(steps):
         if step.node.name in needed:

@@ -1,4 +1,4 @@
-"""A call at which moments are carried: its arguments, its treated weights, its dimensions, its errors."""
+"""A call that carries moments: its arguments, treated weights, dimensions and errors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Treated:
     """The treated weights of one block.
 
     Attributes:
-        block: which parameters they are, and their layout.
+        block: the parameters and their layout.
         covariance: their covariance.
         marginals: parameter name -> its variances, in its shape and in the dtype of the moments.
-        decompose: `rotation` for a covariance that has no common basis; None leaves it without one.
+        decompose: returns `rotation` for a covariance without a common basis; None leaves it without a basis.
     """
 
     block: Block
@@ -53,21 +53,21 @@ class Treated:
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether the weights are independent of each other, so that their variances say all."""
+        """Whether the weights are independent of each other."""
         return self.rotation is not None and self.rotation[0] is None
 
 
 @dataclass
 class Site:
-    """One call, and what is known of it before any input is seen.
+    """One call with everything that does not depend on the inputs.
 
     Attributes:
         node: the call.
-        roles: argument name -> the treated parameter that stands there, as (block, parameter name).
-        attention: as in `Streamlined`.
+        roles: argument name -> its treated parameter, as (block, parameter name).
+        attention: `Streamlined.attention`.
         network: name of the network's class, for messages.
-        layouts: name of a value -> its dimensions, if they are asked for.
-        correlated: whether positions are.
+        layouts: name of a value -> its dimensions, if options need them.
+        correlated: whether positions are correlated.
         samples: B.
     """
 
@@ -81,26 +81,26 @@ class Site:
     _constants: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
     def at(self, samples: int) -> Site:
-        """Returns the same for a batch of B samples."""
+        """Returns the site for a batch of B samples."""
         return replace(self, samples=samples)
 
     @property
     def layout(self) -> Layout | None:
-        """The dimensions of the call's value, None where it has no positions that are known."""
+        """The dimensions of the call's value, or None without known positions."""
         layout = self.layouts.get(self.node.name)
         return layout if layout is not None and layout.shared and self.correlated else None
 
     def layout_of(self, argument: str) -> Layout | None:
-        """Returns the dimensions of an argument, None where they are not known."""
+        """Returns the dimensions of an argument, or None if they are unknown."""
         node = named(self.node, self.node.args, self.node.kwargs).get(argument)
         return self.layouts.get(node.name) if isinstance(node, fx.Node) else None
 
     def apply(self, arguments: Mapping[str, Any], /, **changed: Any) -> Any:
-        """Runs the call with some arguments changed."""
+        """Returns the value of the call with some arguments changed."""
         return self.node.target(**{**arguments, **changed})  # type: ignore[operator]
 
     def treated(self, *names: str) -> Treated | None:
-        """Returns the block of matrix weights that stands at one of these arguments, if it is one layer's."""
+        """Returns the block of matrix weights at these arguments, or None unless they are of one layer."""
         blocks = [self.roles[name][0] for name in names if name in self.roles]
         if not blocks or blocks[0].block.matrix is None or any(other is not blocks[0] for other in blocks):
             return None
@@ -108,9 +108,9 @@ class Site:
 
     @property
     def weights(self) -> Treated | None:
-        """The treated weights of a layer, None where they are not laid out as this call reads them.
+        """The treated weights of a layer, or None if their layout is not the layout of this call.
 
-        They are (O, I, *kernel) where the call names them "weight", and (I, O, *kernel) elsewhere and in transposed
+        The layout is (O, I, *kernel) if the argument is "weight", and (I, O, *kernel) otherwise and in transposed
         convolutions.
         """
         treated = self.treated("weight", "mat2", "other")
@@ -120,7 +120,7 @@ class Site:
         return treated if fits else None
 
     def constant(self, key: str, make: Callable[[], Any], *sources: Tensor | None) -> Any:
-        """Returns what `make` gives for these weights, made anew when they change or for another dtype."""
+        """Returns `make()`, computed once and again if the source tensors change."""
         stamp = tuple((source.data_ptr(), source._version) for source in sources if source is not None)
         known = self._constants.get(key)
         if known is None or known[0] != stamp:
@@ -130,24 +130,24 @@ class Site:
         return known[1]
 
     def refusal(self, problem: str, advice: str = "") -> LapwingError:
-        """Returns the error for a call that is not covered."""
+        """Returns the error for a call that is not supported."""
         return refusal(self.network, self.node, problem, advice)
 
 
 def roles_of(node: fx.Node, treated: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call that are treated parameters, by name."""
+    """Returns the treated parameters among the arguments of a call, by name."""
     arguments = named(node, node.args, node.kwargs).items()
     return {name: treated[a.name] for name, a in arguments if isinstance(a, fx.Node) and a.name in treated}
 
 
 def refusal(network: str, node: fx.Node, problem: str, advice: str = "") -> LapwingError:
-    """Returns the error for a call that is not covered: which one, what is wrong, what to do.
+    """Returns the error for a call that is not supported.
 
     Args:
         network: name of the network's class.
         node: the call.
-        problem: what is wrong, with "it" for the call.
-        advice: what to do, a sentence, beside predicting by Jacobians.
+        problem: the problem, with "it" for the call.
+        advice: a sentence with another remedy than `Linearized`.
     """
     advice = f"{advice} Or" if advice else "Predict"
     return LapwingError(
@@ -160,7 +160,7 @@ def refusal(network: str, node: fx.Node, problem: str, advice: str = "") -> Lapw
 
 
 def run(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Runs one call in the dtype of the moments; identities, which include casts, give their argument."""
+    """Returns the value of one call in the dtype of the moments; identities, such as casts, return their argument."""
     value = node.meta.get("val")
     casts_to_integers = isinstance(value, Tensor) and not value.is_floating_point()
     if is_a(node, Kind.IDENTITY) and not casts_to_integers:
@@ -175,7 +175,7 @@ def run(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def resolve(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple, dict]:
-    """Returns a call's arguments, floating-point dtypes among them replaced by that of the moments."""
+    """Returns a call's arguments, with the dtype of the moments for every floating-point dtype."""
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
@@ -188,9 +188,9 @@ def resolve(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> tup
 
 
 def arguments_of(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Returns a call's arguments by name, likewise."""
+    """Returns a call's arguments by name, with the dtype of the moments."""
     return named(node, *resolve(node, values, dtype))
 
 
 RESHAPED = (aten.view.default, aten._unsafe_view.default)
-"""Views that are reshaped instead: moments and labels may be laid out otherwise than in the network."""
+"""Views that use `reshape` instead: moments and labels may have other strides than in the network."""

@@ -1,4 +1,4 @@
-"""The moment rules, one file for each family of operations; each enters its own into the table at its end."""
+"""The moment rules, one file for each family of operations. Each file registers its operations at its end."""
 
 from . import arithmetic, attention, conv, elementwise, linear, moves, norm
 

@@ -1,4 +1,4 @@
-"""Moments of sums, products, quotients and means over dimensions, whose uncertain sides are taken as independent."""
+"""Moments of sums, products, quotients and means over dimensions, with independent sides."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _combined(site: Site, function: Any, slope_of: Any, arguments: dict[str, Any
 
 
 def _correlation_in(site: Site, x: Value) -> Tensor | float | None:
-    """Returns ρ of an argument in a sum or product; 1 for one that is the same at all positions of the result."""
+    """Returns ρ of an argument in a sum or product; 1 if it is constant over the positions of the result."""
     layout = site.layout
     if not isinstance(x, Moments) or layout is None:
         return None
@@ -55,7 +55,7 @@ def _correlation_in(site: Site, x: Value) -> Tensor | float | None:
 
 
 def product(x: Value, y: Value, bilinear: Bilinear) -> Moments:
-    """Returns the moments of a bilinear map whose coefficients are 0 and 1, of independent entries."""
+    """Returns the moments of a bilinear map with coefficients 0 and 1, for independent entries."""
     mean = bilinear(mean_of(x), mean_of(y))
     v, w = variance_of(x), variance_of(y)
     if w is None:
@@ -67,9 +67,9 @@ def product(x: Value, y: Value, bilinear: Bilinear) -> Moments:
 
 
 def contracted(site: Site, x: Value, y: Value, bilinear: Bilinear) -> Moments:
-    """Returns `product` for maps that sum: attention written by hand, whose tokens move together, among them.
+    """Returns the moments of a product that sums, such as attention written by hand, with correlated positions.
 
-    Where one side is certain, and the other is summed over positions alone, `√(ρ v)` goes through as it is.
+    If one side is certain and the other is summed only over positions, the map acts on `√(ρ v)` as on a mean.
     """
     result = product(x, y, bilinear)
     for place, (value, other) in enumerate(((x, y), (y, x))):
@@ -89,7 +89,7 @@ def contracted(site: Site, x: Value, y: Value, bilinear: Bilinear) -> Moments:
 
 
 def contracted_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    """Runs a product on the labels of one side, where it sums over positions alone: attention written by hand."""
+    """Returns the product of the labels of one side if it sums only over positions, as in attention written by hand."""
     if node.target is aten.einsum.default and len(node.args[1]) != 2:  # type: ignore[arg-type]
         return None
     sides, dims = operands(node), _summed_dims(node)
@@ -117,7 +117,7 @@ def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _summed_dims(node: fx.Node) -> tuple[list[int], list[int]] | None:
-    """Returns the dimensions of both sides that a product sums over, None where it is written with dots."""
+    """Returns the dimensions of both sides that a product sums over, or None for an einsum with dots."""
     sides = [len(side.meta["val"].shape) for side in operands(node)]
     if node.target is not aten.einsum.default:
         return [sides[0] - 1], [max(0, sides[1] - 2)]
@@ -129,7 +129,7 @@ def _summed_dims(node: fx.Node) -> tuple[list[int], list[int]] | None:
 
 
 def _baddbmm(site: Site, arguments: dict[str, Any]) -> Moments:
-    """`β c + α x y` with a certain c."""
+    """Returns the moments of `β c + α x y` with a certain c."""
     if isinstance(arguments["self"], Moments):
         raise site.refusal("its summand is uncertain", "Add the summand after the product.")
     result = contracted(site, arguments["batch1"], arguments["batch2"], torch.matmul)
@@ -139,7 +139,7 @@ def _baddbmm(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def _einsum(site: Site, arguments: dict[str, Any]) -> Moments:
-    """`einsum(equation, x, y)`."""
+    """Returns the moments of `einsum(equation, x, y)`."""
     operands, equation = arguments["tensors"], arguments["equation"]
     if len(operands) == 1:
         letters = equation.partition("->")[0]

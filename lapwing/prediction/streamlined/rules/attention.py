@@ -1,7 +1,7 @@
-"""Moments through attention: scores from means, values uncertain; or the scores' uncertainty linearised as well.
+"""Moments of attention: uncertain values with certain scores, or with scores linearised too.
 
-`attention="features"` adds covariances of the values between a head's features, which share inputs. For it a linear
-layer notes with its outputs where they come from, views keep that, and the layer after the attention reads it.
+`attention="features"` adds the covariances of values between the features of a head, which share inputs. For it a
+linear layer attaches an `Origin` to its outputs, views keep it, and the layer after the attention reads it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..sites import Site
 
 
 def attended(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Passes moments through `softmax(Q Kᵀ c + mask) V` (Streamlined Prediction, equations 7 and 71).
+    """Returns the moments of `softmax(Q Kᵀ c + mask) V` (Streamlined Prediction, equations 7 and 71).
 
         P = softmax(E[Q] E[K]ᵀ c + mask)        E = P E[V]        Var = P² Var[V]
 
-    With `attention="scores"` queries and keys, taken as independent, are uncertain too, to first order, `S = Q Kᵀ c`:
+    With `attention="scores"` independent queries and keys are uncertain too, to first order, with `S = Q Kᵀ c`:
 
         Var += Σ_sd (∂out_te/∂K_sd)² Var[K_sd] + Σ_d (∂out_te/∂Q_td)² Var[Q_td],    ∂out_te/∂S_ts = P_ts (V_se - E_te)
 
-    Attention written by hand is taken call by call there, with its scores independent.
+    Attention written by hand uses the rules of its calls then, with independent scores.
 
-    Cost: beside one attention of the means, a product of P² (B, H, T, T) with the variances; with scores three more,
-    and as many as a head has features.
+    Cost: one attention of the means, and a product of P² (B, H, T, T) with the variances; with scores three more
+    products, and one per feature of a head.
     """
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments["enable_gqa"] and mean_of(query).shape[-3] != mean_of(key).shape[-3]:
@@ -52,7 +52,7 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def _from_scores(query: Value, key: Value, v: Tensor, mean: Tensor, weights: Tensor) -> Iterator[Tensor]:
-    """Yields what uncertain keys and queries add to the variances of the output, for scores without a factor."""
+    """Yields the variances of the output from uncertain keys and from queries, for scores without the factor c."""
     q, k = mean_of(query), mean_of(key)
     if isinstance(key, Moments):
         shared = weights.square() * (q.square() @ key.variance.mT)  # P² Var[S], (B, H, T, T)
@@ -67,7 +67,7 @@ def _from_scores(query: Value, key: Value, v: Tensor, mean: Tensor, weights: Ten
 
 
 def _repeated(value: Any, times: int) -> Any:
-    """Returns keys or values with each head repeated, where queries have more."""
+    """Returns keys or values with each head repeated, for queries with more heads."""
     if isinstance(value, Moments):
         rho = None if value.correlation is None else _repeated(value.full_correlation, times)
         return Moments(_repeated(value.mean, times), _repeated(value.variance, times), rho, value.origin)
@@ -77,13 +77,13 @@ def _repeated(value: Any, times: int) -> Any:
 def products(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns an attention's outputs and P by plain products, which have forward-mode derivatives."""
     mask, like = arguments["attn_mask"], arguments["query"]
-    if mask is not None and mask.dtype == torch.bool:  # the plain products add masks
+    if mask is not None and mask.dtype == torch.bool:  # the plain products add their mask to the scores
         arguments = {**arguments, "attn_mask": like.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)}
     return aten._scaled_dot_product_attention_math.default(**arguments)
 
 
 def _attended_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    """Returns the labels of the values, the same at all tokens; heads are repeated where queries have more."""
+    """Returns the labels of the values, constant over tokens, with heads repeated if queries have more."""
     values, shape = node.args[2], shape_of(node)
     label = labels.get(values.name) if isinstance(values, fx.Node) else None
     if label is None or label.ndim != len(shape) or not same_along(label, -2):
@@ -99,13 +99,13 @@ def _attended_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the values of an attention come from.
+    """The linear layer that returned the values of an attention.
 
     Attributes:
-        x: the inputs (B, S, I) of the layer that gave them.
-        weight: its W (O, I).
-        rows: rows of W that the heads read (H, d), once known.
-        probabilities: P (B, H, T, S), after the attention.
+        x: inputs of the layer (B, S, I).
+        weight: W of the layer (O, I).
+        rows: rows of W that the heads read (H, d), set by the attention.
+        probabilities: P (B, H, T, S), set by the attention.
     """
 
     x: Value
@@ -115,7 +115,7 @@ class Origin:
 
 
 def origin(site: Site, x: Value, weight: Tensor) -> Origin | None:
-    """Returns where a linear layer's outputs come from, if an attention may ask; None for inputs that are no tokens."""
+    """Returns the origin of a linear layer's outputs if `attention="features"`; None if its inputs are not tokens."""
     if site.attention != "features":
         return None
     layout = site.layouts.get(site.node.name)
@@ -128,7 +128,7 @@ def origin(site: Site, x: Value, weight: Tensor) -> Origin | None:
 
 
 def _marked(site: Site, result: Moments, value: Value, weights: Tensor) -> Moments:
-    """Notes P and the heads' rows of W_V with an attention's outputs, for the layer that comes after."""
+    """Adds P and the heads' rows of W_V to the origin of an attention's outputs, for the layer after it."""
     source = value.origin if isinstance(value, Moments) else None
     if site.attention != "features" or not isinstance(source, Origin):
         return result
@@ -137,7 +137,7 @@ def _marked(site: Site, result: Moments, value: Value, weights: Tensor) -> Momen
 
 
 def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Tensor | None:
-    """Returns what covariances of a head's values add after an attention's output layer U (equation 74), (B, T, O).
+    """Returns the variances (B, T, O) after the output layer U from covariances of a head's values (equation 74).
 
         Σ_h Σ_s (P^h_ts)² Σ_i [(U_h W_h)_mi² - Σ_d U_md² W_di²] Var[a_si]
 
@@ -147,7 +147,7 @@ def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Ten
         x: its input.
         weight: U (O, H d).
 
-    Cost: a linear layer a head for a, and P² of its outputs.
+    Cost: a linear layer per head for a, and a product of P² with its outputs.
     """
     source, layout = x.origin if isinstance(x, Moments) else None, site.layout_of(argument)
     if not isinstance(source, Origin) or source.probabilities is None or not isinstance(source.x, Moments):
@@ -164,9 +164,9 @@ def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Ten
 
 
 def _crossed(weight: Tensor, values: Tensor, rows: Tensor, order: Tensor) -> Tensor | None:
-    """Returns `(U_h W_h)² - U_h² W_h²` (H, O, I), with the columns of U in an order of W's rows, None for other rows.
+    """Returns `(U_h W_h)² - U_h² W_h²` (H, O, I), or None if the columns of U do not match the rows of W.
 
-    Heads that share rows are in one order in both.
+    `order` has the row of W for each column of U. Heads that share rows have the same order in both.
     """
     if not torch.equal(order.sort()[0], rows.flatten().sort()[0]):
         return None
@@ -178,7 +178,7 @@ def _crossed(weight: Tensor, values: Tensor, rows: Tensor, order: Tensor) -> Ten
 
 
 def _rows(site: Site, weights: Tensor) -> Tensor | None:
-    """Returns the channels of values (B, H, S, d) as (H, d), repeated where queries (B, H, T, S) have more heads."""
+    """Returns the channels of values (B, H, S, d) as (H, d), repeated for the heads of P (B, H, T, S)."""
     layout = site.layout_of("value")
     if layout is None or layout.batch != 0 or layout.channels.ndim != 4 or layout.channels.shape[2] != 1:
         return None

@@ -1,4 +1,4 @@
-"""Moments through convolutions, plain and transposed: linear layers on patches."""
+"""Moments of convolutions, plain and transposed: linear layers on patches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..operations import Kind, Operation, numbered, register_aten
 from ..sites import TRANSPOSED, Site, Treated
 
 _MAX_PATCH_NUMBERS = 2**24
-"""Numbers of unfolded patches that exist at once."""
+"""Maximum number of entries of unfolded patches in memory."""
 
 
 def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Passes moments through a convolution (Streamlined Prediction, appendix A.7; variances only).
+    """Returns the moments of a convolution (Streamlined Prediction, appendix A.7; variances only).
 
-        E[h] = W * m + b        Var[h] = W² * v + Var[(dW) * a] of the patches, in which a = m, v as in a linear layer
+        E[h] = W * m + b        Var[h] = W² * v + Var[(dW) * a] of the patches, with a = m, v as in a linear layer
 
     Cost: one convolution for the mean, one of v with W² + Var[W], and one of m² with Var[W] for a diagonal posterior;
-    for a Kronecker-factored one, one of m into the basis of its patches, and one with kernels of size 1.
+    for a Kronecker-factored posterior, one of m into the basis of its patches, and one with kernels of size 1.
     """
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     mean, variance = mean_of(x), variance_of(x)
@@ -76,14 +76,14 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def _inherited(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:
-    """Returns `(Σ_k W_jck)² + Σ_k Var[W_jck]` (O, C), each k counted for the share of positions that see it inside."""
+    """Returns `(Σ_k W_jck)² + Σ_k Var[W_jck]` (O, C), with each k weighted by its share of positions in the image."""
     inside = _inside(cover)
     total = (w * inside).flatten(2).sum(-1).square()
     return total if spread is None else total + (spread * inside.square()).flatten(2).sum(-1)
 
 
 def _inside(cover: Sequence[Tensor]) -> Tensor:
-    """Returns the share of positions at which each place of the kernel lies inside the image, (*kernel)."""
+    """Returns the share of positions at which each kernel entry lies inside the image, (*kernel)."""
     inside = cover[0].new_ones(())
     for matrix in cover:
         inside = inside[..., None] * matrix.sum(-1)
@@ -91,14 +91,14 @@ def _inside(cover: Sequence[Tensor]) -> Tensor:
 
 
 def _outputs_first(site: Site, weight: Tensor, groups: int) -> Tensor:
-    """Returns the kernels of a convolution as (G O, I, *kernel): a transposed one has them as (G I, O, *kernel)."""
+    """Returns the kernels of a convolution as (G O, I, *kernel), also for transposed ones, (G I, O, *kernel)."""
     if site.node.target not in TRANSPOSED:
         return weight
     return weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _use(site: Site, arguments: Mapping[str, Any], inputs: Tensor) -> ConvUse:
-    """Returns the layer at an input, which knows its patches."""
+    """Returns the use of the layer at an input, which cuts patches."""
     weight, groups = mean_of(arguments["weight"]), arguments["groups"]
     kernel = tuple(weight.shape[2:])
     stride, dilation, padding = _geometry(arguments, kernel)
@@ -118,7 +118,7 @@ def patches_of(site: Site, arguments: Mapping[str, Any], inputs: Tensor) -> Tens
 
 
 def _cover(site: Site, arguments: dict[str, Any], mean: Tensor, grid: torch.Size) -> list[Tensor]:
-    """Returns, for each dimension, what each input counts in the mean over positions at each place of the kernel."""
+    """Returns the weights (k, n) of each dimension's n inputs in the mean over positions at each kernel entry."""
     use = _use(site, arguments, mean)
     kernel, sizes = tuple(use.parameters["weight"].shape[2:]), tuple(mean.shape[2:])
     transposed = isinstance(use, TransposedConvUse)
@@ -141,12 +141,12 @@ def _cover(site: Site, arguments: dict[str, Any], mean: Tensor, grid: torch.Size
 def _mean_patches(cover: Sequence[Tensor], mean: Tensor) -> Tensor:
     """Returns the means of an input's patches over positions (B, C, *kernel)."""
     for matrix in reversed(cover):
-        mean = (mean @ matrix.mT).movedim(-1, 2)  # the last dimension of space goes to the front as one of the kernel
+        mean = (mean @ matrix.mT).movedim(-1, 2)  # a dimension of space becomes one of the kernel
     return mean
 
 
 def _pooled(treated: Treated | None, rows: Tensor, spread: Tensor, bias: bool, groups: int) -> Tensor:
-    """Returns what the weights add to the variances of the mean over positions (B, O)."""
+    """Returns the variances (B, O) of the mean over positions from the weights."""
     if treated is None:
         return _by_groups(rows.flatten(1).square(), spread.flatten(1), groups)
     rows = rows.reshape(rows.shape[0], groups, -1)  # (B, G, I)
@@ -168,7 +168,7 @@ def _by_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:
 def _from_weights(
     site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, grid: torch.Size, bias: bool
 ) -> Tensor:
-    """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` for every patch a, a one appended for the bias."""
+    """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` for every patch a, with a one appended for the bias."""
     if treated.rotation is None:
         return _pushed(site, treated, arguments, mean, grid, bias)
     kernels, shift, spread = site.constant("rotated", lambda: _kernels(treated, bias, mean_of(arguments["weight"])))
@@ -193,7 +193,7 @@ def _kernels(treated: Treated, bias: bool, weight: Tensor) -> tuple[Tensor, Tens
 def _pushed(
     site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, grid: torch.Size, bias: bool
 ) -> Tensor:
-    """Returns the same by unfolding, for posteriors without one basis for all outputs, some samples at a time."""
+    """Returns `_from_weights` by unfolding chunks of samples, for posteriors without one basis for all outputs."""
     if arguments["groups"] != 1:
         raise site.refusal(
             "it has groups, and the posterior correlates all its weights", "Fit with lw.KFAC() or lw.Diagonal()."
@@ -212,7 +212,7 @@ def _pushed(
 def _geometry(
     arguments: Mapping[str, Any], kernel: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, int]]]:
-    """Returns the stride and dilation of each dimension, and the zeros before and after."""
+    """Returns the stride, dilation and padding (before, after) of each dimension."""
     space = len(kernel)
 
     def numbers(value: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Element-wise calls with their slopes, and the statistics that norms written by hand are made of.
+"""Element-wise calls with their slopes, and the statistics in norms written by hand.
 
-A function of one tensor is linearised by these slopes (`functions.py`). Plain calls cost less than dual numbers, and,
-unlike these, they can be compiled and exported. An element-wise call without a slope here goes by forward mode.
+These slopes linearise a function of one tensor (`functions.py`). They cost less than forward mode, and unlike it they
+can be compiled and exported. An element-wise call without a slope uses forward mode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..operations import Arguments, Kind, Operation, Partial, Slope, aten, regis
 
 
 def one(a: Arguments, y: Any, name: str) -> Slope:
-    """Returns the slope of a call that leaves values as they are."""
+    """Returns the slope of an identity."""
     return 1.0
 
 
@@ -31,12 +31,12 @@ def _of_output(function: Callable[[Tensor], Tensor]) -> Partial:
 
 
 def _backward(pull: Callable[..., Tensor], *options: str) -> Partial:
-    """Returns the slope that a call's backward gives for ones."""
+    """Returns the slope as a call's backward of ones."""
     return lambda a, y, name: pull(torch.ones_like(y), a["self"], *(a[option] for option in options))
 
 
 def _inside(x: Tensor, low: Any, high: Any, ends: bool) -> Tensor:
-    """Returns 1 where x lies between two bounds, either of which may be missing."""
+    """Returns 1 for entries between two bounds, else 0. A bound may be None."""
     inside = torch.ones_like(x, dtype=torch.bool)
     if low is not None:
         inside = (x >= low) if ends else (x > low)

@@ -1,4 +1,4 @@
-"""Moments through linear layers, with weights and inputs uncertain and independent, and through embeddings.
+"""Moments of linear layers, whose uncertain weights and inputs are independent, and of embeddings.
 
 `a` are a layer's inputs with means m and variances v, W and b its weights.
 """
@@ -23,16 +23,16 @@ from .attention import between_features, origin
 
 @dataclass(frozen=True)
 class Layer:
-    """A call `a Wᵀ + b` with what is uncertain in it.
+    """A call `a Wᵀ + b` with its uncertain arguments.
 
     Attributes:
         site: the call.
-        source: name of the argument that a is.
+        source: name of the argument a.
         x: a.
-        weight: W as it is stored.
-        bias: b, None for none.
-        transposed: whether W is stored as (I, O), as Hugging Face's Conv1D does.
-        treated: the treated weights, None where they are certain, or not laid out as this call reads them.
+        weight: W as stored.
+        bias: b, or None.
+        transposed: whether W is stored as (I, O), as in Hugging Face's Conv1D.
+        treated: the treated weights; None if they are certain, or have another layout.
     """
 
     site: Site
@@ -45,7 +45,7 @@ class Layer:
 
     @classmethod
     def of(cls, site: Site, arguments: Mapping[str, Any]) -> Layer:
-        """Reads the arguments of a product with a matrix."""
+        """Returns the layer of a product with a matrix."""
         if site.node.target is aten.linear.default:
             roles: tuple[str, str, str | None] = ("input", "weight", "bias")
         elif site.node.target is aten.addmm.default:
@@ -69,17 +69,17 @@ class Layer:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether weights or bias are."""
+        """Whether the weights or the bias are uncertain."""
         return self.treated is not None or isinstance(self.weight, Moments) or isinstance(self.bias, Moments)
 
     def rows(self, mean: Tensor) -> Tensor:
-        """Returns inputs as the block of weights reads them, with a one appended for the bias."""
+        """Returns the inputs of the block of weights, with a one appended for its bias."""
         return F.pad(mean, (0, 1), value=1.0) if self.bias_is_shared else mean
 
     def added(self, mean: Tensor) -> list[Tensor]:
-        """Returns what uncertain weights and biases add to the variances (..., O), for certain inputs (..., I).
+        """Returns the variances (..., O) from uncertain weights and biases, for certain inputs (..., I).
 
-        `Σ_ii' a_i a_i' Cov[W_ji, W_ji']`, with a one appended to a for a bias in the block of the weights.
+        They are `Σ_ii' a_i a_i' Cov[W_ji, W_ji']`, with a one appended to a for a bias in the block of the weights.
         """
         parts, shared = [], False
         if self.treated is not None and not self.treated.is_diagonal:
@@ -92,7 +92,7 @@ class Layer:
         return parts
 
     def second(self) -> Tensor:
-        """Returns `W² + Var[W]` (I, O), by which variances of inputs are multiplied."""
+        """Returns `W² + Var[W]` (I, O), which multiplies the variances of inputs."""
         w, spread = mean_of(self.weight), variance_of(self.weight)
         square = self.site.constant("second", lambda: total_of([w.square(), spread]), w, spread)
         return self._inputs_first(square)
@@ -113,16 +113,16 @@ class Layer:
 
 
 def linear(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Passes moments through `F.linear(a, W, b)`, `a W + b`, `a W` (Streamlined Prediction, equations 2 to 4).
+    """Returns the moments of `F.linear(a, W, b)`, `a W + b`, `a W` (Streamlined Prediction, equations 2 to 4).
 
         E[h] = W m + b        Var[h]_j = Σ_i W_ji² v_i + Σ_ii' (m mᵀ + diag v)_ii' Cov[W_ji, W_ji']
 
-    A product with a matrix that is not a layer's is that of two independent tensors.
+    Without a layer's weights it is a product of two independent tensors.
 
-    Cost: one product for the mean, one for v with W² + Var[W], and the weights' part for m.
+    Cost: one product for the mean, one for v with W² + Var[W], and the contribution of the weights for m.
     """
     if arguments.get("beta", 1) != 1 or arguments.get("alpha", 1) != 1:
-        raise site.refusal("it has factors beside its product", "Write addmm(b, a, W) without alpha and beta.")
+        raise site.refusal("it multiplies its terms by factors", "Write addmm(b, a, W) without alpha and beta.")
     layer = Layer.of(site, arguments)
     if layer.source == "self" and site.treated("other", "mat2") is None:
         return contracted(site, layer.x, layer.weight, torch.matmul)
@@ -149,7 +149,7 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def linear_with_covariances(site: Site, arguments: dict[str, Any], samples: int) -> Moments | None:
-    """Returns the outputs of a linear layer with their covariances, None where it has several positions per sample.
+    """Returns the outputs of a linear layer with their covariances, or None if it has several positions per sample.
 
     Cov[h] = W diag(v) Wᵀ + Σ_ii' (m mᵀ + diag v)_ii' Cov[W_ji, W_j'i']
     """
@@ -178,7 +178,7 @@ def linear_with_covariances(site: Site, arguments: dict[str, Any], samples: int)
 
 
 def has_one_position(layer: Layer, samples: int) -> bool:
-    """Whether a layer is applied once per sample, with weights that are certain or a block's."""
+    """Whether a layer is applied once per sample, with weights that are certain or belong to a block."""
     x, w = mean_of(layer.x), mean_of(layer.weight)
     if isinstance(layer.weight, Moments) and layer.treated is None:
         return False
@@ -192,7 +192,7 @@ def bias_alone(site: Site) -> Treated | None:
 
 
 def linear_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    """Numbers the outputs of a layer; of another product, as `contracted_label`."""
+    """Returns the labels of a layer's outputs, or `contracted_label` for another product."""
     if node.target in (aten.linear.default, aten.addmm.default) or _is_weight(node.args[1]):
         return numbered(node, -1)
     return contracted_label(node, labels)
@@ -208,7 +208,7 @@ def _is_weight(node: Any) -> bool:
 
 
 def embedded(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the rows' means and variances; the padding token has none, as it takes no gradient in torch."""
+    """Returns the means and variances of rows. The padding token has variance 0, as torch gives it no gradient."""
     table, tokens, padding = arguments["weight"], arguments["indices"], arguments["padding_idx"]
     if not isinstance(table, Moments) or isinstance(tokens, Moments):
         raise site.refusal("its tokens are uncertain", "Pass certain tokens.")

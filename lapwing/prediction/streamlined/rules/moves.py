@@ -1,6 +1,6 @@
 """Calls that move entries, and pooling, which averages or chooses them.
 
-A move is the same call on means, on variances, and on the numbers of their channels.
+A move applies the same call to means, to variances, and to the numbers of their channels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .elementwise import one
 
 
 def moved(site: Site, arguments: dict[str, Any]) -> Value:
-    """Applies the call to means and variances alike; certain tensors among several have variances of 0."""
+    """Applies the call to means and variances. Certain tensors among its arguments have variance 0."""
     uncertain = [value for value in _flat(arguments.values()) if isinstance(value, Moments)]
     mean, variance = (_apply(site, arguments, part) for part in (mean_of, _variance))
     rho: Any = None
@@ -46,7 +46,7 @@ def moved(site: Site, arguments: dict[str, Any]) -> Value:
 
 
 def picked(site: Site, arguments: dict[str, Any]) -> Value:
-    """Picks one of several tensors."""
+    """Returns one of several tensors."""
     return arguments["0"][arguments["1"]]
 
 
@@ -55,14 +55,14 @@ def _flat(values: Any) -> list[Any]:
 
 
 def _apply(site: Site, arguments: dict[str, Any], part: Any) -> Any:
-    """Runs the call on one part of the moments of its arguments."""
+    """Applies the call to one part of the moments of its arguments."""
     parts: dict[str, Any] = {
         name: [part(item) for item in value] if isinstance(value, (tuple, list)) else part(value)
         for name, value in arguments.items()
     }
     if site.node.target in RESHAPED:
         return parts["self"].reshape(arguments["size"])
-    if "value" in parts and part is not mean_of:  # a constant that pads is certain
+    if "value" in parts and part is not mean_of:  # constant padding is certain
         parts["value"] = 0
     return site.apply(parts)
 
@@ -83,7 +83,7 @@ def _zeros(value: Any) -> Any:
 
 
 def moved_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    """Runs the call on labels; entries from elsewhere have the label -1."""
+    """Applies the call to labels. Entries of certain tensors have the label -1."""
     if not labels:
         return None
 
@@ -107,7 +107,7 @@ def moved_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 
 
 def joined_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    """Returns the labels of joined tensors; along positions those of one part that has labels throughout."""
+    """Returns the labels of joined tensors. Joined along positions they are the labels of one fully labelled part."""
     arguments = named(node, node.args, node.kwargs)
     dim, shape = arguments["dim"], shape_of(node)
     for part in arguments["tensors"]:
@@ -138,9 +138,9 @@ def averaged(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def _divisors(site: Site, arguments: dict[str, Any], x: Tensor) -> Tensor:
-    """Returns what the sum of each window is divided by, (*grid): its length along each dimension, over its mean of 1.
+    """Returns the divisor of each window's sum (*grid): the number of its entries over its mean of ones.
 
-    The places in a window of length n have the variance `(n² - 1)/12`.
+    The lengths come from the variance of the indices in a window, which is `(n² - 1)/12` for length n.
     """
     windows: Any = arguments.get("kernel_size", arguments.get("output_size"))
     sizes = tuple(x.shape[-len(windows) :])
@@ -159,7 +159,7 @@ def _divisors(site: Site, arguments: dict[str, Any], x: Tensor) -> Tensor:
 
 
 def won(site: Site, arguments: dict[str, Any], pool: Callable[..., Any]) -> Any:
-    """Returns the moments of the entry of each window that is largest on average; of adaptive ones its place too."""
+    """Returns the moments of the entry with the largest mean in each window; adaptive pools return its index too."""
     x: Moments = arguments["self"]
     mean, index = pool(x.mean, return_indices=True, **{n: value for n, value in arguments.items() if n != "self"})
     adaptive = "output_size" in arguments
@@ -189,7 +189,7 @@ def largest(site: Site, arguments: dict[str, Any]) -> Any:
 
 
 def _window_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    """Returns the channels of windows: those of the entries in them."""
+    """Returns the channels of windows, which are the channels of their entries."""
     label = next(iter(labels.values()), None)
     return None if label is None else label[(..., *(slice(0, 1),) * (label.ndim - 2))].expand(shape_of(node))
 
@@ -206,7 +206,7 @@ _moves(
     "squeeze.default", "squeeze.dim", "squeeze.dims", kind=Kind.VIEW | Kind.ORDERED,
 )  # fmt: skip
 _moves("unflatten.int", "transpose.int", "permute.default", kind=Kind.VIEW)
-_moves("slice.Tensor", kind=Kind.ORDERED)  # where it leaves nothing out
+_moves("slice.Tensor", kind=Kind.ORDERED)  # if it keeps all entries
 _moves(
     "movedim.int", "movedim.intlist", "t.default", "numpy_T.default", "mT.default", "select.int", "narrow.default",
     "view_as.default", "reshape_as.default", "index.Tensor", "index_select.default", "gather.default", "split.Tensor",

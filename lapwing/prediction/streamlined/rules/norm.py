@@ -1,4 +1,4 @@
-"""Moments through norms, linearised with their statistics, and through softmaxes."""
+"""Moments of norms, linearised with their statistics, and of softmaxes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def normalised(x: Tensor, variance: Tensor, eps: float, centred: bool) -> tuple[
 
         v_x̂ = [(1 - 2/D - 2 x̂²/D) v + (Σv + 2 x̂ Σx̂v + x̂² Σx̂²v)/D²] / s²
 
-    Without its mean (`centred=False`) the terms of μ are left out: `[(1 - 2 x̂²/D) v + x̂² Σx̂²v/D²] / s²`.
+    Without the mean (`centred=False`) there are no terms of μ: `[(1 - 2 x̂²/D) v + x̂² Σx̂²v/D²] / s²`.
 
     Args:
         x: (..., D).
         variance: v, of the same shape.
-        eps: added to the mean square.
-        centred: whether μ is taken off, or is 0 (root-mean-square norms).
+        eps: constant that is added to the mean square.
+        centred: whether μ is subtracted; False for root-mean-square norms.
 
     Cost: time O(D).
     """
@@ -40,7 +40,7 @@ def normalised(x: Tensor, variance: Tensor, eps: float, centred: bool) -> tuple[
 
 
 def sample_norm(site: Site, arguments: dict[str, Any]) -> Moments:
-    """`F.layer_norm` and `F.rms_norm` over the last dimensions, `F.group_norm` over groups of channels."""
+    """Returns the moments of `F.layer_norm`, `F.rms_norm` (last dimensions) and `F.group_norm` (groups of channels)."""
     x, grouped = arguments["input"], "num_groups" in arguments
     shape, eps = mean_of(x).shape, arguments["eps"]
     if isinstance(x, Moments):
@@ -55,7 +55,7 @@ def sample_norm(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def batch_norm(site: Site, arguments: dict[str, Any]) -> Moments | tuple[Moments]:
-    """`F.batch_norm` in eval mode, with treated weights; with certain ones it is an element-wise function."""
+    """Returns the moments of `F.batch_norm` in eval mode with treated weights; with certain ones it is element-wise."""
     x = arguments["input"]
     trailing = mean_of(x).ndim - 2
     scale = (arguments["running_var"] + arguments["eps"]).rsqrt()
@@ -69,17 +69,17 @@ def batch_norm(site: Site, arguments: dict[str, Any]) -> Moments | tuple[Moments
 def affine(
     site: Site, x: Value, weight: Value | None, bias: Value | None, trailing: int, factor: Tensor | None = None
 ) -> Moments:
-    """Returns the moments of `γ x̂ + β`, with γ and β correlated within one feature as the posterior says.
+    """Returns the moments of `γ x̂ + β`, with γ and β correlated within each feature as in the posterior.
 
         Var = (γ² + Var[γ]) v + Var[γ] x̂² + Var[β] + 2 x̂ Cov[γ, β]
 
     Args:
         site: the call.
         x: x̂.
-        weight: γ, if any.
-        bias: β, if any.
-        trailing: how many dimensions come after the features.
-        factor: of the variances, which are then those of x̂ without it.
+        weight: γ, or None.
+        bias: β, or None.
+        trailing: number of dimensions after the features.
+        factor: factor that the variances of x̂ still need; None for 1.
     """
 
     def wide(value: Any) -> Any:
@@ -94,7 +94,7 @@ def affine(
     crossed = _covariance(site, gamma_v, beta_v, mean.dtype)
 
     def added(mean: Tensor, shape: Any) -> Tensor | None:
-        """Returns what γ and β add at a certain x̂, whose dimensions `shape` fits their values to."""
+        """Returns the variances from γ and β at a certain x̂; `shape` fits their values to its dimensions."""
         total = None if beta_v is None else shape(beta_v)
         if gamma_v is not None:
             total = torch.addcmul(mean.new_zeros(()) if total is None else total, mean.square(), shape(gamma_v))
@@ -126,7 +126,7 @@ def affine(
 
 
 def _covariance(site: Site, gamma_v: Tensor | None, beta_v: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns Cov[γ, β] in the shape of γ's variances, None where it is 0."""
+    """Returns Cov[γ, β] in the shape of γ's variances, or None if it is 0."""
     weight, bias = site.roles.get("weight"), site.roles.get("bias")
     if gamma_v is None or beta_v is None or weight is None or bias is None or weight[0] is not bias[0]:
         return None
