@@ -47,17 +47,6 @@ def gpt2() -> nn.Module:
     return GPT2ForSequenceClassification(config).eval()
 
 
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=16, num_labels=3, initializer_range=0.4,
-    )  # fmt: skip
-    return ViTForImageClassification(config).eval()
-
-
 def texts(samples: int, length: int = 6) -> dict[str, Tensor]:
     ids = torch.randint(1, 17, (samples, length), generator=torch.Generator().manual_seed(samples))
     mask = torch.ones_like(ids)
@@ -94,7 +83,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "resnet20": (lambda: normed(ResNet20()), real(3, 32, 32)),
     "encoder": (lambda: Encoder().eval(), real(4, 8)),
     "one": (lambda: Encoder(1).eval(), real(4, 8)),
-    "vit": (vit, lambda n: {"pixel_values": real(1, 8, 8)(n)}),
     "bert": (bert, texts),
     "gpt2": (gpt2, texts),
 }
@@ -105,7 +93,7 @@ FEW = [name if name in QUICK[:2] else pytest.param(name, marks=pytest.mark.slow)
 
 @cache
 def deployed(name: str, outputs: str) -> tuple[lw.Posterior, Predictor]:
-    """A diagonal posterior of all layers, and its predictor; not to be changed."""
+    """Returns a diagonal posterior of all layers, and its predictor; do not change them."""
     posterior, inputs = fitted(name)
     return posterior, lw.deploy(posterior, inputs(4), outputs=outputs)  # type: ignore[arg-type]
 
@@ -113,7 +101,7 @@ def deployed(name: str, outputs: str) -> tuple[lw.Posterior, Predictor]:
 def fitted(
     name: str, method: Any = None, params: Any = lw.everything, likelihood: Any = None
 ) -> tuple[lw.Posterior, Callable[[int], Any]]:
-    """A posterior around a network, and what makes its inputs."""
+    """Returns a posterior of a network, and the function that makes its inputs."""
     torch.manual_seed(0)
     make, inputs = NETWORKS[name]
     model, x = make(), inputs(4)
@@ -197,7 +185,7 @@ def test_onnx(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "mnist_cnn", "vit", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "mnist_cnn", "gpt2"])
 def test_compiled(name: str) -> None:
     posterior, predictor = deployed(name, "latent")
     inputs = NETWORKS[name][1]
@@ -247,32 +235,7 @@ def test_texts_of_other_lengths(length: int) -> None:
     assert_same(predictor(texts(3, length)), posterior, texts(3, length), lw.Streamlined(), "latent", 2e-6)
 
 
-class PooledTokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.pool, self.head = nn.Embedding(11, 6), nn.AdaptiveAvgPool1d(2), nn.Linear(12, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.pool(self.table(tokens).mT).flatten(1))
-
-
-@pytest.mark.slow
-def test_pools_over_tokens_of_other_lengths() -> None:
-    tokens = torch.randint(11, (20, 7), generator=torch.Generator().manual_seed(0))
-    data = [(tokens, torch.arange(20) % 3)]
-    posterior = lw.fit(PooledTokens().eval(), data, lw.Diagonal(), params=lw.everything, prior_precision=10.0)
-    predictor, other = lw.deploy(posterior, tokens, lw.Streamlined(), "latent"), tokens[:5, :4]
-    assert_same(predictor(other), posterior, other, lw.Streamlined(), "latent", 2e-6)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["residual_block"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("cnn_bn_inplace", "groupnorm_rms", "mha_seq_first", "conv1d")
-    ],
-)
+@pytest.mark.parametrize("name", ["residual_block", pytest.param("groupnorm_rms", marks=pytest.mark.slow)])
 def test_zoo_in_double_precision(name: str) -> None:
     case = ZOO[name]
     x, y = case.inputs(4, 0), case.targets(4, 0)
@@ -315,20 +278,10 @@ def test_far_wider_than_linearised_is_told(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_examples_that_are_all_the_same() -> None:
-    """Where the samples are is not told by one sample of equal tokens."""
+    """One sample of equal tokens does not show the dimension of the samples."""
     model, x = Sequence().double().eval(), torch.randint(9, (7, 5))
     posteriors = [lw.fit(model, [(x, torch.arange(7) % 3)], lw.Diagonal(), prior_precision=30.0) for _ in range(2)]
     predictor = lw.deploy(posteriors[0], torch.zeros(1, 5, dtype=torch.long))
-    assert_same(predictor(x), posteriors[1], x, lw.Streamlined(), "prediction", 1e-11)
-
-
-@pytest.mark.slow
-def test_examples_that_are_as_many_copies_as_positions() -> None:
-    """Nor do they tell where the samples are."""
-    case = ZOO["mha_seq_first"]
-    x, y = case.inputs(7, 0), case.targets(7, 0)
-    posteriors = [lw.fit(case.build(), [(x, y)], lw.Diagonal(), prior_precision=30.0) for _ in range(2)]
-    predictor = lw.deploy(posteriors[0], torch.full_like(x[:4], 0.5))  # as many samples as positions
     assert_same(predictor(x), posteriors[1], x, lw.Streamlined(), "prediction", 1e-11)
 
 
@@ -373,14 +326,6 @@ def test_any_structure_streamlined(method: str) -> None:
     assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "latent", 5e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mnist_cnn", "gpt2"])
-def test_kronecker_factors_of_convolutions_and_transposed_weights(name: str) -> None:
-    posterior, inputs = fitted(name, lw.KFAC())
-    predictor = lw.deploy(posterior, inputs(2))
-    assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "prediction", 5e-6)
-
-
 @pytest.mark.parametrize("params", ["4.bias", "4.weight", "2.bias", "0.*"])
 def test_parts_of_a_network(params: str) -> None:
     posterior, inputs = fitted("mlp", lw.Full(), lw.matching(params))
@@ -397,10 +342,7 @@ def test_scaled(inner: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "via"),
-    [
-        ("mlp", lw.Streamlined(activations="moments")),
-        pytest.param("one", lw.Streamlined(attention="scores"), marks=pytest.mark.slow),
-    ],
+    [("mlp", lw.Streamlined(activations="moments")), ("one", lw.Streamlined(attention="scores"))],
     ids=["moments", "scores"],
 )
 def test_options_of_the_way(name: str, via: Any) -> None:
@@ -410,13 +352,8 @@ def test_options_of_the_way(name: str, via: Any) -> None:
 
 @pytest.mark.parametrize(
     ("link", "params"),
-    [
-        (lw.Probit(), lw.last_layer),
-        (lw.Probit(scale="weighted"), lw.everything),
-        (lw.Probit(scale="marginal"), lw.last_layer),
-        (lw.LaplaceBridge(), lw.last_layer),
-    ],
-    ids=["probit", "weighted probit", "marginal probit", "bridge"],
+    [(lw.Probit(scale="weighted"), lw.everything), (lw.Probit(), lw.last_layer), (lw.LaplaceBridge(), lw.last_layer)],
+    ids=["weighted probit", "probit", "bridge"],
 )
 def test_links(link: Any, params: Any) -> None:
     posterior, inputs = fitted("mlp", lw.KFAC(), params)
@@ -431,17 +368,6 @@ def test_bernoulli(link: Any) -> None:
     predictor = lw.deploy(posterior, inputs(2), link=link)
     wanted: Any = posterior.predict(inputs(7), via=lw.Streamlined(), link=link)
     torch.testing.assert_close(predictor(inputs(7)), wanted.probs, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("link", [None, lw.Probit()], ids=["quadrature", "probit"])
-def test_bernoulli_in_onnx(link: Any, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    posterior, inputs = fitted("mlp", likelihood=lw.Bernoulli())
-    predictor = lw.deploy(posterior, inputs(2), link=link)
-    wanted: Any = posterior.predict(inputs(7), via=lw.Streamlined(), link=link)
-    (found,) = onnx_outputs(predictor.to_onnx(tmp_path / "network.onnx", inputs(2)), inputs(7))
-    torch.testing.assert_close(torch.from_numpy(found), wanted.probs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("via", [lw.Streamlined(), lw.Linearized()], ids=["streamlined", "linearized"])
@@ -462,13 +388,6 @@ def test_a_function_after_the_last_layer() -> None:
     posterior = lw.fit(model, [(x, y)], lw.KFAC(), params=lw.matching("2.*"), prior_precision=30.0)
     predictor = lw.deploy(posterior, x, lw.Linearized())
     assert_same(predictor(x[:7]), posterior, x[:7], lw.Linearized(), "prediction")
-
-
-def test_outputs_that_are_no_layers() -> None:
-    x, y = torch.randn(4, 2, 6, 6), torch.arange(4) % 3
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
-    posterior = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=30.0)
-    assert_same(lw.deploy(posterior, x, outputs="latent")(x[:3]), posterior, x[:3], lw.Streamlined(), "latent")
 
 
 # ---- a module like any other
@@ -502,7 +421,7 @@ def test_it_stands_alone(tmp_path: Path) -> None:
 
 
 def test_moving_to_another_device() -> None:
-    """The meta device stands for any other: buffers and the tensors that calls make go with the module."""
+    """The meta device represents any other: buffers, and tensors that calls create, move with the module."""
     predictor = copy.deepcopy(deployed("bert", "latent")[1]).to("meta")
     x = {key: value.to("meta") for key, value in texts(3).items()}
     assert all(part.device.type == "meta" for part in predictor(x))
@@ -552,20 +471,17 @@ def test_ways_that_cannot_be_deployed() -> None:
         lw.deploy(posterior, inputs(2), via=lw.Linearized())
 
 
-def test_links_and_outputs_that_cannot_be_deployed() -> None:
+def test_links_outputs_and_calls_that_cannot_be_deployed() -> None:
+    case = ZOO["lstm"]
+    data = [(case.inputs(3, 0), case.targets(3, 0))]
+    posterior = lw.fit(case.build(), data, lw.Diagonal(), likelihood=lw.Gaussian(0.1), prior_precision=30.0)
+    with pytest.raises(lw.LapwingError, match=r"aten\.lstm.*no moment rule.*params=lw\.matching"):
+        lw.deploy(posterior, data[0][0])
     posterior, inputs = fitted("mlp")
     with pytest.raises(lw.LapwingError, match=r"SampledLink.*no closed form.*link=Probit\(\) or link=LaplaceBridge"):
         lw.deploy(posterior, inputs(2), link=lw.SampledLink(5))
     with pytest.raises(lw.LapwingError, match=r"outputs='both'\) is not an option"):
         lw.deploy(posterior, inputs(2), outputs="both")  # type: ignore[arg-type]
-
-
-def test_calls_that_go_by_forward_mode() -> None:
-    case = ZOO["lstm"]
-    x, y = case.inputs(3, 0), case.targets(3, 0)
-    posterior = lw.fit(case.build(), [(x, y)], lw.Diagonal(), likelihood=lw.Gaussian(0.1), prior_precision=30.0)
-    with pytest.raises(lw.LapwingError, match=r"aten\.lstm.*no moment rule.*params=lw\.matching"):
-        lw.deploy(posterior, x)
 
 
 def test_inputs_of_another_form() -> None:

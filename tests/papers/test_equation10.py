@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.prediction.test_streamlined_kronecker import factored
 from torch import nn
 
 import lapwing as lw
 from lapwing import tangent as tn
 from papers.streamlined.equation10 import equation_10, shifted
 from tests.prediction.streamlined_oracle import F64, mlp_by_loops
-from tests.prediction.test_streamlined_kronecker import factored
 
 
 def network():

@@ -1,4 +1,4 @@
-"""What streamlined prediction refuses, by name and with the line to write."""
+"""Refusals of streamlined prediction, with the call and the line to write."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Branching(nn.Module):
 def test_large_calls_without_a_rule_are_named():
     x = torch.randn(3, 4, dtype=F64)
     model = nn.Sequential(nn.Linear(4, 5000), nn.Sequential(nn.Tanh(), Sorted()), nn.Linear(5000, 2))
-    found = r"stops at aten.sort in '1.1' \(Sorted\): it has no moment rule, and its uncertain input has 5000 numbers"
+    found = r"stops at aten.sort in '1.1' \(Sorted\): it has no moment rule, and its uncertain input has 5000 entries"
     tangent = tn.Tangent.survey(model.double().eval(), x, tn.matching("0.bias"))
     with pytest.raises(LapwingError, match=found) as caught:
         Streamlined().latent(tangent, build(tangent, "diagonal"), x)
@@ -48,23 +48,6 @@ def test_large_calls_without_a_rule_are_named():
 
 def test_control_flow_on_data_is_named():
     refuse(Branching(), torch.ones(3, 4, dtype=F64), "torch.export cannot read the forward of Branching")
-
-
-class Packed(nn.Module):
-    """Sequences of unequal length: packing reads their lengths as numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
-
-    def forward(self, x):
-        lengths = (x[..., 0] != 0).sum(1).cpu()
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return self.head(self.layer(packed)[1][0])
-
-
-def test_packed_sequences_are_no_fault_of_the_inputs():
-    refuse(Packed(), torch.ones(3, 5, 4, dtype=F64), "torch.export cannot read the forward of Packed")
 
 
 @pytest.mark.parametrize("mode", ["diagonal", "full"])

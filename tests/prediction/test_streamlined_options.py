@@ -15,7 +15,7 @@ from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.errors import LapwingError
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, propagate
+from tests.prediction.streamlined_oracle import F64, draw_outputs, propagate
 
 
 def diagonal_posterior(tangent, precision: float):
@@ -30,13 +30,8 @@ def fused(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def causal(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7)
-
-
-def masked(q, k, v):
-    mask = torch.tensor([[True, True, False, True]])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+def masked_and_scaled(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(4, 4, dtype=torch.bool).tril(), scale=0.7)
 
 
 def biased(q, k, v):
@@ -53,26 +48,20 @@ def by_einsum(q, k, v):
     return torch.einsum("bhts,bhsd->bhtd", scores.masked_fill(torch.eye(4, dtype=torch.bool), -1e9).softmax(-1), v)
 
 
-KINDS = [fused, causal, masked, biased, by_hand, by_einsum]
+KINDS = [fused, masked_and_scaled, biased, by_hand, by_einsum]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_with_certain_scores_equals_loops(kind):
+def test_attention_with_certain_scores(kind):
     q, k, v, s = (torch.randn(2, 2, 4, 3, dtype=F64) for _ in range(4))
     s = s.square()
     mean, variance, model = propagate(kind, (q, k, v), {0: s + 1, 1: s + 2, 2: s})
     P = kind(q, k, torch.eye(4, dtype=F64).expand(2, 2, 4, 4))  # the weights themselves
-    expected = torch.zeros(2, 2, 4, 3, dtype=F64)
-    for b in range(2):
-        for h in range(2):
-            for t in range(4):
-                for d in range(3):
-                    expected[b, h, t, d] = sum(P[b, h, t, u] ** 2 * s[b, h, u, d] for u in range(4))
-    torch.testing.assert_close(variance, expected.flatten(1))
+    torch.testing.assert_close(variance, (P.square() @ s).flatten(1))
     torch.testing.assert_close(mean, model(q, k, v).detach())
 
 
-@pytest.mark.parametrize("kind", KINDS[:4])
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_attention_with_uncertain_scores_equals_jacobians(kind):
     q, k, v = (torch.randn(2, 2, 4, 3, dtype=F64) for _ in range(3))
     spreads = [torch.rand(2, 2, 4, 3, dtype=F64) for _ in range(3)]
@@ -90,14 +79,6 @@ def test_attention_with_uncertain_scores_equals_jacobians(kind):
 
 
 # ---- matched activations
-
-
-def test_matched_relu_equals_draws():
-    x, v = torch.randn(4, 6, dtype=F64), torch.rand(4, 6, dtype=F64) * 2 + 0.01
-    mean, variance, _ = propagate(nn.ReLU(), x, {0: v}, activations="moments")
-    draws = (x + v.sqrt() * torch.randn(400_000, 4, 6, dtype=F64)).relu()
-    torch.testing.assert_close(mean, draws.mean(0), rtol=0.02, atol=0.005)
-    torch.testing.assert_close(variance, draws.var(0), rtol=0.02, atol=0.003)
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e-4, 1.0, 30.0, -30.0])
@@ -134,16 +115,13 @@ def test_matched_smooth_activations_equal_fine_quadrature(kind):
 
 
 def test_matched_moments_approach_draws_of_a_network():
-    """Where weights are uncertain, matching is nearer the truth than the linearised activations."""
+    """With uncertain weights, matched activations are nearer to draws than linearised ones."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 60), nn.ReLU(), nn.Linear(60, 3)).double().eval()
     x = torch.randn(8, 4, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = diagonal_posterior(tangent, 3.0)
-    draws = covariance.sample(20_000, torch.Generator().manual_seed(0))
-    parts = tn.split(tangent.blocks, draws)
-    moved = {name: value + tangent.parameters[name].detach() for name, value in parts.items()}
-    out = torch.vmap(lambda p: torch.func.functional_call(model, p, (x,)))(moved).detach()
+    out = draw_outputs(model, tangent, covariance, x).detach()
     errors = {}
     for activations in ("linear", "moments"):
         latent = Streamlined(activations=activations).latent(tangent, covariance, x)
@@ -189,7 +167,7 @@ def test_correlated_branches_bring_variances_nearer_the_linearised_ones():
 
 
 def test_full_covariances_that_do_not_fit_are_refused():
-    """Before they are made: one sample's would take more than 60 times the budget."""
+    """One sample would need more than 60 times the budget."""
     model = nn.Sequential(nn.Linear(8, 8192), nn.ReLU(), nn.Linear(8192, 2)).double().eval()
     x = torch.randn(4, 8, dtype=F64)
     tangent = tn.Tangent.survey(model, x, memory=2**24)
@@ -203,7 +181,7 @@ def test_full_covariances_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 def test_variances_that_overflow_are_refused(covariance):
-    """Where a posterior is so wide that the products of ten layers leave the range of float32."""
+    """The posterior is so wide that the products of ten layers overflow float32."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(10)]).eval()
     x = torch.randn(4, 8)

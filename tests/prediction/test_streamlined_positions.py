@@ -18,7 +18,7 @@ from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
 from papers.common.networks import BasicBlock
-from tests.prediction.streamlined_oracle import F64, Function, build, draw_outputs, surveyed
+from tests.prediction.streamlined_oracle import F64, Function, build, surveyed
 from tests.prediction.test_streamlined_networks import NAMES, covariance_of
 from tests.zoo import ZOO
 
@@ -64,23 +64,6 @@ def test_mean_over_the_positions_of_one_layer_is_exact(layer, positive, kind):
     if positive and kind != "dense block":  # a dense block may turn weights against each other
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert (found >= expected * (1 - 1e-9)).all()
-
-
-def test_layers_without_activations_are_nearly_exact_for_diagonal_posteriors():
-    """The channels of the first layer are independent there; one number ρ a channel does not hold all of its shape."""
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(4, 5, 1), nn.Conv2d(5, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    model = nn.Sequential(*layers).double().eval()
-    x = torch.rand(3, 4, 3, 3, dtype=F64) + 0.1
-    tangent = tn.Tangent.survey(model, x, tn.matching("0.*"))
-    covariance = build(tangent, "diagonal")
-    exact = Linearized().latent(tangent, covariance, x, joint=False)
-    alone = Streamlined(positions="independent").latent(tangent, covariance, x)
-    assert (alone.variance < 0.2 * exact.variance).all()
-    latent = Streamlined().latent(tangent, covariance, x)
-    torch.testing.assert_close(latent.variance, exact.variance, rtol=0.02, atol=0.0)
-    draws = draw_outputs(model, tangent, covariance, x)
-    torch.testing.assert_close(draws.var(0), latent.variance, rtol=0.07, atol=0.0)
 
 
 TRANSPOSED = {
@@ -163,15 +146,6 @@ def test_attention_and_residuals_of_equal_tokens_are_one():
     one_token_equals_six(model, x)
 
 
-def test_without_positions_nothing_changes():
-    for name in ("mlp", "prelu"):
-        tangent, x = surveyed(name), ZOO[name].inputs(3, 0)
-        covariance = covariance_of(tangent)
-        ways = [Streamlined(positions=positions) for positions in ("independent", "correlated")]
-        both = [way.latent(tangent, covariance, x).covariance for way in ways]
-        torch.testing.assert_close(*both, rtol=0, atol=0)
-
-
 # ---- nearer the linearised variances
 
 
@@ -218,23 +192,6 @@ def test_correlations_are_between_zero_and_one(name):
 
 
 # ---- where positions are
-
-
-def layouts_of(model, x):
-    tangent = tn.Tangent.survey(model.double().eval(), x, tn.matching("*"))
-    with without_compiled():
-        return Streamlined().program(tangent, covariance_of(tangent), x).layouts
-
-
-def test_layouts_of_a_transformer():
-    model, x = vision_transformer()
-    found = layouts_of(model, x.double())
-    assert found["conv2d"].positions == (2, 3)
-    assert found["flatten"].positions == (2,)
-    assert found["transpose"].positions == (1,)
-    heads = [layout for layout in found.values() if len(layout.channels.shape) == 4 and layout.positions == (2,)]
-    assert heads
-    assert all(layout.channels.shape == (1, 3, 1, 4) for layout in heads)
 
 
 class Merged(nn.Module):
@@ -420,16 +377,3 @@ def test_differentiable_in_inputs_where_variances_are_zero():
 
     assert torch.autograd.gradcheck(variance, (x.requires_grad_(),))
     assert F.relu(model[0](x)).eq(0).any()
-
-
-def test_the_place_of_the_samples_is_found_from_equal_ones():
-    torch.manual_seed(0)
-    model, x = Merged("merged fastest").double().eval(), torch.randn(3, 6, 4, dtype=F64)
-    results = []
-    for first in (x, x[:1].expand(3, 6, 4).contiguous()):
-        tangent = tn.Tangent.survey(model, x, tn.matching("*"))
-        torch.manual_seed(1)
-        covariance = covariance_of(tangent)
-        Streamlined().latent(tangent, covariance, first)  # builds the program
-        results.append(Streamlined().latent(tangent, covariance, x).covariance)
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

@@ -143,6 +143,8 @@ OPERATIONS = {
     "second of two values": (lambda: Function(lambda x: torch.var_mean(x, 1)[1]), (5, 2)),
     "prelu": (lambda: nn.PReLU(4), (4, 2)),
     "dropout": (lambda: nn.Dropout(0.4), (6,)),
+    "sum": (lambda: Product(lambda x, y: x + 2 * y), (6,)),
+    "quotient": (lambda: Product(lambda x, y: x / (2 + y.sigmoid())), (6,)),
 }  # fmt: skip
 
 
@@ -178,9 +180,6 @@ def test_product_of_independent_values_has_exact_variances(name):
     second = jacrev(jacrev(lambda one: model(one[None])[0]))(x[0]).detach()  # constant: (n, 12, 12)
     crossed = torch.einsum("nij,bi,bj->bn", second.square(), v, v) / 2  # each pair twice
     torch.testing.assert_close(variance, first + crossed)
-    draws = x + v.sqrt() * torch.randn(100_000, 2, 12, dtype=F64)
-    out = torch.vmap(model)(draws).detach()
-    torch.testing.assert_close(out.var(0), variance, rtol=0.05, atol=0.0)
     torch.testing.assert_close(mean, model(x).detach())
 
 
@@ -192,29 +191,6 @@ def test_gated_linear_unit_is_a_product_with_a_linearised_gate():
     spread = (gate * (1 - gate)) ** 2 * vb
     torch.testing.assert_close(variance, va * gate**2 + a**2 * spread + va * spread)
     torch.testing.assert_close(mean, model(x).detach())
-
-
-def test_quotient_is_linearised():
-    check_independent(Product(lambda x, y: x / (2 + y.sigmoid())), (6,))
-
-
-def test_sum_of_branches_is_independent():
-    x, v = torch.randn(3, 4, dtype=F64), torch.rand(3, 4, dtype=F64)
-    linear = nn.Linear(4, 4)
-    branch = Residual(linear)
-    mean, variance, model = through(branch, x, v)
-    expected = v + v @ linear.weight.detach().square().T
-    torch.testing.assert_close(variance, expected)
-    torch.testing.assert_close(mean, model(x).detach())
-
-
-class Residual(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return x + self.inner(x)
 
 
 # ---- layers with treated weights: `h` is linear in weights and in inputs

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.func import jacrev
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing import tangent as tn
 from lapwing.prediction.streamlined import Streamlined
@@ -50,7 +48,7 @@ OPTIONS = [{"heads": 1}, {"heads": 2}, {"heads": 3, "packed": True}, {"heads": 2
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_features_of_a_head_that_share_inputs_equal_loops(options):
-    """Equation 74: within a head as the weights say, between heads independent."""
+    """Equation 74: the covariances of the weights within a head, independent heads."""
     model, (x, z) = case(**options)
     v = torch.rand(2, 5, 4, dtype=F64)
     inputs, spreads = (x, z), {0: v}
@@ -72,17 +70,7 @@ def test_features_of_a_head_that_share_inputs_equal_loops(options):
     assert (plain - found).abs().max() > 0.01 * found.mean()
 
 
-def test_features_of_one_head_equal_jacobians():
-    model, (x, z) = case(heads=1)
-    v = torch.rand(2, 5, 4, dtype=F64)
-    _, found, _ = propagate(model, (x, z), {0: v}, attention="features", positions="independent")
-    with sdpa_kernel(SDPBackend.MATH):
-        rows = [jacrev(lambda a, b=b: model(a[None], z[b][None])[0])(x[b]).flatten(1) for b in range(2)]
-    expected = torch.stack([(J.square() @ v[b].flatten()).detach() for b, J in enumerate(rows)])
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("name", ["vit", "gpt2", "mha", "mha_seq_first", "encoder_layer", "mlp"])
+@pytest.mark.parametrize("name", ["gpt2", "mha", "mha_seq_first"])
 def test_networks_keep_means_and_do_not_depend_on_the_batch(name):
     tangent, x = surveyed(name), ZOO[name].inputs(4, 0)
     covariance = covariance_of(tangent)
@@ -94,7 +82,7 @@ def test_networks_keep_means_and_do_not_depend_on_the_batch(name):
     torch.testing.assert_close(way.latent(tangent, covariance, some).covariance, latent.covariance[:1])
 
 
-def test_attention_that_is_not_seen_is_logged_once(caplog):
+def test_a_network_without_attention_gets_one_warning(caplog):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double().eval(), torch.randn(3, 3, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
