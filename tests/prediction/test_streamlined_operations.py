@@ -113,39 +113,6 @@ def test_targets_that_are_not_overloads_and_slopes_without_elementwise_calls_are
         register_operation(Operation(slope=lambda a, y, name: y), TARGET)
 
 
-@torch.library.custom_op("lapwing_test::doubled_gain", mutates_args=())
-def doubled_gain(x: Tensor, weight: Tensor) -> Tensor:
-    return 2 * x * weight
-
-
-@doubled_gain.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-doubled_gain.register_autograd(
-    lambda ctx, g: (2 * g * ctx.saved_tensors[1], (2 * g * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
-class Gain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=F64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return doubled_gain(x, self.weight)
-
-
-def test_the_refusal_names_an_uncertain_weight() -> None:
-    """A slope would not do for it."""
-    model, x = nn.Sequential(nn.Linear(4, 4).double(), Gain()).eval(), torch.randn(3, 4, dtype=F64)
-    tangent = Tangent.survey(model, x, lw.matching("1.*"))
-    with pytest.raises(LapwingError, match=r"argument weight is uncertain\. Register a rule for it"):
-        lw.Streamlined().latent(tangent, build(tangent, "diagonal"), x)
-
-
 def test_a_rule_without_a_label_is_refused() -> None:
     with pytest.raises(LapwingError, match="A moment rule needs a label"):
         Operation(Kind.OTHER, lambda site, arguments: arguments["self"])

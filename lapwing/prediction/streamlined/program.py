@@ -68,7 +68,7 @@ def build(
     inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
     steps = schedule(graph, frozenset(treated), inputs, way.attention)
     _check_uses(network, graph, steps, treated)
-    _check_forward_mode(network, steps, treated, full)
+    _check_forward_mode(network, steps, full)
     calls = [step.node for step in steps.steps if step.uncertain and step.fused is None]
     ruleless = any(operation_of(node).rule is None for node in calls)
     axes = read_axes(graph, example, network) if not full and ruleless else None
@@ -88,7 +88,7 @@ def build(
     return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
 
 
-def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any], full: bool) -> None:
+def _check_forward_mode(network: str, steps: Schedule, full: bool) -> None:
     """Refuses operators from outside torch without a derivative in the table."""
     for step in steps.steps:
         if not step.uncertain:
@@ -96,18 +96,12 @@ def _check_forward_mode(network: str, steps: Schedule, treated: Mapping[str, Any
         closed = operation_of(step.node).rule is not None if step.fused is None else step.fused.closed
         for node in (step.node,) if step.fused is None else step.fused.body:
             if not has_forward_mode(node) and (full or not closed):
-                problem = "it is an operator from outside torch, and forward mode does not pass through it"
-                entry = "a slope or a rule"
-                weights = list(roles_of(node, treated))
-                if weights and not closed:
-                    problem += f", and its argument {weights[0]} is uncertain"
-                    entry = "a rule"
                 raise refusal(
                     network,
                     node,
-                    problem,
-                    f"Register {entry} for it (lapwing.prediction.streamlined.register_operation), and pass "
-                    "lw.Streamlined() without full mode.",
+                    "it is an operator from outside torch, and forward mode does not pass through it",
+                    "Register a rule for it, or a slope if it is element-wise with certain weights "
+                    "(lapwing.prediction.streamlined.register_operation), and pass lw.Streamlined() without full mode.",
                 )
 
 
