@@ -205,10 +205,6 @@ def _log_draws(outputs: int, exact: bool) -> None:
 class Selection:
     """The outputs that a prediction keeps, and their cotangents: one-hot columns (B, C, k).
 
-    Args:
-        outputs: k for the outputs with the largest means, or a list of outputs.
-        every: C.
-
     Attributes:
         columns: k, at most C.
         listed: the list, or None.

@@ -218,16 +218,9 @@ def drawn(values: Any, spreads: Spreads, generator: torch.Generator) -> Any:
 
 
 def carried(tangent: Tangent, values: Any, spreads: Spreads, differentiable: bool) -> tuple[Tensor, Tensor]:
-    """Returns the network's outputs (B, C), and the first-order covariance from uncertain inputs, `J_x Σ_x J_xᵀ`.
+    """Returns the outputs (B, C), and the first-order covariance from uncertain inputs, `J_x Σ_x J_xᵀ` (B, C, C).
 
-    Args:
-        tangent: the network.
-        values: B samples.
-        spreads: variances or covariances of the uncertain tensors.
-        differentiable: whether to keep the graph in the values; the graph in the spreads is always kept.
-
-    Returns:
-        Outputs (B, C) and covariances (B, C, C).
+    With `differentiable` it keeps the graph in the values. It always keeps the graph in the spreads.
 
     Cost: a forward and C backward passes of activations, in chunks that fit the memory budget.
     """

@@ -28,8 +28,8 @@ def latent_of_draws(
 ) -> LinearDraws | LatentAtPositions | None:
     """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None without such products.
 
-    The weights are drawn in groups, and each group is applied to all inputs. A covariance of few draws, as `lw.SampledLLA`
-    has, gives at most its own draws.
+    The weights are drawn in groups, and each group is applied to all inputs. A covariance of few draws
+    (`lw.SampledLLA`) gives at most its own draws.
     """
     checked = tangent.check(inputs)
     count = min(draws, covariance.distinct_draws or draws)

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.prediction.test_streamlined_kronecker import factored
 from torch import nn
 
 import lapwing as lw
 from lapwing import tangent as tn
+from lapwing.covariance import Blockwise, KroneckerBlock, KroneckerFactors
 from papers.streamlined.equation10 import equation_10, shifted
 from tests.prediction.streamlined_oracle import F64, mlp_by_loops
+
+
+def factored(tangent, precision=0.7, scale=2.0):
+    """A KFAC posterior over linear layers, with its factors A and Γ of equal mean eigenvalues."""
+    structures, factors = {}, {}
+    for block in tangent.blocks:
+        _, outputs, inputs = block.matrix_shape
+        alpha, gamma = torch.rand(1, inputs, dtype=F64), torch.rand(1, outputs, dtype=F64)
+        bases = [torch.linalg.qr(torch.randn(1, n, n, dtype=F64))[0] for n in (inputs, outputs)]
+        kronecker = KroneckerFactors(*bases, alpha, gamma, torch.ones(1, dtype=torch.int64))
+        structures[block.name] = KroneckerBlock(kronecker.products(), kronecker)
+        level = (alpha.mean() * gamma.mean() * scale).sqrt()
+        diagonals = (alpha[0] / alpha.mean() * level).diag(), (gamma[0] / gamma.mean() * level).diag()
+        factors[block.name] = [b[0] @ d @ b[0].T for b, d in zip(bases, diagonals, strict=True)]
+    deltas = torch.full((len(tangent.blocks),), precision, dtype=F64)
+    return Blockwise(tangent.blocks, structures, deltas, scale), factors
 
 
 def network():

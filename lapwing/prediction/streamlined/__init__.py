@@ -215,13 +215,7 @@ class Streamlined(Way):
     ) -> Program | FullProgram:
         """Returns the program for such inputs, built once for each graph and posterior.
 
-        Call it under the lock of `without_compiled`.
-
-        Args:
-            tangent: the network.
-            covariance: Σ.
-            inputs: B samples.
-            places: indices of the uncertain inputs among the leaves.
+        Call it under the lock of `without_compiled`. `places` are the indices of uncertain inputs among the leaves.
         """
         from .graph import read  # imported when used: `import lapwing` stays fast
 

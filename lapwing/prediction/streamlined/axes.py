@@ -68,11 +68,6 @@ class SampleAxes:
 def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
     """Returns the dimension of the samples in every value, found by the symbolic length of the batch.
 
-    Args:
-        graph: the network's calls.
-        inputs: B samples.
-        network: name of the network's class.
-
     Raises:
         LapwingError: for a batch of fixed size, or samples merged between other dimensions.
 
@@ -174,12 +169,6 @@ def _other(x: Tensor, dim: int) -> Tensor:
 
 def read_layouts(schedule: Schedule, graph: Graph, inputs: Any, network: str) -> dict[str, Layout]:
     """Returns the dimensions of every uncertain value, from the labels of the operations.
-
-    Args:
-        schedule: the steps.
-        graph: the network's calls.
-        inputs: B samples.
-        network: name of the network's class.
 
     Returns:
         Name of a value -> its dimensions; empty for a network that merges its samples between other dimensions.

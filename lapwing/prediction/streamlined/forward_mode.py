@@ -75,14 +75,6 @@ def linearised(
 ) -> Value:
     """Returns the moments of a call, `v_y = Σ_x Σ_k (∂y/∂x_k)² Var[x_k]` for independent entries of its arguments x.
 
-    Args:
-        step: the call.
-        site: its site.
-        values: its arguments by name.
-        axes: the dimensions of the samples.
-        samples: B.
-        dtype: dtype of the moments.
-
     Raises:
         LapwingError: for arguments with more than 4 096 entries, or a call without a forward-mode derivative.
 
@@ -97,7 +89,8 @@ def linearised(
             raise site.refusal("it has no moment rule, and reads several uncertain tensors at once")
 
         def outputs(x: Tensor, name: str = name) -> tuple[Tensor, ...]:
-            return tuple(filter(_is_real, _as_tuple(evaluate(step, {**means, name: x}, dtype))))
+            value = evaluate(step, {**means, name: x}, dtype)
+            return tuple(filter(_is_real, value if isinstance(value, (tuple, list)) else (value,)))
 
         for tangents in _directions(name, x, axes, samples, site):
             squares = [part.square().sum(0) for part in push(outputs, (x.mean,), (tangents,), site.refusal)]
@@ -107,10 +100,6 @@ def linearised(
         return Moments(mean, totals[0])
     rest = iter(totals)
     return tuple(Moments(part, next(rest)) if _is_real(part) else part for part in mean)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _is_real(part: Any) -> bool:

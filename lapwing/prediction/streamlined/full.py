@@ -85,11 +85,6 @@ def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
 class FullProgram:
     """One pass through a network with means, and covariances (B, n_a, n_b) by pairs of names.
 
-    Args:
-        program: the schedule and its treated weights.
-        covariance: Σ.
-        inputs: inputs of the network.
-
     Raises:
         LapwingError: if the samples of the network cannot be told apart.
     """

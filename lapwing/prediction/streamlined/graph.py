@@ -122,10 +122,6 @@ def read(tangent: Tangent, inputs: Any) -> Graph:
     The batch and the lengths of integer inputs may vary if the network's code allows it. Other shapes may not.
     Call this under the lock of `without_compiled`.
 
-    Args:
-        tangent: the network.
-        inputs: B samples.
-
     Raises:
         LapwingError: if `torch.export` cannot read the network's forward.
 

@@ -51,14 +51,7 @@ class Schedule:
 
 
 def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], attention: str) -> Schedule:
-    """Returns the steps, with the calls that carry moments.
-
-    Args:
-        graph: the network's calls.
-        treated: names of treated parameters.
-        inputs: names of uncertain inputs.
-        attention: "scores" if scores are uncertain; otherwise they are certain.
-    """
+    """Returns the steps, for the names of treated parameters and of uncertain inputs."""
     calls, output = graph.nodes, graph.output
     users: dict[str, list[fx.Node]] = {}
     for node in calls:

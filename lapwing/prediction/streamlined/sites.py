@@ -141,14 +141,7 @@ def roles_of(node: fx.Node, treated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(network: str, node: fx.Node, problem: str, advice: str = "") -> LapwingError:
-    """Returns the error for a call that is not supported.
-
-    Args:
-        network: name of the network's class.
-        node: the call.
-        problem: the problem, with "it" for the call.
-        advice: a sentence with another remedy than `Linearized`.
-    """
+    """Returns the error for a call that is not supported; the text `problem` calls it "it"."""
     advice = f"{advice} Or" if advice else "Predict"
     return LapwingError(
         f"Streamlined prediction of {network} stops at {name_of(node)} in {where(node)}: {problem}. {advice} "

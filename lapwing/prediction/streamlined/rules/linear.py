@@ -67,11 +67,6 @@ class Layer:
         """Whether the bias is uncertain, in one block with the weights."""
         return self.treated is not None and isinstance(self.bias, Moments) and self.treated.block.bias
 
-    @property
-    def is_uncertain(self) -> bool:
-        """Whether the weights or the bias are uncertain."""
-        return self.treated is not None or isinstance(self.weight, Moments) or isinstance(self.bias, Moments)
-
     def rows(self, mean: Tensor) -> Tensor:
         """Returns the inputs of the block of weights, with a one appended for its bias."""
         return F.pad(mean, (0, 1), value=1.0) if self.bias_is_shared else mean
@@ -129,8 +124,7 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
     x, mean, variance = layer.x, mean_of(layer.x), variance_of(layer.x)
     h = site.apply({name: mean_of(value) for name, value in arguments.items()})
     parts: list[Tensor | None] = [] if variance is None else [variance @ layer.second()]
-    if layer.is_uncertain:
-        parts.append(total_of(layer.added(mean)))
+    parts.append(total_of(layer.added(mean)))
     if site.attention == "features":
         parts.append(between_features(site, layer.source, x, layer.matrix))
     total = total_of(parts)
