@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -55,10 +55,10 @@ class Batch:
     weights: Tensor | None = None
     likelihood: Likelihood | None = None
     round: int = 0
-    _outputs: list[tuple[slice, Tensor]] = field(default_factory=list)
-    _rows: Tensor | None = None
-    _kept: Tensor | None = None
-    _sizes: tuple[int, ...] | None = None
+    _outputs: list[tuple[slice, Tensor]] = field(default_factory=list, init=False)
+    _rows: Tensor | None = field(default=None, init=False)
+    _kept: Tensor | None = field(default=None, init=False)
+    _sizes: tuple[int, ...] | None = field(default=None, init=False)
 
     @property
     def checked(self) -> Checked:
@@ -142,9 +142,9 @@ class Batch:
     def take(self, rows: Tensor, start: int) -> Batch:
         """Returns the batch of some of the samples."""
         weights = None if self.weights is None else self.weights[rows.to(self.weights.device)]
-        inputs = batches.take(self.inputs, rows)
+        inputs, targets = batches.take(self.inputs, rows), self.targets[rows]
         counted = None if self.counted is None else self.counted[rows]
-        return Batch(self.tangent, inputs, self.targets[rows], start, counted, weights, self.likelihood)
+        return replace(self, inputs=inputs, targets=targets, start=start, counted=counted, weights=weights)
 
     def note(self, outputs: Tensor, part: slice | None = None) -> None:
         """Keeps outputs that a pass has computed, so that `outputs` need not run the network again."""
@@ -263,10 +263,7 @@ class LikelihoodPass(SumPass[DataSummary]):
         return DataSummary()
 
     def update(self, state: DataSummary, batch: Batch) -> None:
-        if self._tangent is not None:
-            batch = Batch(
-                self._tangent, batch.inputs, batch.targets, batch.start, batch.counted, batch.weights, batch.likelihood
-            )
+        batch = batch if self._tangent is None else replace(batch, tangent=self._tangent)
         state.add(self._likelihood, **batch.rows())
 
 

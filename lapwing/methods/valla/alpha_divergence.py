@@ -16,14 +16,14 @@ from ...errors import LapwingError
 from ...linalg import cholesky, generator_on
 from ...options import Rule, at_least, number, option, positive
 from ...tangent import Anchors
-from ...tangent.inducing import Kernel, kernel
+from ...tangent.inducing import Kernel
 from ..passes import Batch, FitResult, Passes
 from ..problem import MemoryNeed, Problem
 from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
 from .moving_points import MovingSteps, divergence, initial_noise
-from .objective_rows import ObjectiveRows, picked_count, rows_at_positions
+from .objective_rows import ObjectiveRows, picked_count
 
 LOADER = Rule(
     lambda value: hasattr(value, "__iter__") and not isinstance(value, (Tensor, str)),
@@ -126,14 +126,9 @@ class AlphaSteps(MovingSteps):
         blocks = rows.blocks
         spread = self.check_finite(state, remaining(blocks, factor, values["root"].tril()))
         logs = problem.likelihood.log_power_mean(
-            blocks.outputs,
-            spread,
-            rows.targets,
-            self._fit.alpha,
-            self.noise_at(values),
-            generator_on(spread.device, generator),
-            self._link,
-        )
+            blocks.outputs, spread, rows.targets, self._fit.alpha, self.noise_at(values),
+            generator_on(spread.device, generator), self._link,
+        )  # fmt: skip
         fit = self.scale.of_likelihood / batch.count * rows.weighted(logs).sum()
         return divergence(factor) - fit
 
@@ -141,14 +136,7 @@ class AlphaSteps(MovingSteps):
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> tuple[ObjectiveRows, Tensor]:
         """Returns the blocks of the NTK with the prior, and the Cholesky factor of `I + LᵀK_Z L`."""
-        anchors, delta, likelihood = self.anchors_at(values), self.precision_at(values), self.problem.likelihood
-        if batch.tangent.positions is None:
-            rows = ObjectiveRows(kernel(anchors, self.weights, batch.checked), batch.targets, batch.weights)
-            likelihood.check(rows.blocks.outputs, batch.targets)
-            batch.note(rows.blocks.outputs)
-        else:
-            rows = rows_at_positions(anchors, self.weights, batch, likelihood, generator)
-        rows = rows.doubled()
+        rows, delta = self.rows(self.anchors_at(values), batch, generator), self.precision_at(values)
         unit, root = rows.blocks, values["root"].tril()
         blocks = Kernel(unit.inner / delta, unit.cross / delta, unit.within / delta, unit.outputs)
         self.check_finite(state, root.T @ blocks.inner @ root)

@@ -147,6 +147,18 @@ class MovingSteps(IteratePass[Descent]):
             state.move(name, gradient, self.rate * (1 - state.taken / self.steps), self.width(name), eps=1e-12)
         state.taken += 1
 
+    def rows(
+        self, anchors: Anchors, batch: Batch, generator: torch.Generator, root: WeightedRoot | None = None
+    ) -> ObjectiveRows:
+        """Returns the blocks of the NTK at a batch; outputs without positions are multiplied by `root` if given."""
+        likelihood = self.problem.likelihood
+        if batch.tangent.positions is not None:
+            return rows_at_positions(anchors, self.weights, batch, likelihood, generator).doubled()
+        blocks = kernel(anchors, self.weights, batch.checked, root)
+        likelihood.check(blocks.outputs, batch.targets)
+        batch.note(blocks.outputs)
+        return ObjectiveRows(blocks, batch.targets, batch.weights).doubled()
+
     def width(self, name: str) -> Tensor | float:
         """Returns the unit of a step; for inputs the spread of each coordinate over the initial points."""
         kind, *place = name.split("/")
@@ -200,7 +212,7 @@ class BoundSteps(MovingSteps):
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
         likelihood = self.problem.likelihood
-        rows = self._rows(values, batch, generator)
+        rows = self._root_rows(values, batch, generator)
         blocks, targets = rows.blocks, rows.targets
         precision, noise = self.precision_at(values), self.noise_at(values)
         inner = self.check_finite(state, blocks.inner)
@@ -228,17 +240,14 @@ class BoundSteps(MovingSteps):
         fit = (scale.of_likelihood * logs - scale.of_curvature * spread / precision / 2) / count
         return divergence(factor) + precision * self.distance / 2 - fit
 
-    def _rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> ObjectiveRows:
+    def _root_rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> ObjectiveRows:
         """Returns the blocks of the NTK at the columns of the Fisher root of a batch."""
-        root, likelihood, anchors = self.problem.root, self.problem.likelihood, self.anchors_at(values)
+        root = self.problem.root
+        rows = self.rows(self.anchors_at(values), batch, generator, WeightedRoot(root, batch))
         if batch.tangent.positions is None:
-            blocks = kernel(anchors, self.weights, batch.checked, WeightedRoot(root, batch))
-            likelihood.check(blocks.outputs, batch.targets)
-            batch.note(blocks.outputs)
-            return ObjectiveRows(blocks, batch.targets, batch.weights).doubled()
-        rows = rows_at_positions(anchors, self.weights, batch, likelihood, generator).doubled()
+            return rows
         blocks = rows.blocks
-        weights = curvature_weights(likelihood, blocks.outputs, rows.targets, rows.weights)
+        weights = curvature_weights(self.problem.likelihood, blocks.outputs, rows.targets, rows.weights)
         u = root(blocks.outputs)
         u = u if weights is None else u * weights.sqrt().to(u.dtype)[..., None]
         return rows._replace(blocks=blocks._replace(cross=u.mT @ blocks.cross, within=u.mT @ blocks.within @ u))
