@@ -1,8 +1,8 @@
 """Cases drawn at random: method, network, likelihood, shape of outputs, weights and dtype, against dense oracles.
 
-Hypothesis draws cases with uneven batches, the same in every run, and looks for a small one where a case fails. The
-latent covariance at new inputs is that of a dense posterior in float64: Jacobians by autograd, one sample at a time,
-and Λ as the Hessian of torch's own losses. The same posterior comes back from a file.
+Hypothesis draws cases with uneven batches, the same in every run. If a case fails, it searches for a smaller one. The
+oracle of the latent covariance at new inputs is a dense posterior in float64, with Jacobians by autograd, one sample
+at a time, and with Λ as the Hessian of torch's own losses. A saved posterior is equal after loading.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.slow
 F64 = torch.float64
 CASES, CHUNKS = 200, 8
 TOLERANCES = {F64: 1e-7, torch.float32: 64 * 2**-24, torch.bfloat16: 16 * 2**-8}
-"""Of the largest entry, by the unit roundoff u: the reference takes the same rounded weights and inputs.
+"""Relative to the largest entry, by the unit roundoff u; the reference uses the same rounded weights and inputs.
 
-Up to some ten roundings in a row (layers, norms, activations, their backward passes) perturb J, and J Σ Jᵀ twice as
-much, of which chance cancels a part: 16 u. Sums over data and decompositions of bfloat16 networks are in float32. Those
-of float32 networks round at the same u, and more where the curvature is far above δ: 64 u.
+About ten roundings in a row (layers, norms, activations, their backward passes) perturb J, and J Σ Jᵀ twice as much,
+but some of them cancel: 16 u. Sums over data and decompositions of bfloat16 networks are in float32. For float32
+networks they round at the same u, and more if the curvature is far above δ: 64 u.
 """
 
 
@@ -45,7 +45,7 @@ class Draw:
 
     def __init__(self, data: st.DataObject) -> None:
         self.data, seed = data, data.draw(st.integers(0, 2**32 - 1))
-        torch.manual_seed(seed)  # of the layers' first weights
+        torch.manual_seed(seed)  # for the initial weights of layers
         self.generator = torch.Generator().manual_seed(seed)
 
     def whole(self, low: int, high: int) -> int:
@@ -83,7 +83,7 @@ class Recurrent(nn.Module):
 
 
 class TiedTagger(nn.Module):
-    """A label for each token, which is a token again; embedding and head share one weight."""
+    """A next-token model: embedding and head share one weight."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ NETWORKS = {
 
 
 def randomised(model: nn.Module, draw: Draw) -> nn.Module:
-    """Moves every parameter and statistic away from its default."""
+    """Changes every parameter and statistic from its default."""
     model = model.double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -283,7 +283,7 @@ def categorical(draw: Draw, c: int) -> Observed:
         return y.masked_fill((draw.uniform(rows) < 0.3) & (torch.arange(rows) > 0), ignored)
 
     def loss(f: Tensor, y: Tensor) -> Tensor:
-        options = {} if soft else {"ignore_index": ignored}  # torch takes one for labels alone
+        options = {} if soft else {"ignore_index": ignored}  # torch accepts it for labels only
         return F.cross_entropy(f[None], y[None], weight, reduction="sum", label_smoothing=smoothing, **options)
 
     return Observed(lw.Categorical(ignore_index=ignored, **options), targets, loss)
@@ -301,7 +301,7 @@ METHODS = ("full", "primal", "dual", "diagonal", "kfac", "ekfac", "ella", "subse
 
 # --- cases -----------------------------------------------------------------------------------------------------------
 class Case:
-    """What is drawn, and its dense quantities in float64."""
+    """A drawn case, and its dense quantities in float64."""
 
     def __init__(self, draw: Draw) -> None:
         self.method_name, self.network_name = draw.one(METHODS), draw.one(NETWORKS)
@@ -312,7 +312,7 @@ class Case:
             self.network_name = draw.one(name for name, network in NETWORKS.items() if network.oracle)
             self.network = NETWORKS[self.network_name]
         if self.method_name == "dual" and self.network.outputs != "plain":
-            self.method_name = "full"  # the dual form takes no positions
+            self.method_name = "full"  # the dual form does not support positions
         least = {"categorical": 2, "heteroscedastic": 2}.get(self.likelihood_name, 1)
         self.outputs = c = draw.one([2, 4]) if self.likelihood_name == "heteroscedastic" else draw.whole(least, 4)
         self.model = randomised(self.network.build(c), draw).to(self.dtype)
@@ -333,7 +333,7 @@ class Case:
             x = self.network.inputs(draw, draw.whole(1, 5), size, c)
             weights = (draw.uniform(len(x)) * draw.integers(3, len(x)),) if self.weighted else ()
             if self.weighted and number == 0:
-                weights[0][0] = 1.0  # what counts at least once, as all labels and weights of 0 are refused
+                weights[0][0] = 1.0  # one sample with a weight, since weights that are all 0 are refused
             y = self.in_place(self.observed.targets(self.places(x)), x)
             self.batches.append((self.real(x), y if y.dtype == torch.long else y.to(self.target_dtype), *weights))
         size = 3 if self.network.outputs == "plain" else draw.whole(1, 3)
@@ -349,7 +349,7 @@ class Case:
 
     @property
     def target_dtype(self) -> torch.dtype:
-        """Targets lose nothing: class probabilities in half precision hardly sum to 1."""
+        """Returns float32 or float64 for targets: in half precision, class probabilities do not sum to 1."""
         return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
 
     def real(self, x: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ class Case:
         return self.shape(x).numel() // self.outputs
 
     def in_place(self, y: Tensor, x: Tensor) -> Tensor:
-        """Returns targets of rows in the shape that a loader gives."""
+        """Returns targets of rows in the shape of a loader's targets."""
         shape = self.shape(x)
         places = (shape[0], *shape[2:]) if len(shape) == 4 else shape[:-1]
         y = y.unflatten(0, places)
@@ -425,7 +425,7 @@ class Case:
         )  # fmt: skip
 
     def covariance(self, posterior: lw.Posterior, G: Tensor, Lam: Tensor) -> Tensor | None:
-        """Returns the dense Σ (P, P), columns in the order of the blocks; None where no oracle exists."""
+        """Returns the dense Σ (P, P), columns in the order of the blocks, or None if there is no oracle."""
         if self.method_name == "diagonal":
             return oracle.laplace_covariance(torch.diag(G.diagonal()), self.delta)
         if self.method_name == "subset":
@@ -433,7 +433,7 @@ class Case:
         if self.method_name not in ("kfac", "ekfac"):
             return oracle.laplace_covariance(G, self.delta)
         if not self.network.oracle or self.weighted or not bool((Lam != 0).flatten(1).any(1).all()):
-            return None  # the loops count every sample once
+            return None  # the loops have no sample weights
         if self.has_target_weights():
             return None
         problem: Any = SimpleNamespace(
@@ -451,7 +451,7 @@ class Case:
             elif self.dtype == F64:
                 curvature[where, where] = ekfac_curvature(block, factors[name], posterior.covariance.structures[name])
             else:
-                return None  # the eigenbasis is one of float64
+                return None  # the oracle's eigenbasis is in float64
         return oracle.laplace_covariance(curvature, self.delta)
 
     def has_target_weights(self) -> bool:
@@ -472,7 +472,7 @@ class Case:
         return Sigma
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))  # each has cases of its own
+@pytest.mark.parametrize("chunk", range(CHUNKS))  # each chunk has its own cases
 @settings(
     max_examples=CASES // CHUNKS, derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),

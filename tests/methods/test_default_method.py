@@ -57,7 +57,7 @@ def trained(width=20, rows=60):
     return model.eval(), list(zip(x[:rows].split(40), y[:rows].split(40), strict=True)), (x[rows:], y[rows:])
 
 
-def test_the_default_is_said_and_covers(caplog):
+def test_the_default_is_logged_and_covers(caplog):
     model, loader, (x, y) = trained()
     with caplog.at_level(logging.INFO, "lapwing"):
         posterior = lw.fit(model, loader)
@@ -73,7 +73,7 @@ def test_the_default_is_said_and_covers(caplog):
 
 
 @pytest.mark.parametrize(("frozen", "passes"), [(False, 1), (True, 3)])
-def test_the_default_of_a_classifier_is_said_with_its_price(frozen, passes, caplog):
+def test_the_default_of_a_classifier_is_logged_with_its_cost(frozen, passes, caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
     model[2].requires_grad_(not frozen)
@@ -90,7 +90,7 @@ def test_the_default_of_a_classifier_is_said_with_its_price(frozen, passes, capl
     assert "the default" not in caplog.text
 
 
-def test_what_was_asked_for_is_done():
+def test_given_options_are_used():
     model, loader, _ = trained()
     assert lw.fit(model, loader, params=lw.last_layer).tangent.size == 21
     assert lw.fit(model, loader, lw.KFAC()).method.name == "KFAC"
@@ -111,14 +111,14 @@ def test_frozen_weights_are_left_out_and_the_last_layer_remains(caplog):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_wrong_inputs_are_not_said_to_leave_the_last_layer(caplog):
+def test_wrong_inputs_log_nothing_about_the_last_layer(caplog):
     model, loader, _ = trained()
     with caplog.at_level(logging.INFO, "lapwing"), pytest.raises(lw.LapwingError, match="shapes cannot be multiplied"):
         lw.fit(model, [(torch.cat([x, x], 1), y) for x, y in loader])
     assert not caplog.text
 
 
-def test_dear_weights_are_said(caplog, monkeypatch):
+def test_expensive_weights_are_logged(caplog, monkeypatch):
     model, loader, _ = trained()
     monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 100)
     assert lw.fit(model, loader).tangent.size == 101
@@ -167,7 +167,7 @@ def test_a_regression_of_many_outputs_is_treated_by_its_diagonal(monkeypatch):
     assert str(lw.fit(model, [(torch.randn(20, 3), torch.randn(20, 5))]).method) == "Diagonal()"
 
 
-def test_what_is_trained_below_a_frozen_last_layer_is_treated(caplog):
+def test_trained_weights_below_a_frozen_last_layer_are_treated(caplog):
     torch.manual_seed(0)
     tokens = torch.randint(7, (20, 4))
     for model, data in [

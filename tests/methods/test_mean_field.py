@@ -186,7 +186,7 @@ def test_gradients_agree_with_shared_weights_in_expectation(case):
     assert own[:, :half].var(0).sum() < 0.6 * plain[:, :half].var(0).sum()
 
 
-def test_what_is_used_twice_shares_its_draw():
+def test_weights_used_twice_share_a_draw():
     for name in ("tied", "shared_module"):
         model, batches, _ = loader_of(name)
         tangent = Tangent.survey(model, batches[0][0], EVERY)
@@ -261,7 +261,7 @@ def test_prior_and_noise_are_learned():
 
 
 def test_objective_is_the_lower_bound():
-    """At steps of nothing it is `-E log p + KL`, E in closed form, up to the noise of the draws; below log evidence."""
+    """With tiny steps it is `-E log p + KL`, E in closed form, up to the noise of the draws; below log evidence."""
     model, x, y = regression()
     still = lw.MeanField(steps=400, learning_rate=1e-12, std_rate=1e-12, initial_std=0.05)
     posterior = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25), prior_precision=4.0)
@@ -360,7 +360,7 @@ def test_steps_that_end_before_the_data_do():
     close(whole.statistics["squared_error"], (y - x @ whole.model.weight.detach().T).square().sum())
 
 
-def test_divergence_is_one_sentence_and_leaves_the_network():
+def test_divergence_raises_and_leaves_the_network():
     model, x, y = regression()
     model.float()
 
@@ -372,7 +372,7 @@ def test_divergence_is_one_sentence_and_leaves_the_network():
 
 
 def test_save_and_load(tmp_path):
-    """The file goes beside the moved network's state dict; the user's own network is another one."""
+    """The file belongs to the moved network; the user's own network is refused."""
     model, batches, test = loader_of("cnn_bn_inplace")
     posterior = lw.fit(model, batches, SHORT)
     path = tmp_path / "posterior.safetensors"

@@ -552,7 +552,7 @@ def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
 
 
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything], ids=["last layer", "all layers"])
-def test_a_number_added_to_all_logits_has_no_curvature(params) -> None:
+def test_a_constant_added_to_all_logits_has_no_curvature(params) -> None:
     """Λ maps the ones to 0: in float32 rounding would give the last layer's Γ a smallest eigenvalue of 1e-7."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()

@@ -1,4 +1,4 @@
-"""Methods on outputs with positions, beside the curvature methods: dense oracles, and the same on single positions."""
+"""Other methods than the curvature methods on outputs with positions: dense oracles, and fits to single positions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_valla_of_every_position_is_full(name, params):
 
 @pytest.mark.parametrize("params", TREATED)
 def test_valla_at_given_positions_is_the_sparse_gaussian_process(params):
-    """`κ - κ_xZ (A⁻¹ + K)⁻¹ κ_Zx`, in weight space the posterior on the rows and the prior beside them."""
+    """`κ - κ_xZ (A⁻¹ + K)⁻¹ κ_Zx`: in weight space the posterior on the rows, and the prior outside."""
     model, loader, x = case("3x3")
     points = lw.InducingPoints(loader[0][0][[0, 0, 1, 2]], torch.tensor([1, 16, 35, 20]))
     fitted = lw.fit(model, loader, lw.VaLLA(points), params=params, prior_precision=2.0)
@@ -64,7 +64,7 @@ def test_valla_at_given_positions_is_the_sparse_gaussian_process(params):
 
 
 def sparse_covariance(J: Tensor, G: Tensor, delta: float = 2.0) -> Tensor:
-    """Return `(δI + J_ZᵀAJ_Z)⁻¹` with the optimal A."""
+    """Returns `(δI + J_ZᵀAJ_Z)⁻¹` with the optimal A."""
     span = torch.linalg.pinv(J) @ J
     return torch.linalg.inv(delta * torch.eye(len(G), dtype=F64) + span @ G @ span)
 
@@ -163,7 +163,7 @@ def test_gradients_in_moving_points_at_positions(params):
         assert float((slope * step).sum()) == pytest.approx(difference, rel=1e-4)
 
 
-def test_positions_that_are_picked_stand_for_all_that_count():
+def test_picked_positions_are_unbiased():
     generator = torch.Generator().manual_seed(0)
     counted = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
     picked, repeats = objective_rows.picked_positions(counted, 20, generator)  # all
@@ -203,7 +203,7 @@ EXACT = lw.ConjugateGradients(tolerance=1e-10)
 @pytest.mark.parametrize("params", TREATED)
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_products_with_the_curvature_are_the_dense_ones(name, params):
-    """One vector, by forward mode where that is less, and many."""
+    """One vector, by forward mode if that is cheaper, and many."""
     model, loader, _ = case(name)
     problem = replace(problem_of(model, loader[0], params), count=lambda: sum(len(x) for x, _ in loader))
     names = list(problem.tangent.parameters)
@@ -373,7 +373,7 @@ def test_the_scale_factor_is_that_of_single_positions(by):
 
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_mean_field_sums_over_positions_that_count(name):
-    """The objective's log likelihood and the first step, which has the gradient's sign, at hardly any spread."""
+    """At tiny spread, the log likelihood of the objective, and the first step, which has the sign of the gradient."""
     model, loader, x = case(name)
     weights = [torch.rand(len(x), dtype=F64) for x, _ in loader]
     data = [(x, y, w) for (x, y), w in zip(loader, weights, strict=True)]
@@ -393,7 +393,7 @@ def test_mean_field_sums_over_positions_that_count(name):
     assert both.predict(x).probs.shape == model(x).shape
 
 
-def test_posteriors_that_are_put_together_take_positions():
+def test_constructed_posteriors_accept_positions():
     model, loader, x = case("3x3")
     data = [(x, model(x).detach() + torch.tensor([1.0, 2.0, 3.0]).to(F64)[:, None, None]) for x, _ in loader]
     variances = {"head.bias": torch.full((CLASSES,), 0.25, dtype=F64)}

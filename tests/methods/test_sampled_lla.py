@@ -211,7 +211,7 @@ def interpolating() -> tuple[nn.Module, Tensor, Tensor]:
     return net.eval(), x, y
 
 
-def beside_full(noise: float, count: int, dtype: torch.dtype) -> Tensor:
+def ratio_to_full(noise: float, count: int, dtype: torch.dtype) -> Tensor:
     """Returns variances of draws at 12 inputs over those of Full in float64, of a network that interpolates."""
     net, x, y = interpolating()
     test = torch.randn(12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -227,14 +227,14 @@ def test_draws_of_a_network_that_interpolates(noise, count):
     """Variances are Full's times a χ² of S degrees over S."""
     chi_square = torch.distributions.Chi2(torch.tensor(float(count))).sample((100_000,)) / count
     low, high = chi_square.quantile(torch.tensor([1e-4, 1 - 1e-4]))
-    ratio = beside_full(noise, count, torch.float64)
+    ratio = ratio_to_full(noise, count, torch.float64)
     assert low < ratio.min()
     assert ratio.max() < high
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-10])
-def test_in_float32_the_noise_is_held_where_rounding_would_drown_the_draws(noise, caplog):
-    ratio = beside_full(noise, 64, torch.float32)
+def test_in_float32_the_noise_is_raised_if_rounding_would_dominate(noise, caplog):
+    ratio = ratio_to_full(noise, 64, torch.float32)
     assert "float64 for the noise variance itself" in caplog.text
     assert 0.7 < ratio.mean() < 1.5
 
@@ -242,7 +242,7 @@ def test_in_float32_the_noise_is_held_where_rounding_would_drown_the_draws(noise
 @pytest.mark.parametrize("preconditioner", [None, lw.Full()], ids=["None", "Full"])
 @pytest.mark.parametrize("per_block", [False, True])
 def test_directions_without_data_keep_the_prior(per_block, preconditioner):
-    """`N z = N Δ⁻¹ b` for directions `Δ N` that G does not see, whatever the tolerance and the way of the prior."""
+    """`N z = N Δ⁻¹ b` for directions `Δ N` in the null space of G, whatever the tolerance and the prior."""
     problem = setup("mlp")
     method = lw.SampledLLA(5, lw.ConjugateGradients(preconditioner=preconditioner), em_steps=4, per_block=per_block)
     fitted = problem.fit(method, prior_precision=None, tune=None)
@@ -426,10 +426,10 @@ def test_em_under_the_g_prior(preconditioner):
     assert fitted.prior_precision == pytest.approx(wanted, rel=0.06)
 
 
-# --- what is refused, and what is said -------------------------------------------------------------------------------
+# --- refusals and warnings -------------------------------------------------------------------------------------------
 
 
-def test_a_residual_above_the_tolerance_is_said(caplog):
+def test_a_residual_above_the_tolerance_is_logged(caplog):
     problem = setup("cnn_bn_inplace")
     with caplog.at_level(logging.WARNING, "lapwing"):
         fitted = problem.fit(lw.SampledLLA(2, lw.ConjugateGradients(2, 1e-8)), tune=None)

@@ -150,7 +150,7 @@ class Root:
 
 
 @pytest.mark.parametrize("method", METHODS_OF_WEIGHTS, ids=str)
-def test_a_weighted_sample_counts_as_so_many_copies(method: lw.Method) -> None:
+def test_a_weighted_sample_counts_as_copies(method: lw.Method) -> None:
     """The weight's root multiplies the Fisher root."""
     model, x, y, _ = data("mlp")
     weights = torch.tensor([1, 2, 3, 1, 1, 2, 4, 1])

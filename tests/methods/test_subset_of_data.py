@@ -1,4 +1,4 @@
-"""Subset of data: the conformance checks, Full on the same points, and what stands for what in the evidence."""
+"""Subset of data: the conformance checks, Full on the same points, and the evidence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.zoo import ZOO
 
 
 def places_of(method: lw.SubsetOfData, samples: int, seed: int = 0) -> Tensor:
-    """The points that a uniform subset takes."""
+    """The points of a uniform subset."""
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))[: method.size].sort().values
 
 
@@ -30,7 +30,7 @@ def curvature_of(problem: Setup, places: Tensor) -> Tensor:
 
 
 def alone(problem: Setup, places: Tensor, method: lw.Method | None = None, **options: object) -> lw.Posterior:
-    """A method fitted on these points and no others."""
+    """A method fitted to these points only."""
     loader = cut(oracle.take(problem.x, places), problem.y[places], (len(places),))
     return problem.fit(method or lw.Full(), loader=loader, **options)
 
@@ -76,8 +76,8 @@ class TestAllOfTheData(OnFewNetworks, MethodConformance):
 
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("noise", ["given", "open"])
-def test_is_full_on_the_subset_in_everything(name, noise):
-    """Posterior, evidence, tuned prior and noise, predictions: those of a fit that never saw the other points."""
+def test_equals_full_on_the_subset(name, noise):
+    """Posterior, evidence, tuned prior and noise, and predictions equal those of a fit without the other points."""
     problem, method = setup(name), lw.SubsetOfData(5)
     options: dict = {"prior_precision": None}
     if noise == "open" and not problem.case.classification:

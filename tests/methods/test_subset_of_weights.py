@@ -22,7 +22,7 @@ from tests.zoo import ZOO
 
 
 def scores(problem: Setup, by: str, G: Tensor, delta: Tensor) -> Tensor:
-    """What the chosen weights are to have the largest of (P,)."""
+    """Scores (P,), of which the chosen weights have the largest."""
     return problem.theta.abs() if by == "magnitude" else 1 / (G.diagonal() + delta)
 
 
@@ -103,8 +103,8 @@ def test_random_follows_the_seed():
     assert ((counts - 60 * share).abs() < 5 * error).all()  # every weight equally often
 
 
-def test_variances_too_small_to_tell_apart_still_order():
-    """Beside δ = 1 curvatures of 1e-10 vanish in a variance in float32; their order counts all the same."""
+def test_tiny_curvatures_are_ordered():
+    """Next to δ = 1, curvatures of 1e-10 vanish in float32 variances; their order still counts."""
     problem = setup("mlp", samples=40)
     model = problem.case.build().float()
     model[-1].weight.data *= 1e-5  # curvatures of the layers below by 1e-10

@@ -421,7 +421,7 @@ def test_given_points_are_not_changed():
     assert x.grad is None
 
 
-def test_the_tangent_is_not_asked_for_more_than_the_budget():
+def test_the_pool_fits_the_budget():
     """A pool larger than the budget is cut short, never below the points asked for."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3000, 2)).eval()

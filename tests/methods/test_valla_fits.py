@@ -56,7 +56,7 @@ def test_remaining_covariance_is_that_of_weight_space():
 
 
 def problem_of(problem: Setup, **options: Any) -> Problem:
-    """What a method is told, all data seen."""
+    """The inputs of a method, after all data have been read."""
     prior = Prior.read(problem.tangent, options.pop("prior_precision", 2.0), options.pop("prior_mean", 0.0))
     likelihood = options.pop("likelihood", problem.likelihood)
     root = FisherRoot(likelihood, problem.tangent.outputs, torch.Generator())
@@ -254,13 +254,13 @@ def test_bad_validation():
 
 
 @pytest.mark.parametrize("fit", [lw.AlphaDivergence, lw.VariationalBound])
-def test_divergence_is_told(fit):
+def test_divergence_raises(fit):
     model, x, y = toy()
     with pytest.raises(lw.LapwingError, match=r"diverged: .* at step \d+ after .*learning_rate=100000\)"):
         lw.fit(model, [(x, y)], lw.VaLLA(5, fit=fit(steps=50, learning_rate=1e6)))
 
 
-def test_many_classes_that_do_not_fit_are_told():
+def test_many_classes_that_do_not_fit_raise():
     model = torch.nn.Linear(3, 400).eval()
     x, y = torch.randn(8, 3), torch.randint(400, (8,))
     with pytest.raises(lw.LapwingError, match=r"AlphaDivergence with 400 outputs needs 39 MiB .*NaturalGradient"):
