@@ -17,7 +17,7 @@ from ..methods import FitResult, Method, Problem
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
 from ..tuning import Training, Tuning
-from ..tuning.bounded_evidence import spread
+from ..tuning.training_samples import spread_batches
 from .options import check_data_size, check_noise
 from .runner import Runner
 
@@ -73,7 +73,7 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
     if ranks.several():
         limit, share, rows = tune.training_samples(posterior), share_of(training.loader), []
         if limit and share is not None and training.shown is not None:
-            rows = list(spread(training, limit, posterior, share.before))
+            rows = list(spread_batches(training, limit, posterior, share.before))
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
     best = posterior if ranks.rank() else posterior.tangent.retried(lambda: tune.tune(posterior, whole))

@@ -1,4 +1,4 @@
-"""Maximisers: of the log evidence by its gradient, and of a function of one number by its values."""
+"""Searches: maximisers by gradients and by values, and where a falling curve meets a bound."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor
 
 
 class _LBFGS(torch.optim.LBFGS):
-    """L-BFGS that does not import torch's compiler, which takes a second, to keep it from compiling `__init__`."""
+    """L-BFGS whose `add_param_group` is unwrapped: torch's wrapper imports the compiler, which needs a second."""
 
     add_param_group = inspect.unwrap(torch.optim.LBFGS.add_param_group)
 
 
 def evenly(low: float, high: float, points: int) -> list[float]:
-    """Returns evenly spaced points from one end of a range to the other."""
+    """Returns evenly spaced points from `low` to `high`, ends included."""
     return [low + (high - low) * i / (points - 1) for i in range(points)]
 
 
 def best_of_grid(function: Callable[[float], float], low: float, high: float, points: int) -> tuple[list[float], int]:
-    """Returns a grid and the index of its best point, where NaN counts as worst."""
+    """Returns a grid and the index of its best point; NaN is the lowest value."""
     grid = evenly(low, high, points)
     values = [function(x) for x in grid]
     return grid, max(range(points), key=lambda i: values[i] if not math.isnan(values[i]) else -math.inf)
 
 
 def ascend(function: Callable[[Tensor], Tensor], start: Tensor, low: Sequence[float], high: Sequence[float]) -> Tensor:
-    """Maximises a smooth function of k numbers within the box from `low` to `high`, by L-BFGS and autograd's gradients.
+    """Maximises a smooth function of k numbers within the box from `low` to `high`, by L-BFGS and autograd.
 
     Returns:
-        The best point (k,); the start where the ascent does not improve on it.
+        The best point (k,), or the start if the ascent does not improve on it.
     """
     lower, upper = start.new_tensor(low), start.new_tensor(high)
     point = start.clone().requires_grad_()
@@ -53,10 +53,10 @@ def ascend(function: Callable[[Tensor], Tensor], start: Tensor, low: Sequence[fl
 
 
 def golden_section(function: Callable[[float], float], low: float, high: float, points: int) -> float:
-    """Maximises a function of one number: a grid, then golden sections around its best point to 1e-6.
+    """Maximises a function of one number: by a grid, then by golden sections around its best point, to 1e-6.
 
     Returns:
-        The best point; an end of the range if the function is best there.
+        The best point, or an end of the range if the function is best there.
     """
     grid, best = best_of_grid(function, low, high, points)
     if best in (0, points - 1):
@@ -75,3 +75,24 @@ def golden_section(function: Callable[[float], float], low: float, high: float, 
             outer = left + golden * (right - left)
             at_outer = function(outer)
     return (left + right) / 2
+
+
+def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:
+    """Returns the first point from which on all costs are at most a bound, or the last point if its cost is above it.
+
+    The crossing is interpolated between points: geometrically, or linearly if a cost is not positive.
+
+    Args:
+        points: rising points.
+        costs: cost at each point; NaN counts as above the bound.
+        bound: positive bound.
+    """
+    above = [i for i, cost in enumerate(costs) if not cost <= bound]
+    if not above:
+        return points[0]
+    at = above[-1]
+    if at == len(points) - 1 or not math.isfinite(costs[at]):
+        return points[min(at + 1, len(points) - 1)]
+    high, low = costs[at], costs[at + 1]
+    part = math.log(high / bound) / math.log(high / low) if low > 0 else (high - bound) / (high - low)
+    return points[at] + (points[at + 1] - points[at]) * part

@@ -12,9 +12,9 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import at_least, number, option
 from ..posterior import Posterior
-from .bounded_evidence import BoundedEvidence, trained_product
 from .choice import RISING, TEMPERATURES, best_of, check_ranks, chosen_numbers, scores_of_links, with_ranks
 from .evidence import Training, Tuning
+from .regression_width import SAMPLES, trained_product
 
 log = logging.getLogger("lapwing")
 
@@ -115,7 +115,7 @@ class Validation(_OnHeldOutData):
 
     def training_samples(self, posterior: Posterior) -> int:
         """Returns the samples of `trained_product`, if δ and σ² are open."""
-        return 4 * BoundedEvidence.samples if self._reads_training(posterior) else 0
+        return SAMPLES if self._reads_training(posterior) else 0
 
     def _reads_training(self, posterior: Posterior) -> bool:
         return not posterior.noise_fixed and not posterior.prior.fixed

@@ -17,10 +17,12 @@ from torch.nn.functional import cross_entropy
 import lapwing as lw
 from lapwing.data import batches
 from lapwing.errors import LapwingError
-from lapwing.tuning import Training
-from lapwing.tuning.bounded_evidence import BoundedEvidence, crossing, spread
+from lapwing.tuning import BoundedEvidence, Training
+from lapwing.tuning.classifier_width import mean_costs
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.leave_one_out import leave_one_out
+from lapwing.tuning.search import crossing
+from lapwing.tuning.training_samples import spread_batches
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -58,7 +60,7 @@ def test_costs_equal_predictions_made_one_by_one(name, method):
     loader = [(case.inputs(6, 1), case.targets(6, 1)), (case.inputs(3, 2), case.targets(3, 2))]
     fitted = lw.fit(case.build(), loader, method, likelihood="categorical", params=lw.matching("*"), tune=None)
     candidates = [fitted.with_prior(delta) for delta in (0.1, 1.0, 30.0)]
-    for found, candidate in zip(BoundedEvidence().costs(candidates, Training(loader)), candidates, strict=True):
+    for found, candidate in zip(mean_costs(candidates, Training(loader), 500), candidates, strict=True):
         assert found == pytest.approx(cost(candidate, loader), rel=1e-9, abs=1e-12)
 
 
@@ -85,7 +87,7 @@ def test_a_logit_temperature_is_no_cost_of_the_spread(temperature):
         (-sum(float(candidate.predict(x).log_prob(y).sum()) for x, y in loader) - alone) / 40
         for candidate in candidates
     ]
-    found = BoundedEvidence().costs(candidates, Training(loader))
+    found = mean_costs(candidates, Training(loader), 500)
     assert found == pytest.approx(lost, abs=1e-9)
     assert found[0] > 1e-4 > found[1]
 
@@ -106,7 +108,7 @@ def test_memorised_labels_are_told_of_where_they_choose_the_prior_precision(clas
         for options, tells in (({}, True), ({"prior_precision": 1.0}, False), ({"tune": lw.Evidence()}, False)):
             caplog.clear()
             lw.fit(model, loader, **options)
-            line = f"Sequential has memorised its training labels, whose NLL is {nll:.2g} a sample"
+            line = f"Sequential has memorised its training labels, whose NLL is {nll:.2g} per sample"
             assert (line in caplog.text) is tells
         caplog.clear()
         torch.nn.init.zeros_(model[-1].weight)  # sure of nothing
@@ -580,14 +582,14 @@ def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples
     parts = [(torch.arange(start, start + 10.0)[:, None], torch.zeros(10)) for start in range(0, 90, 10)]
     parts.insert(3, (torch.zeros(0, 1), torch.zeros(0)))
     posterior = lw.fit(nn.Linear(1, 1).eval(), parts, prior_precision=1.0, tune=None)
-    taken = list(spread(Training(parts), samples, posterior))
+    taken = list(spread_batches(Training(parts), samples, posterior))
     rows = torch.cat([x for x, *_ in taken]).flatten()
     assert len(rows) == min(samples, 90) == len(rows.unique())
     assert all(len(x) == len(y) for x, y, _ in taken)
     if samples >= 20:
         assert rows.max() >= 40  # not the first ones alone
     whole = [(torch.arange(90.0)[:, None], torch.zeros(90))]
-    ((x, *_),) = spread(Training(whole), samples, posterior)
+    ((x, *_),) = spread_batches(Training(whole), samples, posterior)
     assert len(x) == min(samples, 90)
     assert samples == 1 or x.max() >= 90 / 2
 
@@ -595,7 +597,7 @@ def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples
 def test_a_second_batch_counts():
     model, loader = memorised()
     wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
-    one, both = (BoundedEvidence().costs([wide], Training(part))[0] for part in (loader[:1], loader))
+    one, both = (mean_costs([wide], Training(part), 500)[0] for part in (loader[:1], loader))
     assert both == pytest.approx(cost(wide, loader), rel=1e-9)
     assert one != pytest.approx(both, rel=1e-3)
 
