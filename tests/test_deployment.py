@@ -274,7 +274,7 @@ def test_far_wider_than_linearised_is_told(caplog: pytest.LogCaptureFixture) -> 
     ratio = wide.latent(x[:2], via=lw.Streamlined()).variance.mean() / wide.latent(x[:2]).variance.mean()
     assert ratio > 100
     assert f"Streamlined variances are {float(ratio):.1e} times the linearised ones" in caplog.text
-    assert "lw.scale_factor(posterior, loader)" in caplog.text
+    assert "lw.scale_factor(posterior, loader, lw.Streamlined())" in caplog.text
 
 
 def test_examples_that_are_all_the_same() -> None:

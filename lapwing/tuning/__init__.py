@@ -1,7 +1,6 @@
-"""Tuning: prior precision, noise variance and scale factor by the evidence or on held-out data.
+"""Tuning of prior precision, noise variance, logit temperature and scale factor, by the evidence or on held-out data.
 
-It imports `methods` (costs and batches), `posterior` and what is below them. Begin with `evidence.py`, which
-holds the contract.
+This room may import `methods`, `posterior` and the rooms below them. Begin with `evidence.py`: it has the contract.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a tuning is, and the first of them: prior precision and noise variance by the evidence."""
+"""The contract of a tuning, and `Evidence`: prior precision and noise variance by the evidence."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from .search import ascend, best_of_grid, golden_section
 log = logging.getLogger("lapwing")
 
 LOWEST, HIGHEST = -8.0, 10.0
-"""Decades that the prior precision is searched in; further down for a large noise variance, further up for a small."""
+"""Decades of the prior precision that are searched; a large noise variance extends them down, a small one up."""
 
 BEYOND = 5.0
-"""Decades by which an ascent may leave that range and come back: at its end it would have no slope."""
+"""Decades by which an ascent may leave that range and come back: at an end of the range the slope would be 0."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a tuning gets of a fit, beside the posterior.
+    """Inputs of a tuning, in addition to the posterior.
 
     Attributes:
-        loader: the training data.
-        prefixes: posteriors of the first samples alone, by rising number, if the tuning asks for them; with
-            `data_size`, the posterior of all samples too, not scaled.
-        shown: how many samples the loader shows, or None if unknown. The posterior may be of fewer.
+        loader: training data.
+        prefixes: posteriors of the first n samples, by rising n, if the tuning sets `Tuning.prefixes`; with
+            `data_size`, also the unscaled posterior of all samples.
+        shown: number of samples of the loader, or None if unknown. The posterior may be of fewer.
         chosen: whether the loader holds only the samples that the tuning reads: see `Tuning.training_samples`.
     """
 
@@ -48,24 +48,20 @@ class Training:
 
 
 class Tuning(Options, ABC):
-    """How prior precision and noise variance are chosen where the user gave none.
+    """Chooses prior precision and noise variance if the user gave none.
 
     Attributes:
-        prefixes: for how many first parts of the data (a half, a quarter, ...) the tuning needs posteriors.
+        prefixes: number of first parts of the data (a half, a quarter, ...) whose posteriors the tuning needs.
     """
 
     prefixes: int = 0
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Whether the tuning reads the lower bound of the evidence, by what is open."""
+        """Whether the tuning reads the lower bound of the evidence, if δ or σ² is open."""
         return prior_open or noise_open
 
     def check(self, method: Method, shape: FitShape) -> None:
-        """Raises for a method that the tuning is not for: `lw.fit` and `lw.plan` call it before any pass.
-
-        Raises:
-            LapwingError: says what is wrong and what to do.
-        """
+        """Raises a LapwingError if the tuning cannot tune the method. `lw.fit` and `lw.plan` call it first."""
 
     def training_samples(self, posterior: Posterior) -> int:
         """Returns the maximum number of training samples that tuning this posterior reads.
@@ -76,26 +72,26 @@ class Tuning(Options, ABC):
 
     @abstractmethod
     def tune(self, posterior: Posterior, training: Training) -> Posterior:
-        """Returns the tuned posterior; numbers that the user gave are kept."""
+        """Returns the tuned posterior. Values that the user gave are kept."""
 
 
 @dataclass(frozen=True)
 class Evidence(Tuning):
     """Maximises the Laplace evidence over δ and σ² (MacKay 1992; Immer et al. 2021, section 3).
 
-    Subspace posteriors maximise its lower bound, which subtracts the curvature outside the subspace: without it the
-    evidence would favour a δ for that subspace alone.
+    Subspace posteriors maximise its lower bound, which subtracts the curvature outside the subspace. Without this term
+    the evidence would choose a δ that suits only the subspace.
 
     Args:
         per_layer: one δ for each block instead of one for all.
-        rank_gap: for subspaces, keep the fewest leading directions whose lower bound, each at its own best δ, is within
-            this many nats of that of all of them; None keeps all.
+        rank_gap: for subspaces, keeps the fewest leading directions whose lower bound, at their own best δ, is at most
+            this many nats below the bound of all directions; None keeps all.
 
     Raises:
-        LapwingError: for a negative gap.
+        LapwingError: if the gap is negative.
 
-    Cost: no pass over the data; some hundred evaluations of a log determinant from eigenvalues, condensed to some
-        thousand points where a block has more than 100 000.
+    Cost: no pass over the data; a few hundred evaluations of a log determinant from eigenvalues. The eigenvalues of a
+        block with more than 100 000 are condensed to a few thousand points.
 
     Example:
         >>> import lapwing as lw
@@ -107,11 +103,11 @@ class Evidence(Tuning):
     rank_gap: float | None = option(None, number(0), write="1.0")
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """True: `log_marginal_likelihood(lower_bound=True)` may follow."""
+        """Returns True: `log_marginal_likelihood(lower_bound=True)` may follow."""
         return True
 
     def check(self, method: Method, shape: FitShape) -> None:
-        """Raises if a rank is to be chosen and the method has none."""
+        """Raises if `rank_gap` is given and the method has no rank."""
         footprint = None if self.rank_gap is None else method.footprint(shape)
         if footprint is not None and method.can_change_prior and footprint.rank is None:
             raise self._without_rank(repr(method))
@@ -161,11 +157,11 @@ def _value(posterior: Posterior) -> float:
 
 
 def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | None]:
-    """Returns δ (n_blocks,) and σ² where the log evidence is highest; what the user gave is kept.
+    """Returns the δ (n_blocks,) and σ² of highest log evidence; values that the user gave are kept.
 
-    A grid over one δ for all blocks, at the σ² of the residuals, then an ascent in log δ and log σ², and from there one
-    in every block's log δ. One δ is a factor of ones: its gradient takes no more than eigenvalues. Where it is all that
-    is open, golden sections take its place: values alone cost less.
+    A grid over one δ for all blocks, at the σ² of the residuals, starts an ascent in log δ and log σ², which starts an
+    ascent in the log δ of every block. One δ is a factor of ones, so its gradient needs only eigenvalues. If only one δ
+    is open, a golden-section search replaces the ascent: values without gradients cost less.
     """
     evidence, precision = posterior.log_evidence, posterior.prior.precision
     open_prior, open_noise = not posterior.prior.fixed, not posterior.noise_fixed
@@ -190,7 +186,7 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
         ranges.append((starts[-1] - 1, starts[-1] + 6))  # the best σ² is not below the residual's (MacKay 1992)
 
     def value(point: Tensor) -> Tensor:
-        """Returns the log evidence at log10 δ, for all blocks or for each, and log10 σ², where they are open."""
+        """Returns the log evidence at a point of log10 δ (one, or one per block) and log10 σ², if they are open."""
         deltas, variance = point[: len(point) - open_noise], 10 ** point[-1] if open_noise else noise
         if len(deltas) > 1:
             return evidence(10**deltas, variance)
@@ -210,6 +206,6 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
 
 
 def _decades(noise: float | None) -> tuple[float, float]:
-    """Returns the ends of the range that the prior precision is searched in: it scales as the inverse noise may."""
+    """Returns the ends of the searched range, log10 δ: the best δ may scale with the inverse noise variance."""
     shift = 0.0 if noise is None else math.log10(noise)
     return LOWEST - max(0.0, shift), HIGHEST + max(0.0, -shift)

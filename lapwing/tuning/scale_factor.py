@@ -1,4 +1,4 @@
-"""One factor for the covariance of the outputs, chosen on validation data or by the bound of the evidence."""
+"""`lw.scale_factor`: one factor for the covariance of the outputs, by held-out data or by the bound of the evidence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
-from ..prediction import Scaled, Streamlined, Way
+from ..prediction import Linearized, Scaled, Way
 from .choice import RISING
 from .search import golden_section
 
@@ -30,7 +30,7 @@ log = logging.getLogger("lapwing")
 def scale_factor(
     posterior: Posterior,
     loader: Any,
-    via: Way = Streamlined(),  # noqa: B008 (frozen)
+    via: Way = Linearized(),  # noqa: B008 (frozen)
     *,
     by: Literal["validation", "evidence"] = "validation",
     link: Link | None = None,
@@ -39,42 +39,42 @@ def scale_factor(
 ) -> Scaled:
     """Chooses the factor s of a way's covariance, `f(x) ~ N(m, s V)`, and returns the scaled way.
 
-    By validation, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. By the evidence, s maximises
-    its lower bound for `q_s = N(θ̂, s Σ)` over training data,
+    With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. With
+    `by="evidence"`, s maximises the lower bound of the evidence for `q_s = N(θ̂, s Σ)` over training data,
 
         N/n 1/τ Σ_n E[log p(y_n|f)] - KL(q_s ‖ N(μ0, Δ⁻¹)),   f ~ N(m_n, s V_n)
         KL = 1/2 [s tr(ΔΣ) + (θ̂-μ0)ᵀΔ(θ̂-μ0) - P - P log s - logdet(ΔΣ)]
 
-    of which `s tr(ΔΣ) - P log s` matters. For Gaussian noise and `Linearized` its top is `s = P / tr((G/τ + Δ) Σ)`,
-    with G the exact curvature: 1 for `Full`, and for `Diagonal` and `EKFAC`, which have the exact diagonal in their
-    basis. So the bound corrects what is approximate in the covariance's structure, in the way, or in a likelihood that
-    is not Gaussian, and nothing else; validation also makes up for a wrong model.
+    in which `s tr(ΔΣ) - P log s` depends on s. For Gaussian noise and `Linearized` the maximum is at
+    `s = P / tr((G/τ + Δ) Σ)`, where G is the exact curvature. This is 1 for `Full`, and for `Diagonal` and `EKFAC`,
+    which have the exact diagonal in their basis. So the bound corrects only approximations: of the covariance's
+    structure, of the way, or of a likelihood that is not Gaussian. Validation also corrects for a wrong model.
 
-    Means and covariances are computed once; a candidate costs no more than predictions from them. The noise variance
-    stays. The score has no gradient without the memory of all predictions, so the search goes by its values.
+    Means and covariances are computed once, so a candidate costs only the predictions from them. The noise variance
+    stays. A gradient of the score would need the memory of all predictions, so the search uses only its values.
 
     Args:
-        posterior: the posterior.
-        loader: (inputs, targets) batches: held-out data; for the evidence, the training data or a random part of them.
-        via: the way to scale.
+        posterior: posterior of the fit.
+        loader: (inputs, targets) batches of held-out data; for the evidence, the training data or a random part.
+        via: way to scale.
         by: "validation" or "evidence".
-        link: from latents to predictions, the default one when None; for the evidence, how expectations are taken
-            (`Likelihood.log_power_mean` at α = 0).
-        decades: the range of log10 s.
-        points: of the grid over it, around whose best point golden sections follow.
+        link: link from latents to predictions; None means the default link. For the evidence, the link computes
+            expectations (`Likelihood.log_power_mean` at α = 0).
+        decades: range of log10 s.
+        points: number of grid points in this range. A golden-section search around the best point follows.
 
     Returns:
-        `lw.Scaled(via, s)`. A warning is logged where s is at an end of the range.
+        `lw.Scaled(via, s)`. A warning is logged if s is at an end of the range.
 
     Raises:
-        LapwingError: for an empty loader, a link that does not fit or does not see the factor (LaplaceBridge), or
-            options out of range; by the evidence, for a covariance without a prior or with directions of variance 0.
+        LapwingError: if the loader is empty, the link does not fit or ignores the factor (LaplaceBridge), or an option
+            is out of range; for the evidence also if the covariance has no prior or has directions of variance 0.
 
-    Cost: one pass over the loader, the way's; memory of its means and variances, or O(C²) a sample where the link
-    reads covariances; then about 70 evaluations of the link or, by the evidence, of expectations.
+    Cost: one pass of the way over the loader; memory of its means and variances, or O(C²) per sample if the link reads
+    covariances; then about 70 evaluations of the link or, for the evidence, of expectations.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4 (posterior approximations), without
-    an equation there; the bound is the usual one of variational inference (their section 2).
+    an equation there; the bound is the usual bound of variational inference (their section 2).
 
     Example:
         >>> import torch, lapwing as lw
@@ -87,7 +87,7 @@ def scale_factor(
     loader = as_loader(loader, getattr(posterior, "model", None))
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise LapwingError(
-            "lw.scale_factor takes a posterior and a loader of (inputs, targets) batches, not "
+            "lw.scale_factor needs a posterior and a loader of (inputs, targets) batches, not "
             f"{batches.describe(posterior)} and {batches.describe(loader)}. Write "
             "lw.scale_factor(posterior, [(x_val, y_val)])."
         )
@@ -103,7 +103,7 @@ def scale_factor(
             factor, total = 10**exponent, 0.0
             for latent, targets in kept:
                 scaled = latent.scaled(factor)
-                if expected:  # from the same draws at every scale, where it takes draws
+                if expected:  # draws, if there are any, are the same at every scale
                     values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
                 else:
                     values = likelihood.predict(scaled, link).log_prob(targets)
@@ -112,12 +112,13 @@ def scale_factor(
 
         exponent = golden_section(score, *decades, points)
         best = score(exponent)
-        exponent = next((end for end in decades if score(end) >= best - 1e-12 * abs(best)), exponent)  # on a plateau
+        on_plateau = (end for end in decades if score(end) >= best - 1e-12 * abs(best))
+        exponent = next(on_plateau, exponent)
     low, high = decades
     if exponent in decades:
         log.warning(
             "The scale factor of %r reached an end of its range, 1e%g: by the %s a %s covariance of the outputs would "
-            "do better; decades=(%g, %g) looks further.",
+            "be better; decades=(%g, %g) searches further.",
             via, exponent, by, "narrower" if exponent == low else "wider", low - 3, high + 3,
         )  # fmt: skip
     return Scaled(via, 10**exponent)
@@ -126,9 +127,9 @@ def scale_factor(
 def _latents(
     posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
 ) -> tuple[list[tuple[Any, Tensor]], int]:
-    """Returns latents and targets of a loader, those of positions as rows, and how many inputs it shows.
+    """Returns the latents and targets of a loader, with positions as rows, and its number of inputs.
 
-    Latents have all moments for expectations, else what the link reads.
+    Latents keep all moments if expectations are needed, and otherwise the moments that the link reads.
     """
     kept: list[tuple[Any, Tensor]] = []
     count = 0
@@ -149,8 +150,8 @@ def _latents(
             chosen = posterior.likelihood.choose_link(latent, link)
             if isinstance(chosen, LaplaceBridge):
                 raise LapwingError(
-                    "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so that "
-                    "no scale factor is best. Write link=lw.Probit()."
+                    "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so no "
+                    "scale factor is best. Write link=lw.Probit()."
                 )
             reads_covariance = chosen.reads_covariance
         latent = latent.compact(reads_covariance)
@@ -163,15 +164,15 @@ def _latents(
 
 
 def _divergence(posterior: Posterior) -> tuple[float, float]:
-    """Returns `tr(ΔΣ)` and P, both per sample of N/τ.
+    """Returns `tr(ΔΣ)` and P, both divided by N/τ.
 
     Raises:
-        LapwingError: where `KL(N(θ̂, sΣ) ‖ prior)` does not exist.
+        LapwingError: if `KL(N(θ̂, sΣ) ‖ prior)` is infinite.
     """
     covariance = posterior.covariance
     if covariance.precision is None or not covariance.full_rank:
         raise LapwingError(
-            f"A posterior by {posterior.method} has no prior or has directions of variance 0, so that its divergence "
+            f"A posterior by {posterior.method} has no prior or has directions of variance 0, so its divergence "
             "from the prior is infinite. Write by='validation', or fit lw.KFAC() or a subspace with residual='prior'."
         )
     variances, deltas = covariance.diagonal(), posterior.prior.precision.tolist()

@@ -226,5 +226,7 @@ def test_an_mlp_task_scores_its_posteriors():
     assert variational.model is not task.model
     curve = rotations(task, variational, lw.Streamlined(), 20)
     assert len(curve["nlpd"]) == len(ANGLES)
-    upright = variational.predict(task.tested[0][:20], via=lw.scale_factor(variational, task.data.val))
+    upright = variational.predict(
+        task.tested[0][:20], via=lw.scale_factor(variational, task.data.val, lw.Streamlined())
+    )
     assert curve["nlpd"][0] == pytest.approx(-float(upright.log_prob(task.tested[1][:20]).mean()), rel=1e-2)
