@@ -27,23 +27,22 @@ from .search import evenly
 log = logging.getLogger("lapwing")
 
 PLATEAU = 1e-4
-"""Candidates whose scores differ by less are tied, in nats a sample."""
+"""Difference of scores, in nats per sample, below which candidates are tied."""
 
 TEMPERATURES = evenly(0.0, 1.5, 16)
-"""Candidates for log10 of the logit temperature T. Below 1 it would sharpen the means beside a huge spread."""
+"""Candidates for log10 of the logit temperature T. T below 1 would sharpen the means and permit a huge spread."""
 
 SHARPER = -0.1
-"""log10 of a temperature that is scored beside, for a warning: where it is surely better, the network is too unsure."""
+"""log10 of a temperature that is scored only for a warning: if it is surely better, the network is underconfident."""
 
 WIDER = 1e-3
-"""A wider spread than the best may cost so many nats a sample, however large the standard error is."""
+"""Maximum cost, in nats per sample, of a wider spread than the best, for any standard error."""
 
 SURE = 3.0
-"""A regression's λ = δσ² is that of the training data, unless another is better by so many paired standard errors."""
+"""Paired standard errors by which another λ = δσ² of a regression must be better than the λ of the training data."""
 
 NOISES = evenly(-6.0, 0.5, 27)
-"""Candidates for log10 of σ² beside the mean squared held-out residual, where the prior precision is given."""
-
+"""Candidates for log10 of σ² over the mean squared held-out residual, if the prior precision is given."""
 
 RISING = Rule(
     lambda value: (
@@ -58,7 +57,7 @@ RISING = Rule(
 
 
 def check_ranks(ranks: Any, method: str, is_subspace: bool) -> None:
-    """Raises for ranks that are not whole numbers from 1 up, and for those of what is no subspace; none are fine."""
+    """Raises unless `ranks` is (), or holds positive integers and the method fits a subspace."""
     numbers = isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) and rank > 0 for rank in ranks)
     if not (isinstance(ranks, tuple) and not ranks) and not (numbers and is_subspace):
         raise LapwingError(
@@ -68,10 +67,10 @@ def check_ranks(ranks: Any, method: str, is_subspace: bool) -> None:
 
 
 def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
-    """Returns the posterior on its first directions, for each rank below its own; itself last.
+    """Returns the posterior on its first directions, for each rank below its own, and last the posterior itself.
 
     Raises:
-        LapwingError: for a posterior that has no rank, or ranks below 1.
+        LapwingError: if the posterior has no rank, or a rank is below 1.
     """
     if isinstance(ranks, tuple) and not ranks:
         return [posterior]
@@ -93,20 +92,20 @@ def best_of(
 ) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
-    What the user gave is kept. The best point of a grid is refined by the parabola through its neighbours. At each
-    point the second number has its best value there: for classifiers T, for regressions the factor c of the covariance
-    of y, `(δ, σ²) -> (δ/c, c σ²)`, which needs no other contraction. c is in closed form, see `width_scores`.
+    Values that the user gave are kept. The best point of a grid is refined by the parabola through its neighbours. Each
+    point uses the best second number: for classifiers T, for regressions the factor c of the covariance of y,
+    `(δ, σ²) -> (δ/c, c σ²)`, which needs no other contraction and has a closed form, see `width_scores`.
 
     Args:
-        posteriors: of one fit.
-        decades: the range of log10 δ; of a regression beside the mean squared held-out residual as noise.
-        points: candidates in that range.
+        posteriors: posteriors of one fit.
+        decades: range of log10 δ; for a regression with the mean squared held-out residual as noise.
+        points: number of candidates in that range.
         loader: held-out batches.
-        temperatures: candidates for log10 T, rising; none leaves it.
-        tolerance: among classifiers the widest is chosen whose score is at most so many standard errors below the
-            best, and `WIDER`. The errors are those of the mean difference of the two, sample by sample.
-        product: `λ = δσ²` of a regression by its training data, which is kept unless another is surely better; None
-            for the best.
+        temperatures: rising candidates for log10 T; () keeps T.
+        tolerance: for classifiers the widest spread is chosen whose score is at most this many standard errors, and at
+            most `WIDER`, below the best. The standard error is that of the paired difference over samples.
+        product: `λ = δσ²` of a regression by its training data, kept unless another λ is surely better; None chooses
+            the best λ.
     """
     first = posteriors[0]
     open_prior = has_prior(first.covariance) and not first.prior.fixed
@@ -129,7 +128,7 @@ def _best_point(
     temperatures: Sequence[float],
     tolerance: float,
 ) -> Posterior:
-    """Returns the best δ, where there are exponents, and T of a classifier."""
+    """Returns the posterior at the best δ, if there are exponents, and at the best T of a classifier."""
 
     def candidates(posterior: Posterior) -> list[Posterior]:
         return [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
@@ -158,7 +157,7 @@ def _best_point(
 
 
 def _best_noise(posteriors: Sequence[Posterior], noise: float, loader: Iterable[Any]) -> Posterior:
-    """Returns the best σ² where the prior precision is the user's or the method's."""
+    """Returns the posterior at the best σ²; the prior precision is given by the user or the method."""
 
     def candidates(posterior: Posterior) -> list[Posterior]:
         return [posterior.with_noise(noise * 10**exponent) for exponent in NOISES]
@@ -175,7 +174,7 @@ def _best_width(
     loader: Iterable[Any],
     product: float | None,
 ) -> Posterior:
-    """Returns the best δ and σ² of a regression: δ beside one σ², and the factor of both in closed form."""
+    """Returns the posterior at the best δ and σ² of a regression: a grid over δ at one σ², and c in closed form."""
     every = [*exponents] if product is None else [*exponents, math.log10(product / noise)]
     scores, factors = width_scores(
         posteriors, lambda posterior: [at_precision(posterior, 10**exponent) for exponent in every], loader
@@ -193,13 +192,13 @@ def _best_width(
 
 
 def _highest(table: Tensor) -> tuple[int, int]:
-    """Returns which posterior and which point have the highest score; NaN is the lowest."""
+    """Returns the indices of the posterior and of the point with the highest score; NaN is the lowest."""
     which, at = (int(i) for i in torch.unravel_index(table.nan_to_num(-math.inf).argmax(), table.shape))
     return which, at
 
 
 def chosen_numbers(posterior: Posterior) -> str:
-    """Returns the numbers of a posterior that a tuning may choose, as text for the log."""
+    """Returns the values that a tuning may choose, as text for the log."""
     numbers = {
         "prior precision": None if posterior.prior_precision is None else float(posterior.prior.precision.min()),
         "noise variance": posterior.noise_variance,
@@ -230,44 +229,43 @@ def scores_of_links(posterior: Posterior, loader: Iterable[Any]) -> str:
 
 
 def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float) -> None:
-    """Warns of a choice at an end of the range; says so where it is one of many wide ones that are alike."""
+    """Warns if the choice is at an end of the range; only logs it if many wide candidates have the same score."""
     low, high = exponents[0], exponents[-1]
     tied = sum(row[at] - score < PLATEAU for score in row)
     if tied > 1:
-        advice = f"{tied} candidates there differ by less than {PLATEAU:g} nats, so that it matters little"
+        advice = f"{tied} candidates differ by less than {PLATEAU:g} nats, so the choice matters little"
     else:
         meaning = "no spread in the weights at all" if at else "the widest spread in the range"
-        further = f"tune=lw.Validation(loader, decades=({low - 3:g}, {high + 3:g}))"
-        advice = f"the held-out data ask for {meaning}; {further} looks further"
+        wider = f"tune=lw.Validation(loader, decades=({low - 3:g}, {high + 3:g}))"
+        advice = f"the held-out data prefer {meaning}; {wider} searches further"
     if at and best.logit_temperature is not None:
-        advice += ". Without spread foreign inputs are ranked by the network's own confidence alone"
-    beside = best.logit_temperature is None and not best.noise_fixed
+        advice += ". Without spread only the network's own confidence ranks out-of-distribution inputs"
+    relative = best.logit_temperature is None and not best.noise_fixed
     log.log(
         logging.INFO if 1 < tied < len(row) and not at else logging.WARNING,
         "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
         best.method, 10**chosen,
-        f" (1e{exponents[at]:g} beside the mean squared held-out residual)" if beside else "", advice,
+        f" (1e{exponents[at]:g} with the mean squared held-out residual as noise)" if relative else "", advice,
     )  # fmt: skip
 
 
 def _warn_of_unsure(best: Posterior, sharper: Tensor, scores: Tensor) -> bool:
-    """Warns, and returns whether, held-out data surely prefer a temperature below 1, which no fit chooses.
+    """Returns whether held-out data surely prefer a temperature below 1, which no fit chooses, and warns if they do.
 
     Args:
-        best: names the network.
-        sharper: scores of the candidates at that temperature (points, N).
-        scores: of the chosen candidate at the other temperatures (temperatures, N).
+        best: posterior around the network that the warning names.
+        sharper: scores of the candidates at a temperature below 1 (points, N).
+        scores: scores of the chosen candidate at the other temperatures (temperatures, N).
     """
-    means = (sharper.mean(-1, dtype=torch.float64), scores.mean(-1, dtype=torch.float64))
-    others = [
-        part[int(mean.nan_to_num(-math.inf).argmax())] for part, mean in zip((sharper, scores), means, strict=True)
-    ]
-    gain = float((others[0] - others[1]).double().mean())
-    unsure = gain > 2 * WIDER and _surely_better(*others)
+    first, second = (
+        part[int(part.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())] for part in (sharper, scores)
+    )
+    gain = float((first - second).double().mean())
+    unsure = gain > 2 * WIDER and _surely_better(first, second)
     if unsure:
         log.warning(
-            "%s is less sure than its held-out accuracy bears: logits divided by %.2g gain %.2g nats a sample. "
-            "validation= does not sharpen them. Where calibration matters most, write "
+            "%s is underconfident on the held-out data: dividing its logits by %.2g gains %.2g nats per sample. "
+            "validation= never chooses a temperature below 1. If calibration matters most, write "
             "lw.fit(model, held_out, lw.TemperatureScaling()).",
             type(best.tangent.model).__name__, 10**SHARPER, gain,
         )  # fmt: skip
@@ -275,7 +273,7 @@ def _warn_of_unsure(best: Posterior, sharper: Tensor, scores: Tensor) -> bool:
 
 
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
-    """Returns the mean squared residual of held-out data, where the search for widths starts."""
+    """Returns the mean squared residual of held-out data, the noise variance at which the search starts."""
     sums: dict[str, Tensor] = {}
     for batch in tracked(loader, "residuals of held-out data"):
         inputs, targets = batches.split(batch, posterior.tangent.device)
@@ -292,26 +290,31 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     dtype = posterior.tangent.dtype
     if residual > torch.finfo(dtype).max:
         raise LapwingError(
-            f"The mean squared residual of the held-out data is {residual:.3g}, too large for {dtype}: the targets are "
-            "too large. Standardise them, y = (y - y.mean()) / y.std(), and train the network on these."
+            f"The mean squared residual of the held-out data is {residual:.3g}, too large for {dtype}, because the "
+            "targets are too large. Standardise them, y = (y - y.mean()) / y.std(), and train the network on these."
         )
     return residual
 
 
-def _surely_better(scores: Tensor, others: Tensor) -> bool:
-    """Whether scores (N,) are better than others in the mean, by more than chance."""
-    gain = scores - others
+def _surely_better(scores: Tensor, reference: Tensor) -> bool:
+    """Whether scores (N,) are better than the reference (N,) in the mean, by more than chance."""
+    gain = scores - reference
     return float(gain.mean()) > SURE * float(gain.std(correction=0)) / math.sqrt(len(gain))
 
 
 def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
-    """Returns the lowest of the candidates (points, N) below the best that are within so many paired errors of it.
+    """Returns the index of the lowest candidate (points, N) whose score is within the tolerance of the best one.
 
-    Spreads so wide that wider ones predict the same, down to the end of the range, are one: its narrowest is returned.
+    If spreads down to the end of the range are so wide that all predict the same, the narrowest of them is returned.
+
+    Args:
+        scores: scores of the candidates, from the widest spread to the narrowest.
+        at: index of the best candidate.
+        tolerance: number of paired standard errors.
     """
 
     def saturated(place: int) -> bool:
-        """Whether the candidates up to the next one predict the same."""
+        """Whether all candidates from the widest to the next one predict the same."""
         return place + 1 < len(scores) and float((scores[place + 1] - scores[0]).abs().mean()) < PLATEAU
 
     widest = at
@@ -327,7 +330,7 @@ def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
 
 
 def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
-    """Returns the top of the parabola through the best point of a grid and its neighbours; at an edge the point."""
+    """Returns the top of the parabola through the best point of a grid and its neighbours, or the point at an edge."""
     if at in (0, len(points) - 1):
         return points[at]
     left, middle, right = scores[at - 1 : at + 2]
@@ -336,7 +339,7 @@ def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float
 
 
 def _between(points: Sequence[float], values: Sequence[float], at: int, point: float) -> float:
-    """Returns the value at a point by the parabola through those at the closest point of a grid and its neighbours."""
+    """Returns the value at a point by the parabola through the values at the closest grid point and its neighbours."""
     left, middle, right = values[at - 1 : at + 2] if 0 < at < len(points) - 1 else [values[at]] * 3
     if point == points[at] or not math.isfinite(left + right):
         return values[at]

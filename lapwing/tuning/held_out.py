@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,17 +22,14 @@ from ..network.positions import EXACT_OUTPUTS
 from ..posterior import Posterior
 from ..tangent import RandomCotangents, Record, Tangent
 
-log = logging.getLogger("lapwing")
-
-
 SOME_POSITIONS = 16
-"""So many positions of an input are scored where each takes backward passes of its own."""
+"""Number of positions of an input that are scored if each needs its own backward passes."""
 
 PROBES = 16
-"""So many random combinations of the outputs of a sample stand for more than 1 000 that take a backward pass each."""
+"""Number of random combinations of the outputs of a sample, if more than 1 000 outputs need a backward pass each."""
 
 Candidates = Callable[[Posterior], list[Posterior]]
-"""Returns the candidates around a posterior, which differ in prior and noise alone."""
+"""Returns the candidates around a posterior, which differ only in prior and noise."""
 
 
 def sample_scores(
@@ -41,16 +37,16 @@ def sample_scores(
 ) -> Tensor:
     """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N).
 
-    Positions of outputs are samples here, and labels that do not count are left out.
+    Each position of outputs with positions is a sample. Labels that do not count are left out.
 
     Args:
-        posteriors: of one fit.
-        candidates: around a posterior.
+        posteriors: posteriors of one fit.
+        candidates: function that returns the candidates around a posterior.
         loader: held-out batches.
-        temperatures: log10 of T; the likelihood's own alone where there are none.
+        temperatures: values of log10 T; () uses only the likelihood's own T.
 
     Raises:
-        LapwingError: for an empty loader.
+        LapwingError: if the loader is empty.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     divisors = [10**exponent for exponent in temperatures]
@@ -74,10 +70,10 @@ def sample_scores(
 
 
 def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
-    """Returns the numbers of all held-out samples (candidates, K, N).
+    """Returns the scores of all held-out samples (candidates, K, N).
 
     Args:
-        rows: place of a candidate -> its parts (K, N_part).
+        rows: place of a candidate -> parts of its scores (K, N_part).
 
     Raises:
         LapwingError: if there is no sample.
@@ -88,15 +84,15 @@ def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
 
 
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[Tensor, float]:
-    """Returns what the spread of posteriors costs, `Σ_n w_n [log p(y_n|f_n) - log p(y_n|N(f_n, V_n))]`, and `Σ_n w_n`.
+    """Returns the costs of the posteriors' spread, `Σ_n w_n [log p(y_n|f_n) - log p(y_n|N(f_n, V_n))]`, and `Σ_n w_n`.
 
-    Positions of outputs are samples here, and labels that do not count are left out.
+    Each position of outputs with positions is a sample. Labels that do not count are left out.
     """
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, certain, every = None, torch.empty(0), torch.empty(0)
     for (i, _), posterior, latent, labels, weights in _contracted(posteriors, lambda one: [one], loader):
         likelihood = posterior.likelihood
-        if latent.mean is not mean:  # of the next record
+        if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
             certain = likelihood.plain.log_prob(mean / (likelihood.logit_temperature or 1.0), labels)
             every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
@@ -112,20 +108,20 @@ def width_scores(
 ) -> tuple[Tensor, Tensor]:
     """Returns held-out log likelihoods (posteriors, candidates, N) at the best factor c of y's covariance, and log10 c.
 
-    With `r = y - f` and the covariance S of y, `log N(y; f, c S)` is highest in the mean at `c = mean rᵀS⁻¹r / C`, for
-    the C targets that are known. For one output that is `mean r²/(σ² + v)`. Residuals are no less than rounding leaves
-    of targets of their size, as in `Gaussian.residual_variance`. Of a Gaussian likelihood; float64.
+    With `r = y - f` and the covariance S of y, the mean of `log N(y; f, c S)` is highest at `c = mean rᵀS⁻¹r / C`, over
+    the C known targets. For one output this is `mean r²/(σ² + v)`. Residuals are at least the rounding error of the
+    targets, as in `Gaussian.residual_variance`. For Gaussian likelihoods; computed in float64.
 
     Raises:
-        LapwingError: for an empty loader.
+        LapwingError: if the loader is empty.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     outputs = posteriors[0].tangent.outputs
     for place, candidate, latent, labels, _ in _contracted(posteriors, candidates, tracked(loader, "held-out data")):
         latent = latent.compact(covariances=outputs > 1)
         prediction, labels = candidate.likelihood.predict(latent), labels.to(latent.mean.device)
-        holes = labels.reshape(latent.mean.shape).isnan()  # targets that are missing, where the likelihood allows it
-        volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # of r = 0
+        holes = labels.reshape(latent.mean.shape).isnan()  # missing targets, if the likelihood allows them
+        volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # at r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
         sizes = doubled(labels).nan_to_num().reshape(latent.mean.shape).square().sum(-1)
         rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1), sizes]).cpu())
@@ -134,7 +130,7 @@ def width_scores(
     known = counts.sum(-1, keepdim=True)
     rounding = ROUNDING * sizes.sum(-1, keepdim=True) / known
     rounding = torch.where(rounding > 0, rounding, ROUNDING)
-    least = 2 * math.pi * (2 * volume / counts.clamp_min(1)).exp() * rounding  # beside the geometric mean of variances
+    least = 2 * math.pi * (2 * volume / counts.clamp_min(1)).exp() * rounding  # over the geometric mean variance
     factor = squares.maximum(counts * least).sum(-1, keepdim=True) / known
     return volume - (squares / factor + counts * factor.log()) / 2, factor.squeeze(-1).log10()
 
@@ -142,7 +138,7 @@ def width_scores(
 def _contracted(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], copies: int = 1
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
-    """Yields the place of each candidate, itself, its latent, and labels and weights of its samples, batch by batch."""
+    """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights."""
     first = posteriors[0]
     reads = first.likelihood.reads(first.tangent.outputs)
     groups = _contraction_groups(posteriors)
@@ -169,7 +165,7 @@ def _contracted(
 
 
 def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:
-    """Returns the targets of a batch, those of outputs with positions as rows, and how many rows a sample has."""
+    """Returns the targets of a batch, with positions as rows, and the number of rows per sample."""
     if tangent.positions is None or record.sizes is None:
         return targets, 1
     places = tangent.positions.places(len(targets), record.sizes)
@@ -177,19 +173,17 @@ def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor,
 
 
 def no_batch() -> LapwingError:
-    """Returns what is raised for held-out data without a sample."""
+    """Returns the error for held-out data without a sample."""
     return LapwingError(
         "The loader of validation data shows no batch. Write lw.Validation([(x_val, y_val)]), with held-out batches in "
-        "a loader that can be gone through twice."
+        "a loader that can be read twice."
     )
 
 
 def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weighted]) -> list[float]:
-    """Returns the mean of `J_n Σ J_nᵀ` over outputs and the samples of batches, by their weights, linearised.
+    """Returns the weighted mean of the linearised `J_n Σ J_nᵀ` over outputs and samples, for each posterior.
 
-    Each output is in units of its noise ratio.
-
-    The posteriors come from one by `at`, so that they differ in prior and noise alone.
+    Each output is in units of its noise ratio. The posteriors may differ only in prior and noise.
     """
     first = posteriors[0]
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
@@ -214,7 +208,7 @@ def at_precision(posterior: Posterior, precision: float) -> Posterior:
 
 
 def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
-    """Returns the indices of posteriors whose covariances one contraction of J gives."""
+    """Returns groups of indices of posteriors whose covariances share one contraction of J."""
     groups: list[list[int]] = []
     for i, posterior in enumerate(posteriors):
         covariance: Any = posterior.covariance
@@ -227,7 +221,7 @@ def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
 
 
 def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, reads: Reads) -> int:
-    """Estimates how many numbers a sample takes in the latents of all candidates, and on the way to them."""
+    """Estimates the number of entries per sample that the latents of all candidates need, temporary ones included."""
     tangent, count = posteriors[0].tangent, len(posteriors) * priors
     widest = max(block.matrix_shape[1] for block in tangent.blocks)
     one = tangent.outputs * max(posterior.covariance.scratch_per_row for posterior in posteriors)
@@ -235,7 +229,7 @@ def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, reads: Rea
 
 
 def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
-    """Whether the mean variance of the outputs, all that the link reads, is taken of random combinations of them."""
+    """Whether random combinations of the outputs estimate their mean variance, which is all that the link reads."""
     mean_alone = likelihood.reads(tangent.outputs) == "scale"
     return mean_alone and tangent.outputs > EXACT_OUTPUTS and not tangent.treats_output_alone
 
@@ -250,9 +244,9 @@ def _probes(posterior: Posterior) -> RandomCotangents | None:
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:
-    """Returns the latent of each candidate of one contraction, with what is read of it alone.
+    """Returns the latent of each candidate of one contraction, with only the parts that are read.
 
-    Of a record of probes each output has the mean of their variances.
+    If the record holds probes, each output gets the mean of their variances.
     """
     covariances: list[Any] = [candidate.covariance for candidate in candidates]
     mean = record.outputs.to(record.device)

@@ -107,7 +107,7 @@ def test_a_network_that_is_too_unsure_is_told_of_in_place_of_the_edge(classes, d
         caplog.clear()
         loader, held_out = [(x[:300], y[:300])], [(x[300:500], y[300:500]), (x[500:], y[500:])]
         posterior = lw.fit(model, loader, lw.Diagonal(), validation=held_out, forward=lambda m, i, f=factor: f * m(i))
-        assert ("Linear is less sure than its held-out accuracy bears" in caplog.text) is unsure
+        assert ("Linear is underconfident on the held-out data" in caplog.text) is unsure
         assert posterior.logit_temperature >= 1
         assert not (unsure and "edge of its range" in caplog.text)
 
@@ -117,11 +117,11 @@ def test_a_network_that_is_too_unsure_is_told_of_in_place_of_the_edge(classes, d
     [
         (
             (0.0, 2.0),
-            r"the widest spread in the range; tune=lw.Validation\(loader, decades=\(-3, 5\)\) looks further\.",
+            r"the widest spread in the range; tune=lw.Validation\(loader, decades=\(-3, 5\)\) searches further\.",
         ),
         (
             (9.0, 11.0),
-            r"3 candidates there differ by less than 0.0001 nats, so that it matters little\.",
+            r"3 candidates differ by less than 0.0001 nats, so the choice matters little\.",
         ),
         ((-4.0, 2.0), None),
     ],
