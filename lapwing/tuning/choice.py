@@ -16,8 +16,6 @@ from ..covariance import has_prior, has_rank
 from ..data import batches
 from ..data.progress import tracked
 from ..errors import LapwingError, shown
-from ..likelihoods import SampledLink
-from ..linalg import doubled
 from ..methods.passes import Batch
 from ..options import Rule
 from ..posterior import Posterior
@@ -205,27 +203,6 @@ def chosen_numbers(posterior: Posterior) -> str:
         "logit temperature": posterior.logit_temperature,
     }
     return ", ".join(f"{name} {number:.3g}" for name, number in numbers.items() if number is not None)
-
-
-def scores_of_links(posterior: Posterior, loader: Iterable[Any]) -> str:
-    """Returns a classifier's score by the default link and by draws, which should agree; nothing for other networks.
-
-    Cost: a pass over the loader.
-    """
-    link, likelihood = posterior.likelihood.default_link, posterior.likelihood
-    if posterior.logit_temperature is None or SampledLink not in likelihood.links or posterior.tangent.positions:
-        return ""
-    sums, count = torch.zeros(2, dtype=torch.float64), 0
-    for batch in tracked(loader, "report of held-out data"):
-        inputs, targets = batches.split(batch, posterior.tangent.device)
-        if batches.size(inputs):
-            latent = posterior.latent(inputs)
-            for k, each in enumerate((link, SampledLink())):
-                sums[k] += doubled(likelihood.predict(latent, each).log_prob(targets)).sum().cpu()
-            counted = likelihood.labelled(targets)
-            count += batches.size(inputs) if counted is None else int(counted.sum())
-    closed, drawn = (-sums / count).tolist()
-    return f". Its negative log likelihood is {closed:.4f} by {link} and {drawn:.4f} by draws of the outputs"
 
 
 def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float) -> None:

@@ -12,7 +12,7 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import at_least, number, option
 from ..posterior import Posterior
-from .choice import RISING, TEMPERATURES, best_of, check_ranks, chosen_numbers, scores_of_links, with_ranks
+from .choice import RISING, TEMPERATURES, best_of, check_ranks, chosen_numbers, with_ranks
 from .evidence import Training, Tuning
 from .regression_width import SAMPLES, trained_product
 
@@ -61,8 +61,7 @@ class Validation(_OnHeldOutData):
 
     Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
     the link reads covariances) an output, or combination of outputs as in `BoundedEvidence`; for a regression a forward
-    pass, and the kernel of `BoundedEvidence`. Another pass where the log shows what was chosen (`logging.INFO`), to
-    compare the default link with draws. Memory: about 6 kB a held-out sample of a classifier, 3 kB of a
+    pass, and the kernel of `BoundedEvidence`. Memory: about 6 kB a held-out sample of a classifier, 3 kB of a
     regression, since the scores of all candidates are compared sample by sample; a position counts as a sample.
 
     Example:
@@ -102,15 +101,14 @@ class Validation(_OnHeldOutData):
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.tuned and not self.ranks and scaled:
             return posterior
-        product, loader = None, as_loader(self.loader, posterior.model)
+        product = None
         if self._reads_training(posterior) and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
-            with_ranks(posterior, self.ranks), self.decades, self.points, loader,
+            with_ranks(posterior, self.ranks), self.decades, self.points, as_loader(self.loader, posterior.model),
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
-        if log.isEnabledFor(logging.INFO):
-            log.info("Validation of %s: %s%s", best.method, chosen_numbers(best), scores_of_links(best, loader))
+        log.info("Validation of %s: %s", best.method, chosen_numbers(best))
         return best
 
     def training_samples(self, posterior: Posterior) -> int:

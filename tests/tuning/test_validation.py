@@ -315,20 +315,10 @@ def test_streamlined_and_deployed_networks_follow_the_temperature():
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
 
 
-def test_the_log_compares_the_link_with_draws(caplog):
-    model, loader, held_out = overconfident()
-    with caplog.at_level("INFO", "lapwing"):
-        chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out))
-    (text,) = [one.getMessage() for one in caplog.records if "by draws" in one.getMessage()]
-    closed, drawn = (float(number) for number in re.findall(r"(\d\.\d{4}) by", text))
-    assert closed == pytest.approx(-score(chosen, held_out), abs=1e-4)
-    assert drawn == pytest.approx(closed, abs=0.05)
-
-
 @pytest.mark.parametrize(
     ("likelihood", "tuned"),
     [
-        ("categorical", "prior precision [^,]+, logit temperature [^,]+ by draws of the outputs"),
+        ("categorical", "prior precision [^,]+, logit temperature [^,]+"),
         ("gaussian", "prior precision [^,]+, noise variance [^,]+"),
         (lw.Poisson(), "prior precision [^,]+"),
     ],
