@@ -1,6 +1,6 @@
-"""The Gaussian process of the linearised network on some samples: its evidence, and what it predicts of each left out.
+"""The Gaussian process of the linearised network on some samples: its evidence and its leave-one-out predictions.
 
-Its kernel is decomposed once. All is a function of δσ² then, at the best δ there.
+Its kernel is decomposed once. Everything is then a function of δσ², at the best δ for it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from .search import ascend, best_of_grid, evenly
 
 RANGE = (-10.0, 6.0)
-"""Decades of δσ², relative to the mean eigenvalue of the kernel, that are searched."""
+"""Searched decades of δσ², relative to the mean eigenvalue of the kernel."""
 
 MAX_EXPLAINED = 0.9
-"""Of the targets, copies aside, the weights explain at most this part, the noise the others."""
+"""Maximum part of the targets, without copies, that the weights explain. The noise explains the remainder."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class LeaveOneOut:
     """The exact Gaussian process of the linearised network on some training samples, at its own best δ and σ².
 
     Attributes:
-        width: s, the mean variance of a target that all N samples but its own predict, or the mean squared error if
-            that is more.
-        variance: the mean variance alone, by the n samples of the kernel.
-        training_variance: `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior of these, which has seen the targets too.
-        curve: by how much N samples narrow predictions, against n.
-        precision: δ, as a multiple of the prior's where that is fixed.
+        width: s, the mean variance, or the mean squared error if it is larger, of a target that all other of the N
+            samples predict.
+        variance: mean variance by the n samples of the kernel.
+        training_variance: `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior of these samples, which has seen the targets.
+        curve: width by N samples, divided by the width by n.
+        precision: δ, or its ratio to the prior's δ if that is fixed.
         noise_variance: σ².
         samples: n.
-        weights: how many weights count.
-        drawn: the mean variance at the δ and σ² of a posterior of exact draws; 0 of others.
+        weights: number of weights that count.
+        drawn: mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors.
     """
 
     width: float
@@ -48,11 +48,11 @@ class LeaveOneOut:
     drawn: float = 0.0
 
     def unseen(self, training_variance: float) -> float:
-        """Returns how wide a posterior's predictions of unseen targets are, at this δ and σ², by its training variance.
+        """Returns the width of a posterior's predictions of unseen targets, at this δ and σ², by its training variance.
 
-        The exact posterior tells inputs that it has seen from others. Those that are wider than it at inputs that they
-        have seen, such as KFAC, do so in part, by measurement a quarter of the way on a logarithmic scale. Others leave
-        out directions, and are about as wide everywhere.
+        The exact posterior is wider at unseen inputs than at seen ones. A posterior that is wider than the exact one at
+        seen inputs, such as KFAC, has part of this difference: measured, a quarter on a logarithmic scale. Posteriors
+        that leave out directions are about as wide everywhere.
         """
         if self.curve == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
             return self.variance
@@ -69,10 +69,10 @@ class Process:
         values: eigenvalues of the kernel `√w JJᵀ √w` (M,), of each output relative to its noise.
         vectors: its eigenvectors (M, M).
         labels: `√w r` (M,), in the same unit.
-        counts: w (M,), how many targets each pair stands for.
-        same: which samples are left out at once with each (n, n).
-        prior_fixed: whether δ is the user's.
-        weights: how many weights count.
+        counts: w (M,), number of targets that each pair represents.
+        same: whether a sample is left out together with another (n, n).
+        prior_fixed: whether the user gave δ.
+        weights: number of weights that count.
     """
 
     values: Tensor
@@ -85,12 +85,12 @@ class Process:
 
     @property
     def samples(self) -> int:
-        """n, each with as many pairs."""
+        """Number n of samples, which have equally many pairs."""
         return len(self.same)
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs that are left out at once, as of `_groups`."""
+        """Pairs that are left out together: see `_groups`."""
         return _groups(self.same, len(self.labels) // self.samples)
 
     @cached_property
@@ -105,7 +105,7 @@ class Process:
 
     @property
     def more(self) -> float:
-        """Targets without a row of their own."""
+        """Number of targets that have no row."""
         return self.total - len(self.counts)
 
     @cached_property
@@ -114,11 +114,11 @@ class Process:
         return float(self.values.sum()) / self.total or 1.0
 
     def at(self, log10: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the eigenvalues of `δC`, and the best 1/δ there."""
+        """Returns the eigenvalues of `δC`, and the best 1/δ for them."""
         spectrum = self.values + self.unit * 10**log10
         if self.prior_fixed:
             return spectrum, torch.ones_like(log10)
-        return spectrum, ((self.squares / spectrum).sum() / self.total).clamp_min(1e-24)  # 0: nothing to explain
+        return spectrum, ((self.squares / spectrum).sum() / self.total).clamp_min(1e-24)  # 0 if all labels are 0
 
     def evidence(self, log10: Tensor) -> Tensor:
         """Returns the log marginal likelihood, up to a constant."""
@@ -127,23 +127,23 @@ class Process:
         return fit - 0.5 * self.more * (scale * self.unit * 10**log10).log() if self.more else fit
 
     def lowest(self) -> float:
-        """Returns the first log10 of a grid where the weights explain at most `MAX_EXPLAINED` of the targets."""
+        """Returns the first grid point of log10 at which the weights explain at most `MAX_EXPLAINED` of the targets."""
         grid = evenly(*RANGE, 65)
         explained = [float((self.values / (self.values + self.unit * 10**end)).sum()) / self.total for end in grid]
         copies = self.counts.unflatten(0, (self.samples, -1)).amax(1)
         single = copies / (self.same.to(copies.dtype) @ copies).clamp_min(1.0)
-        limit = MAX_EXPLAINED * float(single.sum() / copies.sum())  # of copies one counts
+        limit = MAX_EXPLAINED * float(single.sum() / copies.sum())  # copies count once
         return grid[sum(part > limit for part in explained)]
 
     def best(self) -> Tensor:
-        """Returns the log10 of most evidence."""
+        """Returns the log10 of highest evidence."""
         low, values = self.lowest(), self.values
         grid, best = best_of_grid(lambda log10: float(self.evidence(values.new_tensor(log10))), low, RANGE[1], 65)
         start = values.new_tensor(grid[best : best + 1])
         return ascend(lambda point: self.evidence(point[0]), start, [low], RANGE[1:])[0]
 
     def left_out(self, log10: Tensor, size: float, inverse: float | None = None) -> LeaveOneOut:
-        """Returns the leave-one-out predictions for N samples, at the best 1/δ or at this one."""
+        """Returns the leave-one-out predictions for N = `size` samples, at the best 1/δ or at `inverse`."""
         spectrum, scale = self.at(log10)
         scale = scale if inverse is None else log10.new_tensor(inverse)
         noise = float(scale * self.unit * 10**log10)
@@ -159,16 +159,16 @@ class Process:
 
 
 def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float) -> float:
-    """Returns by how much more samples narrow predictions of unseen targets, at most 1.
+    """Returns the factor, at most 1, by which more samples narrow predictions of unseen targets.
 
     The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)` (Sollich 1999, equation 10, with the spectrum of the
-    kernel for that of all inputs). The result is κ at the factor over κ at 1.
+    kernel as the spectrum of all inputs). The result is κ at `factor` divided by κ at 1.
 
     Args:
         values: λ, eigenvalues of the kernel of n samples (M,).
         noise_variance: σ².
         factor: N/n.
-        total: the number of targets.
+        total: number of targets.
     """
     if factor <= 1:
         return 1.0
@@ -184,11 +184,11 @@ def learning_curve(values: Tensor, noise_variance: float, factor: float, total: 
 
 
 def _groups(same: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
-    """Returns pairs that are left out at once, by how many they are: (G, k) of indices, and of whose moments count.
+    """Returns the pairs that are left out together: for each size k, indices (G, k), and which of them count (G, k).
 
     Args:
-        same: which samples are left out at once with each (N, N).
-        times: how many pairs a sample has, side by side.
+        same: whether a sample is left out together with another (N, N).
+        times: number of consecutive pairs of a sample.
     """
     distinct, group_of = same.unique(dim=0, return_inverse=True)
     sizes, inside = distinct.sum(1), torch.arange(times, device=same.device)
@@ -210,9 +210,9 @@ def _left_out_moments(
         spectrum: eigenvalues of C (M,).
         vectors: eigenvectors of C (M, M).
         labels: r (M,).
-        groups: which pairs are left out at once.
+        groups: pairs that are left out together.
     """
-    root = vectors / spectrum.sqrt()  # of C⁻¹
+    root = vectors / spectrum.sqrt()  # root rootᵀ = C⁻¹
     weighted = root @ (root.T @ labels)
     variance = error = 0.0
     for rows, counted in groups:

@@ -1,4 +1,4 @@
-"""Leave-one-out predictions of the exact linearised model: `BoundedEvidence` sets a regression's width by them."""
+"""Leave-one-out predictions of the exact linearised model, which give the width of a regression."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .gaussian_process import LeaveOneOut
 from .training_kernel import process_of
 
 MAX_WEIGHTS = 1_000_000
-"""All trained weights count where a network has at most so many: their kernel then takes no longer than most fits."""
+"""Maximum number of trained weights for which all of them count: their kernel then costs no more than most fits."""
 
 MAX_MULTIPLY_ADDS = 2**33
-"""The rows of all samples may take so many, for the same reason."""
+"""Maximum number of multiply-adds to form the Jacobian rows of all samples. Above it only the treated weights count."""
 
 MAX_EXPLICIT_WEIGHTS = 1000
-"""Weights without a layer family, whose rows are gradients of one sample after another."""
+"""Maximum number of weights without a layer family: their rows are gradients of one sample after the other."""
 
 LOWEST_WIDTH = 0.5
-"""Where s is less than this part of the mean squared residual, the network was not trained to the end."""
+"""Part of the mean squared residual below which s shows that the network was not trained to the end."""
 
 HIGHEST_RAISED = 0.0
-"""To fit as badly as the network, δσ² is raised to this decade at most: noise as large as the kernel."""
+"""Highest decade to which δσ² is raised, to fit as badly as the network: the noise is as large as the kernel."""
 
 log = logging.getLogger("lapwing")
 
@@ -43,36 +43,34 @@ def leave_one_out(
     """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
     The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
-    leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks), at its own
-    mode and not at the network's weights, which need not be one. A sample is left out with all its outputs, and with
-    its copies, which would predict its target. Errors count besides variances, since the model has no
-    noise that outputs share.
+    leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks). They are
+    those at its own mode, and the network's weights need not be a mode. A sample is left out with all its outputs, and
+    with its copies, which would predict its target. The errors count because the model has no noise that outputs share.
 
-    Output biases have their trained value for μ0: targets far from 0 would else ask for a wide prior of all weights.
+    The labels lose the mean of each output: targets far from 0 would otherwise need a wide prior of all weights.
 
-    Weights that explain all targets but no noise would leave nothing to posteriors that see less, so σ² is at least
-    what leaves a tenth of the targets to it (`MAX_EXPLAINED`).
+    If the weights explained all targets, the noise would be 0, which is too narrow for posteriors with fewer degrees of
+    freedom. So σ² is large enough that the noise explains at least a tenth of the targets (`MAX_EXPLAINED`).
 
-    A network that was not trained to the end leaves residuals that its linearised model could explain, and predicts
-    with them all the same. So δσ² is raised until s is half of their mean square (`LOWEST_WIDTH`), to
-    `HIGHEST_RAISED` at most: the model then fits about as the network does.
+    If a network was not trained to the end, its linearised model could explain residuals that the network still has. So
+    δσ² is raised until s is half of the mean squared residual (`LOWEST_WIDTH`), at most to `HIGHEST_RAISED`: then the
+    model fits about as well as the network.
 
-    Of N samples, n are in the kernel. More samples tell more: s is multiplied by `learning_curve` at N/n.
+    The kernel holds n of N samples. All N predict better, so s is multiplied by `learning_curve` at N/n.
 
-    All trained weights count (`requires_grad`), also where the posterior treats only some: the layers before the
-    treated ones were trained on the targets too. Where they are too many, or a layer among them is refused, only the
-    treated weights count.
+    All trained weights count (`requires_grad`), also if the posterior treats only some of them: the layers before the
+    treated layers were trained on the targets too. If they have too many weights, or lapwing refuses one of the layers,
+    only the treated weights count.
 
     Args:
-        posterior: of a regression with noise σ². Its network is used, and its prior where all weights are treated.
-        parts: batches of inputs and targets, and perhaps sample weights: w copies of a sample are one whose residual
-            and kernel are multiplied by √w, and the count of targets is Σ w. Of many samples with many
-            outputs some are taken.
-        size: N; as many as there are in `parts` where None.
-        residual: the network's mean squared residual, below half of which s does not go if δσ² can be raised; 0 for
-            none.
+        posterior: posterior of a regression with noise σ². Its prior is used only if all trained weights are treated.
+        parts: batches of inputs, targets and perhaps sample weights. A sample of weight w counts as w copies: its
+            residual and its kernel are multiplied by √w, and the number of targets is Σ w. If there are too many
+            samples and outputs, some of them are used.
+        size: N; None means the number of samples in `parts`.
+        residual: mean squared residual of the network. s is at least half of it if δσ² can be raised; 0 means no bound.
 
-    Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and one eigendecomposition of it, O(M³).
+    Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and its eigendecomposition, O(M³).
     """
     parts = [part for part in parts if batches.size(part[0])]
     samples = sum(batches.size(inputs) for inputs, *_ in parts)
@@ -80,7 +78,7 @@ def leave_one_out(
         tangent = _trained(posterior, parts[0][0], samples)
         if tangent is not None:
             return _left_out(posterior, tangent, parts, size or samples, residual)
-    except (LapwingError, RuntimeError) as error:  # of layers that the fit has nothing to do with
+    except (LapwingError, RuntimeError) as error:  # from layers that the fit does not treat
         log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
     return _left_out(posterior, posterior.tangent, parts, size or samples, residual)
 
@@ -88,7 +86,7 @@ def leave_one_out(
 def _left_out(
     posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]], size: float, residual: float
 ) -> LeaveOneOut:
-    """Returns what `leave_one_out` does, for these weights."""
+    """Returns the result of `leave_one_out` for the weights of a tangent."""
     process = process_of(posterior, tangent, parts)
     log10 = process.best()
     result, end = process.left_out(log10, size), log10.new_tensor(HIGHEST_RAISED)
@@ -105,25 +103,25 @@ def _left_out(
 
 
 def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
-    """Returns the tangent of all trained weights; None where the posterior treats them, or they take too long."""
+    """Returns the tangent of all trained weights, or None if the posterior treats all of them or there are too many."""
     tangent = posterior.tangent
     treated = {name for block in tangent.blocks for name in block.parameters}
-    others = {
+    untreated = {
         name: value.numel()
         for name, value in parameters_of(tangent.model).items()
         if value.requires_grad and name not in treated and value.is_floating_point()
     }
-    if not others:
+    if not untreated:
         return None
-    names = treated | others.keys()
-    if tangent.size + sum(others.values()) <= MAX_WEIGHTS:
+    names = treated | untreated.keys()
+    if tangent.size + sum(untreated.values()) <= MAX_WEIGHTS:
         whole = Tangent.survey(
             tangent.model, inputs, lambda name, _: name in names, tangent.forward, tangent.memory, warn=False
         )
         if whole.explicit_size <= MAX_EXPLICIT_WEIGHTS and samples * whole.plan.work(whole.blocks) <= MAX_MULTIPLY_ADDS:
             return whole
     log.info(
-        "%s is too large to look at all trained weights: only those that %s treats count for the noise variance",
+        "%s has too many trained weights to use all of them: only those that %s treats count for the noise variance",
         type(tangent.model).__name__, posterior.method,
     )  # fmt: skip
     return None

@@ -1,4 +1,4 @@
-"""The kernel of training samples and their labels: what the exact linearised model of a regression is made of."""
+"""The exact linearised model of a regression: the kernel of training samples, and their labels."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from .gaussian_process import Process
 log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000
-"""The kernel is built of at most so many pairs of a sample and an output."""
+"""Maximum number of rows of the kernel: pairs of a sample and an output."""
 
 OTHER_SCALE = 5.0
-"""Outputs whose targets and residuals are more than so many times those of another output are warned of."""
+"""Ratio of the targets and residuals of two outputs above which a warning is logged."""
 
 TABLE = 2**20
-"""Inputs of at most so many real numbers are one batch."""
+"""Maximum number of entries of inputs that are joined into one batch."""
 
 SAME_SAMPLE = 0.98
-"""Cosine between the gradients of two samples from which on they are copies, if their targets are equal too."""
+"""Minimum cosine between the gradients of two samples that are copies, if their targets are equal."""
 
 SAME_INPUT = 0.9999
-"""The same where equal targets tell nothing: rounded ones, ratings, counts."""
+"""The same minimum if equal targets are common: rounded targets, ratings, counts."""
 
 MANY_EQUAL = 0.01
-"""Targets are taken for rounded where so large a part of the pairs below `SAME_SAMPLE` have equal ones."""
+"""Part of the pairs below `SAME_SAMPLE` with equal targets above which targets count as rounded."""
 
 
 def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]]) -> Process:
-    """Returns the process of samples spread over the parts, of some outputs of each where there are too many."""
+    """Returns the process of samples spread over the parts; if there are too many pairs, of some outputs per sample."""
     targets, residuals, every_weight = (
         torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
     )
     treated = tangent is posterior.tangent
-    given = posterior.prior.fixed and has_prior(posterior.covariance)  # not by the method
+    given = posterior.prior.fixed and has_prior(posterior.covariance)  # by the user
     outputs, prior_fixed = residuals.shape[1], given and treated
     count = min(len(residuals), max(20, MAX_ROWS // outputs))
     times = min(outputs, MAX_ROWS // count)
@@ -78,7 +78,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
 def _targets(
     posterior: Posterior, inputs: Any, targets: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y, y - f and w, (B, C), in float64; zeros for targets that are missing."""
+    """Returns y, y - f and w, each (B, C), in float64; missing targets have zeros."""
     outputs = posterior.tangent.outputs_of(inputs)
     posterior.likelihood.check(outputs, targets)
     outputs = doubled(outputs)
@@ -92,7 +92,7 @@ def _targets(
 
 
 def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns rows of a table as one batch, since the kernel goes through all pairs of batches; others as they are."""
+    """Returns rows of a table as one batch, since the kernel reads all pairs of batches, or the parts unchanged."""
     tables = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
     few = len(tables) == len(parts) and sum(part.numel() for part in tables) <= TABLE
     return (torch.cat(tables),) if few and len({(part.shape[1:], part.dtype) for part in tables}) == 1 else parts
@@ -112,9 +112,9 @@ def _means_of_outputs(labels: Tensor, counts: Tensor, outputs: Tensor) -> Tensor
 
 
 def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
-    """Returns which samples are copies of which, themselves included (N, N), by `JJᵀ` (M, M) and y (N, C).
+    """Returns whether two samples are copies or the same (N, N), by `JJᵀ` (M, M) and y (N, C).
 
-    Samples of which only some outputs are in the kernel cannot be compared, and have no copies.
+    If the kernel holds only some outputs of each sample, samples cannot be compared, and none are copies.
     """
     count, outputs = targets.shape
     alone = torch.eye(count, dtype=torch.bool, device=gram.device)
@@ -123,13 +123,13 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
     size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
     cosine, equal = kernel / (size * size[:, None]), (targets == targets[:, None]).all(-1)
-    others = cosine < SAME_SAMPLE
-    rounded = (equal & others).sum() > MANY_EQUAL * others.sum()
+    distinct = cosine < SAME_SAMPLE
+    rounded = (equal & distinct).sum() > MANY_EQUAL * distinct.sum()
     return alone | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
 
 
 def _warn_of_scales(targets: Tensor, residuals: Tensor, weights: Tensor) -> None:
-    """Warns where one noise variance stands for outputs of other scales: in targets and residuals, each (N, C)."""
+    """Warns if one noise variance serves outputs of different scales, by targets and residuals, each (N, C)."""
     totals = weights.sum(0)
     counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
     squares = (weights * residuals.square()).sum(0) / counts

@@ -1,4 +1,4 @@
-"""Tuning on held-out data: the prior precision, the rank, and how many training points the curvature sums."""
+"""Tuning on held-out data: prior precision, noise or logit temperature, rank, and the number of training points."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger("lapwing")
 
 
 class _OnHeldOutData(Tuning):
-    """A tuning by held-out data, which reads no evidence."""
+    """A tuning on held-out data, which does not read the evidence."""
 
     loader: Any
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Returns False: held-out data tune."""
+        """Returns False."""
         return False
 
 
@@ -33,36 +33,37 @@ class _OnHeldOutData(Tuning):
 class Validation(_OnHeldOutData):
     """Chooses δ, and σ² or a logit temperature T, by the mean log likelihood of held-out data.
 
-    Predictions are linearised, with the default link. All candidates are scored from one contraction of each batch: a
-    candidate costs next to nothing. The best point of the grid is refined by a parabola through its neighbours.
+    Predictions are linearised, with the default link. One contraction of each batch scores all candidates, so a
+    candidate costs almost nothing. The best point of the grid is refined by a parabola through its neighbours.
 
-    Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits: spread alone
-    does not make up for logits that are all too large. Of pairs that held-out data cannot tell from the best, the one
-    with the widest spread is chosen: it ranks foreign inputs best.
+    Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits, because
+    spread cannot correct logits that are all too large. Among pairs that the held-out data cannot distinguish from the
+    best, the pair with the widest spread is chosen, because it detects out-of-distribution inputs best.
 
-    Regression: for each `λ = δσ²` the best factor c of the covariance of y, which is that of `(δ/c, c σ²)`, is in
-    closed form, `mean r²/(σ² + v)` for one output. λ says how predictions of different inputs differ in width, which
-    few held-out samples hardly tell. So λ is that of `BoundedEvidence`, by the training data, unless another is better
-    by three standard errors of the paired difference.
+    Regression: for each `λ = δσ²`, the best factor c of the covariance of y, which `(δ/c, c σ²)` multiplies by c, has a
+    closed form, `mean r²/(σ² + v)` for one output. λ determines how widths differ between inputs, which few held-out
+    samples cannot show. So λ comes from the training data, as in `BoundedEvidence`, unless another λ is better by three
+    standard errors of the paired difference.
 
-    What the user gave is kept, a logit temperature other than 1 too.
+    Values that the user gave are kept, and so is a logit temperature other than 1.
 
     Args:
-        loader: held-out data in any form that `lw.fit` takes, not the training data.
-        decades: the range of log10 δ; of a regression where σ² is the mean squared held-out residual.
-        points: candidates.
-        ranks: for subspaces, numbers of leading directions to choose among beside all of them.
-        tolerance: of classifiers the widest spread is taken whose score is at most so many standard errors, and 0.001
-            nats, below the best. The errors are those of the difference, sample by sample; 0 for the best.
-        tempered: whether to choose a classifier's logit temperature too; False leaves it, for the best prior alone.
+        loader: held-out data, which must not be the training data, in any form that `lw.fit` accepts.
+        decades: range of log10 δ; for a regression with the mean squared held-out residual as σ².
+        points: number of candidates.
+        ranks: for subspaces, numbers of leading directions to compare with all directions.
+        tolerance: for classifiers, the widest spread is chosen whose score is at most this many standard errors, and at
+            most 0.001 nats, below the best. The standard error is that of the paired difference over samples; 0
+            chooses the best score.
+        tempered: whether to choose a classifier's logit temperature; False chooses only the prior precision.
 
     Raises:
-        LapwingError: for a range or number that makes no grid.
+        LapwingError: if a range or a number does not give a grid.
 
-    Cost: one pass over the loader: one record and contraction a batch, and `points` variances (or Gram matrices, if
-    the link reads covariances) an output, or combination of outputs as in `BoundedEvidence`; for a regression a forward
-    pass, and the kernel of `BoundedEvidence`. Memory: about 6 kB a held-out sample of a classifier, 3 kB of a
-    regression, since the scores of all candidates are compared sample by sample; a position counts as a sample.
+    Cost: one pass over the loader, with one record and one contraction per batch, and `points` variances (or Gram
+    matrices, if the link reads covariances) for each output, or for each combination of outputs as in
+    `BoundedEvidence`; for a regression also a forward pass, and the kernel of `BoundedEvidence`. Memory: about 6 kB per
+    held-out sample of a classifier and 3 kB of a regression, for the scores of all candidates; a position is a sample.
 
     Example:
         >>> import torch, lapwing as lw
@@ -87,7 +88,7 @@ class Validation(_OnHeldOutData):
         check_data(self.loader, "Validation")
 
     def check(self, method: Method, shape: FitShape) -> None:
-        """Raises if a rank is to be chosen and the method has none."""
+        """Raises if `ranks` are given and the method has no rank."""
         if isinstance(self.ranks, tuple) and not self.ranks:
             return
         footprint, likelihood = method.footprint(shape), shape.likelihood
@@ -112,7 +113,7 @@ class Validation(_OnHeldOutData):
         return best
 
     def training_samples(self, posterior: Posterior) -> int:
-        """Returns the samples of `trained_product`, if δ and σ² are open."""
+        """Returns the maximum number of samples for `trained_product`, if δ and σ² are open."""
         return SAMPLES if self._reads_training(posterior) else 0
 
     def _reads_training(self, posterior: Posterior) -> bool:
@@ -121,28 +122,28 @@ class Validation(_OnHeldOutData):
 
 @dataclass(frozen=True)
 class EarlyStopping(_OnHeldOutData):
-    """Chooses n, how many training points the curvature sums, and δ by held-out log likelihood.
+    """Chooses n, the number of training points in the curvature, and δ by the held-out log likelihood.
 
-    Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹` with `S_n` summed over the first n points: a wide
-    posterior where the model is misspecified and that of all data too narrow. The sums on the way are kept, so all
-    pairs (n, δ) are compared, not only the first n at which the score falls. Without validation data, strongly
-    augmented training images can replace it.
+    Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹`, where `S_n` sums over the first n points. A small n
+    gives a wide posterior if the model is misspecified and the posterior of all data is too narrow. The fit keeps the
+    sum of each n, so all pairs (n, δ) are compared, not only the first n at which the score falls. Without validation
+    data, pass strongly augmented training images.
 
     Args:
-        loader: held-out data in any form that `lw.fit` takes.
+        loader: held-out data in any form that `lw.fit` accepts.
         form: "published", `(S_n + δI)⁻¹`; or "scaled", `(S_n + (n/N) δI)⁻¹`, as in the authors' program: the whole
-            covariance of N points, `((N/n) S_n + δI)⁻¹`, times N/n. With δ free the two are one family; they differ
-            where δ is given.
-        prefixes: parts of the data to choose among: a half, a quarter, ... of it.
-        decades: the range of log10 δ.
-        points: candidates for δ.
-        ranks: for subspaces, numbers of leading directions to choose among beside all of them.
+            covariance of N points, `((N/n) S_n + δI)⁻¹`, times N/n. If δ is free the two forms are one family; they
+            differ if δ is given.
+        prefixes: number of parts of the data to compare: a half, a quarter, ... of it.
+        decades: range of log10 δ.
+        points: number of candidates for δ.
+        ranks: for subspaces, numbers of leading directions to compare with all directions.
 
     Raises:
-        LapwingError: for another label, or numbers that make no grid.
+        LapwingError: if the form is unknown, or a number does not give a grid.
 
     Cost: memory of `prefixes` curvatures (K x K for subspaces); one pass over the loader, contracted once for
-    subspaces and once a prefix for others. The first samples of the training loader should be a random subset.
+    subspaces and once per prefix for other methods. The first samples of the training loader should be a random subset.
 
     Example:
         >>> import torch, lapwing as lw
@@ -167,7 +168,7 @@ class EarlyStopping(_OnHeldOutData):
         check_data(self.loader, "EarlyStopping")
 
     def check(self, method: Method, shape: FitShape) -> None:
-        """Raises if the first parts of the data have no covariance, or if a rank is to be chosen without one."""
+        """Raises if the method keeps no sums of first samples, or if `ranks` are given and the method has no rank."""
         if not method.allows_early_stopping():
             raise _without_prefixes(repr(method))
         footprint = None if isinstance(self.ranks, tuple) and not self.ranks else method.footprint(shape)

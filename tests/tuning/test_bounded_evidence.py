@@ -246,7 +246,7 @@ def test_of_many_weights_the_treated_ones_alone_count(name, monkeypatch, caplog)
     monkeypatch.setattr(f"lapwing.tuning.leave_one_out.{name}", 100)
     with caplog.at_level(logging.INFO, "lapwing"):
         assert leave_one_out(posterior, loader).weights == 31
-    assert "too large to look at all trained weights" in caplog.text
+    assert "too many trained weights to use all of them" in caplog.text
 
 
 def test_a_trunk_that_cannot_be_looked_at_is_left_out(caplog):
