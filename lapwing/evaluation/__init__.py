@@ -1,7 +1,7 @@
-"""Measures of how good predictions and their error bars are; some need `pip install lapwing[eval]`.
+"""Measures of the quality of predictions and their error bars; some need `pip install lapwing[eval]`.
 
-It may import every folder but `integrations`, and nothing but the package's `__init__` imports it. Begin with
-`comparison.py`, which puts methods side by side, and `metrics.py`.
+This room may import every room except `integrations`, and only the package's `__init__` imports it. Begin with
+`comparison.py`, which compares methods in a table, and `metrics.py`.
 """
 
 from __future__ import annotations

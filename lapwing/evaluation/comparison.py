@@ -1,9 +1,9 @@
-"""compare(): one table of posteriors on held-out data, with the network alone (MAP) as a row and the cost of each."""
+"""`lw.compare`: a table of posteriors on held-out data, with the plain network (MAP) as a row and the cost of each."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -44,19 +44,19 @@ METRICS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "Brier": (metrics.brier, ("probs", "labels")),
     "90 % interval": (metrics.interval_coverage, ("lower", "upper", "y")),
 }
-"""A column -> its metric, and what of `Prediction.for_metrics` it takes; where that is missing, so is the column."""
+"""Column -> its metric, and the entries of `Prediction.for_metrics` that it needs. Without them there is no column."""
 FORMATS = {"accuracy": ".2%", "ECE": ".2%", "90 % interval": ".1%", "fit s": ".2f", "passes": ".1f"}
-"""How a column is printed; others to four digits."""
+"""Column -> its format. Other columns are printed to four digits."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of numbers, one row a candidate; prints as text.
+    """A table of numbers with one row per candidate, which prints as text.
 
     Attributes:
-        columns: what was measured.
+        columns: names of the metrics.
         rows: name -> column -> number; a column that does not apply is missing from the row.
-        notes: what the numbers mean.
+        notes: explanations of the numbers.
     """
 
     columns: tuple[str, ...]
@@ -68,7 +68,7 @@ class Comparison:
         return self.rows[name]
 
     def __str__(self) -> str:
-        """The table, then the notes."""
+        """Returns the table and its notes as text."""
         cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         cells.insert(1, ["-" * width for width in widths])
@@ -96,7 +96,7 @@ class Comparison:
         return extra("pandas").DataFrame(rows, index=list(self.rows), columns=list(self.columns))
 
     def _cells(self) -> list[list[str]]:
-        """Returns the rounded numbers as texts, below the names of the columns."""
+        """Returns the names of the columns, then the rounded numbers of each row, as strings."""
         return [["", *self.columns]] + [
             [name, *(format(row[c], FORMATS.get(c, ".4f")) if c in row else "" for c in self.columns)]
             for name, row in self.rows.items()
@@ -120,28 +120,29 @@ def compare(
 
     Classification: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score, and
     AUROC; Bernoulli outputs are two classes each, pooled. Regression: RMSE, NLL, CRPS, coverage of the 90 % interval,
-    and AUROC. The networks themselves are rows too, with the mean squared training residual as noise unless σ² was
-    given: where no module is among the candidates and all posteriors are around one network, it is added as "MAP".
+    and AUROC. A network predicts with the mean squared training residual as noise variance, unless σ² was given. If no
+    candidate is a module and all posteriors are around one network, this network is added as the row "MAP".
 
     Args:
         posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
-        loader: held-out data in any form that `lw.fit` takes; not those that tuned anything.
-        foreign: out-of-distribution inputs, one tensor, array or loader; AUROC says how well the uncertainty tells them
-            from the loader's inputs. Several sets as a dict, name -> inputs, have a column "AUROC name" each.
-        score: the uncertainty that AUROC ranks by: "entropy" of the class probabilities, or "confidence", 1 minus the
-            largest of them. For regression it is the predictive standard deviation of the first output.
-        fit_seconds: name -> seconds that the fit took, for the column "fit s".
-        repeats: timings of each batch; the fastest counts.
-        sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`. The weights are left out: every sample
+        loader: held-out data in any form that `lw.fit` accepts; data that tuned nothing.
+        foreign: out-of-distribution inputs: one tensor, array or loader. AUROC measures how well the uncertainty
+            separates them from the loader's inputs. A dict, name -> inputs, gives a column "AUROC name" for each set.
+        score: uncertainty that AUROC ranks by: "entropy" of the class probabilities, or "confidence", 1 minus the
+            largest probability. For regression it is the predictive standard deviation of the first output.
+        fit_seconds: name -> seconds of the fit, for the column "fit s".
+        repeats: number of timings of each batch; the fastest counts.
+        sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`. The weights are ignored: every sample
             counts once.
-        progress: show a bar; None shows one on a terminal or in a notebook.
+        progress: whether to show a bar; None shows one on a terminal or in a notebook.
 
     Returns:
-        A table. "passes" is the time of a prediction in plain forward passes of the same network on the same batches,
-        measured here and in turn: 1 is the network alone.
+        A table. The column "passes" is the time of a prediction divided by the time of a plain forward pass of the same
+        network on the same batches, measured in turn in this run: the network itself has 1.
 
     Raises:
-        LapwingError: for no candidate, another kind of candidate, an empty loader, or another score.
+        LapwingError: if there is no candidate, a candidate is of another kind, the loader is empty, or an option is
+            invalid.
 
     Cost: for each candidate `repeats` predictions of every batch, and one of every foreign batch.
 
@@ -162,22 +163,16 @@ def compare(
     batches.check_loader(loader, "compare")
     if sample_weights:
         loader = WeightedLoader(loader)
-    strangers = _foreign_sets(foreign, loader, network)
+    foreign_sets = _foreign_sets(foreign, loader, network)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
     for name, candidate in _candidates(posteriors, loader).items():
         parts, targets, cost = _run(candidate, tracked(loader, name), repeats)
         rows[name] = _row(parts, targets)
-        for column, others in strangers.items():
-            strange = [
-                candidate.predict(batches.plain(inputs, candidate.device))
-                for inputs in _inputs(others)
-                if batches.size(inputs)
-            ]
-            if not strange:
-                raise LapwingError("The foreign inputs of compare hold no samples. Pass a tensor (B, ...) or a loader.")
+        for column, inputs in foreign_sets.items():
+            outside = _predictions(candidate, inputs)
             sides = (
-                torch.cat([part.uncertainty(score).flatten() for part in side]).detach() for side in (parts, strange)
+                torch.cat([part.uncertainty(score).flatten() for part in side]).detach() for side in (parts, outside)
             )
             rows[name][column] = float(metrics.auroc(*sides))
         if name in fits:
@@ -186,10 +181,10 @@ def compare(
     columns = tuple(dict.fromkeys(column for row in sorted(rows.values(), key=len, reverse=True) for column in row))
     notes = ["passes: time of a prediction in plain forward passes of the same batches, measured in this run."]
     if sample_weights:
-        notes.append("The weights of samples are left out: every sample counts once.")
-    if strangers:
+        notes.append("The weights of samples are ignored: every sample counts once.")
+    if foreign_sets:
         by = "predictive standard deviation" if "RMSE" in columns else SCORES[score]
-        notes.append(f"AUROC: foreign inputs against held-out ones, ranked by {by}.")
+        notes.append(f"AUROC: foreign inputs against held-out inputs, ranked by {by}.")
     return Comparison(columns, rows, tuple(notes))
 
 
@@ -201,7 +196,7 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
         )
     for name, candidate in posteriors.items():
         if not isinstance(name, str):
-            raise LapwingError(f"A name of the posteriors is {shown(name)}. Pass a dict with texts as keys.")
+            raise LapwingError(f"A name of the posteriors is {shown(name)}. Pass a dict with strings as keys.")
         pair = isinstance(candidate, tuple) and len(candidate) == 2
         if not (
             isinstance(candidate, (Posterior, nn.Module))
@@ -221,7 +216,7 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
 
 
 def _foreign_sets(foreign: Any, loader: Iterable[Any], network: nn.Module) -> dict[str, Any]:
-    """Returns the sets of foreign inputs by their columns; a dict of tensors may be a batch of a network of dicts."""
+    """Returns column -> foreign inputs. A dict of tensors may be one batch, if the network's inputs are dicts."""
     if foreign is None:
         return {}
     if not isinstance(foreign, Mapping):
@@ -239,7 +234,7 @@ def _foreign_sets(foreign: Any, loader: Iterable[Any], network: nn.Module) -> di
 
 @dataclass(frozen=True)
 class _Candidate:
-    """How a row predicts, the plain forward pass of its network, on which device, and whether it is that alone."""
+    """A row: its prediction, the plain forward pass of its network, its device, and whether it is only the network."""
 
     predict: Callable[[Any], Prediction]
     forward: Callable[[Any], Tensor]
@@ -253,7 +248,7 @@ def _network_of(candidate: Candidate) -> nn.Module:
 
 
 def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> dict[str, _Candidate]:
-    """Returns the rows of the table; adds the network alone where all posteriors are around one, and none is a row."""
+    """Returns the rows of the table, with the network as "MAP" if all candidates are posteriors around one network."""
     around = [c[0] if isinstance(c, tuple) else c for c in posteriors.values()]
     fitted = [posterior for posterior in around if isinstance(posterior, Posterior)]
     likelihood = _with_noise(fitted[0]) if fitted else _likelihood(loader)
@@ -275,7 +270,7 @@ def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> d
 
 
 def _with_noise(posterior: Posterior) -> Likelihood:
-    """Returns the likelihood at T = 1, with the mean squared residual as noise, unless σ² is fixed."""
+    """Returns the likelihood at T = 1; its noise is the mean squared residual unless the user gave σ²."""
     likelihood = posterior.likelihood
     if likelihood.logit_temperature is not None:
         likelihood = likelihood.with_logit_temperature(1.0)
@@ -307,7 +302,7 @@ def _network(
 
 
 def _likelihood(loader: Iterable[Any]) -> Likelihood:
-    """Returns the likelihood of a comparison without a posterior, which must be one without a noise variance."""
+    """Returns the likelihood of a comparison of networks only, or refuses it if it needs a noise variance."""
     targets = next((batches.split(batch)[1] for batch in loader), torch.zeros(0, dtype=torch.long))
     likelihood = inferred_likelihood(targets, loader)
     if likelihood.needs_noise:
@@ -319,7 +314,7 @@ def _likelihood(loader: Iterable[Any]) -> Likelihood:
 
 
 def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[list[Prediction], list[Tensor], float]:
-    """Predicts every batch; returns predictions, targets, and the cost in forward passes."""
+    """Predicts every batch; returns the predictions, the targets, and the cost in forward passes."""
     parts: list[Prediction] = []
     targets: list[Tensor] = []
     spent = plain = 0.0
@@ -341,14 +336,14 @@ def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[li
 
 
 def _timed(candidate: _Candidate, inputs: Any) -> tuple[Prediction, float, float]:
-    """Returns a prediction, and the seconds of a forward pass and of the prediction, one after the other."""
+    """Returns a prediction, the seconds of a forward pass, and the seconds of the prediction."""
     _wait()
     start = time.perf_counter()
     candidate.forward(inputs)
     _wait()
     middle = time.perf_counter()
     prediction = candidate.predict(inputs)
-    prediction.distribution()  # leaves nothing lazy
+    prediction.distribution()  # computes everything that is lazy
     _wait()
     return prediction, middle - start, time.perf_counter() - middle
 
@@ -358,9 +353,16 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _inputs(foreign: Any) -> Iterator[Any]:
-    for batch in tracked(foreign if batches.is_loader(foreign) else [foreign], "foreign inputs"):
-        yield batches.inputs_of(batch) if batches.is_loader(foreign) or isinstance(batch, Mapping) else batch
+def _predictions(candidate: _Candidate, foreign: Any) -> list[Prediction]:
+    """Returns the predictions of a set of foreign inputs, batch by batch."""
+    several, found = batches.is_loader(foreign), []
+    for batch in tracked(foreign if several else [foreign], "foreign inputs"):
+        inputs = batches.inputs_of(batch) if several or isinstance(batch, Mapping) else batch
+        if batches.size(inputs):
+            found.append(candidate.predict(batches.plain(inputs, candidate.device)))
+    if not found:
+        raise LapwingError("The foreign inputs of compare hold no samples. Pass a tensor (B, ...) or a loader.")
+    return found
 
 
 def _row(parts: list[Prediction], targets: list[Tensor]) -> dict[str, float]:

@@ -99,7 +99,7 @@ def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _means_of_outputs(labels: Tensor, counts: Tensor, outputs: Tensor) -> Tensor:
-    """Returns the weighted mean (M,) of the labels of each row's output. The prior does not explain it: biases do.
+    """Returns the weighted mean (M,) of the labels of each row's output. A bias explains this mean, not the prior.
 
     Args:
         labels: labels of the rows (M,).
