@@ -126,7 +126,6 @@ def check_positive(method: str, name: str, value: Any, example: float, limit: fl
 
 
 PACKAGES = {
-    "matplotlib": ("matplotlib", "eval"),
     "pandas": ("pandas", "eval"),
     "sklearn": ("scikit-learn", "eval"),
     "torchmetrics": ("torchmetrics", "eval"),

@@ -7,17 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import pytest
 import torch
 import torch._dynamo  # which looks for onnx as it is imported: torch.export would import it while onnx is hidden
 
 import lapwing as lw
 from lapwing.errors import PACKAGES, extra
-from lapwing.evaluation import metrics, sensitivity
+from lapwing.evaluation import metrics
 from tests.hidden_package import HiddenPackage
-
-mpl.use("Agg")
 
 
 def _posterior() -> tuple[lw.Posterior, torch.Tensor, torch.Tensor]:
@@ -35,16 +32,10 @@ def _compare() -> Any:
     return lw.compare({"KFAC": posterior}, [(x, y)], repeats=1)
 
 
-def _plot() -> Any:
-    posterior, x, _ = _posterior()
-    return sensitivity(posterior, x, steps=1).plot()
-
-
 USES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "compare": (_compare, "torchmetrics", "eval"),
     "to_pandas": (lambda: lw.evaluation.Comparison((), {}).to_pandas(), "pandas", "eval"),
     "auroc": (lambda: metrics.auroc(torch.rand(3), torch.rand(3)), "sklearn", "eval"),
-    "plot": (_plot, "matplotlib", "eval"),
     "onnx": (_onnx, "onnx", "export"),
     "onnxscript": (_onnx, "onnxscript", "export"),
 }
@@ -69,7 +60,7 @@ def test_what_an_installed_package_lacks_is_not_called_missing(monkeypatch: pyte
 
     monkeypatch.setattr("lapwing.errors.importlib.import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="numpy"):
-        extra("matplotlib.pyplot")
+        extra("pandas")
 
 
 def test_extras_declare_what_they_promise() -> None:

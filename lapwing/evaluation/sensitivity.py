@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -21,7 +21,6 @@ from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import Untreated, certain_latent
 from ..prediction.uncertain import leaves_of, placed, with_leaves
-from .sensitivity_plots import bars, maps
 
 _SLOWED = 0.75
 """θ: where `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
@@ -56,36 +55,6 @@ class Sensitivities:
     def std(self) -> Tensor:
         """The noise that each input bears, in its units: tolerances σ."""
         return self.variance.sqrt()
-
-    def plot(
-        self,
-        axes: Any = None,
-        *,
-        features: Sequence[str] | None = None,
-        shape: tuple[int, ...] | None = None,
-        low: float = 0.0,
-        labels: Sequence[str] | None = None,
-    ) -> Any:
-        """Draws maps over images, a column each, or bars over tabular features: mean and quartiles over the samples.
-
-        Args:
-            axes: matplotlib axes to draw in, one for each image, or one for bars; a new figure when None.
-            features: names of tabular features.
-            shape: height and width, or channels first, of images whose inputs are flat.
-            low: sensitivities below are drawn as it: the paper's figures show 0.5 to 1.
-            labels: titles of the images.
-
-        Returns:
-            The figure. Channels of an image are averaged.
-
-        Raises:
-            LapwingError: inputs that are neither images nor features, or another number of names or axes.
-
-        Cost: needs matplotlib, `pip install lapwing[eval]`.
-        """
-        if shape is None and self.values.ndim == 2:
-            return bars(self.values, axes, features)
-        return maps(self.values, self.inputs, axes, shape, low, labels)
 
 
 @outside_modes

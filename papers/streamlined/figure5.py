@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from lapwing.evaluation.sensitivity import Sensitivities, sensitivity
-from lapwing.evaluation.sensitivity_plots import bars, maps
 from papers.common import drawing
 from papers.common.data import Table, arrays, batched, images, rows_and_targets, split
 from papers.common.networks import mlp
 from papers.common.training import Recipe, kept, seeded, shuffled, train
+from papers.streamlined.sensitivity_plots import bars, maps
 
 
 def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:

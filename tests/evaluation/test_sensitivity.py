@@ -1,21 +1,16 @@
-"""Sensitivities against what equation 11 gives for linear networks, the rule that ends them, and pictures."""
+"""Sensitivities against what equation 11 gives for linear networks, and the rule that ends them."""
 
 from __future__ import annotations
 
 import math
 
-import matplotlib as mpl
 import pytest
 import torch
 from torch import nn
 
 import lapwing as lw
 from lapwing.errors import LapwingError
-from lapwing.evaluation import Sensitivities, sensitivity
-
-mpl.use("Agg")
-
-import matplotlib.pyplot as plt
+from lapwing.evaluation import sensitivity
 
 F64 = torch.float64
 W = torch.tensor([[2.0, -1.0, 0.5, 0.1]], dtype=F64)
@@ -233,51 +228,3 @@ class TestRefusals:
             sensitivity(posterior, self.x, likelihood="categorical")
         with pytest.raises(LapwingError, match=r"model.eval\(\)"):
             sensitivity(nn.Sequential(nn.Dropout(), nn.Linear(4, 3)), self.x.float(), likelihood="categorical")
-
-
-class TestPlots:
-    def found(self, *shape: int) -> Sensitivities:
-        values = torch.rand(shape)
-        zero = torch.zeros(shape[0])
-        return Sensitivities(values, values, torch.rand(shape), zero.bool(), zero.long(), {})
-
-    def test_maps(self):
-        for shape, given in (((3, 1, 8, 8), None), ((3, 3, 8, 8), None), ((3, 8, 8), None), ((3, 64), (8, 8))):
-            figure = self.found(*shape).plot(shape=given, low=0.5, labels=["a", "b", "c"])
-            assert len(figure.axes) == 3
-            assert [axis.get_title() for axis in figure.axes] == ["a", "b", "c"]
-            drawn = figure.axes[0].images[1]
-            assert drawn.get_array().shape == (8, 8)
-            assert drawn.get_clim() == (0.5, 1.0)
-            plt.close(figure)
-        figure, axes = plt.subplots(1, 2)
-        assert self.found(2, 4, 4).plot(axes) is figure
-        plt.close(figure)
-
-    def test_bars(self):
-        found = self.found(6, 3)
-        figure = found.plot(features=["a", "b", "c"])
-        widths = [patch.get_width() for patch in figure.axes[0].patches]
-        torch.testing.assert_close(torch.tensor(widths), found.values.mean(0).sort().values.double())
-        order = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-        assert order == ["abc"[i] for i in found.values.mean(0).argsort().tolist()]
-        plt.close(figure)
-
-    def test_refusals(self):
-        with pytest.raises(LapwingError, match="needs 3 features, and 2 were passed"):
-            self.found(6, 3).plot(features=["a", "b"])
-        with pytest.raises(LapwingError, match=r"plot\(shape=\(28, 28\)\)"):
-            self.found(6, 3, 4, 5, 6).plot()
-        axis = plt.subplots()[1]
-        with pytest.raises(LapwingError, match="pictures and 1 axes"):
-            self.found(6, 4, 4).plot(axis)
-        with pytest.raises(LapwingError, match="of the types"):
-            self.found(6, 3).plot("axis")
-        with pytest.raises(LapwingError, match=r"plot\(low=1.0\)"):
-            self.found(6, 4, 4).plot(low=1.0)
-        with pytest.raises(LapwingError, match="needs 6 labels, and 2 were passed"):
-            self.found(6, 4, 4).plot(labels=["a", "b"])
-        for shape in ((5, 5), 16, ("4", 4)):
-            with pytest.raises(LapwingError, match="A sample has 16 numbers, and shape is"):
-                self.found(6, 16).plot(shape=shape)
-        plt.close("all")
