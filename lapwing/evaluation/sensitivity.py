@@ -1,11 +1,10 @@
-"""Sensitivity to inputs: how much noise each input bears before the prediction suffers, learned by gradient."""
+"""Sensitivity to inputs: the noise that each input tolerates before the prediction suffers, learned by gradient."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,20 +12,21 @@ from torch import Tensor, nn
 
 from ..data import batches
 from ..data.batches import Forward
-from ..errors import LapwingError, is_positive, shown
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, Prediction, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..network.entry import outside_modes
+from ..options import at_least, check_argument, positive
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import Untreated, certain_latent
 from ..prediction.uncertain import leaves_of, placed, with_leaves
 
 _SLOWED = 0.75
-"""θ: where `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
+"""θ: if `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
 
 _LARGEST = math.log(1e20)
-"""The largest log variance, which inputs that the network ignores reach."""
+"""Maximum log variance, which inputs that the network ignores reach."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +34,12 @@ class Sensitivities:
     """The result of `sensitivity` at B inputs.
 
     Attributes:
-        values: `min_j σ_j / σ_i` in (0, 1], in the shape of the inputs: 1 for the input of each sample that bears the
-            least noise, near 0 for inputs that the network ignores.
-        variance: the learned variances v = σ², in squared units of the inputs.
+        values: `min_j σ_j / σ_i` in (0, 1], in the shape of the inputs: 1 for the input of each sample that tolerates
+            the least noise, near 0 for inputs that the network ignores.
+        variance: learned variances v = σ², in squared units of the inputs.
         inputs: the inputs.
-        stopped: whether the rule ended a sample, rather than the number of steps (B,).
-        steps: how many steps each sample took (B,).
+        stopped: whether the rule stopped a sample, rather than the number of steps (B,).
+        steps: number of steps of each sample (B,).
         history: "nlpd", "entropy": negative log predictive density, and entropy of the input, both in nats, at the
             start and after each step (steps + 1, B); a sample that has stopped keeps its values.
     """
@@ -53,7 +53,7 @@ class Sensitivities:
 
     @property
     def std(self) -> Tensor:
-        """The noise that each input bears, in its units: tolerances σ."""
+        """Standard deviation σ of the noise that each input tolerates, in its units."""
         return self.variance.sqrt()
 
 
@@ -72,47 +72,47 @@ def sensitivity(
     steps: int = 2000,
     forward: Forward | None = None,
 ) -> Sensitivities:
-    """Learns for each sample how much noise its inputs tolerate: the widest Gaussian around x that costs little.
+    """Learns the noise that the inputs of each sample tolerate: the widest Gaussian around x that costs little.
 
         ℓ(v) = λ NLPD(y | N(x, diag v)) - H(N(x, diag v)),    gradient steps on log v, until NLPD rises by `rise`
 
-    Where v_i ∂NLPD/∂v_i is the same for all i, nothing can be gained by moving noise from one input to another; for a
-    linear network with weights w_i that is `v_i ∝ 1/w_i²`, so that the sensitivities are `|w_i| / max_j |w_j|`. The
-    variance of an input that the network ignores grows by `e^rate` in each step, for nothing limits it.
+    If v_i ∂NLPD/∂v_i is the same for all i, moving noise from one input to another gains nothing. For a linear network
+    with weights w_i this means `v_i ∝ 1/w_i²`, so the sensitivities are `|w_i| / max_j |w_j|`. The variance of an input
+    that the network ignores grows by `e^rate` in each step, because nothing limits it.
 
-    The paper has λ = 1. The sum of the entropies of many inputs then outweighs a loss of a fraction of a nat, and the
-    variances are still nearly equal when the rule stops them. By default λ is chosen in each step and sample: with
+    The paper has λ = 1. Then the entropies of many inputs outweigh a loss of a fraction of a nat, and the variances are
+    still nearly equal when the rule stops them. By default λ is chosen in each step and sample: with
     `p_i = v_i ∂NLPD/∂v_i` it is `3/8 |Σ p| / Σ p²`. The NLPD then grows at a quarter of its speed at λ = 0, while the
     noise moves to the inputs where it costs little.
 
     Args:
-        candidate: a posterior; or a network, whose weights are then certain.
-        inputs: B samples; or several inputs, one of them an `lw.Uncertain` whose variances are the start.
-        targets: y; the predictions of the candidate when None.
-        via: the way through the network. `Linearized()` is exact to first order. `Streamlined("full")` adds products of
-            uncertain weights and uncertain inputs, for small networks. `Streamlined()` is the cheapest; it can
-            understate the noise of deep networks, whose hidden units share it.
+        candidate: a posterior, or a network, whose weights then have no uncertainty.
+        inputs: B samples; or several inputs, one of them an `lw.Uncertain` with the variances of the start.
+        targets: y; None means the predictions of the candidate.
+        via: way through the network. `Linearized()` is exact to first order. `Streamlined("full")`, for small networks,
+            adds products of uncertain weights and uncertain inputs. `Streamlined()` is the cheapest; it can
+            underestimate the noise of deep networks, whose hidden units share it.
         likelihood: for a network: "categorical", "bernoulli" or an instance, such as `lw.Gaussian(noise_variance)`;
             None infers it from the targets. Leave it out for a posterior.
-        rise: by how many nats the NLPD of a sample may change.
+        rise: maximum change of the NLPD of a sample, in nats.
         weight: λ; None chooses it in each step.
-        variance: where variances start, in squared units of x.
+        variance: variance of each input at the start, in squared units of x.
         rate: step on log v.
-        steps: the largest number of steps.
-        forward: for a network: `forward(model, inputs)` where the network is not called as `model(x)`.
+        steps: maximum number of steps.
+        forward: for a network: `forward(model, inputs)`; None calls `model(x)`.
 
     Returns:
-        Sensitivities in [0, 1] and variances in the shape of x: those of the last step within the rule. Samples are
+        Sensitivities in [0, 1] and variances in the shape of x, from the last step within the rule. Samples are
         independent.
 
     Raises:
-        LapwingError: numbers out of range; a network without likelihood, or a posterior with one; several uncertain
-            inputs.
+        LapwingError: if a number is out of range, a network has no likelihood, a likelihood comes with a posterior, or
+            several inputs are uncertain.
 
-    Cost: in each step that of the way and a backward pass through it; about 400 steps from 1e-5 to 0.1.
+    Cost: in each step the way and a backward pass through it; about 400 steps from 1e-5 to 0.1.
 
-    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equation 11 and appendix B.3, which steps by
-    Adam and does not say on which function of the variance.
+    Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equation 11 and appendix B.3. The paper steps
+    by Adam, on an unstated function of the variance.
 
     Example:
         >>> import torch, lapwing as lw
@@ -123,7 +123,10 @@ def sensitivity(
         >>> [round(float(value), 2) for value in result.values[0]]
         [1.0, 0.5, 0.0]
     """
-    _check(rise=rise, variance=variance, rate=rate, steps=steps, weight=1.0 if weight is None else weight)
+    for name, value in (("rise", rise), ("weight", weight), ("variance", variance), ("rate", rate)):
+        if name != "weight" or weight is not None:
+            check_argument("sensitivity", name, value, positive(), "0.1")
+    check_argument("sensitivity", "steps", steps, at_least(1), "2000")
     if isinstance(targets, Tensor):
         batches.check_dense(targets, "A tensor of the targets")
     predict = _predictor(candidate, likelihood, via, targets, forward)
@@ -153,7 +156,7 @@ def _learn(
     rate: float,
     steps: int,
 ) -> Sensitivities:
-    """Takes the steps; samples stop one by one."""
+    """Runs the steps. Each sample stops by itself."""
     samples = len(x)
     nlpd, pull = _slope(nlpd_of, log_v)
     first, taken = nlpd, torch.zeros(samples, dtype=torch.long, device=x.device)
@@ -201,7 +204,7 @@ def _entropy(log_v: Tensor) -> Tensor:
 
 
 def _parts(inputs: Any, variance: float) -> tuple[Any, int, Tensor]:
-    """Returns inputs without uncertainty, the place of the uncertain one, and its variances at the start."""
+    """Returns the inputs without uncertainty, the place of the uncertain input, and its variances at the start."""
     leaves = leaves_of(inputs)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Uncertain)]
     if isinstance(inputs, Tensor):
@@ -209,7 +212,7 @@ def _parts(inputs: Any, variance: float) -> tuple[Any, int, Tensor]:
     if len(places) != 1 or leaves[places[0]].covariance is not None:
         raise LapwingError(
             f"The inputs {batches.describe(inputs)} hold {len(places)} uncertain ones with variances. Pass one tensor, "
-            "or write lw.Uncertain(x, 1e-5) in place of one of the inputs."
+            "or replace one of the inputs by lw.Uncertain(x, 1e-5)."
         )
     (place,) = places
     chosen: Uncertain = leaves[place]
@@ -225,7 +228,7 @@ def _parts(inputs: Any, variance: float) -> tuple[Any, int, Tensor]:
 def _predictor(
     candidate: Any, likelihood: str | Likelihood | None, via: Way, targets: Tensor | None, forward: Forward | None
 ) -> Callable[[Any], Prediction]:
-    """Returns how a candidate predicts at uncertain inputs."""
+    """Returns the function that predicts at uncertain inputs."""
     if isinstance(candidate, Posterior):
         if likelihood is not None or forward is not None:
             raise LapwingError(
@@ -239,7 +242,7 @@ def _predictor(
         )
     if likelihood is None and targets is None:
         raise LapwingError(
-            "There are neither targets nor a likelihood, so it is unknown what the outputs of the network mean. Write "
+            "A network needs targets or a likelihood, which give its outputs a meaning. Write "
             "sensitivity(model, x, likelihood='categorical')."
         )
     chosen = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
@@ -250,18 +253,6 @@ def _predictor(
         )
     tangent = Untreated.of(candidate, forward, None)
     return lambda inputs: chosen.predict(certain_latent(tangent, inputs, via))
-
-
-def _check(**numbers: Any) -> None:
-    """Raises for numbers out of range."""
-    for name, value in numbers.items():
-        whole = name != "steps" or (isinstance(value, Integral) and not isinstance(value, bool))
-        if not is_positive(value) or not whole:
-            kind = "whole" if name == "steps" else "finite"
-            raise LapwingError(
-                f"sensitivity({name}={shown(value)}) is out of range. Pass a positive {kind} number: "
-                f"{name}={2000 if name == 'steps' else 0.1}."
-            )
 
 
 __all__ = ["Sensitivities", "sensitivity"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def maps(values: Tensor, inputs: Tensor, axes: Sequence[Any], shape: tuple[int, int], low: float) -> None:
-    """Draws flat images (B, n) of a shape in grey, one per axis, under their sensitivities in colour, from `low` to 1."""
+    """Draws flat images (B, n) in grey, one per axis, under their sensitivities in colour, from `low` to 1."""
     for value, image, axis in zip(values, inputs, axes, strict=True):
         axis.imshow(image.reshape(shape).float().cpu().numpy(), cmap="gray_r", alpha=0.35)
         found = value.detach().reshape(shape).float().cpu().numpy()

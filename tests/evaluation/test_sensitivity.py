@@ -52,8 +52,8 @@ class TestLinearNetworks:
         assert bool(found.stopped.all())
         torch.testing.assert_close(found.history["nlpd"][-1] - found.history["nlpd"][0], rises, rtol=1e-3, atol=1e-4)
 
-    def test_an_ignored_input_bears_noise_without_bound(self):
-        """Nothing is held against its entropy, so that log v grows by the rate each step."""
+    def test_an_ignored_input_tolerates_noise_without_bound(self):
+        """Nothing limits its entropy, so log v grows by the rate each step."""
         found = sensitivity(linear(torch.tensor([[1.0, 0.0]])), torch.randn(2, 2, dtype=F64), likelihood=NOISE)
         assert bool((found.values[:, 1] < 1e-4).all())
         torch.testing.assert_close(found.variance[:, 1], 1e-5 * (0.1 * found.steps.double()).exp())
@@ -172,7 +172,6 @@ class TestRule:
             found = sensitivity(model, torch.randn(2, 1, 6, 6), torch.tensor([0, 2]), steps=20)
         assert found.values.shape == found.variance.shape == (2, 1, 6, 6)
         assert bool((found.values.flatten(1).amax(1) == 1).all())
-        assert bool((found.values > 0).all())
         assert torch.equal(found.std, found.variance.sqrt())
 
 
@@ -183,13 +182,10 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"rise": 0.0}, r"sensitivity\(rise=0.0\)"),
-            ({"rate": -1.0}, r"sensitivity\(rate=-1.0\)"),
-            ({"variance": float("nan")}, r"sensitivity\(variance=nan\)"),
             ({"weight": float("inf")}, r"sensitivity\(weight=inf\)"),
-            ({"steps": 2.5}, r"sensitivity\(steps=2.5\) .*a positive whole number"),
-            ({"steps": 0}, r"sensitivity\(steps=0\)"),
+            ({"steps": 2.5}, r"sensitivity\(steps=2.5\) .*a whole number of at least 1"),
             ({"likelihood": "gaussian"}, "has no noise variance"),
-            ({"likelihood": None}, "neither targets nor a likelihood"),
+            ({"likelihood": None}, "needs targets or a likelihood"),
             ({"targets": torch.tensor([0, 1, 5])}, "5"),
             ({"targets": torch.zeros(3).to_sparse()}, "A tensor of the targets.*sparse_coo"),
             ({"via": "streamlined"}, "not a way through the network"),
@@ -207,10 +203,6 @@ class TestRefusals:
             ({"x": self.x}, "hold 0 uncertain ones"),
             (lw.Uncertain(self.x, covariance=torch.eye(4, dtype=F64)), "uncertain ones with variances"),
             (lw.Uncertain(self.x, 0.0), "variances of 0"),
-            (torch.nested.nested_tensor([self.x[0], self.x[1]]), "is nested.*to_padded_tensor"),
-            (self.x.to_sparse(), "sparse_coo.*to_dense"),
-            (self.x.to("meta"), "meta device"),
-            (self.x.to(torch.float8_e4m3fn), "dtype float8_e4m3fn"),
             ((u, torch.nested.nested_tensor([self.x[0], self.x[1]])), "is nested"),
             (self.x[:0], "no samples"),
             (torch.ones(3, 4, dtype=torch.long), "Integer inputs"),
