@@ -1,10 +1,10 @@
 """Metrics of predictions: pure functions from tensors to one number, computed in float64 on the CPU.
 
 scikit-learn computes the accuracy, the Brier score, the RMSE and the AUROC, and torchmetrics the calibration error
-(`pip install lapwing[eval]`). The functions here check shapes and values first, and say in a sentence what is wrong.
+(`pip install lapwing[eval]`). The functions here first check shapes and values, and raise an error of one sentence.
 
-Letters: N data, C classes or outputs. Every function returns a float64 tensor of shape (), takes no gradient, and costs
-O(N C) time and memory; `auroc` also sorts N values.
+N is the number of samples, C of classes or outputs. Every function returns a float64 tensor of shape () without a
+gradient, and costs O(N C) time and memory; `auroc` also sorts N values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
         labels: integer classes (N,) in 0..C-1.
 
     Raises:
-        LapwingError: shapes, dtypes or values are not as above.
+        LapwingError: if shapes, dtypes or values are not as above.
 
     Example:
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])).item()
@@ -45,10 +45,10 @@ def nll(log_prob: Tensor) -> Tensor:
     """Returns the mean negative log-likelihood, `-1/N Σ_n log p(y_n | x_n)`, in nats.
 
     Args:
-        log_prob: log p(y_n | x_n) of shape (N,), as `prediction.log_prob(y)` gives it; -inf is allowed and gives inf.
+        log_prob: log p(y_n | x_n), (N,), such as `prediction.log_prob(y)`; -inf is allowed and gives inf.
 
     Raises:
-        LapwingError: the shape is not (N,), N is 0, or a value is NaN or +inf.
+        LapwingError: if the shape is not (N,), N is 0, or a value is NaN or +inf.
 
     Example:
         >>> nll(torch.tensor([-1.0, -3.0])).item()
@@ -72,15 +72,15 @@ def nll(log_prob: Tensor) -> Tensor:
 def negative_log_likelihood(probs: Tensor, labels: Tensor) -> Tensor:
     """Returns the mean negative log-probability of the labels, `-1/N Σ_n log p_n,y_n`, in nats.
 
-    A label of probability 0 gives inf: nothing is clipped. Probabilities from a float32 softmax reach 0 by underflow;
-    `nll(prediction.log_prob(y))` does not.
+    A label of probability 0 gives inf: nothing is clipped. Probabilities of a float32 softmax may underflow to 0;
+    `nll(prediction.log_prob(y))` avoids this.
 
     Args:
         probs: class probabilities (N, C), rows summing to 1.
         labels: integer classes (N,) in 0..C-1.
 
     Raises:
-        LapwingError: shapes, dtypes or values are not as above.
+        LapwingError: if shapes, dtypes or values are not as above.
 
     Example:
         >>> round(negative_log_likelihood(torch.tensor([[0.25, 0.75]]), torch.tensor([1])).item(), 4)
@@ -93,14 +93,14 @@ def negative_log_likelihood(probs: Tensor, labels: Tensor) -> Tensor:
 def brier(probs: Tensor, labels: Tensor) -> Tensor:
     """Returns the Brier score `1/N Σ_n Σ_c (p_nc - 1[c = y_n])²`, between 0 (best) and 2.
 
-    For two classes this is twice the score of the positive class alone (Brier 1950 sums over classes, as here).
+    For two classes this is twice the score of the positive class (Brier 1950 sums over classes, as here).
 
     Args:
         probs: class probabilities (N, C), rows summing to 1.
         labels: integer classes (N,) in 0..C-1.
 
     Raises:
-        LapwingError: shapes, dtypes or values are not as above.
+        LapwingError: if shapes, dtypes or values are not as above.
 
     Example:
         >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0])).item()
@@ -127,7 +127,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
         bins: number of bins of equal width, at least 1.
 
     Raises:
-        LapwingError: shapes, dtypes or values are not as above; torchmetrics is missing
+        LapwingError: if shapes, dtypes or values are not as above, or torchmetrics is missing
             (`pip install lapwing[eval]`).
 
     Example:
@@ -150,15 +150,15 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     """Returns `P(s_out > s_in) + 1/2 P(s_out = s_in)`, the area under the ROC curve of a detector of `out`.
 
-    Out-of-distribution samples are the positive class, so a score is an *uncertainty*: larger means stranger. Any
-    monotone score does (entropy, variance, 1 - confidence). Sorts the scores.
+    Out-of-distribution samples are the positive class, so a score is an *uncertainty*, such as the entropy, the
+    variance or 1 - confidence.
 
     Args:
         scores_in: finite scores of in-distribution samples (N_in,).
         scores_out: finite scores of out-of-distribution samples (N_out,).
 
     Raises:
-        LapwingError: shapes or values are not as above; scikit-learn is missing (`pip install lapwing[eval]`).
+        LapwingError: if shapes or values are not as above, or scikit-learn is missing (`pip install lapwing[eval]`).
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9])).item()  # 5 of 6 pairs in order
@@ -183,7 +183,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
 def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Returns `1/N Σ_n Σ_c 1/2 [log 2π v_nc + (y_nc - m_nc)²/v_nc]`, in nats, constants included.
 
-    With several outputs the log-densities are summed over outputs (taken as independent) and averaged over samples.
+    The log-densities are summed over outputs, as if they were independent, and averaged over samples.
 
     Args:
         mean: predictive means (N,) or (N, C).
@@ -191,7 +191,7 @@ def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         y: targets, shape of `mean`.
 
     Raises:
-        LapwingError: shapes or values are not as above.
+        LapwingError: if shapes or values are not as above.
 
     Example:
         >>> round(gaussian_nll(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
@@ -211,7 +211,7 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
         y: targets, shape of `mean`.
 
     Raises:
-        LapwingError: shapes or values are not as above.
+        LapwingError: if shapes or values are not as above.
 
     Example:
         >>> rmse(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 3.0])).item() ** 2
@@ -233,7 +233,7 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
         y: targets, shape of `mean`.
 
     Raises:
-        LapwingError: shapes or values are not as above.
+        LapwingError: if shapes or values are not as above.
 
     Example:
         >>> round(crps_gaussian(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
@@ -255,7 +255,7 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
         y: targets, shape of `lower`.
 
     Raises:
-        LapwingError: shapes or values are not as above.
+        LapwingError: if shapes or values are not as above.
 
     Example:
         >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 2.0])).item()
@@ -272,15 +272,15 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
 
 
 def real_tensor(caller: str, name: str, value: Any) -> Tensor:
-    """Returns an argument as a tensor of real numbers, without its graph; numbers, lists and arrays become one.
+    """Returns an argument (a tensor, number, list or array) as a tensor of real numbers without a graph.
 
     Args:
-        caller: the function that the user called.
-        name: the argument.
-        value: its value.
+        caller: name of the function that the user called.
+        name: name of the argument.
+        value: value of the argument.
 
     Raises:
-        LapwingError: for anything else: complex tensors and those that `check_dense` refuses included.
+        LapwingError: for any other value, for complex tensors, and for tensors that `check_dense` refuses.
     """
     try:
         tensor = torch.as_tensor(value).detach()
@@ -289,7 +289,7 @@ def real_tensor(caller: str, name: str, value: Any) -> Tensor:
     if tensor is not None:
         check_dense(tensor, f"The argument {name} of {caller}")
     if tensor is None or tensor.is_complex():
-        raise LapwingError(f"{caller} takes a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
+        raise LapwingError(f"{caller} needs a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
     return tensor
 
 
@@ -298,7 +298,7 @@ def _scalar(value: float) -> Tensor:
 
 
 def _double(function: str, name: str, value: Tensor) -> Tensor:
-    """Returns the values without their graph, as float64 on the CPU."""
+    """Returns the values as float64 on the CPU, without a graph."""
     return real_tensor(function, name, value).cpu().double()
 
 
@@ -326,7 +326,7 @@ def _classification(function: str, probs: Tensor, labels: Tensor) -> tuple[Tenso
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise LapwingError(
             f"{function} needs labels in 0..{classes - 1} for the {classes} columns of probs, and labels go from "
-            f"{int(labels.min())} to {int(labels.max())}. Leave the others out: keep = (labels >= 0) & (labels < "
+            f"{int(labels.min())} to {int(labels.max())}. Leave other labels out: keep = (labels >= 0) & (labels < "
             f"{classes})."
         )
     tolerance = 0.05 if half else 1e-3
@@ -342,14 +342,14 @@ def _classification(function: str, probs: Tensor, labels: Tensor) -> tuple[Tenso
 
 
 def _regression(function: str, finite: tuple[str, ...] | None = None, **values: Tensor) -> list[Tensor]:
-    """Checks that all values have one shape, (N,) or (N, C), and are finite (those named); returns them as float64."""
+    """Returns the values as float64 if all have one shape, (N,) or (N, C), and those in `finite` are finite."""
     tensors = {name: _double(function, name, value) for name, value in values.items()}
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
     y = tensors["y"]
     if len({value.shape for value in tensors.values()}) > 1:
         raise LapwingError(
             f"{function} compares its arguments entry by entry, and their shapes differ: {shapes}. Pass one shape, "
-            "(N,) or (N, C), for nothing is broadcast: y[:, None] for a column of outputs."
+            "(N,) or (N, C), because nothing is broadcast: y[:, None] for a column of outputs."
         )
     if y.ndim not in (1, 2) or y.numel() == 0:
         raise LapwingError(

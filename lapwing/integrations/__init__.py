@@ -1,4 +1,4 @@
-"""Thin adapters between lapwing and packages around it; each needs an extra, such as `pip install lapwing[sklearn]`.
+"""Thin adapters between lapwing and other packages; each needs an extra, such as `pip install lapwing[sklearn]`.
 
-One file a package, over what other folders export; nothing imports this one. Begin with `sklearn.py`.
+There is one file per package, and no other room imports them. Begin with `sklearn.py`.
 """

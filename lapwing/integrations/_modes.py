@@ -1,4 +1,4 @@
-"""Eval mode for the length of a fit."""
+"""Eval mode during a fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts a network in eval mode, and each of its modules back in its own."""
+    """Puts a network in eval mode, and restores the mode of each module afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -17,28 +17,27 @@ __all__ = ["LaplaceModel"]
 
 _model: Any = extra("botorch.models.model")
 _posteriors = extra("botorch.posteriors.gpytorch")
-_distributions = import_module("gpytorch.distributions")  # which BoTorch brings
+_distributions = import_module("gpytorch.distributions")  # a dependency of BoTorch
 _to_linear_operator = import_module("linear_operator").to_linear_operator
 
 ROWS = 64
-"""So many inputs are taken jointly at a time: their covariance also holds the pairs between batches, which are left."""
+"""Maximum number of inputs of a joint prediction. Their covariance also holds pairs of different batches, unused."""
 
 
 class LaplaceModel(_model.Model, _model.FantasizeMixin):
     """A network with a Laplace posterior, as a BoTorch model for acquisition functions and their optimisation.
 
     `f(X) ~ N(f(X, θ̂), J(X) Σ J(X)ᵀ)`, jointly over the q points of a batch and the m outputs; differentiable in X. The
-    network is used, not copied, and stays in eval mode whatever mode this model is put in.
+    network is not copied, and stays in eval mode whatever the mode of this model.
 
     Args:
-        posterior: of a network from (n, d) to (n, m). In float64 (`model.double()` before the fit) the covariances of
-            points that lie close together are as exact as BoTorch's samplers want them.
+        posterior: posterior of a network from (n, d) to (n, m). BoTorch's samplers need exact covariances of points
+            that are close to each other: call `model.double()` before the fit.
 
     Raises:
-        LapwingError: for what is no posterior, and for one with `HeteroscedasticGaussian`.
+        LapwingError: if the argument is not a posterior, or its likelihood is `HeteroscedasticGaussian`.
 
-    Cost: of a call, that of `posterior.latent` for all its points, jointly where q > 1; with n observations that the
-        model is conditioned on, for q + n points a batch.
+    Cost: per call `posterior.latent` of all points, jointly if q > 1; after n observations, of q + n points per batch.
     """
 
     def __init__(self, posterior: lw.Posterior) -> None:
@@ -49,8 +48,8 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
             )
         if not posterior.likelihood.one_output_per_target:
             raise LapwingError(
-                "LaplaceModel takes outputs that are objectives, and of HeteroscedasticGaussian half of them are log "
-                "variances. Fit a network of means with lw.Gaussian(), and pass variances of your own as "
+                "LaplaceModel needs outputs that are objectives, but half of HeteroscedasticGaussian's outputs are "
+                "log variances. Fit a network of means with lw.Gaussian(), and pass variances of your own as "
                 "observation_noise=."
             )
         self.laplace = posterior
@@ -63,7 +62,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """Returns the batches of observations, () without."""
+        """Returns the batch shape of the observations, or () without observations."""
         if self._observed is None:
             return torch.Size()
         return torch.broadcast_shapes(self._observed[0].shape[:-2], self._observed[1].shape[:-2])
@@ -79,16 +78,16 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
 
         Args:
             X: (batch..., q, d).
-            output_indices: the outputs to return; None for all.
-            observation_noise: True adds the noise variance of the likelihood, each output its own; a tensor that
-                broadcasts to (batch..., q, m) adds variances of one's own.
-            posterior_transform: of BoTorch, applied to the result.
+            output_indices: outputs to return; None means all.
+            observation_noise: True adds the likelihood's noise variance of each output; a tensor that broadcasts to
+                (batch..., q, m) adds its variances.
+            posterior_transform: transform of BoTorch that is applied to the result.
 
         Returns:
             A `GPyTorchPosterior` with mean (batch..., q, m).
 
         Raises:
-            LapwingError: for noise that the likelihood does not have, and as `lw.Posterior.latent`.
+            LapwingError: if the likelihood has no noise variance, and for the reasons of `lw.Posterior.latent`.
         """
         mean, covariance = self._conditioned(self.transform_inputs(X))
         if observation_noise is not False:
@@ -97,7 +96,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
             numbers = torch.arange(covariance.shape[-1], device=mean.device).view(mean.shape[-2:])
             chosen = numbers[:, output_indices].flatten()
             mean, covariance = mean[..., output_indices], covariance[..., chosen[:, None], chosen]
-        operator = _to_linear_operator(covariance)  # decomposed when asked for, with jitter where it is singular
+        operator = _to_linear_operator(covariance)  # decomposed lazily, with jitter if it is singular
         if mean.shape[-1] == 1:
             normal = _distributions.MultivariateNormal(mean[..., 0], operator)
         else:
@@ -106,22 +105,22 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         return result if posterior_transform is None else posterior_transform(result)
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **_: Any) -> LaplaceModel:
-        """Returns the model that has seen further values: the latent Gaussian given `Y = f(X) + ε`, mean included.
+        """Returns the model given further values: the latent Gaussian conditioned on `Y = f(X) + ε`, mean included.
 
-        The network and its posterior stay: the linearised network moves. After many observations fit again.
+        The network and its posterior stay: only the linearised network changes. After many observations fit again.
 
         Args:
             X: (batch..., n, d).
-            Y: (batch'..., n, m), whose batches broadcast with those of X; more of them are fantasies.
-            noise: variances of ε that broadcast to Y; None for the noise variance of the likelihood.
+            Y: (batch'..., n, m), whose batches broadcast with the batches of X; additional batches are fantasies.
+            noise: variances of ε that broadcast to Y; None means the noise variance of the likelihood.
 
         Raises:
-            LapwingError: for values of another shape, and a likelihood without noise where `noise` is None.
+            LapwingError: if the shapes do not fit, or `noise` is None and the likelihood has no noise variance.
         """
         if X.ndim < 2 or Y.ndim < 2 or Y.shape[-2:] != (X.shape[-2], self.num_outputs):
             raise LapwingError(
                 f"The observations have shape {tuple(Y.shape)} at inputs of shape {tuple(X.shape)}. Pass X (batch..., "
-                f"n, d) and Y (batch..., n, {self.num_outputs}): write y[:, None] for one value an input."
+                f"n, d) and Y (batch..., n, {self.num_outputs}): write y[:, None] for one value per input."
             )
         X = self.transform_inputs(X)
         noise = self._noise(True if noise is None else noise, Y)
@@ -133,13 +132,13 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         return model
 
     def fantasize(self, X: Tensor, sampler: Any, observation_noise: Tensor | None = None, **_: Any) -> LaplaceModel:
-        """Returns the model conditioned on draws of its own at X (batch..., n, d), a batch of models."""
+        """Returns the model conditioned on draws from itself at X (batch..., n, d): a batch of models."""
         noise = True if observation_noise is None else observation_noise
         drawn = sampler(self.posterior(X, observation_noise=noise))
         return self.condition_on_observations(X, drawn, observation_noise)
 
     def _noise(self, noise: bool | Tensor, like: Tensor) -> Tensor:
-        """Returns variances for outputs (..., q, m), in their shape or (q, m)."""
+        """Returns the noise variances for outputs (..., q, m), in their shape or (q, m)."""
         if isinstance(noise, Tensor):
             return noise.to(like).expand_as(like)
         if self.laplace.noise_variance is None:
@@ -185,6 +184,6 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
-    """Returns observations one after the other, (batch..., n + n', ...)."""
+    """Returns the concatenated observations (batch..., n + n', ...)."""
     batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
     return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (first, second.to(first))], -2)

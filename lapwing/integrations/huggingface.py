@@ -1,6 +1,6 @@
-"""Hugging Face transformers: posteriors of what a `Trainer` trained, and the uncertainty of generated text.
+"""Hugging Face transformers: posteriors of the model of a `Trainer`, and the uncertainty of text.
 
-Models, batches and padding need nothing of this file: `lw.fit(model, loader)` takes them as they are.
+`lw.fit(model, loader)` accepts models, batches and padding of transformers without this file.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from ._modes import eval_mode
 __all__ = ["NextTokens", "TokenScores", "fit_trainer", "score_tokens"]
 
 IGNORED = -100
-"""The label of tokens that do not count."""
+"""Label of tokens that do not count."""
 
 
 def fit_trainer(
     trainer: Any, method: lw.Method | None = None, *, validation: Any = None, **options: Any
 ) -> lw.Posterior:
-    """Fits a posterior to what a `transformers.Trainer` trained, on its training data.
+    """Fits a posterior around the model of a `transformers.Trainer`, on its training data.
 
-    The samples come in their order, in batches of the trainer's evaluation, through its collator, those of a causal
-    language model as `NextTokens`. The model is in eval mode for the fit, and as before after it: call `model.eval()`
-    before predictions.
+    The samples keep their order. They come through the trainer's collator, in batches of its evaluation size, and for a
+    causal language model as `NextTokens`. The model is in eval mode only during the fit: call `model.eval()` before
+    predictions.
 
     Args:
         trainer: a `transformers.Trainer` with a `train_dataset`, after `train()`.
-        method: as in `lw.fit`.
-        validation: held-out data, a data set as the trainer takes it, such as `trainer.eval_dataset`.
-        options: of `lw.fit`, such as `params=lw.last_layer`.
+        method: method of `lw.fit`.
+        validation: held-out data: a data set that the trainer accepts, such as `trainer.eval_dataset`.
+        options: options of `lw.fit`, such as `params=lw.last_layer`.
 
     Returns:
         The posterior around `trainer.model`.
 
     Raises:
-        LapwingError: for what is no trainer, or has no training data, and as `lw.fit`.
+        LapwingError: if the argument is not a trainer, or has no training data, and for the reasons of `lw.fit`.
 
-    Cost: that of `lw.fit`.
+    Cost: the cost of `lw.fit`.
     """
     if not isinstance(trainer, extra("transformers").Trainer):
         raise LapwingError(
@@ -54,7 +54,7 @@ def fit_trainer(
     if trainer.train_dataset is None:
         raise LapwingError("The trainer has no train_dataset. Pass Trainer(model, ..., train_dataset=dataset).")
     model = trainer.model
-    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__  # beneath adapters
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__  # without adapters
     causal = name.endswith(("ForCausalLM", "LMHeadModel"))
 
     def loader(dataset: Any) -> Any:
@@ -69,17 +69,17 @@ def fit_trainer(
 
 @dataclass(frozen=True)
 class NextTokens:
-    """A loader of texts whose labels are moved by one: a causal language model predicts the token that follows.
+    """A loader of texts whose labels are shifted by one: a causal language model predicts the next token.
 
-    `y_t = labels_(t+1)`, and -100 at the end of a text, which does not count. The model moves them itself only for its
-    loss; its outputs (B, T, V), and so lapwing, take these.
+    `y_t = labels_(t+1)`, and -100, which does not count, at the end of a text. The model shifts the labels itself, but
+    only for its loss. Its outputs (B, T, V), which lapwing reads, need the shifted labels.
 
     Args:
-        loader: an iterable of dicts with `labels` (B, T), as `DataCollatorForLanguageModeling(tokenizer, mlm=False)`
-            makes them.
+        loader: an iterable of dicts with `labels` (B, T), such as those of
+            `DataCollatorForLanguageModeling(tokenizer, mlm=False)`.
 
     Raises:
-        LapwingError: for batches without such labels.
+        LapwingError: if a batch has no such labels.
     """
 
     loader: Iterable[Mapping[str, Any]]
@@ -97,11 +97,11 @@ class NextTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """The log probabilities of S tokens in each of B texts, and what the weights leave open about them.
+    """The log probabilities of S tokens in each of B texts, and their covariance by the uncertainty of the weights.
 
     Attributes:
-        log_probs: (B, S), of the trained network; 0 where a text has no such token.
-        covariance: (B, S, S), of these log probabilities; 0 there.
+        log_probs: log probabilities (B, S) of the trained network; 0 if a text has no such token.
+        covariance: covariance (B, S, S) of these log probabilities; 0 for missing tokens.
     """
 
     log_probs: Tensor
@@ -119,28 +119,28 @@ class TokenScores:
 
     @property
     def log_prob_std(self) -> Tensor:
-        """Standard deviation of each text's log probability, (B,): the root of the sum over the covariance."""
+        """Standard deviation of each text's log probability, (B,): the root of the sum of the covariance."""
         return self.covariance.sum((1, 2)).clamp_min(0).sqrt()
 
 
 def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenScores:
-    """Returns how probable the tokens of a text are under a causal language model, and how sure the weights make it.
+    """Returns the log probabilities of tokens under a causal language model, and their covariance.
 
-    `log p(y_t | y_<t, θ) ≈ log p(y_t | y_<t, θ̂) + g_tᵀ(θ - θ̂)`, jointly Gaussian over the tokens of a text. The
-    variance tells text that the model knows from text whose probability rests on little data, whatever the entropy.
+    `log p(y_t | y_<t, θ) ≈ log p(y_t | y_<t, θ̂) + g_tᵀ(θ - θ̂)`, jointly Gaussian over the tokens of a text. A large
+    variance marks text whose probability rests on little data, whatever its entropy.
 
     Args:
         posterior: a posterior of the language model, or of adapters within it.
-        batch: inputs as the model takes them, with `input_ids` (B, T) and `labels` (B, T): the tokens themselves where
-            they are scored, -100 elsewhere: at the prompt and at padding. The first token cannot be scored.
+        batch: inputs of the model, with `input_ids` (B, T) and `labels` (B, T): the token itself at positions that are
+            scored, and -100 at the prompt and at padding. The first token cannot be scored.
 
     Returns:
         The scores of the S positions that are labelled in some text, in their order.
 
     Raises:
-        LapwingError: for a batch without these entries, or without a token to score.
+        LapwingError: if the batch lacks these entries, or has no token to score.
 
-    Cost: six passes forward, and S backward of the layers from the first treated one on, whatever the vocabulary.
+    Cost: six forward passes, and S backward passes from the first treated layer on, for any size of the vocabulary.
     """
     if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
         raise LapwingError("score_tokens needs a dict with input_ids and labels. Write {**tokens, 'labels': labels}.")
@@ -150,8 +150,8 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
     columns = scored.any(0).nonzero()[:, 0]
     if not len(columns):
         raise LapwingError(
-            f"The labels, of shape {tuple(labels.shape)}, mark no token to score. Set them to the input_ids there, "
-            "and to -100 at the prompt and at padding."
+            f"The labels, of shape {tuple(labels.shape)}, mark no token to score. Set them to the input_ids at tokens "
+            "to score, and to -100 at the prompt and at padding."
         )
     inputs["targets"] = labels[:, 1:][:, columns]
 
@@ -165,8 +165,8 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
     tangent = Tangent.survey(posterior.model, inputs, lambda name, _: name in names, forward, posterior.tangent.memory)
     if tangent.blocks != blocks or posterior.stamp.changed(posterior.tangent.state()):
         raise LapwingError(
-            "The treated weights are not those of the fit, or are used otherwise than there. Fit again, on batches of "
-            "whole texts."
+            "The treated weights differ from the weights of the fit, or the network uses them differently. Fit again, "
+            "on batches of whole texts."
         )
     latent = lw.Linearized().latent(tangent, posterior.covariance, inputs, False)
     return TokenScores(latent.mean.detach(), latent.covariance.detach())

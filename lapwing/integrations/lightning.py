@@ -18,27 +18,27 @@ _Callback: Any = extra("lightning.pytorch").Callback
 class LaplaceCallback(_Callback):
     """Fits a posterior when `trainer.fit` ends, on the training data of its loader or data module.
 
-    The module is in eval mode for the fit and as before after it: call `module.eval()` before predictions. After a
-    training on a GPU the posterior is there too, while Lightning moves the module to the CPU: call `module.cuda()`, or
-    `lw.load` the file. Where the trainer writes checkpoints, the posterior is saved beside them. It is that of the
-    weights at the end of the training, so `lw.load` refuses it for those of an earlier checkpoint.
+    The module is in eval mode only during the fit: call `module.eval()` before predictions. After training on a GPU the
+    posterior is on the GPU, while Lightning moves the module to the CPU: call `module.cuda()`, or `lw.load` the file.
+    If the trainer writes checkpoints, the posterior is saved next to them. It belongs to the weights at the end of the
+    training, so `lw.load` refuses it for the weights of an earlier checkpoint.
 
     Args:
-        method: as in `lw.fit`.
-        network: the name of the submodule to treat, such as "model"; None for the Lightning module, whose `forward`
-            then gives the outputs.
+        method: method of `lw.fit`.
+        network: name of the submodule to treat, such as "model"; None treats the Lightning module, whose `forward` then
+            returns the outputs.
         validation: whether the validation data of the trainer tune the posterior, as `validation=` of `lw.fit`.
-        filename: of the posterior beside the checkpoints; None for no file.
-        options: further ones of `lw.fit`, such as `params=lw.last_layer`.
+        filename: name of the file next to the checkpoints; None writes no file.
+        options: further options of `lw.fit`, such as `params=lw.last_layer`.
 
     Attributes:
         posterior: the `lw.Posterior`; None before the end of the training.
 
     Raises:
-        LapwingError: before the training, for several processes, or validation data that are missing; after it, as
-            `lw.fit`.
+        LapwingError: before the training, if there are several processes or the validation data are missing; after it,
+            for the reasons of `lw.fit`.
 
-    Cost: that of `lw.fit`, after the training.
+    Cost: the cost of `lw.fit`, after the training.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LaplaceCallback(_Callback):
         self.posterior: lw.Posterior | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses what would fail after the training."""
+        """Raises for several processes, or a submodule that does not exist, before the training starts."""
         if trainer.world_size > 1:
             raise LapwingError(
                 f"LaplaceCallback fits in one process, and the trainer has {trainer.world_size}, each with a share of "
@@ -65,7 +65,7 @@ class LaplaceCallback(_Callback):
         self._treated(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses `validation=True` without such data."""
+        """Raises if `validation=True` and the trainer has no validation data."""
         if self.validation and not trainer.val_dataloaders:
             raise LapwingError(
                 "LaplaceCallback(validation=True) needs validation data, and the trainer has none. Pass a loader for "
@@ -73,7 +73,7 @@ class LaplaceCallback(_Callback):
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Fits and saves."""
+        """Fits and saves the posterior."""
         model, options = self._treated(pl_module), dict(self.options)
         if self.validation:
             options["validation"] = trainer.val_dataloaders

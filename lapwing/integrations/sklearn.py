@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
+from ..options import LIMIT, check_argument, integer, number
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
@@ -26,7 +26,7 @@ multiclass, validation = (extra(f"sklearn.utils.{name}", "sklearn") for name in 
 
 
 class _LaplaceEstimator(base.BaseEstimator):
-    """What the classifier and the regressor share: options, the copy of the network, training, fit and prediction."""
+    """Base of the classifier and the regressor: options, the copy of the network, training, fit and prediction."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class _LaplaceEstimator(base.BaseEstimator):
 
     @abstractmethod
     def _task(self, y: Any, outputs: int) -> tuple[Tensor, str, Callable[[Tensor, Tensor], Tensor]]:
-        """Returns the targets, the likelihood and the loss of each row for so many outputs, or refuses them."""
+        """Returns the targets, the likelihood and the loss of each row, or refuses this number of outputs."""
 
     def _fit(self, X: np.ndarray, y: Any, weights: np.ndarray | None, outputs: int, labels: Any = None) -> None:
-        """Makes `module_` and `posterior_` of checked arrays; `labels` stratify what is held out."""
+        """Sets `module_` and `posterior_` from checked arrays; `labels` stratify the held-out rows."""
         self._check_options()
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -68,7 +68,7 @@ class _LaplaceEstimator(base.BaseEstimator):
             targets, likelihood, loss = self._task(y, width)
             targets, train, held_out = targets.to(x.device), torch.arange(len(x)), None
             share = self.validation_fraction
-            if share is None:  # a network that is trained already has met these rows
+            if share is None:  # a trained network has already seen these rows
                 few = labels is None or len(x) < 1000 or np.bincount(labels).min() < 10
                 share = 0.0 if few or not self.epochs else 0.1
             if share:
@@ -87,24 +87,17 @@ class _LaplaceEstimator(base.BaseEstimator):
         )  # fmt: skip
 
     def _check_options(self) -> None:
-        for name, low in (("epochs", 0), ("batch_size", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-                raise LapwingError(
-                    f"{name}={shown(value)} is not a whole number of at least {low}. Write {name}={max(low, 10)}."
-                )
-        fraction = 0 if self.validation_fraction is None else self.validation_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= fraction < 1:
-            raise LapwingError(
-                f"validation_fraction={shown(fraction)} is not a number from 0 to 1. Write validation_fraction=0.2, or "
-                "0 to hold out nothing."
-            )
+        name = type(self).__name__
+        check_argument(name, "epochs", self.epochs, integer(0, LIMIT), "10")
+        check_argument(name, "batch_size", self.batch_size, integer(1, LIMIT), "10")
+        if self.validation_fraction is not None:
+            check_argument(name, "validation_fraction", self.validation_fraction, number(0, 1), "0.2")
 
     def _rows(
         self, X: Any, y: Any, sample_weight: Any, **checks: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Returns checked arrays of the rows that count, with their weights where there are any."""
-        self.__dict__.pop("posterior_", None)  # a fit that fails leaves none
+        """Returns checked arrays of the rows that count, and their weights or None."""
+        self.__dict__.pop("posterior_", None)  # a failed fit leaves no posterior
         X, y = validation.validate_data(self, X, y, allow_nd=True, **checks)
         if sample_weight is None:
             return X, y, None
@@ -133,7 +126,7 @@ class _LaplaceEstimator(base.BaseEstimator):
         network = self.module(X.shape[1], outputs) if callable(self.module) else None
         if not isinstance(network, nn.Module):
             raise LapwingError(
-                f"module={shown(self.module)} is neither a torch.nn.Module nor a function that makes one. Write "
+                f"module={shown(self.module)} must be a torch.nn.Module or a function that makes one. Write "
                 "module=lambda features, outputs: torch.nn.Linear(features, outputs)."
             )
         return network
@@ -145,7 +138,7 @@ class _LaplaceEstimator(base.BaseEstimator):
         shares = x.new_ones(len(x)) if counts is None else (counts / counts.mean()).to(x.dtype)
         weights = [weight for weight in network.parameters() if weight.requires_grad]
         if not weights:
-            raise LapwingError("No weight of the network takes gradients. Write epochs=0 for one that is trained.")
+            raise LapwingError("No weight of the network requires a gradient. Write epochs=0 for a trained network.")
         optimiser = torch.optim.AdamW(weights, lr=self.learning_rate, weight_decay=self.weight_decay)
         for _ in range(self.epochs):
             for rows in torch.randperm(len(x)).split(self.batch_size):
@@ -177,26 +170,26 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
     `predict_proba` averages over the weights: `p(y|x) = ∫ softmax(f) N(f; f(x, θ̂), J Σ Jᵀ) df`.
 
     Args:
-        module: the network, which is copied, or a function `(features, outputs)` that makes one. It returns logits: one
-            for each class in the order of `classes_`, or for two classes one logit of the second. None makes a
-            perceptron with two hidden layers of 50 units.
-        epochs: passes of training; 0 leaves the weights as they are.
-        learning_rate: of AdamW.
-        weight_decay: of AdamW.
-        batch_size: of the training.
-        method: as in `lw.fit`.
-        params: as in `lw.fit`.
-        validation_fraction: share of each class that is not trained on and calibrates the probabilities, as
-            `validation=` of `lw.fit` does. None is 0.1 where `fit` trains on at least 1 000 rows, 10 of each class, and
-            else 0.
-        random_state: a seed or a numpy `RandomState`, of the weights that are drawn, the training and the fit.
+        module: network, which is copied, or a function `(features, outputs)` that makes one. It returns logits: one for
+            each class in the order of `classes_`, or for two classes one logit of the second. None makes a perceptron
+            with two hidden layers of 50 units.
+        epochs: number of passes of the training; 0 keeps the weights.
+        learning_rate: learning rate of AdamW.
+        weight_decay: weight decay of AdamW.
+        batch_size: batch size of the training.
+        method: method of `lw.fit`.
+        params: treated weights, as in `lw.fit`.
+        validation_fraction: share of each class that is held out of the training and calibrates the probabilities, as
+            `validation=` of `lw.fit` does. None means 0.1 if `fit` trains on at least 1 000 rows with 10 of each class,
+            and otherwise 0.
+        random_state: a seed or a numpy `RandomState`, for the initial weights, the training and the fit.
 
     Attributes:
-        classes_: the labels, sorted.
-        module_: the trained copy, in eval mode.
+        classes_: sorted labels.
+        module_: trained copy of the network, in eval mode.
         posterior_: the `lw.Posterior`.
 
-    Cost: of `fit`, `epochs` passes forward and backward, and that of `lw.fit`.
+    Cost of `fit`: `epochs` forward and backward passes, and `lw.fit`.
 
     Example:
         >>> import numpy as np
@@ -211,17 +204,17 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
 
         Args:
             X: array or data frame (n, features); further dimensions are allowed.
-            y: labels (n,), numbers or text.
-            sample_weight: weights (n,) of at least 0, in the loss and in the posterior: a row of weight 2 counts as two
-                equal rows, one of weight 0 is left out, and so is a class of such rows. Rows that are held out count
-                once each. None for ones.
+            y: labels (n,), numbers or strings.
+            sample_weight: weights (n,) of at least 0, for the loss and the posterior: a row of weight 2 counts as two
+                equal rows. Rows of weight 0, and classes with only such rows, are left out. Held-out rows count once
+                each. None means ones.
 
         Returns:
             The estimator.
 
         Raises:
-            LapwingError: for options out of range, one class, another number of outputs than classes, or weights that
-                are not one number for each row.
+            LapwingError: if an option is out of range, there is one class, the numbers of outputs and classes differ,
+                or the weights are not one number per row.
         """
         X, y, weights = self._rows(X, y, sample_weight)
         multiclass.check_classification_targets(y)
@@ -240,7 +233,7 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
         return (probs / probs.sum(1, keepdim=True)).numpy()
 
     def predict(self, X: Any) -> np.ndarray:
-        """Returns the likeliest label of each row (n,)."""
+        """Returns the most probable label of each row (n,)."""
         best = self.predict_proba(X).argmax(1)
         return self.classes_[best]
 
@@ -270,20 +263,20 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
     inputs by a `Pipeline` with a `StandardScaler`.
 
     Args:
-        module: the network, which is copied, or a function `(features, outputs)` that makes one. It returns (n, 1), or
-            (n, k) for k targets a row. None makes a perceptron with two hidden layers of 50 units.
-        epochs: passes of training; 0 leaves the weights as they are: the network then predicts y in its units.
+        module: network, which is copied, or a function `(features, outputs)` that makes one. It returns (n, 1), or
+            (n, k) for k targets per row. None makes a perceptron with two hidden layers of 50 units.
+        epochs: number of passes of the training; 0 keeps the weights of a network that predicts y in its units.
         learning_rate, weight_decay, batch_size, method, params, random_state: as in `LaplaceClassifier`.
-        validation_fraction: share of the data that is not trained on and tunes the posterior; None is 0, since
-            leave-one-out predictions tune a regression.
+        validation_fraction: share of the data that is held out of the training and tunes the posterior; None means 0,
+            because leave-one-out predictions tune a regression.
 
     Attributes:
-        module_: the trained copy, in eval mode; it predicts `(y - shift_) / scale_`.
+        module_: trained copy of the network, in eval mode, which predicts `(y - shift_) / scale_`.
         posterior_: the `lw.Posterior` of these outputs.
-        shift_: the mean of y, 0 without training.
-        scale_: the standard deviation of y, 1 without training.
+        shift_: mean of y, or 0 without training.
+        scale_: standard deviation of y, or 1 without training.
 
-    Cost: of `fit`, `epochs` passes forward and backward, and that of `lw.fit`.
+    Cost of `fit`: `epochs` forward and backward passes, and `lw.fit`.
 
     Example:
         >>> import numpy as np
@@ -300,14 +293,14 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         Args:
             X: array or data frame (n, features); further dimensions are allowed.
             y: targets (n,) or (n, k).
-            sample_weight: as in `LaplaceClassifier.fit`; `shift_` and `scale_` are those of the weighted rows.
+            sample_weight: as in `LaplaceClassifier.fit`; `shift_` and `scale_` are moments of the weighted rows.
 
         Returns:
             The estimator.
 
         Raises:
-            LapwingError: for options out of range, another number of outputs than targets, or weights that are not one
-                number for each row.
+            LapwingError: if an option is out of range, the numbers of outputs and targets differ, or the weights are
+                not one number per row.
         """
         X, y, weights = self._rows(X, y, sample_weight, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
@@ -315,14 +308,14 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         if self.epochs:
             self.shift_ = np.average(y, 0, weights)
             std = np.average((y - self.shift_) ** 2, 0, weights) ** 0.5
-            self.scale_ = np.where(std > 1e-12 * abs(y).max(0), std, 1.0)  # the mean of equal targets is rounded
+            self.scale_ = np.where(std > 1e-12 * abs(y).max(0), std, 1.0)  # equal targets may leave a rounding error
         self._fit(X, (y - self.shift_) / self.scale_, weights, y[0].size)
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Returns the mean of y for each row, in the form of y; with `return_std` also its standard deviation.
+        """Returns the mean of y for each row, in the shape of y.
 
-        The standard deviation is that of y: of the weights and of the noise.
+        With `return_std` also returns the standard deviation of y, by the weights and the noise.
         """
         prediction = self._predict(X)
         shape = (-1, *self.shift_.shape)
@@ -333,7 +326,7 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         return (mean, std) if return_std else mean
 
     def __sklearn_tags__(self) -> Any:
-        """Says that y may have columns."""
+        """Declares that y may have columns."""
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
@@ -343,7 +336,7 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         targets = torch.tensor(y.reshape(len(y), -1), dtype=weight.dtype)
         if targets.shape[1] != outputs:
             raise LapwingError(
-                f"The network has {outputs} outputs and y has {targets.shape[1]} targets a row. Pass a network with "
+                f"The network has {outputs} outputs and y has {targets.shape[1]} targets per row. Pass a network with "
                 f"{targets.shape[1]} outputs."
             )
         return targets, "gaussian", lambda outputs, y: (outputs - y).square().mean(1)

@@ -52,7 +52,7 @@ def test_other_arguments_are_named(function: Callable[..., Any]) -> None:
             with pytest.raises(lw.LapwingError) as caught:
                 function(**{**right, name: wrong})
             assert str(caught.value) == (
-                f"{function.__name__} takes a dense tensor of real numbers as {name}. {name} is {words}."
+                f"{function.__name__} needs a dense tensor of real numbers as {name}. {name} is {words}."
             )
         for wrong, words in UNREADABLE.values():
             with pytest.raises(lw.LapwingError) as caught:
@@ -90,7 +90,7 @@ def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
         (lambda: lw.compare({"a": posterior}, [(x[:0], y[:0])]), "loader of compare has no samples"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": "1 s"}), "fit_seconds is {'a': '1 s'}"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": 10**400}), "fit_seconds is {'a': 1000"),
-        (lambda: metrics.nll(10**400), "takes a dense tensor of real numbers as log_prob"),
+        (lambda: metrics.nll(10**400), "needs a dense tensor of real numbers as log_prob"),
         (lambda: metrics.expected_calibration_error(P, Y, 10**400), "bins is 1000"),
         (lambda: lw.compare({1: posterior}, [(x, y)]), "A name of the posteriors is 1"),
         (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential, called as model\(x\).*Dimension out of"),

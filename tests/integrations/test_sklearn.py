@@ -203,12 +203,12 @@ def test_images_keep_their_shape(data) -> None:
     ("estimator", "words"),
     [
         (LaplaceClassifier(network(3, 4)), "has 4 outputs and y has 2 classes"),
-        (LaplaceRegressor(network(3, 4)), "has 4 outputs and y has 1 targets a row"),
+        (LaplaceRegressor(network(3, 4)), "has 4 outputs and y has 1 targets per row"),
         (LaplaceClassifier(network, epochs=-1), "epochs=-1"),
         (LaplaceClassifier(network, batch_size=0), "batch_size=0"),
         (LaplaceClassifier(network, validation_fraction=20), "validation_fraction=20"),
-        (LaplaceClassifier(network(3, 2).requires_grad_(False)), "takes gradients. Write epochs=0"),
-        (LaplaceClassifier("mlp"), "module='mlp' is neither"),
+        (LaplaceClassifier(network(3, 2).requires_grad_(False)), "requires a gradient. Write epochs=0"),
+        (LaplaceClassifier("mlp"), "module='mlp' must be a torch.nn.Module"),
     ],
 )
 def test_what_is_refused(estimator, words: str, data) -> None:
