@@ -1,4 +1,4 @@
-"""The bounded evidence: its cost against predictions made one by one, its δ against the bound, and where it stays."""
+"""BoundedEvidence: costs of the spread and leave-one-out widths against naive oracles, and the widths of fits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def memorised(dtype=torch.float64, classes=3, steps=300):
 
 
 def cost(posterior, loader):
-    """What predictions lose against the network's own, sample by sample."""
+    """The mean loss of predictions against the network's own, sample by sample."""
     lost = []
     for x, y in loader:
         for i in range(len(y)):
@@ -92,7 +92,7 @@ def test_a_logit_temperature_is_no_cost_of_the_spread(temperature):
     assert found[0] > 1e-4 > found[1]
 
 
-def test_where_the_spread_costs_little_the_evidence_stays():
+def test_a_cheap_spread_keeps_the_evidence():
     model, loader = memorised()
     wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
     assert BoundedEvidence(nats=cost(wide, loader) + 1e-6).tune(wide, Training(loader)).prior_precision == (
@@ -101,7 +101,7 @@ def test_where_the_spread_costs_little_the_evidence_stays():
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-def test_memorised_labels_are_told_of_where_they_choose_the_prior_precision(classes, caplog):
+def test_memorised_labels_that_choose_the_prior_precision_are_warned_of(classes, caplog):
     model, loader = memorised(classes=classes)
     nll = sum(cross_entropy(model(x), y, reduction="sum").item() for x, y in loader) / 40
     with caplog.at_level(logging.INFO, "lapwing"):
@@ -125,7 +125,7 @@ def overfitted(dtype=torch.float64, rows=60, steps=300):
 
 @cache
 def trained(dtype, rows, steps):
-    """What `overfitted` returns a copy of: it is trained once for all tests."""
+    """The network and data of `overfitted`, trained once for all tests."""
     torch.manual_seed(0)
     x = torch.randn(rows + 200, 3, dtype=dtype)
     y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(len(x), 1, dtype=dtype)
@@ -146,13 +146,13 @@ def residual(model, loader):
 
 
 def total(posterior, loader):
-    """How wide predictions of the training data are: σ² and the mean variance, one prediction after the other."""
+    """The width of predictions of the training data, σ² plus the mean variance, sample by sample."""
     ones = [x[i : i + 1] for x, _ in loader for i in range(len(x))]
     return posterior.noise_variance + float(torch.cat([posterior.latent(one).variance for one in ones]).mean())
 
 
 def expected(posterior, loader, exact, given=False):
-    """How wide predictions of the training data are by the rule, before any scaling at the process's own numbers."""
+    """The width of predictions of the training data by the rule, from the process's own δ and σ²."""
     precision = posterior.prior.precision if given else torch.full_like(posterior.prior.precision, exact.precision)
     start = total(posterior.at(precision, exact.noise_variance), loader)
     return exact.width * start / exact.unseen(start)
@@ -200,8 +200,8 @@ def test_the_exact_posterior_is_that_of_the_process_as_wide_as_its_errors(option
 
 
 @pytest.mark.parametrize("method", [None, lw.Full(), lw.Diagonal()], ids=repr)
-def test_noise_of_the_last_layer_is_raised_to_what_the_whole_network_left_out(method, caplog):
-    """The layers before it have seen the targets too, so the residuals are far below the noise."""
+def test_noise_of_the_last_layer_has_the_width_of_the_whole_network(method, caplog):
+    """The layers before it were trained on the targets too, so the residuals are far below the noise."""
     model, loader, (x, y) = overfitted()
     options = {"params": lw.last_layer, "likelihood": "gaussian"}
     plain = lw.fit(model, loader, method, tune=lw.Evidence(), **options)
@@ -212,14 +212,9 @@ def test_noise_of_the_last_layer_is_raised_to_what_the_whole_network_left_out(me
     assert total(tuned, loader) == pytest.approx(expected(tuned, loader, known), rel=1e-6)
     assert tuned.noise_variance > 2 * plain.noise_variance
     assert tuned.predict(x).log_prob(y).mean() > plain.predict(x).log_prob(y).mean() + 1.0
-    for given in ({"prior_precision": 0.5}, {"data_size": 120}):
-        tuned = lw.fit(model, loader, method, **options, **given)
-        exact = leave_one_out(plain, loader, given.get("data_size"))
-        width = expected(tuned, loader, exact, "prior_precision" in given)
-        assert total(tuned, loader) == pytest.approx(width, rel=0.02)
 
 
-def test_what_a_posterior_takes_for_the_width_of_unseen_targets():
+def test_width_of_unseen_targets_by_the_training_variance():
     exact = LeaveOneOut(3.0, 2.0, 0.5, 1.0, 1.0, 0.25, 100, 10)
     assert exact.unseen(0.5) == 2.0  # the exact one
     assert exact.unseen(0.4) == 0.4  # a subspace
@@ -229,7 +224,7 @@ def test_what_a_posterior_takes_for_the_width_of_unseen_targets():
     assert replace(exact, curve=0.5).unseen(0.2) == 0.2
 
 
-def test_only_a_memory_that_many_samples_show_is_warned_of(caplog):
+def test_memorised_targets_of_many_samples_are_warned_of(caplog):
     for rows, steps, warns in ((110, 1500, True), (110, 30, False), (60, 1500, False)):
         model, loader, _ = overfitted(rows=rows, steps=steps)
         caplog.clear()
@@ -239,8 +234,8 @@ def test_only_a_memory_that_many_samples_show_is_warned_of(caplog):
 
 
 @pytest.mark.parametrize("name", ["MAX_WEIGHTS", "MAX_MULTIPLY_ADDS"])
-def test_of_many_weights_the_treated_ones_alone_count(name, monkeypatch, caplog):
-    """The kernel of all of them takes too long, and the log says so."""
+def test_of_too_many_weights_only_the_treated_ones_count(name, monkeypatch, caplog):
+    """The kernel of all weights would be too expensive, which is logged."""
     model, loader, _ = overfitted()
     posterior = lw.fit(model, loader, params=lw.last_layer, likelihood="gaussian", tune=None)
     monkeypatch.setattr(f"lapwing.tuning.leave_one_out.{name}", 100)
@@ -249,8 +244,8 @@ def test_of_many_weights_the_treated_ones_alone_count(name, monkeypatch, caplog)
     assert "too many trained weights to use all of them" in caplog.text
 
 
-def test_a_trunk_that_cannot_be_looked_at_is_left_out(caplog):
-    """What its layers refuse is nothing that the user of a last layer has to mend."""
+def test_a_trunk_that_is_refused_is_left_out(caplog):
+    """The user of a last layer need not repair the layers before it."""
 
     class Odd(nn.Module):
         def __init__(self):
@@ -259,7 +254,7 @@ def test_a_trunk_that_cannot_be_looked_at_is_left_out(caplog):
 
         def forward(self, x):
             hidden = torch.tanh(self.first(x))
-            return self.head(self.extra(hidden) if len(x) <= 4 else hidden)  # as many as in the survey
+            return self.head(self.extra(hidden) if len(x) <= 4 else hidden)  # the size of the survey
 
     torch.manual_seed(0)
     model, x, y = Odd().eval(), torch.randn(40, 3), torch.randn(40, 1)
@@ -294,7 +289,7 @@ def test_predictions_are_never_narrower_than_the_residuals():
 
 
 def test_a_network_that_was_not_trained_to_the_end_keeps_even_intervals():
-    """Its linearised model explains noise-free targets, the network does not: the spread is no more than its own."""
+    """Its linearised model explains noise-free targets, but the network does not: the residuals decide the width."""
     torch.manual_seed(0)
     x = torch.randn(500, 4, dtype=torch.float64)
     y = (x[:, :1] * x[:, 1:2]).tanh() + 0.5 * x[:, 2:3]
@@ -345,12 +340,6 @@ def test_one_sample_and_constant_targets(y):
     assert math.isfinite(tuned.noise_variance)
     assert math.isfinite(tuned.prior_precision)
     assert tuned.predict(x).variance.isfinite().all()
-
-
-def test_no_data_to_see_again_is_one_sentence_for_regression():
-    model, loader, _ = overfitted()
-    with pytest.raises(LapwingError, match="Every pass needs the same data"):
-        BoundedEvidence().tune(lw.fit(model, loader, lw.Diagonal(), tune=lw.Evidence()))
 
 
 def process(model, loader, pairs, mean):
@@ -485,7 +474,7 @@ def test_batches_change_nothing_of_what_is_left_out(monkeypatch):
 
 
 def test_repeated_measurements_are_no_copies():
-    """Their targets differ: each says how far the noise of another goes."""
+    """Their targets differ, so each shows the noise of the others."""
     torch.manual_seed(0)
     x = torch.randn(30, 3, dtype=torch.float64).repeat(2, 1)
     y = x[:, :1] + 0.5 * torch.randn(60, 1, dtype=torch.float64)
@@ -510,7 +499,7 @@ def test_training_variance_and_the_part_that_weights_explain_at_most():
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 50.0])
 def test_learning_curve(factor):
-    """Its widths solve the equation; of few inputs that need not be told apart, it is that of a ridge regression."""
+    """Its widths solve the equation."""
     values, noise = torch.logspace(3, -6, 40, dtype=torch.float64), 0.1
     grid = noise * torch.linspace(0, math.log(1 + float(values.mean()) / noise), 40_001, dtype=torch.float64).exp()
     widths = []
@@ -549,9 +538,8 @@ def correlated(outputs, copies=1, jitter=0.0):
 
 @pytest.mark.parametrize(
     ("data", "method"),
-    [((2, 1, 0.0), lw.KFAC()), ((1, 2, 0.0), lw.KFAC()), ((1, 3, 0.02), lw.KFAC()),
-     ((2, 1, 0.0), lw.Diagonal()), ((1, 2, 0.0), lw.ELLA(rank=20, rows=100))],
-    ids=["shared noise", "copies", "jittered", "Diagonal", "ELLA"],
+    [((2, 1, 0.0), lw.KFAC()), ((1, 3, 0.02), lw.KFAC()), ((1, 2, 0.0), lw.ELLA(rank=20, rows=100))],
+    ids=["shared noise", "jittered copies", "ELLA"],
 )  # fmt: skip
 def test_shared_noise_and_copies_do_not_make_predictions_narrow(data, method):
     """Another output of the same sample, or a copy, would tell the target that is left out."""
@@ -562,15 +550,6 @@ def test_shared_noise_and_copies_do_not_make_predictions_narrow(data, method):
     assert score > -3.0 * y.shape[1]
 
 
-def test_left_out_variance_of_bfloat16_and_of_the_last_layer():
-    model, loader, _ = overfitted(torch.float32)
-    exact = leave_one_out(lw.fit(model, loader, likelihood="gaussian", tune=None), loader)
-    rounded = copy.deepcopy(model).bfloat16()
-    loader = [(x.bfloat16(), y) for x, y in loader]
-    coarse = leave_one_out(lw.fit(rounded, loader, likelihood="gaussian", tune=None), loader)
-    assert coarse.width == pytest.approx(exact.width, rel=0.2)
-
-
 def test_a_given_prior_is_kept():
     model, loader = memorised()
     given = lw.fit(model, loader, lw.KFAC(), prior_precision=0.01, tune=None)
@@ -578,7 +557,7 @@ def test_a_given_prior_is_kept():
 
 
 @pytest.mark.parametrize("samples", [1, 7, 20, 25, 40, 1000])
-def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples):
+def test_samples_are_limited_and_spread_over_the_loader(samples):
     parts = [(torch.arange(start, start + 10.0)[:, None], torch.zeros(10)) for start in range(0, 90, 10)]
     parts.insert(3, (torch.zeros(0, 1), torch.zeros(0)))
     posterior = lw.fit(nn.Linear(1, 1).eval(), parts, prior_precision=1.0, tune=None)
@@ -587,22 +566,14 @@ def test_samples_are_at_most_as_many_as_asked_and_spread_over_the_loader(samples
     assert len(rows) == min(samples, 90) == len(rows.unique())
     assert all(len(x) == len(y) for x, y, _ in taken)
     if samples >= 20:
-        assert rows.max() >= 40  # not the first ones alone
+        assert rows.max() >= 40  # not only the first ones
     whole = [(torch.arange(90.0)[:, None], torch.zeros(90))]
     ((x, *_),) = spread_batches(Training(whole), samples, posterior)
     assert len(x) == min(samples, 90)
     assert samples == 1 or x.max() >= 90 / 2
 
 
-def test_a_second_batch_counts():
-    model, loader = memorised()
-    wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
-    one, both = (mean_costs([wide], Training(part), 500)[0] for part in (loader[:1], loader))
-    assert both == pytest.approx(cost(wide, loader), rel=1e-9)
-    assert one != pytest.approx(both, rel=1e-3)
-
-
-def test_the_end_of_the_range_is_said(caplog):
+def test_the_end_of_the_range_is_warned_of(caplog):
     model, loader = memorised()
     wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
     with caplog.at_level(logging.WARNING, "lapwing"):
@@ -620,14 +591,6 @@ def test_bfloat16_and_frozen_layers():
     tuned = BoundedEvidence().tune(wide, Training(loader))
     assert math.isfinite(tuned.prior_precision)
     assert tuned.prior_precision > wide.prior_precision
-
-
-def test_a_thousand_classes():
-    torch.manual_seed(0)
-    x, y = torch.randn(6, 5), torch.arange(6)
-    model = nn.Linear(5, 1000).eval()
-    wide = lw.fit(model, [(x, y)], tune=lw.Evidence())
-    assert BoundedEvidence().tune(wide, Training([(x, y)])).prior_precision >= wide.prior_precision
 
 
 def test_no_training_data_is_one_sentence():

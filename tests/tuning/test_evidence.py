@@ -1,4 +1,4 @@
-"""The evidence, constants included, against dense oracles and closed forms; and what tuning makes of it."""
+"""The evidence, constants included, against dense oracles and closed forms, and its maximum by tuning."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_lower_bound_needs_a_fit_that_prepared_it():
 
 
 def value(posterior: lw.Posterior, shift: Tensor | float, log_noise: float = 0.0) -> float:
-    """What tuning maximises, at δ exp(shift) and σ² exp(log_noise)."""
+    """The objective of the tuning at δ exp(shift) and σ² exp(log_noise)."""
     precision = posterior.prior.precision * torch.as_tensor(shift, dtype=torch.float64).exp()
     noise = None if posterior.noise_variance is None else posterior.noise_variance * math.exp(log_noise)
     return posterior.at(precision, noise).log_marginal_likelihood(lower_bound=True)
@@ -300,7 +300,7 @@ def test_what_is_given_is_kept():
 
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_targets_that_are_met_exactly_leave_a_finite_noise(per_layer):
-    """Nothing bounds σ² from below where every residual is 0; it stays a positive number and predictions finite."""
+    """If every residual is 0, nothing bounds σ² from below: it stays positive, and predictions stay finite."""
     problem = setup("deep_linear", samples=60)
     loader = cut(problem.x, problem.f.clone(), (35, 25))
     fitted = problem.fit(
@@ -308,24 +308,6 @@ def test_targets_that_are_met_exactly_leave_a_finite_noise(per_layer):
     )
     assert 0 < fitted.noise_variance < 1e-9
     assert torch.isfinite(fitted.predict(problem.test).log_prob(problem.y[:3])).all()
-
-
-def test_validation_tunes_a_subspace_s_noise_and_precision_by_held_out_data():
-    problem = setup("deep_linear", samples=30)
-    held_out = cut(problem.case.inputs(20, 5), problem.case.targets(20, 5), (12, 8))
-    fitted = problem.fit(
-        lw.ELLA(rank=3, rows=8), likelihood=lw.Gaussian(), prior_precision=None, tune=lw.Validation(held_out)
-    )
-
-    def score(delta: float, noise: float) -> float:
-        moved = fitted.with_prior(delta, noise_variance=noise)
-        return float(sum(moved.predict(x).log_prob(y).sum() for x, y in held_out))
-
-    delta, noise = fitted.prior_precision, fitted.noise_variance
-    best = score(delta, noise)
-    for step in (0.5, 0.1, 3.0, 30.0):
-        assert score(delta * step, noise) <= best + 0.01 * abs(best)
-        assert score(delta, noise * step) <= best + 0.01 * abs(best)
 
 
 def test_linear_regression_tunes_to_bayesian_ridge():
@@ -414,12 +396,6 @@ def test_a_fit_does_not_import_the_compiler():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_ascents_leave_the_gradients_of_what_they_read_alone():
-    other = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    ascend(lambda point: -(point - other).square().sum(), torch.zeros(1, dtype=torch.float64), [-5], [5])
-    assert other.grad is None
-
-
 @pytest.mark.parametrize("top", [-3.2, 0.123456, 3.9])
 def test_golden_sections_find_the_top(top):
     assert golden_section(lambda x: -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
@@ -430,10 +406,10 @@ def test_golden_sections_find_the_top(top):
     )
 
 
-@pytest.mark.parametrize("unit", [1e-9, 1e-6, 1e-3, 1e5])
+@pytest.mark.parametrize("unit", [1e-9, 1e5])
 @pytest.mark.parametrize("tune", [lw.Evidence(), lw.Evidence(per_layer=True), lw.BoundedEvidence()], ids=str)
 def test_units_of_the_targets_do_not_matter(tune, unit, caplog):
-    """Dollars or thousands of dollars: δ goes with their inverse square, σ² with their square, coverage stays."""
+    """Dollars or thousands of dollars: δ scales with the inverse square, σ² with the square, and coverage stays."""
     torch.manual_seed(0)
     x = torch.randn(200, 3)
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.5 * torch.randn(200, 1)
@@ -447,7 +423,7 @@ def test_units_of_the_targets_do_not_matter(tune, unit, caplog):
             solution = torch.linalg.lstsq(hidden.double(), y.double()).solution.float()
             model[2].weight.copy_(scale * solution[:-1].T)
             model[2].bias.copy_(scale * solution[-1])
-        model[0].requires_grad_(False)  # one δ for it too would be another prior in another unit
+        model[0].requires_grad_(False)  # its weights do not scale with the unit
         posterior = lw.fit(model, [(x, scale * y)], lw.Full(), params=lw.last_layer, tune=tune)
         (delta,) = posterior.prior.precision.tolist()
         low, high = posterior.predict(x).interval(0.9)
@@ -458,8 +434,8 @@ def test_units_of_the_targets_do_not_matter(tune, unit, caplog):
     assert not caplog.records
 
 
-def test_an_evidence_without_a_maximum_is_said_once(caplog):
-    """Weights at the prior's mean: the evidence grows with the prior precision for ever."""
+def test_an_evidence_without_a_maximum_is_warned_of_once(caplog):
+    """Weights at the prior's mean: the evidence always grows with the prior precision."""
     model = nn.Linear(2, 1, bias=False).eval()
     nn.init.zeros_(model.weight)
     x = torch.randn(20, 2)
@@ -471,7 +447,7 @@ def test_an_evidence_without_a_maximum_is_said_once(caplog):
 
 @pytest.mark.parametrize(("method", "unit"), [(lw.KFAC(), 1e5), (lw.Full(), 1e4)], ids=["KFAC", "Full"])
 def test_the_ascent_by_layers_comes_back_into_the_range(method, unit, caplog):
-    """A step of it may overshoot an end of the range, where it once stayed: there was no slope."""
+    """A step may overshoot an end of the range, where the slope would be 0."""
     torch.manual_seed(0)
     x = torch.randn(60, 3, dtype=torch.float64)
     y = x @ torch.randn(3, 1, dtype=torch.float64)

@@ -62,7 +62,7 @@ def test_the_best_candidate_is_chosen():
     assert held_out_scores(free, [free.prior_precision], held_out)[0] >= max(scores) - 1e-3
 
 
-def test_targets_that_are_too_large_are_said():
+def test_targets_that_are_too_large_are_refused():
     network, data = torch.nn.Linear(4, 1).eval(), (torch.randn(9, 4), 1e30 * torch.randn(9, 1))
     with pytest.raises(lw.LapwingError, match=r"the targets are too large\. Standardise them"):
         lw.fit(network, data, lw.Diagonal(), validation=data)
@@ -94,7 +94,7 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
 
 @pytest.mark.parametrize("classes", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_network_that_is_too_unsure_is_told_of_in_place_of_the_edge(classes, dtype, caplog):
+def test_an_underconfident_network_is_warned_of_instead_of_the_edge(classes, dtype, caplog):
     torch.manual_seed(0)
     x, model = torch.randn(900, 3, dtype=dtype), torch.nn.Linear(3, classes).to(dtype).eval()
     with torch.no_grad():
@@ -126,8 +126,8 @@ def test_a_network_that_is_too_unsure_is_told_of_in_place_of_the_edge(classes, d
         ((-4.0, 2.0), None),
     ],
 )
-def test_a_choice_at_the_edge_of_the_range_is_told(decades, told, caplog):
-    """A network that is far too sure, whose best prior precision lies between 0.001 and 10 where T is given."""
+def test_a_choice_at_the_edge_of_the_range_is_warned_of(decades, told, caplog):
+    """An overconfident network, whose best prior precision is between 0.001 and 10 if T is given."""
     torch.manual_seed(0)
     x = torch.randn(300, 3, dtype=torch.float64)
     y = (x[:, 0] + torch.randn(300, dtype=torch.float64) > 0).long()
@@ -185,7 +185,7 @@ def test_prior_and_temperature_are_the_best_pair(outputs):
     torch.testing.assert_close(by_hand.probs, chosen.predict(held_out[0][0]).probs)
 
 
-def test_a_network_that_is_too_unsure_keeps_its_logits():
+def test_an_underconfident_network_keeps_its_logits():
     """T is at least 1: below it the means are sharpened beside a variance that should be smaller."""
     model, loader, held_out = overconfident(scale=0.3)
     assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out)).logit_temperature == 1.0
@@ -200,7 +200,7 @@ def test_the_widest_of_equally_good_spreads_is_chosen():
     assert abs(score(best, held_out) - score(wide, held_out)) < WIDER + 2e-4
 
 
-def test_the_widest_goes_by_paired_differences():
+def test_the_widest_spread_is_chosen_by_paired_differences():
     """Scores that differ between samples, with candidates that differ from the best by a constant, or by noise."""
     common, noise = torch.randn(2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noise = noise - noise.mean()
@@ -227,7 +227,7 @@ def test_the_factor_of_a_regression_is_the_best_one(name):
         assert score(one.with_prior(3.0 / other, 0.5 * other), held_out) < scores.mean()
 
 
-def test_the_product_of_a_regression_is_that_of_its_training_data(monkeypatch):
+def test_a_regression_keeps_the_product_of_its_training_data(monkeypatch):
     """δσ² is the default's unless held-out data are sure of another; σ² is the one that they need beside it."""
     case = ZOO["mlp_scalar"]
     loader, held_out = [(case.inputs(40, 1), case.targets(40, 1))], [(case.inputs(20, 2), case.targets(20, 2))]
@@ -262,7 +262,7 @@ def test_a_regression_that_interpolates_gets_its_width():
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-7])
-def test_held_out_targets_that_are_met_but_for_rounding(noise):
+def test_held_out_targets_that_are_met_up_to_rounding(noise):
     """No residual is below rounding, so that predictions are about as wide as 1e-6 of the targets' size."""
     generator = torch.Generator().manual_seed(0)
     x, errors = torch.randn(2, 40, 4, generator=generator)
@@ -324,7 +324,7 @@ def test_streamlined_and_deployed_networks_follow_the_temperature():
     ],
     ids=repr,
 )
-def test_the_log_says_what_was_chosen(likelihood, tuned, caplog):
+def test_the_choice_is_logged(likelihood, tuned, caplog):
     torch.manual_seed(0)
     x, y = torch.randn(40, 3), torch.arange(40) % 3
     y = y if likelihood == "categorical" else y[:, None].float()
