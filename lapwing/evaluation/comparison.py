@@ -307,7 +307,7 @@ def _likelihood(loader: Iterable[Any]) -> Likelihood:
     likelihood = inferred_likelihood(targets, loader)
     if likelihood.needs_noise:
         raise LapwingError(
-            "Networks alone have no noise variance, which real targets need. Compare them with at least one posterior: "
+            "A comparison of networks has no noise variance, which real targets need. Add at least one posterior: "
             'write compare({"KFAC": lw.fit(model, loader)}, test_loader).'
         )
     return likelihood

@@ -44,7 +44,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         super().__init__()
         if not isinstance(posterior, lw.Posterior):
             raise LapwingError(
-                f"LaplaceModel takes a posterior, not {shown(posterior)}. Write LaplaceModel(lw.fit(model, [(x, y)]))."
+                f"LaplaceModel needs a posterior, not {shown(posterior)}. Write LaplaceModel(lw.fit(model, [(x, y)]))."
             )
         if not posterior.likelihood.one_output_per_target:
             raise LapwingError(

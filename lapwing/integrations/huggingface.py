@@ -75,7 +75,7 @@ class NextTokens:
     only for its loss. Its outputs (B, T, V), which lapwing reads, need the shifted labels.
 
     Args:
-        loader: an iterable of dicts with `labels` (B, T), such as those of
+        loader: an iterable of dicts with `labels` (B, T), for example from
             `DataCollatorForLanguageModeling(tokenizer, mlm=False)`.
 
     Raises:

@@ -101,7 +101,7 @@ def best_of(
         loader: held-out batches.
         temperatures: rising candidates for log10 T; () keeps T.
         tolerance: for classifiers the widest spread is chosen whose score is at most this many standard errors, and at
-            most `WIDER`, below the best. The standard error is that of the paired difference over samples.
+            most `WIDER`, below the best. Errors are of the paired difference over samples.
         product: `λ = δσ²` of a regression by its training data, kept unless another λ is surely better; None chooses
             the best λ.
     """

@@ -64,7 +64,7 @@ def mean_costs(candidates: Sequence[Posterior], training: Training, samples: int
 
 
 def number_of_inputs(posterior: Posterior, samples: int) -> int:
-    """Returns the maximum number of inputs that are read for so many samples, each of which may be a position."""
+    """Returns the maximum number of inputs that are read for a number of samples, each of which may be a position."""
     positions = posterior.tangent.positions
     if positions is None:
         return samples

@@ -145,12 +145,12 @@ def _contracted(
     scratch = _numbers_per_sample(posteriors, len(candidates(first)), reads)
     scratch += 4 * copies * first.tangent.outputs * (first.tangent.outputs if reads == "covariances" else 1)
     probes = _probes(first) if are_probed(first.tangent, first.likelihood) else None
-    alone = reads != "covariances" and first.tangent.treats_output_alone and first.covariance.keeps_outputs
+    marginal = reads != "covariances" and first.tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
             inputs, targets = batches.split(batch, first.tangent.device)
             dtype = first.covariance.record_dtype
-            records = first.tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=alone)
+            records = first.tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
             for part, record in records:
                 every, repeats = _rows_of(targets, first.tangent, record)
                 labels, weights = every[part], batches.weights_of(batch, record.device)

@@ -117,15 +117,15 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     If the kernel holds only some outputs of each sample, samples cannot be compared, and none are copies.
     """
     count, outputs = targets.shape
-    alone = torch.eye(count, dtype=torch.bool, device=gram.device)
+    itself = torch.eye(count, dtype=torch.bool, device=gram.device)
     if times < outputs:
-        return alone
+        return itself
     kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
     size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
     cosine, equal = kernel / (size * size[:, None]), (targets == targets[:, None]).all(-1)
     distinct = cosine < SAME_SAMPLE
     rounded = (equal & distinct).sum() > MANY_EQUAL * distinct.sum()
-    return alone | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
+    return itself | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
 
 
 def _warn_of_scales(targets: Tensor, residuals: Tensor, weights: Tensor) -> None:

@@ -53,8 +53,7 @@ class Validation(_OnHeldOutData):
         points: number of candidates.
         ranks: for subspaces, numbers of leading directions to compare with all directions.
         tolerance: for classifiers, the widest spread is chosen whose score is at most this many standard errors, and at
-            most 0.001 nats, below the best. The standard error is that of the paired difference over samples; 0
-            chooses the best score.
+            most 0.001 nats, below the best. Errors are of the paired difference over samples; 0 chooses the best.
         tempered: whether to choose a classifier's logit temperature; False chooses only the prior precision.
 
     Raises:
