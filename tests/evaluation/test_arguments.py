@@ -78,7 +78,7 @@ def posterior_of_images() -> lw.Posterior:
 def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
     x, y = torch.randn(6, 4), Y
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: lw.compare({"a": posterior}, 3), "compare needs an iterable of .inputs, targets. batches, not 3"),
+        (lambda: lw.compare({"a": posterior}, 3), "The data hold a single number"),
         (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \(x, y\)"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds is Tensor"),
         (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),
