@@ -880,7 +880,7 @@ def test_a_posterior_is_shown_in_one_line(posterior: lw.Posterior) -> None:
     assert "prior precision 0: 1, 2: 2\n" in str(layers.diagnose())
     assert "prior precision 0.3333\n" in str(posterior.with_prior(1 / 3).diagnose())
     assert "Gaussian(noise_variance=0.3333)" in repr(fit([(X, REAL)], likelihood=lw.Gaussian(1 / 3)))
-    assert "prior_precision=one for each of 2 blocks" in repr(layers)
+    assert "prior_precision of 2 blocks" in repr(layers)
     assert "temperature=0.5" in repr(fit([(X, Y)], temperature=0.5))
 
 

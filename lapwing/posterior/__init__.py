@@ -1,8 +1,8 @@
-"""The posterior and what belongs to it: prior, evidence, diagnosis, the file that it is saved to.
+"""The posterior, its prior, its evidence and diagnosis, and the file that it is saved to.
 
-It imports `prediction`, `likelihoods`, `covariance` and what is below them, never `methods`, `tuning` or `fitting`.
-Begin with `posterior.py`. `files.py` writes and reads files, `storage.py` lists what they hold, and `loading.py` makes
-posteriors of them.
+This room imports `prediction`, `likelihoods`, `covariance` and lower rooms, and never `methods`, `tuning` or `fitting`.
+Begin with `posterior.py`. `files.py` writes and reads files, `storage.py` lists their contents, and `loading.py` makes
+posteriors from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Laplace evidence of a fit, its exact form at the linearised model's mode, and the report that reads it."""
+"""The Laplace evidence of a fit, its correction for the mode of the linearised model, and the report `Diagnosis`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogEvidence:
-    """`log Z` of one fit as a function of prior precision and noise variance.
+    """`log Z` of one fit as a function of the prior precision and the noise variance.
 
     `log Z = k log p(y|θ̂) - 1/2 (θ̂-μ0)ᵀΔ(θ̂-μ0) - 1/2 logdet(I + s Δ^(-1/2) G Δ^(-1/2))`, s = k/σ².
 
     Attributes:
-        covariance: Σ, of which the curvature G counts.
+        covariance: Σ; only its curvature G is used.
         likelihood: p(y|f).
-        statistics: sums over the data that give the log likelihood at any noise.
+        statistics: sums over the data, from which the log likelihood follows at any noise variance.
         scale: factors of the likelihood (k) and of the curvature (s).
         distance: `|θ̂ - μ0|²` of each block (n_blocks,).
     """
@@ -55,10 +55,10 @@ class LogEvidence:
 
         Args:
             precision: δ of each block (n_blocks,), float64.
-            noise_variance: σ², None where the likelihood has none.
-            factor: multiplies all δ. Its gradient needs eigenvalues alone; that of `precision` may take a Cholesky
-                factor.
-            lower_bound: subtract half the trace of the curvature outside a subspace.
+            noise_variance: σ², or None if the likelihood has none.
+            factor: factor of all δ. Its gradient needs only eigenvalues; the gradient in `precision` may need a
+                Cholesky factor.
+            lower_bound: if True, subtracts half the trace of the curvature outside a subspace.
         """
         noise = None if noise_variance is None else torch.as_tensor(noise_variance, dtype=torch.float64)
         fit = self.scale.of_likelihood * self.likelihood.log_likelihood(self.statistics, noise)
@@ -69,7 +69,7 @@ class LogEvidence:
 
 
 def squared_distance(tangent: Tangent, prior: Prior) -> Tensor:
-    """Returns `|θ̂ - μ0|²`, how far the weights of each block are from the prior's mean, (n_blocks,)."""
+    """Returns `|θ̂ - μ0|²`, the squared distance of each block's weights from the prior mean, (n_blocks,)."""
     distances = []
     for block in tangent.blocks:
         parts = (vector.split(SLICE_NUMBERS) for vector in (tangent.mean_of(block), prior.mean[block.name]))
@@ -78,7 +78,7 @@ def squared_distance(tangent: Tangent, prior: Prior) -> Tensor:
 
 
 def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
-    """Returns `Σ s λ/(s λ + δ)`, MacKay's γ: the derivative of the log determinant by log s."""
+    """Returns `Σ s λ/(s λ + δ)`, MacKay's γ: the derivative of the log determinant with respect to log s."""
     scale = torch.tensor(covariance.scale, dtype=torch.float64, requires_grad=True)
     with torch.enable_grad():
         ratio = covariance.log_det_ratio(prior.precision, scale)
@@ -86,19 +86,19 @@ def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
 
 
 def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Tensor:
-    """Returns `1/2 gᵀΣg`, by which the evidence at the linearised model's mode exceeds that at θ̂."""
+    """Returns `1/2 gᵀΣg`, the evidence at the mode of the linearised model minus the evidence at θ̂."""
     gradient = log_joint_gradient(posterior, loader, sample_weights)
     product = posterior.covariance.mv(gradient)
     return doubled(total((gradient[name] * product[name]).sum() for name in gradient)) / 2
 
 
 def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Vectors:
-    """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) a block, from the training data of the fit.
+    """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂ from the training data: block name -> (P_block,).
 
     Raises:
-        LapwingError: where the loader is none, or shows another number of samples.
+        LapwingError: if the loader has another number of samples than in the fit, or cannot be read as a loader.
 
-    Cost: one pass of one backward pass a batch.
+    Cost: one pass over the data with one backward pass per batch.
     """
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
     loader = as_loader(loader, tangent.model)
@@ -130,24 +130,24 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
                 gradient[name] = gradient[name] + posterior.scale.of_likelihood * record[name].sum_rows()[0]
     if count != posterior.samples:
         raise LapwingError(
-            f"The loader shows {count} samples, and the fit saw {posterior.samples}. Pass the training data of the "
-            "fit, in a loader that can be gone through again."
+            f"The loader yields {count} samples, and the fit had {posterior.samples}. Pass the training data of the "
+            "fit, in a loader that can be read more than once."
         )
     return gradient
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a posterior is, in numbers; prints as a small report.
+    """Summary of a posterior in numbers; prints as a short report.
 
     Attributes:
         method: the method and its options.
         weights: P.
         samples: n.
-        prior_precision: δ, or None without a prior.
-        noise_variance: σ².
-        log_evidence: log Z in nats.
-        effective_parameters: `Σ s λ/(s λ + δ)`, how many directions the data determined.
+        prior_precision: δ, or None if the covariance has no prior.
+        noise_variance: σ², or None if the likelihood has none.
+        log_evidence: log Z in nats, or None if it is not defined.
+        effective_parameters: `Σ s λ/(s λ + δ)`, the number of directions that the data determine; None without a prior.
         coverage: the table of layer families.
     """
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 
 FORMAT = 5
 """The format that is written, and the first that every later version reads: see docs/file-format.md."""
@@ -42,27 +42,24 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor
 
     Cost: memory of a copy of each tensor that is on another device, not contiguous, or shares memory with another one.
     """
-    text: dict[str, Any] = json.loads(json.dumps({**header, "format": FORMAT}, allow_nan=False))
-    plain = _separate(tensors)
-    metadata = {KEY: json.dumps({**text, "sha256": _digest(plain, text)})}
+    target, mode = place_of(path)
+    temporary = target.parent / f".{target.name[:200]}-{secrets.token_hex(8)}.tmp"
     try:
-        target, mode = place_of(path)
-        temporary = target.parent / f".{target.name[:200]}-{secrets.token_hex(8)}.tmp"
-        try:
-            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-            mode = stat.S_IMODE(temporary.stat().st_mode) if mode is None else mode  # as the umask allows
-            save_file(plain, temporary, metadata)
-            os.chmod(temporary, mode)
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except LapwingError:
-        raise
-    except (OSError, ValueError, TypeError, SafetensorError) as error:  # a NUL in the name is a ValueError
+        text: dict[str, Any] = json.loads(json.dumps({**header, "format": FORMAT}, allow_nan=False))
+        plain = _separate(tensors)
+        metadata = {KEY: json.dumps({**text, "sha256": _digest(plain, text)})}
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        mode = stat.S_IMODE(temporary.stat().st_mode) if mode is None else mode  # as the umask allows
+        save_file(plain, temporary, metadata)
+        os.chmod(temporary, mode)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise _unwritable(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):  # after `os.replace` the temporary file is gone
+            temporary.unlink()
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -72,10 +69,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
         LapwingError: if the file is missing, is damaged, comes from another program, or has another format.
     """
     try:
-        path = Path(path)
-        if path.exists() and not path.is_file():
-            raise LapwingError(f"{_shown(path)} is not a file. Pass the name of one that posterior.save(path) wrote.")
-        if not path.is_file():
+        if not Path(path).is_file():
             raise LapwingError(f"There is no file {_shown(path)}. Write it with posterior.save({str(path)!r}).")
         with safe_open(str(path), "pt") as opened:
             metadata = opened.metadata() or {}
@@ -97,23 +91,14 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
 
 
 def place_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """Returns the file that a path leads to, and its mode; None if it does not exist yet."""
+    """Returns the file that a path leads to, and its mode, or None if it does not exist yet."""
     try:
-        target = Path(os.path.realpath(Path(path)))
+        target = Path(os.path.realpath(path))
         mode = target.stat().st_mode
     except FileNotFoundError:
-        if not target.parent.is_dir():
-            raise LapwingError(
-                f"There is no folder {target.parent}. Create it with "
-                f"pathlib.Path({str(target.parent)!r}).mkdir(parents=True)."
-            ) from None
         return target, None
-    except (OSError, ValueError, TypeError) as error:  # a NUL in the name is a ValueError
+    except (OSError, ValueError, TypeError) as error:
         raise _unwritable(path, error) from error
-    if stat.S_ISDIR(mode):
-        raise LapwingError(
-            f"{target} is a folder. Pass the name of a file, such as {str(target / 'posterior.safetensors')!r}."
-        )
     if not stat.S_ISREG(mode):
         raise LapwingError(f"{target} is not an ordinary file. Pass the name of one, such as 'posterior.safetensors'.")
     return target, stat.S_IMODE(mode)
@@ -128,22 +113,22 @@ def check_writable(target: Path) -> None:
 
 
 def remove_temporaries(target: Path) -> None:
-    """Removes the temporary files that killed processes left beside a file."""
+    """Removes the temporary files of `target` that killed processes left in its folder."""
     for left in target.parent.glob(f".{glob.escape(target.name[:200])}-{'[0-9a-f]' * 16}.tmp"):
         with contextlib.suppress(OSError):
             left.unlink()
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors on the CPU, contiguous and in memory of their own, as safetensors needs them."""
+    """Returns the tensors on the CPU, contiguous and without shared memory, as safetensors needs them."""
     plain: dict[str, Tensor] = {}
-    met: set[int] = set()
+    storages: set[int] = set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().resolve_conj().resolve_neg()
         # an expanded tensor of one entry counts as contiguous, but its bytes cannot be viewed
-        if not value.is_contiguous() or value.numel() == 1 or value.untyped_storage().data_ptr() in met:
+        if not value.is_contiguous() or value.numel() == 1 or value.untyped_storage().data_ptr() in storages:
             value = value.clone(memory_format=torch.contiguous_format)
-        met.add(value.untyped_storage().data_ptr())
+        storages.add(value.untyped_storage().data_ptr())
         plain[name] = value
     return plain
 
@@ -158,39 +143,32 @@ def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _check_format(path: Path, version: Any) -> None:
+def _check_format(path: str | os.PathLike[str], version: Any) -> None:
     """Raises for a file of another format."""
     if type(version) is not int or version < 1:
         raise ValueError("its format is unknown")
-    if version < FORMAT:
+    if version != FORMAT:
+        age, line = "newer", "Install a newer one with pip install -U lapwing"
+        if version < FORMAT:
+            age, line = "older", "Fit again and write it with posterior.save(path)"
         raise LapwingError(
-            f"The file {_shown(path)} has format {version}, older than the {FORMAT} that this version reads. Fit again "
-            "and write it with posterior.save(path)."
-        )
-    if version > FORMAT:
-        raise LapwingError(
-            f"The file {_shown(path)} has format {version}, newer than the {FORMAT} that this version reads. Install a "
-            "newer one with pip install -U lapwing."
+            f"The file {_shown(path)} has format {version}, {age} than the {FORMAT} that this version reads. {line}."
         )
 
 
 def _unwritable(path: Any, error: Exception) -> LapwingError:
     return LapwingError(
-        f"The file {_shown(path)} cannot be written: {reason(error)}. Pass the name of a file in a folder that you "
-        "may write to, such as 'posterior.safetensors'."
+        f"The file {_shown(path)} cannot be written: {reason(error)}. Create its folder if it is missing, or pass the "
+        "name of a file in a folder that you may write to."
     )
 
 
 def _shown(path: object) -> str:
-    """Returns a path as a message shows it: in one line and at most 200 characters."""
-    text = str(path) if isinstance(path, (str, os.PathLike)) else repr(path)
-    text = text if text.isprintable() else repr(text)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return str(path) if isinstance(path, (str, os.PathLike)) else shown(path)
 
 
 def reason(error: Exception) -> str:
     """Returns the first line of an error, at most 200 characters, with its class if the text alone says little."""
     text = getattr(error, "strerror", None) or str(error)
     text = text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
-    text = text.partition("\n")[0].rstrip(".")[:200]
-    return text if text.isprintable() else repr(text)
+    return text.partition("\n")[0].rstrip(".")[:200]

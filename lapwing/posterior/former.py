@@ -1,4 +1,4 @@
-"""A posterior as the prior of further training: the quadratic form around its weights, and what it leaves undefined."""
+"""A posterior as the prior of further training: its quadratic penalty around the weights of the fit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: Method
     wrong = [name for name, value in parameters.items() if name not in named or named[name].shape != value.shape]
     if wrong:
         raise LapwingError(
-            f"The posterior is over a parameter {wrong[0]} {tuple(parameters[wrong[0]].shape)}. "
-            f"{type(model).__name__} has none of that name and shape. Pass a network of the same architecture."
+            f"The posterior treats the parameter {wrong[0]} {tuple(parameters[wrong[0]].shape)}, and "
+            f"{type(model).__name__} has none with this name and shape. Pass a network of the same architecture."
         )
     if any(named[name] is value for name, value in parameters.items()):
         raise LapwingError(
@@ -37,7 +37,7 @@ def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: Method
     with torch.no_grad():
         product = precision_product(covariance, {name: d.detach() for name, d in distance.items()}, method)
     value = torch.zeros((), dtype=dtype, device=device)
-    for name, d in distance.items():  # its gradient is Σ⁻¹(θ - θ̂), so nothing of the product need be kept
+    for name, d in distance.items():  # the gradient is Σ⁻¹(θ - θ̂), so autograd keeps nothing of the product itself
         value = value + (d * product[name]).sum() - (d.detach() * product[name]).sum() / 2
     return value.to(tangent.dtype)
 
@@ -46,12 +46,12 @@ def precision_product(covariance: Covariance, vectors: dict[str, Tensor], method
     """Returns `Σ⁻¹ v`.
 
     Raises:
-        LapwingError: for a covariance that has no inverse, or none that is known without a factorisation.
+        LapwingError: if the covariance has no inverse, or only one that needs a factorisation.
     """
     product = covariance.precision_mv(vectors) if has_prior(covariance) else None
     if product is None:
         raise LapwingError(
-            f"The covariance by {method} has no inverse at hand, so it cannot be a prior. Fit lw.KFAC(), lw.Diagonal() "
-            "or lw.Full()."
+            f"The covariance by {method} has no inverse without a factorisation, so it cannot be a prior. Fit "
+            "lw.KFAC(), lw.Diagonal() or lw.Full()."
         )
     return product

@@ -1,4 +1,4 @@
-"""The latent distribution of a batch or a loader: a way through the network between checks of inputs and outputs."""
+"""The latent distribution of a batch or a loader: checks the inputs, follows a way, and checks the outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..tangent import Tangent
 def latent_of(
     tangent: Tangent, covariance: Covariance, x: Any, via: Way | None, joint: bool, progress: bool | None = None
 ) -> AnyLatent:
-    """Returns the latent distribution of the outputs at a batch of inputs or at a loader: see `Posterior.latent`."""
+    """Returns the latent distribution of the outputs for a batch of inputs or a loader: see `Posterior.latent`."""
     via = DefaultWay() if via is None else via
     if not isinstance(via, Way):
         raise LapwingError(
@@ -45,8 +45,8 @@ def latent_of(
         ]
     if not parts:
         raise LapwingError(
-            f"The loader, of type {type(x).__name__}, yields no batch. Check the dataset's length, and that it can be "
-            "gone through again."
+            f"The loader, of type {type(x).__name__}, yields no batch. Check the dataset's length, and that the loader "
+            "can be read more than once."
         )
     kind: Any = type(parts[0])
     return kind.concatenate(parts).with_checks()
@@ -70,12 +70,12 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
     if tangent.positions is not None:
         if not has_positions(latent):
             raise LapwingError(
-                f"The outputs of {type(tangent.model).__name__} have positions, which via={shown(via)} does not take. "
-                "Pass via=lw.Linearized() or via=lw.MonteCarlo(draws=50)."
+                f"The outputs of {type(tangent.model).__name__} have positions, which via={shown(via)} does not "
+                "support. Pass via=lw.Linearized() or via=lw.MonteCarlo(draws=50)."
             )
     elif latent.mean.shape[1] != via.width(tangent.outputs):
         raise LapwingError(
-            f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
+            f"{type(tangent.model).__name__} had {tangent.outputs} outputs in the fit, and these inputs, "
             f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "
             "inputs, and write a single sample as x[None]."
         )

@@ -1,4 +1,4 @@
-"""A saved posterior, read again around the same trained network."""
+"""Loads a saved posterior around the same trained network."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def load(
     """Reads a posterior written by `Posterior.save`, around the same trained network.
 
     Args:
-        path: the file.
+        path: path of the file.
         model: the network with the weights of the fit, in eval mode.
-        likelihood: needed for one that is not registered.
-        forward: as in `lw.fit`, if it was given there.
-        memory: budget in bytes; 1 GiB when None.
+        likelihood: the likelihood of the fit, if its class is not registered; otherwise None.
+        forward: the same function as in `lw.fit`, or None if the fit had none.
+        memory: memory budget in bytes; None means 1 GiB.
 
     Returns:
         The posterior.
 
     Raises:
-        LapwingError: for a damaged, foreign or newer file, one whose contents make no posterior, or a model with other
-            weights.
+        LapwingError: if the file is damaged, comes from another program or has another format, or if the model has
+            other weights.
 
-    Cost: reading the file twice, and three sums over the network's weights; the network is not run, except for
-        subspaces whose directions do not fit the memory budget.
+    Cost: reading the file twice, and three sums over the network's weights. The network runs only for a subspace whose
+        directions do not fit the memory budget.
 
     Example:
         >>> import pathlib, tempfile, torch, lapwing as lw
@@ -80,11 +80,11 @@ def load(
     likelihood = None if likelihood is None else resolve(likelihood)
     try:
         return _rebuilt(path, tensors, header, model, likelihood, forward, memory)
-    except Exception as error:  # parts of a file may not fit together
+    except Exception as error:  # the parts of a file may disagree in many ways
         if isinstance(error, LapwingError) or is_out_of_memory(error):
             raise
         raise LapwingError(
-            f"The file {path} does not make a posterior of this version: {reason(error)}. Save it again with "
+            f"The file {path} does not hold a posterior of this version: {reason(error)}. Save it again with "
             "posterior.save(path), or upgrade with pip install -U lapwing."
         ) from error
 
@@ -98,7 +98,7 @@ def _rebuilt(
     forward: Forward | None,
     memory: int | None,
 ) -> Posterior:
-    """Returns the posterior of what a file holds."""
+    """Returns the posterior from the tensors and the header of a file."""
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -106,13 +106,13 @@ def _rebuilt(
     if header["forward"] != (forward is not None):
         raise LapwingError(
             f"The fit of {path} was made {'with' if forward is None else 'without'} forward=, and the network must be "
-            f"called as it was there. Write lw.load(path, model{', forward=forward' if forward is None else ''})."
+            f"called in the same way. Write lw.load(path, model{', forward=forward' if forward is None else ''})."
         )
     kind = header["covariance"]["class"]
     if kind not in COVARIANCES:
         raise LapwingError(
-            f"The file {path} holds a covariance of the class {shown(kind)}, which is not registered. Import the "
-            "module that defines it before lw.load, or upgrade with pip install -U lapwing."
+            f"The covariance of {path} has the class {shown(kind)}, which is not registered. Import the module that "
+            "defines it before lw.load, or upgrade with pip install -U lapwing."
         )
     tangent = from_json(header["tangent"], model, forward, memory)
     _check_same(path, tangent, part("weights/"), header["dtypes"])
@@ -136,7 +136,7 @@ def _rebuilt(
 
 
 def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood: Likelihood | None) -> Likelihood:
-    """Returns the likelihood of a file, or the user's where it has the same name, with the numbers of the file."""
+    """Returns the user's likelihood, or else the one that the file names, with σ², T and the options of the file."""
     if likelihood is None and saved["name"] not in REGISTERED:
         raise LapwingError(
             f"The likelihood {saved['name']!r} of {path} is not registered. Import the module that registers it, or "
@@ -146,7 +146,7 @@ def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood:
     if likelihood.name != saved["name"]:
         raise LapwingError(
             f"The fit of {path} had a {saved['name']} likelihood, not {shown(likelihood)}. Leave likelihood= out, or "
-            "pass an instance of that class."
+            "pass an instance of the class of the fit."
         )
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
     likelihood = likelihood.with_logit_temperature(saved["logit_temperature"])
@@ -157,19 +157,19 @@ def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood:
 def _check_same(
     path: str | os.PathLike[str], tangent: Tangent, prints: dict[str, Tensor], dtypes: dict[str, str]
 ) -> None:
-    """Raises where the network's state, treated or not, is not that of the fit."""
+    """Raises if a parameter or buffer of the network, treated or not, differs from the fit."""
     state, network = tangent.state(), type(tangent.model).__name__
     for name in (*prints, *state):
         if name not in prints or name not in state:
             raise LapwingError(
-                f"{name!r} is only in {network if name in state else path}. Build the network with the same options as "
+                f"Only {network if name in state else path} has {name!r}. Build the network with the same options as "
                 "in the fit."
             )
         value, wanted = state[name], dtypes[name]
         what = f"{name} {tuple(value.shape)}"
         if str(value.dtype) != wanted:
             raise LapwingError(
-                f"{what} of {network} is of {value.dtype}, and was of {wanted} in the fit of {path}. Write "
+                f"{what} of {network} has the dtype {value.dtype}, but had {wanted} in the fit of {path}. Write "
                 f"model.to({wanted}), or fit again."
             )
         if not torch.allclose(fingerprint(value), prints[name], rtol=1e-6, atol=1e-12, equal_nan=True):

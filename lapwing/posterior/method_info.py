@@ -1,4 +1,4 @@
-"""How a posterior was made: what it carries of its fit, and what its file stores."""
+"""How a posterior was made: the record that a posterior carries and its file stores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class MethodInfo:
     """How a posterior was made. `str` gives one line, such as "KFAC(weight_sharing='expand', uncovered='diagonal')".
 
     Attributes:
-        name: the method's class, such as "KFAC".
-        text: the method with its options, as `repr` shows it.
-        options: option -> number, string, bool or None. Other values, such as another method, are in the text only.
+        name: class name of the method, such as "KFAC".
+        text: `repr` of the method with its options.
+        options: option -> number, string, bool or None. Other values, such as another method, are only in `text`.
         accepts_further_data: whether `Posterior.update` can add data: `Method.accepts_further_data`.
-        tuning: the tuning that chose δ, σ² or T, as text; None if there was none.
-        first_samples: after early stopping (n, N): the curvature is that of the first n of N samples; else None.
+        tuning: text of the tuning that chose δ, σ² or T; None if there was none.
+        first_samples: (n, N) after early stopping, where the curvature is from the first n of N samples; else None.
         after_former: whether the prior was a former posterior.
     """
 
@@ -40,14 +40,14 @@ class MethodInfo:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MethodInfo:
-        """Reads what `dataclasses.asdict` wrote. Unknown keys are ignored, and missing ones have their defaults."""
+        """Returns the record from a dict of `dataclasses.asdict`; ignores unknown keys, and missing keys have defaults."""
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         if known.get("first_samples") is not None:
             known["first_samples"] = tuple(known["first_samples"])
         return cls(**known)
 
     def __str__(self) -> str:
-        """The method with its options, and how the posterior differs from a plain fit by it."""
+        """The method with its options, and any difference from a plain fit."""
         text = self.text
         if self.first_samples is not None:
             text += ", curvature of the first {} of {} samples".format(*self.first_samples)
@@ -55,5 +55,5 @@ class MethodInfo:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value is one number, string or bool of JSON, or None."""
+    """Whether a value is a finite number, a string, a bool or None."""
     return value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))

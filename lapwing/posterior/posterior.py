@@ -1,4 +1,4 @@
-"""The posterior, immutable: a Gaussian over the weights, its likelihood, and everything asked of them."""
+"""The posterior, immutable: a Gaussian over the weights with its likelihood, for predictions and evidence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +20,7 @@ from ..linalg import check_memory
 from ..network.entry import full_precision, outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp
+from ..options import check_argument, integer
 from ..prediction import Way
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
@@ -32,34 +32,35 @@ from .prior import Prior, check_positive, check_range
 from .scale import Scale
 from .storage import save
 
-FEWER = (
+SMALLER_PREDICTION = (
     "Predict fewer inputs at a time, or fewer outputs by via=lw.Linearized(outputs=10), or pass a smaller memory=... "
     "to lw.fit or lw.load."
 )
-"""What helps a prediction that runs out of memory."""
+"""Advice in the message of a prediction that runs out of memory."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Posterior:
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 
-    Made by `lw.fit` or `lw.load`; never changes. The network is used, not copied: it must keep the weights it was
-    fitted with. Every use looks at which tensors there are, at torch's write counters, and at up to eight entries of
-    each tensor; a write that torch does not count, such as one through `.data`, to other entries goes unnoticed.
+    `lw.fit` and `lw.load` make posteriors, which never change. A posterior uses the network without a copy, so the
+    network must keep the weights of the fit. Every call compares the set of tensors, torch's write counters, and up to
+    eight entries of each tensor with the fit. It does not notice a write to other entries that torch does not count,
+    such as a write through `.data`.
 
     Attributes:
         tangent: the network and its treated blocks.
         covariance: Σ.
-        likelihood: with its noise variance.
+        likelihood: the likelihood with its noise variance.
         prior: δ and μ0.
-        statistics: sums over the data that give the log likelihood at any noise.
-        samples: n, how many training points were seen.
+        statistics: sums over the data, from which the log likelihood follows at any noise variance.
+        samples: n, number of training samples of the fit.
         data_factor: N/n.
         temperature: τ.
         method: how the posterior was made; `print(posterior.method)` shows the method and its options.
         noise_fixed: whether the user gave σ²; otherwise it is tuned.
-        stamp: the state of the network that this is a posterior of.
-        history: what the method tells of its fit: numbers by name, such as an objective step by step.
+        stamp: fingerprint of the network's state at the fit.
+        history: tensors by name that the method reports about its fit, such as the objective at each step.
 
     Example:
         >>> import torch, lapwing as lw
@@ -84,17 +85,17 @@ class Posterior:
     stamp: Stamp = field(repr=False)
     history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     updating: ClassVar[Callable[[Posterior, Any, Any, bool, bool | None], Posterior]]
-    """What `update` calls. `fitting/update.py` puts it here, since imports go downwards."""
+    """Function that `update` calls. `fitting/update.py` sets it, because this room may not import `fitting`."""
 
     def __repr__(self) -> str:
-        """One line; the network and its blocks are under `model` and `print(posterior.tangent.coverage)`."""
+        """One line; `model` is the network, and `print(posterior.tangent.coverage)` lists its blocks."""
         precision, parameters = self.prior_precision, list(self.tangent.parameters)
         names = ", ".join(parameters[:4]) + (f", ... {len(parameters)} parameters" if len(parameters) > 4 else "")
         facts = [repr(self.likelihood)]
         if isinstance(precision, float):
             facts.append(f"prior_precision={precision:.4g}")
         elif precision is not None:
-            facts.append(f"prior_precision=one for each of {len(precision)} blocks")
+            facts.append(f"prior_precision of {len(precision)} blocks")
         facts += [
             f"{name}={getattr(self, name):g}" for name in ("data_factor", "temperature") if getattr(self, name) != 1
         ]
@@ -105,17 +106,17 @@ class Posterior:
 
     @property
     def tuned(self) -> bool:
-        """Whether both δ and σ² are the user's."""
+        """Whether both δ and σ² are fixed, so that no tuning is left to do."""
         return self.prior.fixed and self.noise_fixed
 
     @property
     def model(self) -> torch.nn.Module:
-        """The network that this is a posterior of: yours, for SWAG and MeanField a copy with other weights."""
+        """The network of the posterior: the user's own, or for SWAG and MeanField a copy with other weights."""
         return self.tangent.model
 
     @property
     def prior_precision(self) -> float | dict[str, float] | None:
-        """δ: one number where all blocks agree, else {block: number}; None for a covariance without a prior."""
+        """δ: one number if it is equal in all blocks, else {block: number}; None if the covariance has no prior."""
         if self.covariance.precision is None:
             return None
         values = self.prior.precision.tolist()
@@ -125,12 +126,12 @@ class Posterior:
 
     @property
     def noise_variance(self) -> float | None:
-        """σ² of a Gaussian likelihood, else None."""
+        """σ² of the likelihood, or None if it has none."""
         return self.likelihood.noise_variance
 
     @property
     def logit_temperature(self) -> float | None:
-        """T of a classifier's likelihood, which divides the mean of the logits in predictions, else None."""
+        """T, which divides the mean of the logits in predictions, or None if the outputs are not logits."""
         return self.likelihood.logit_temperature
 
     @property
@@ -140,7 +141,7 @@ class Posterior:
 
     @outside_modes
     def at(self, precision: Tensor, noise_variance: float | None) -> Posterior:
-        """Returns the posterior at another prior precision (n_blocks,) and noise; the curvature is kept."""
+        """Returns the posterior at another prior precision (n_blocks,) and noise variance, with the same curvature."""
         likelihood = self.likelihood.with_noise_variance(noise_variance)
         assert not likelihood.needs_noise  # σ² = None would count as 1
         scale = self.scale.at(noise_variance).of_curvature
@@ -150,7 +151,7 @@ class Posterior:
         )
 
     def with_noise(self, noise_variance: float | None) -> Posterior:
-        """Returns the posterior at another noise variance; a covariance that chose its own prior stays as it is."""
+        """Returns the posterior at another noise variance; a covariance without a prior does not change."""
         if has_prior(self.covariance):
             return self.at(self.prior.precision, noise_variance)
         return replace(self, likelihood=self.likelihood.with_noise_variance(noise_variance))
@@ -159,19 +160,19 @@ class Posterior:
     def with_prior(
         self, prior_precision: float | Mapping[str, float], noise_variance: float | None = None
     ) -> Posterior:
-        """Returns the posterior under another prior precision, and noise variance if given.
+        """Returns the posterior with another prior precision and, if given, another noise variance.
 
-        Subspace methods keep their span; to choose it anew, fit anew.
+        Subspace methods keep their span. Fit again to choose a new one.
 
         Args:
             prior_precision: δ, a number or {block or parameter pattern: number}.
-            noise_variance: σ², or None to keep it.
+            noise_variance: σ²; None keeps the present one.
 
         Returns:
             A new posterior; this one is unchanged.
 
         Raises:
-            LapwingError: for numbers that are not positive, or weights that changed since the fit.
+            LapwingError: if a number is not positive, or if the weights have changed since the fit.
         """
         self._check_network()
         if not isinstance(prior_precision, Mapping):
@@ -185,22 +186,23 @@ class Posterior:
         return self.at(prior.precision, noise)
 
     def with_defaults(self) -> Posterior:
-        """Returns the posterior with δ = 1 and σ² the mean squared residual where they were not given."""
+        """Returns the posterior without tuning: δ = 1 and σ² the mean squared residual, unless the user gave them."""
         noise = self.noise_variance if self.noise_fixed else self.likelihood.residual_variance(self.statistics)
         return self.at(self.prior.precision, noise)
 
     @cached_property
     @outside_modes
     def log_evidence(self) -> LogEvidence:
-        """The evidence as a function of prior precision and noise variance, which tuning maximises.
+        """The evidence as a function of the prior precision and the noise variance, which tuning maximises.
 
         Raises:
-            LapwingError: if the structure has no prior.
+            LapwingError: if the covariance has no prior, or if the prior was a former posterior.
         """
         if self.method.after_former:
             raise LapwingError(
-                "The evidence of a posterior after a former one is not defined here: its curvature is of all data, "
-                "each at the weights of its time. Compare such posteriors on held-out data, by lw.compare."
+                "The evidence is not defined for a posterior whose prior was a former posterior: each part of its "
+                "curvature belongs to the weights of its own fit. Compare such posteriors on held-out data with "
+                "lw.compare."
             )
         covariance = self._prior_covariance("evidence")
         distance = squared_distance(self.tangent, self.prior)
@@ -215,32 +217,33 @@ class Posterior:
         loader: Iterable[Any] | None = None,
         sample_weights: bool = False,
     ) -> float:
-        """Returns the Laplace evidence in nats, all constants of the likelihood included.
+        """Returns the Laplace evidence in nats, including all constants of the likelihood.
 
         `log Z = log p(y|θ̂) - 1/2 (θ̂-μ0)ᵀΔ(θ̂-μ0) - 1/2 logdet(I + Δ^(-1/2) G Δ^(-1/2))`.
 
-        Under a temperature the likelihood's part is divided by τ, and with `data_size` multiplied by N/n.
+        A temperature divides the likelihood's part by τ, and `data_size` multiplies it by N/n.
 
         Args:
-            lower_bound: for subspaces, subtract half the trace of the curvature outside the subspace: a lower bound of
-                Full's evidence that grows with the subspace. Needs a fit with `tune=lw.Evidence()`.
-            linearised_mode: add `1/2 gᵀΣg`, g the gradient of the log joint at θ̂: exact for the linearised model also
-                where θ̂ is not its mode. Needs the training `loader` again.
+            lower_bound: if True, subtracts half the trace of the curvature outside the subspace of a subspace method.
+                The result is a lower bound of Full's evidence that grows with the subspace. It needs a fit with
+                `tune=lw.Evidence()`.
+            linearised_mode: if True, adds `1/2 gᵀΣg`, where g is the gradient of the log joint at θ̂. The result is
+                exact for the linearised model even if θ̂ is not its mode. It needs the training `loader`.
             loader: the training data.
-            sample_weights: whether its batches hold sample weights, as in the fit.
+            sample_weights: whether the batches hold sample weights, as in the fit.
 
         Returns:
             log Z.
 
         Raises:
-            LapwingError: if the structure has no prior, or the loader is missing.
+            LapwingError: if the covariance has no prior, or the loader is missing.
 
         Cost: O(P) or less; one pass over the data with `linearised_mode`.
         """
         self._check_network()
-        for name, flag in {"lower_bound": lower_bound, "linearised_mode": linearised_mode}.items():
+        flags = {"lower_bound": lower_bound, "linearised_mode": linearised_mode, "sample_weights": sample_weights}
+        for name, flag in flags.items():
             check_flag("log_marginal_likelihood", name, flag)
-        check_flag("log_marginal_likelihood", "sample_weights", sample_weights)
         value = self.log_evidence(self.prior.precision, self.noise_variance, lower_bound=lower_bound)
         if linearised_mode:
             if loader is None:
@@ -251,35 +254,36 @@ class Posterior:
             value = value + gain_at_linearised_mode(self, loader, sample_weights)
         return float(value)
 
-    @memory_errors("The prediction", FEWER)
+    @memory_errors("The prediction", SMALLER_PREDICTION)
     def latent(self, x: Any, via: Way | None = None, joint: bool = False, *, progress: bool | None = None) -> AnyLatent:
         """Returns the latent distribution of the outputs f(x).
 
         Args:
-            x: a batch of inputs: a tensor, NumPy array or pandas frame, where an array of floats (B,) is one input per
-                sample; or a loader or Dataset. `lw.Uncertain(x, variance)` replaces any tensor that is
-                measured.
-            via: the way through the network; None is `lw.Linearized()`, with `draws=64` for more than 1 000 outputs
-                where more than the last layer is treated.
-            joint: keep covariances across inputs: `.covariance` is then (B, C, B, C), whose memory is not the budget's.
-            progress: show a bar over a loader's batches; None shows one on a terminal or in a notebook.
+            x: a batch of inputs: a tensor, NumPy array or pandas frame, where an array of floats (B,) has one input per
+                sample; or a loader or Dataset. `lw.Uncertain(x, variance)` replaces any tensor that was measured with
+                an error.
+            via: the way through the network. None means `lw.Linearized()`, with `draws=64` if there are more than
+                1 000 outputs and more than the last layer is treated.
+            joint: if True, keeps covariances between inputs: `.covariance` is (B, C, B, C). The memory budget does not
+                limit its size.
+            progress: whether to show a bar over a loader's batches; None shows it on a terminal or in a notebook.
 
         Returns:
-            `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x where x requires
-            gradients. Of outputs with positions mean and variance have the shape of the outputs, and the covariance is
-            that of each position, such as (B, T, C, C) or (B, H, W, C, C).
+            `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x if x requires
+            gradients. If the outputs have positions, mean and variance have the shape of the outputs, and there is one
+            covariance for each position, such as (B, T, C, C) or (B, H, W, C, C).
 
         Raises:
-            LapwingError: for bad inputs, or weights that changed since the fit.
+            LapwingError: if the inputs are invalid, or if the weights have changed since the fit.
 
-        Cost: the way's.
+        Cost: given by the way.
         """
         self._check_network()
         check_flag("latent", "joint", joint)
         return latent_of(self.tangent, self.covariance, x, via, joint, progress)
 
     @full_precision
-    @memory_errors("The prediction", FEWER)
+    @memory_errors("The prediction", SMALLER_PREDICTION)
     def predict(
         self,
         x: Any,
@@ -294,19 +298,19 @@ class Posterior:
         Args:
             x: a batch of inputs or a loader, as in `latent`.
             via: the way through the network; None as in `latent`.
-            link: from the latent Gaussian to class probabilities; the likelihood's default when None.
-            generator: of links that draw; seed 0 when None.
-            progress: show a bar over a loader's batches, as in `latent`.
+            link: the link from the latent Gaussian to class probabilities; None means the default of the likelihood.
+            generator: random generator for links that draw; None means seed 0.
+            progress: whether to show a bar over a loader's batches, as in `latent`.
 
         Returns:
             Classification: `.probs .confidence .entropy() .mutual_information()`; regression: `.mean .std .variance
-            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`. Of
-            outputs with positions in their shape, and one number for each position where that is one for each input.
+            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`. If
+            the outputs have positions, results have their shape, with one value per position instead of per input.
 
         Raises:
-            LapwingError: for bad inputs, or a link that does not fit.
+            LapwingError: if the inputs are invalid, or if the likelihood does not accept the link.
 
-        Cost: the way's, and the link's.
+        Cost: the cost of the way plus the cost of the link.
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise LapwingError(
@@ -321,20 +325,16 @@ class Posterior:
 
         Args:
             n: number of draws.
-            seed: of the draws.
+            seed: seed of the random generator.
 
         Returns:
-            parameter name -> (n, *shape), for `torch.func.functional_call`; the model is not written.
+            Parameter name -> (n, *shape), for `torch.func.functional_call`. The model keeps its weights.
 
         Raises:
-            LapwingError: for numbers that are not whole, or weights that changed since the fit.
+            LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.
         """
-        for name, value, low in (("n", n, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value < 2**63:
-                raise LapwingError(
-                    f"{name}={shown(value)} is not a whole number from {low} to 2**63 - 1. Write "
-                    "posterior.sample(5, seed=0)."
-                )
+        check_argument("sample", "n", n, integer(1, 2**63), "5")
+        check_argument("sample", "seed", seed, integer(0, 2**63), "0")
         self._check_network()
         check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
@@ -345,7 +345,7 @@ class Posterior:
 
     @outside_modes
     def diagnose(self) -> Diagnosis:
-        """Returns what was fitted, in numbers: sizes, coverage, prior, noise, evidence, effective parameters."""
+        """Returns sizes, coverage, prior, noise, evidence and the effective number of parameters, as a report."""
         effective = evidence = None
         if has_prior(self.covariance):
             effective = effective_parameters(self.covariance, self.prior)
@@ -360,28 +360,28 @@ class Posterior:
     def update(
         self, loader: Any, *, tune: Any = None, sample_weights: bool = False, progress: bool | None = None
     ) -> Posterior:
-        """Returns the posterior of the data so far and of further data, at the same weights.
+        """Returns the posterior of the former data plus further data, at the same weights.
 
-        `G = G_1 + G_2`, and the likelihood's statistics add as well, so that the result is that of one fit to both. The
-        mean stays: train the network further, and fit again, where the new data should move it. Of a subspace the
-        directions stay too; a new fit would choose them from all data. Prior precision, noise variance and logit
-        temperature are kept, tuned ones too.
+        `G = G_1 + G_2`, and the statistics of the likelihood add too, so the result equals one fit to all data. The
+        mean stays: if the new data should move it, train the network further and fit again. The directions of a
+        subspace stay too, although a new fit would choose them from all data. The prior precision, the noise variance
+        and the logit temperature stay as well, even if they were tuned.
 
         Args:
-            loader: the further data alone, in any form that `lw.fit` takes.
-            tune: `lw.Evidence()` or `lw.Validation(loader)`, to choose again what the user did not give.
+            loader: only the further data, in any form that `lw.fit` accepts.
+            tune: `lw.Evidence()` or `lw.Validation(loader)`, which chooses again the values that the user did not give.
             sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`.
-            progress: show a bar; None shows one on a terminal.
+            progress: whether to show a bar; None shows it on a terminal.
 
         Returns:
             A new posterior; this one is unchanged.
 
         Raises:
-            LapwingError: for EKFAC, VaLLA and others whose curvature is no such sum, for a fit with `data_size=`, bad
-                input, or weights that changed since the fit.
+            LapwingError: if the curvature is not such a sum (EKFAC, VaLLA, ...), if the fit scaled its data by
+                `data_size=`, if the input is invalid, or if the weights have changed since the fit.
 
-        Cost: one pass over the further data, and the decomposition of the sums. In float32 KFAC's sums are read back
-            from their eigenpairs, to float32's rounding.
+        Cost: one pass over the further data, and the decomposition of the sums. In float32 the sums of KFAC are
+            restored from their eigenpairs, with float32 rounding.
 
         Example:
             >>> import torch, lapwing as lw
@@ -394,11 +394,11 @@ class Posterior:
         return type(self).updating(self, loader, tune, sample_weights, progress)
 
     def penalty(self, model: torch.nn.Module) -> Tensor:
-        """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights of another network, for the loss of its training.
+        """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights of another network, for its training loss.
 
-        With it the loss of further data, `Σ_n -log p(y_n | f(x_n)) + penalty`, is minus the log of the posterior of all
-        data so far, in the Laplace approximation: what is known of the former data is kept. A mean loss over N data
-        takes `penalty / N`.
+        The loss of further data plus the penalty, `Σ_n -log p(y_n | f(x_n)) + penalty`, is the negative log posterior
+        of all data in the Laplace approximation, so training does not forget the former data. Add `penalty / N` to a
+        mean loss over N samples.
 
         Args:
             model: a network of the same architecture, such as `copy.deepcopy(posterior.model)`, in training or in eval
@@ -408,10 +408,10 @@ class Posterior:
             A scalar, with first derivatives only.
 
         Raises:
-            LapwingError: for the posterior's own network, another architecture, a covariance without an inverse (a
-                subspace without residual, SWAG), or weights of the posterior that changed since the fit.
+            LapwingError: if the model is the posterior's own network or has another architecture, if the covariance has
+                no inverse (a subspace without residual, SWAG), or if the posterior's weights have changed.
 
-        Cost: one product with Σ⁻¹, without a factorisation: O(P) for `Diagonal`, `O I (O + I)` a layer for `KFAC`,
+        Cost: one product with Σ⁻¹, without a factorisation: O(P) for `Diagonal`, `O I (O + I)` per layer for `KFAC`,
             O(P²) for `Full`.
 
         Source: Kirkpatrick et al. 2017 for diagonals; Ritter, Botev and Barber 2018 for Kronecker factors.
@@ -428,13 +428,13 @@ class Posterior:
         return penalty(self.tangent, self.covariance, model, self.method)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the posterior (not the network) to one safetensors file, whole or not at all.
+        """Writes the posterior (not the network) to one safetensors file. An old file is replaced at the very end.
 
         Args:
-            path: for instance "posterior.safetensors".
+            path: path of the file, such as "posterior.safetensors".
 
         Raises:
-            LapwingError: for a path that cannot be written, or weights that changed since the fit.
+            LapwingError: if the path cannot be written, or if the weights have changed since the fit.
         """
         self._check_network()
         save(self, path)

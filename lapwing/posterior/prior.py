@@ -1,4 +1,4 @@
-"""The prior over the weights, and how what the user wrote for it is read."""
+"""The prior over the weights, and its construction from the options of the user."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..tangent import Tangent, Vectors, join
 
 @dataclass(frozen=True)
 class Prior:
-    """`θ ~ N(μ0, Δ⁻¹)`, one precision a block.
+    """`θ ~ N(μ0, Δ⁻¹)` with one precision for each block.
 
     Attributes:
         precision: δ (n_blocks,) float64, in 1/weight².
-        mean: μ0, one vector a block.
-        fixed: whether δ was given or chosen by the method; otherwise it is tuned.
+        mean: μ0: block name -> (P_block,).
+        fixed: whether the user or the method chose δ; otherwise it is tuned.
     """
 
     precision: Tensor
@@ -35,11 +35,16 @@ class Prior:
     def read(
         cls, tangent: Tangent, precision: float | Mapping[str, float] | None, mean: float | Mapping[str, Tensor] = 0.0
     ) -> Prior:
-        """Reads what the user wrote: a number, {block or parameter pattern: number}, or None.
+        """Returns the prior from the options of the user.
+
+        Args:
+            tangent: the network and its treated blocks.
+            precision: δ, a number or {block or parameter pattern: number}; None means 1 and still to be tuned.
+            mean: μ0, a number or {parameter name: tensor}; other parameters have 0.
 
         Raises:
-            LapwingError: for a pattern that matches nothing, a block without a precision, or a number that is
-                not positive or that the weights' dtype cannot express.
+            LapwingError: if a pattern matches nothing, a block has no precision, or a precision is not positive or
+                rounds to 0 or infinity in the dtype of the weights.
         """
         values = torch.ones(len(tangent.blocks), dtype=torch.float64, device=double_device(tangent.device))
         if isinstance(precision, Mapping):
@@ -51,20 +56,20 @@ class Prior:
 
 
 def check_positive(name: str, value: Any, example: str) -> None:
-    """Raises for an argument that is not a positive finite number, with the line to write."""
+    """Raises unless an argument is a positive finite number; `example` is the line to write."""
     if not is_positive(value):
         raise LapwingError(f"{name}={shown(value)} is not a positive finite number. Write {example}.")
 
 
 def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Raises for precisions or variances that are 0 or infinite in a dtype, or whose inverses are."""
+    """Raises if precisions or variances, or their inverses, are 0 or infinite in a dtype."""
     rounded = torch.stack([values, 1 / values]).to(dtype)
     if not ((rounded > 0) & (rounded < inf)).all():
         low, high = values.min().item(), values.max().item()
         numbers = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         raise LapwingError(
-            f"A {what} of {numbers} or its inverse is 0 or infinite in {dtype}. Use one between 1e-30 and 1e30: scale "
-            "the inputs and the targets to about 1."
+            f"A {what} of {numbers} or its inverse is 0 or infinite in {dtype}. Use a value between 1e-30 and 1e30, "
+            "and scale the inputs and the targets to about 1."
         )
 
 
@@ -86,13 +91,13 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
     missing = [block.name for block, value in zip(tangent.blocks, values.tolist(), strict=True) if value != value]
     if missing:
         raise LapwingError(
-            f"prior_precision has no number for {', '.join(missing)}. Add '*': 1.0 as its first entry; later patterns "
+            f"prior_precision has no value for {', '.join(missing)}. Add '*': 1.0 as its first entry; later patterns "
             "override it."
         )
     return values
 
 
-def _fits(value: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
+def _is_mean_of(value: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
     same = isinstance(value, Tensor) and value.shape == parameter.shape
     return same and bool(value.to(dtype).isfinite().all())
 
@@ -102,12 +107,12 @@ def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors
     if isinstance(mean, Mapping):
         wrong = [
             str(name) for name, value in mean.items()
-            if name not in parameters or not _fits(value, parameters[name], dtype)
+            if name not in parameters or not _is_mean_of(value, parameters[name], dtype)
         ]  # fmt: skip
         if wrong:
             accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(parameters.items())[:4])
             raise LapwingError(
-                f"prior_mean of {', '.join(wrong)} has the name and shape of no treated parameter, or is not finite. "
+                f"prior_mean of {', '.join(wrong)} is not finite, or no treated parameter has its name and shape. "
                 f"The parameters are {accepted}, ... Write prior_mean={{name: tensor}}."
             )
         values = {
@@ -119,7 +124,7 @@ def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors
         return {block.name: number.expand(block.size) for block in tangent.blocks}
     else:
         raise LapwingError(
-            f"prior_mean={shown(mean)} is neither a finite number in the range of {dtype} nor {{parameter: tensor}}. "
+            f"prior_mean={shown(mean)} must be a finite number in the range of {dtype}, or {{parameter: tensor}}. "
             "Write prior_mean=0.0."
         )
     return join(tangent.blocks, values)

@@ -1,4 +1,4 @@
-"""How sums over the samples that a fit has seen enter its posterior: the one place of `N/(n σ² τ)`."""
+"""The factors of the sums over the samples of a fit: the one place that computes `N/(n σ² τ)`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Scale:
 
     Attributes:
         samples: n, number of samples in the sums; 1 for a mean over samples.
-        data_size: N, number of samples that the posterior is for.
+        data_size: N, number of samples of the whole data set.
         temperature: τ.
-        noise_variance: σ², a number or a scalar tensor. None counts as 1, for a likelihood without σ² or before σ² is
+        noise_variance: σ², a number or a scalar tensor. None counts as 1: the likelihood has no σ², or σ² is not yet
             known.
     """
 
@@ -28,7 +28,7 @@ class Scale:
 
     @property
     def of_likelihood(self) -> float:
-        """`k = N/(n τ)`, the factor of the log likelihood: how often each of the n samples counts."""
+        """`k = N/(n τ)`, the factor of the log likelihood: the weight of each of the n samples."""
         return self.data_size / self.samples / self.temperature
 
     @property
@@ -38,7 +38,7 @@ class Scale:
 
     @property
     def effective_samples(self) -> float:
-        """`N/τ`, the number of samples that the whole log likelihood counts."""
+        """`N/τ`, the sum of the weights of all samples in the log likelihood."""
         return self.data_size / self.temperature
 
     def at(self, noise_variance: Any) -> Scale:

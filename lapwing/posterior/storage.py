@@ -1,8 +1,7 @@
-"""What a saved posterior holds: everything but the network, of which it keeps fingerprints to compare at `lw.load`."""
+"""The contents of a saved posterior: everything except the network, and fingerprints of the network's weights."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import COVARIANCES
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..likelihoods.registry import REGISTERED, options_of
 from ..linalg import is_finite
 from ..network.stamp import fingerprint
@@ -24,20 +23,21 @@ if TYPE_CHECKING:
 
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
-    """Writes what `load` needs to one file: `Posterior.save` once the network is known to be that of the fit.
+    """Writes a posterior to one file: see `Posterior.save`, which checks the network first.
 
     Raises:
-        LapwingError: if the path cannot be written, or if the posterior holds what `load` refuses, such as NaN.
+        LapwingError: if the path cannot be written, or if `load` would refuse the contents, for example NaN.
     """
     kind = type(posterior.covariance)
     if COVARIANCES.get(kind.__name__) is not kind:
         raise LapwingError(
-            f"The covariance class {kind.__name__} is not registered, so files cannot name it. Decorate it with "
+            f"The covariance class {kind.__name__} is not registered, so a file cannot name it. Decorate it with "
             "@lapwing.covariance.register."
         )
     tangent = posterior.tangent
     forward = tangent.positions.forward if tangent.positions else tangent.forward
-    state = tangent.state()
+    likelihood, state = posterior.likelihood, tangent.state()
+    registered = REGISTERED.get(likelihood.name) is type(likelihood)  # `load` gets an instance of another class
     tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
     tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
     tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
@@ -47,10 +47,10 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "tangent": to_json(tangent),
         "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
         "likelihood": {
-            "name": posterior.likelihood.name,
+            "name": likelihood.name,
             "noise_variance": posterior.noise_variance,
             "logit_temperature": posterior.logit_temperature,
-            "options": _options(posterior),
+            "options": options_of(likelihood) if registered else {},
         },
         "given": {"prior_precision": posterior.prior.fixed, "noise_variance": posterior.noise_fixed},
         "samples": posterior.samples,
@@ -70,28 +70,12 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     write_safetensors(path, tensors, header)
 
 
-def _options(posterior: Posterior) -> dict[str, Any]:
-    """Returns the options of a registered likelihood; of another one `load` gets an instance that has them."""
-    likelihood = posterior.likelihood
-    if REGISTERED.get(likelihood.name) is not type(likelihood):
-        return {}
-    options = options_of(likelihood)
-    for name, value in options.items():
-        try:
-            json.dumps(value)
-        except TypeError as error:
-            raise LapwingError(
-                f"A file cannot store {name}={shown(value)} of {type(likelihood).__name__}: options are numbers, "
-                "strings and tuples of them. Leave the class unregistered, and pass an instance to lw.fit and lw.load."
-            ) from error
-    return options
-
 
 def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Checks shapes and dtypes of tensors, and that numbers are finite, and δ, σ², T and τ positive.
+    """Checks the shapes and dtypes of the tensors, that they are finite, and that δ, σ², T and τ are positive.
 
     Raises:
-        ValueError: names what is wrong.
+        ValueError: with the name of the first tensor or number that is wrong.
     """
     kind = COVARIANCES[header["covariance"]["class"]]
     described = kind.entries(tangent, header["covariance"]["extra"])
@@ -102,14 +86,14 @@ def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[st
     for name, value in tensors.items():
         checked = not name.startswith(("weights/", "history/")) and value.is_floating_point()
         if checked and not is_finite(value):
-            raise ValueError(f"the tensor {name} holds NaN or infinite numbers")
+            raise ValueError(f"the tensor {name} holds NaN or infinite values")
     likelihood, precision = header["likelihood"], tensors.get("covariance/precision")
     if precision is not None and not (precision > 0).all():
-        raise ValueError(f"a prior precision is {precision.min().item()}, and not positive")
+        raise ValueError(f"a prior precision is {precision.min().item()}, which is not positive")
     numbers = {name: likelihood[name] for name in ("noise_variance", "logit_temperature")}
     for name, number in {**numbers, "temperature": header["temperature"]}.items():
         if number is not None and not number > 0:
-            raise ValueError(f"the {name.replace('_', ' ')} is {number}, and not positive")
+            raise ValueError(f"the {name.replace('_', ' ')} is {number}, which is not positive")
 
 
 def _check_tensor(
@@ -120,6 +104,6 @@ def _check_tensor(
         raise ValueError(f"the tensor {name} is missing")
     value = tensors[name]
     if shape is not None and value.shape != shape:
-        raise ValueError(f"the tensor {name} has shape {tuple(value.shape)} in place of {shape}")
+        raise ValueError(f"the tensor {name} has shape {tuple(value.shape)} instead of {shape}")
     if dtypes and value.dtype not in dtypes:
-        raise ValueError(f"the tensor {name} is of {value.dtype} in place of {' or '.join(map(str, dtypes))}")
+        raise ValueError(f"the tensor {name} has the dtype {value.dtype} instead of {' or '.join(map(str, dtypes))}")

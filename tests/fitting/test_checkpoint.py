@@ -314,7 +314,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     model, every = pieces()
     with pytest.raises(lw.LapwingError, match="checkpoint=3 is not a path"):
         lw.fit(model, every, checkpoint=3)
-    with pytest.raises(lw.LapwingError, match="There is no folder"):
+    with pytest.raises(lw.LapwingError, match="Create its folder"):
         lw.fit(model, every, checkpoint=tmp_path / "no" / "fit")
     with pytest.raises(lw.LapwingError, match=r"is a folder\. Write checkpoint='.*fit.safetensors'"):
         lw.fit(model, every, checkpoint=tmp_path)

@@ -1,7 +1,7 @@
 """The saved posteriors in `tests/posterior/files`, which every version from format 5 on must read.
 
-Never write a file of theirs again. If a version adds a structure or a key, add a case to `CASES` and run this module:
-it writes the files that are missing.
+Never overwrite these files. If a version adds a structure or a key, add a case to `CASES` and run this module, which
+writes the missing files.
 
     python -m tests.posterior.fixtures
 """
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent / "files"
 
 
 class Tokens(nn.Module):
-    """Embedding, norm, a scale that no layer has, and a head at every position."""
+    """Embedding, norm, a scale outside all layers, and a head at every position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def fitted(method: lw.Method | None, **options: Any) -> Callable[..., lw.Posteri
 
 
 def implicit(model: nn.Module, x: Tensor, y: Tensor) -> lw.Posterior:
-    """A subspace whose directions are combinations of rows at inputs that the file holds."""
+    """A subspace whose directions are combinations of Jacobian rows at stored inputs."""
     posterior = lw.fit(model, [(x, y)], lw.ELLA(rank=2, rows=4), prior_precision=1.0)
     old, blocks = posterior.covariance, posterior.tangent.blocks
     anchors = Anchors(posterior.tangent, (x,), torch.arange(4), torch.arange(4) % 3)
@@ -128,14 +128,14 @@ CASES = {
 
 
 def answers(posterior: lw.Posterior, x: Tensor) -> dict[str, Tensor]:
-    """Return what a posterior says of inputs."""
+    """Return the latent mean and variance and the prediction of a posterior."""
     latent, prediction = posterior.latent(x), posterior.predict(x)
     last = prediction.probs if hasattr(prediction, "probs") else prediction.variance
     return {"mean": latent.mean.detach(), "variance": latent.variance.detach(), "prediction": last.detach()}
 
 
 def write() -> None:
-    """Write the files that are missing, each beside one with the network's weights, some inputs and the answers."""
+    """Write the missing files, each with a second file of the network's weights, inputs and answers."""
     FOLDER.mkdir(exist_ok=True)
     for name, case in CASES.items():
         path = FOLDER / f"{name}.safetensors"
