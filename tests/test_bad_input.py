@@ -174,7 +174,7 @@ def test_labels_not_finite() -> None:
         lambda: counts.predict(X).log_prob(holes),
         lambda: fit([(X, holes[:, 2:])], nn.Linear(4, 2).eval(), likelihood="heteroscedastic"),
     ):
-        assert "Gaussian(missing" not in refused(action, "Drop those rows", "since this likelihood takes no missing")
+        assert "Gaussian(missing" not in refused(action, "Drop those rows", "since this likelihood accepts no missing")
 
 
 # --- 4, 5, 6, 7: range, shape, dtype, device -------------------------------------------------------------------------
@@ -860,7 +860,7 @@ def test_words_for_common_slips(posterior: lw.Posterior, tmp_path: Any) -> None:
         "is a Sequential",
         "lw.load('posterior.safetensors', model)",
     )
-    refused(lambda: posterior.predict(X).scaled(0, 2), "ClassPrediction is of labels", "Leave it out")
+    refused(lambda: posterior.predict(X).scaled(0, 2), "ClassPrediction predicts labels", "Leave it out")
     refused(lambda: fit([(X, Y)], method=lw.SWAG), "SWAG", "not a method", "lw.SWAG.from_snapshots")
     refused(lambda: fit([(X, Y[:, None])], nn.Linear(4, 1).eval()), "2 outputs", "'gaussian'` and `y.float()")
     refused(lambda: posterior.latent(X).sample("a"), "n='a'", "at least 1", "sample(n=512)")

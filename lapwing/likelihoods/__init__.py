@@ -1,7 +1,7 @@
-"""Likelihoods: what the network's outputs mean, their Fisher information, links, and the distribution of y.
+"""Likelihoods: the meaning of the network's outputs, their Fisher information, links, and the distribution of y.
 
-It imports `covariance` (the latent Gaussian that a link takes), `network`, `linalg` and `errors`. Begin with
-`base.py`, then `gaussian.py`, the plainest likelihood. `docs/extending.md` adds one from outside the package.
+This room imports `covariance` (the latent Gaussian that a link reads), `network`, `linalg`, `options` and `errors`.
+Begin with `base.py`, then `gaussian.py`. `docs/extending.md` adds a likelihood from outside the package.
 """
 
 from __future__ import annotations

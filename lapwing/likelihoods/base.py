@@ -1,7 +1,7 @@
-"""The likelihood protocol: all that fitting, tuning and prediction ask of p(y | f).
+"""The likelihood protocol: the functions of p(y | f) that fitting, tuning and prediction call.
 
 A new likelihood without a noise variance extends `NoiselessLikelihood` with a name and four functions; one with a noise
-variance extends `Likelihood`. Both are abstract, and what extends them is final: a frozen dataclass.
+variance extends `Likelihood`. Both classes are abstract. Their subclasses are final, and frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .predictions import Prediction
 from .quadrature import weighted_log_power_mean
 
 Integrals = dict[type[Link], Callable[..., Tensor]]
-"""Link class -> what takes an expectation by such a link."""
+"""Link class -> function that computes an expectation with a link of this class."""
 
 
 def apply_weights(values: Tensor, weights: Tensor) -> Tensor:
-    """Returns values (B, ...) times weights (B,); 0 where the weight is 0, whatever the value."""
+    """Returns values (B, ...) times weights (B,); a weight of 0 gives 0 even for an infinite value or NaN."""
     weights = weights.to(values).reshape(-1, *[1] * (values.ndim - 1))
     return torch.where(weights == 0, 0.0, values) * weights
 
@@ -36,7 +36,7 @@ def apply_weights(values: Tensor, weights: Tensor) -> Tensor:
 def curvature_weights(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: Tensor | None
 ) -> Tensor | None:
-    """Returns what multiplies Λ at samples (B, 1) or their outputs (B, C): the likelihood's weights times theirs."""
+    """Returns the factors of Λ, (B, 1) per sample or (B, C) per output: target weights times sample weights."""
     of_targets = likelihood.target_weights(outputs, targets)
     if weights is None:
         return of_targets
@@ -44,10 +44,10 @@ def curvature_weights(
 
 
 class Likelihood(Options, ABC):
-    """p(y | f) at network outputs f (B, C), its Fisher information Λ through a root, and the way to predictions.
+    """p(y | f) at network outputs f (B, C), a root of its Fisher information Λ, and the predictions.
 
-    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise: noise of variance σ² divides it. Roots come in
-    the dtype of the outputs, log probabilities in float32 or better, statistics in float64.
+    Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise; a noise variance σ² divides it. Roots have the
+    dtype of the outputs, log probabilities at least float32, and statistics float64.
 
     Example:
         >>> import torch, lapwing as lw
@@ -59,51 +59,54 @@ class Likelihood(Options, ABC):
     """
 
     name: ClassVar[str]
-    """What users call it, such as "categorical"; `lapwing.likelihoods.register` makes it known by it."""
+    """Name for users, such as "categorical"; `lapwing.likelihoods.register` registers the class under it."""
     links: ClassVar[tuple[type[Link], ...]] = (SampledLink,)
-    """The link classes that `predict` accepts."""
-    default_link: ClassVar[Link] = SampledLink()
-    """The link of a Gaussian latent where `predict` gets None."""
+    """The link classes that `predict` accepts, the default first."""
     activation: ClassVar[str | None] = None
-    """What turns outputs into probabilities, "softmax" or "sigmoid"; None where outputs are no logits."""
+    """Function from outputs to probabilities, "softmax" or "sigmoid"; None if the outputs are not logits."""
     selects_outputs: ClassVar[bool] = False
-    """Whether `predict` takes the latent of some outputs, as of `lw.Linearized(outputs=10)`."""
+    """Whether `predict` accepts the latent of selected outputs, as from `lw.Linearized(outputs=10)`."""
     has_closed_width: ClassVar[bool] = False
-    """Whether y is Gaussian around f, so that `lw.Validation` has the best factor of its variance in closed form."""
+    """Whether y is Gaussian around f, so that `lw.Validation` computes the best factor of its variance in closed form."""
     one_output_per_target: ClassVar[bool] = True
     """Whether output c of the network is for component c of y."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Leaves out the `fisher_parts` of another Λ, where a class defines a `fisher_root` alone."""
+        """Resets the inherited `fisher_parts` of a class that defines only a new `fisher_root`."""
         super().__init_subclass__(**options)
         if "fisher_root" in vars(cls) and "fisher_parts" not in vars(cls):
             cls.fisher_parts = Likelihood.fisher_parts  # type: ignore[method-assign]
+
+    @property
+    def default_link(self) -> Link:
+        """The link for a Gaussian latent if `predict` gets None."""
+        return self.links[0]()
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks targets against outputs (B, C).
 
         Raises:
-            LapwingError: for NaN targets, or a wrong range, shape, dtype or device.
+            LapwingError: if targets are NaN, or have a wrong range, shape, dtype or device.
         """
 
     def labelled(self, targets: Tensor) -> Tensor | None:
-        """Returns which targets count, a mask of their shape; None where all of them do."""
+        """Returns a mask of the targets that count, in their shape; None if all of them count."""
         return None
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `log p(y|f)` with all its constants, (B,); targets are taken as checked."""
+        """Returns `log p(y|f)` with all constants, (B,), without a check of the targets."""
 
     @abstractmethod
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns float64 scalars that add over data and suffice for `log_likelihood` at any noise.
+        """Returns float64 sums over samples that suffice for `log_likelihood` at any noise variance.
 
-        Sample n counts `weights[n]` times, once where weights (B,) are None.
+        Sample n counts `weights[n]` times; None for weights (B,) means ones.
         """
 
     def ratios(self, like: Tensor) -> Tensor:
-        """Returns what multiplies σ² at each output (C,), for outputs (..., C): ones where all have the same noise."""
+        """Returns the factor of σ² at each output (C,), for outputs (..., C): ones if all have the same noise."""
         return like.new_ones(like.shape[-1])
 
     @property
@@ -113,44 +116,44 @@ class Likelihood(Options, ABC):
 
     @property
     def plain(self) -> Likelihood:
-        """The likelihood of predictions: without class weights, label smoothing and the like, which are of the loss."""
+        """The likelihood of predictions, without options of the loss such as class weights and label smoothing."""
         return self
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns what multiplies Λ by the targets: w (B, 1), or (B, C) for `diag(√w) Λ diag(√w)`; None for ones.
+        """Returns factors of Λ from the targets: w (B, 1), or (B, C) for `diag(√w) Λ diag(√w)`; None for ones.
 
-        A weight of 0 leaves a sample, or an output of it, out of the curvature.
+        A weight of 0 leaves a sample, or one of its outputs, out of the curvature.
 
         Raises:
-            LapwingError: for targets that `check` refuses, where weights are read off them.
+            LapwingError: if the weights depend on the targets and `check` refuses the targets.
         """
         return None
 
     def weighs(self, counted: Tensor | None) -> bool:
-        """Whether `target_weights` may give more than None for targets of which `labelled` gave `counted`.
+        """Whether `target_weights` may differ from None, if `labelled` returned `counted` for the targets.
 
-        A batch asks once, so that its chunks do not read the targets again.
+        Each batch calls it once, so that its chunks need not read the targets again.
         """
         return True
 
     @abstractmethod
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
-        """Returns the sum over data of `log p(y|f)` from added statistics, a float64 scalar.
+        """Returns the sum over data of `log p(y|f)` from summed statistics, a float64 scalar.
 
         Args:
-            statistics: sums of what `statistics` returns.
-            noise_variance: σ² in place of the likelihood's own, a scalar in which the result is differentiable.
+            statistics: sums over batches of the results of `statistics`.
+            noise_variance: σ², a scalar in which the result is differentiable; None means the likelihood's own.
         """
 
     @abstractmethod
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns a root (B, C, R) with `root rootᵀ = Λ` at unit noise, for any R."""
+        """Returns a root (B, C, R) with `root rootᵀ = Λ` at unit noise; R is arbitrary."""
 
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Returns the diagonal (B, C) of Λ at unit noise, and v (B, C) where Λ is `-v vᵀ` beside it, None where 0.
+        """Returns the diagonal (B, C) of Λ at unit noise, and v (B, C) with entries `-v_i v_j` of Λ off the diagonal.
 
-        A layer that gives the outputs needs no more: C numbers a sample in place of the root's C². None alone says
-        that Λ has another form.
+        v is None if Λ is diagonal, and the result is None if Λ has another form. A layer that gives the outputs needs
+        only these parts: C entries per sample instead of the C² of a root.
         """
         return None
 
@@ -161,21 +164,21 @@ class Likelihood(Options, ABC):
     @property
     @abstractmethod
     def noise_variance(self) -> float | None:
-        """σ², or None where there is none or it is still to be tuned."""
+        """σ², or None if the likelihood has none or if it is still to be tuned."""
 
     @property
     @abstractmethod
     def needs_noise(self) -> bool:
-        """Whether there is a σ² and it is still to be tuned."""
+        """Whether the likelihood has a σ² that is still to be tuned."""
 
     @property
     def logit_temperature(self) -> float | None:
-        """T, which divides the mean of the logits in predictions; None where outputs are no logits."""
+        """T, which divides the mean of the logits in predictions; None if the outputs are not logits."""
         return None
 
     @abstractmethod
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
-        """Returns the σ² of highest likelihood for added statistics, where tuning starts; None where there is none."""
+        """Returns the σ² of highest likelihood for summed statistics, the start of tuning; None without a σ²."""
 
     @abstractmethod
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
@@ -185,12 +188,12 @@ class Likelihood(Options, ABC):
         """Returns the likelihood at another T.
 
         Raises:
-            LapwingError: for a number where outputs are no logits.
+            LapwingError: if a number is given and the outputs are not logits.
         """
         if logit_temperature is not None:
             raise LapwingError(
                 f"The {self.name} likelihood has no logit temperature. Leave out "
-                f"logit_temperature={shown(logit_temperature)}, which is for lw.Categorical and lw.Bernoulli."
+                f"logit_temperature={shown(logit_temperature)}, an option of lw.Categorical and lw.Bernoulli."
             )
         return self
 
@@ -198,7 +201,7 @@ class Likelihood(Options, ABC):
         """Returns `∇_f log p(y|f)`, (B, C), in the dtype of the outputs.
 
         Raises:
-            LapwingError: for targets that `check` refuses.
+            LapwingError: if `check` refuses the targets.
         """
         self.check(outputs, targets)
         with torch.enable_grad():
@@ -219,14 +222,14 @@ class Likelihood(Options, ABC):
 
         Args:
             latent: Gaussian over the outputs, or outputs under weight draws.
-            link: One of `links`; None takes `default_link`, or for weight draws the average over them.
-            generator: Source of randomness for links that draw; None means seed 0.
+            link: an instance of one of `links`. None means `default_link`, or for weight draws their average.
+            generator: random generator for links that draw; None means seed 0.
 
         Returns:
             The prediction.
 
         Raises:
-            LapwingError: for a link that the likelihood or the latent does not allow.
+            LapwingError: if the likelihood or the latent does not allow the link.
         """
 
     def log_power_mean(
@@ -239,34 +242,36 @@ class Likelihood(Options, ABC):
         generator: torch.Generator | None = None,
         link: Link | None = None,
     ) -> Tensor:
-        """Returns `1/α log E[p(y|f)^α]` under `f ~ N(mean, covariance)`, `E[log p(y|f)]` at α = 0.
+        """Returns `1/α log E[p(y|f)^α]` under `f ~ N(mean, covariance)`, or `E[log p(y|f)]` at α = 0.
 
-        The data's term of variational objectives by α-divergences, in VaLLA's at α = 1 (its appendix D), where it is
-        the log predictive probability. For any likelihood by Monte Carlo; differentiable in mean and covariance, and
-        for Gaussian noise in its variance.
+        This is the data term of variational objectives with α-divergences. VaLLA uses α = 1 (its appendix D), where it
+        is the log predictive probability. Any likelihood can compute it by Monte Carlo. The result is differentiable in
+        mean and covariance, and for Gaussian noise in the noise variance.
 
         Args:
-            mean: Means of the outputs, (B, C).
-            covariance: Covariances of each input's outputs, (B, C, C).
-            targets: y, taken as checked.
+            mean: means of the outputs, (B, C).
+            covariance: covariances of each input's outputs, (B, C, C).
+            targets: y, already checked.
             alpha: α, at least 0.
-            noise_variance: σ² in place of that of the likelihood, a scalar.
-            generator: Source of randomness for draws; None means seed 0.
-            link: How the expectation is taken, one of `integrals`; None for its first, exact where that is cheap.
+            noise_variance: σ², a scalar; None means the likelihood's own.
+            generator: random generator for draws; None means seed 0.
+            link: link that computes the expectation, one of `integrals`. None means the first of them, which is exact
+                if that is cheap.
 
         Returns:
             Values (B,). Cost by Monte Carlo: time O(B C³ + draws B C²), memory O(draws B C).
 
         Raises:
-            LapwingError: for α out of range, a noise variance where there is none, or a link that does not fit.
+            LapwingError: if α is out of range, if a noise variance is given and the likelihood has none, or if the link
+                does not fit.
         """
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0.0 <= alpha < math.inf:
             raise LapwingError(
-                f"A power mean takes a finite alpha of at least 0, not alpha={shown(alpha)}. Write alpha=1.0 for the "
+                f"A power mean needs a finite alpha of at least 0, not alpha={shown(alpha)}. Write alpha=1.0 for the "
                 "predictive density, or alpha=0.0 for the expected log likelihood."
             )
         if noise_variance is not None and self.noise_variance is None and not self.needs_noise:
-            self.with_noise_variance(float(noise_variance))  # refuses one
+            self.with_noise_variance(float(noise_variance))  # raises
         integrals = self.integrals(mean.shape[-1], alpha)
         chosen = next(iter(integrals))() if link is None else link
         for kind, integral in integrals.items():
@@ -277,10 +282,10 @@ class Likelihood(Options, ABC):
         raise self._refusal(f"take its power mean of alpha={alpha}", link, integrals)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
-        """Returns the links by which `log_power_mean` takes its expectation for C outputs, the preferred one first.
+        """Returns the link classes that `log_power_mean` can use for C outputs, the preferred one first.
 
-        With each comes the function that takes it, of the link, mean, covariance, targets and α; and of
-        `noise_variance` and `generator`, by name.
+        Each maps to its function of the link, mean, covariance, targets and α, with the keyword arguments
+        `noise_variance` and `generator`.
         """
         return {SampledLink: self._power_mean_of_draws}
 
@@ -294,7 +299,7 @@ class Likelihood(Options, ABC):
         noise_variance: Tensor | None,
         generator: torch.Generator | None,
     ) -> Tensor:
-        """Returns `1/α log 1/S Σ_s p(y|f_s)^α` over draws `f_s = m + L ε_s`, `K = L Lᵀ`: biased downwards by O(α/S)."""
+        """Returns `1/α log 1/S Σ_s p(y|f_s)^α` over draws `f_s = m + L ε_s`, `K = L Lᵀ`; biased down by O(α/S)."""
         likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
         mean = at_least_float32(mean)
         root = cholesky(covariance.double()).to(mean.dtype)
@@ -306,27 +311,24 @@ class Likelihood(Options, ABC):
         return weighted_log_power_mean(logs, logs.new_full((link.draws, 1), -math.log(link.draws)), alpha, 0)
 
     def choose_link(self, latent: AnyLatent, link: Link | None) -> Link:
-        """Returns the link to use, checked against the likelihood and the kind of latent.
+        """Returns the link to use, after checks against the likelihood and the latent.
 
         Args:
             latent: Gaussian over the outputs, or outputs under weight draws.
-            link: What the user asked for, or None.
-
-        Returns:
-            The link.
+            link: link that the user passed, or None for the default.
 
         Raises:
-            LapwingError: for a class in place of an instance, or a link that does not fit.
+            LapwingError: if the link is a class instead of an instance, or does not fit.
         """
         if is_selected(latent) and not self.selects_outputs:
             raise LapwingError(
                 f"The {self.name} likelihood needs all outputs of an input in their order, and "
-                "lw.Linearized(outputs=...) selects some. Leave outputs= out, or take posterior.latent(x, via=...)."
+                "lw.Linearized(outputs=...) selects some. Leave outputs= out, or use posterior.latent(x, via=...)."
             )
         drawn = latent.draws is not None
         usable = [accepted for accepted in self.links if accepted.accepts_draws or not drawn]
         if link is None:
-            return self.default_link if isinstance(self.default_link, tuple(usable)) else usable[0]()
+            return usable[0]()
         if isinstance(link, tuple(usable)):
             return link
         kind = "a latent made of weight draws" if drawn else "a Gaussian latent"
@@ -342,7 +344,7 @@ class Likelihood(Options, ABC):
 
 
 class NoiselessLikelihood(Likelihood):
-    """A likelihood without a noise variance: Λ has no scale and the statistic is the log likelihood itself."""
+    """A likelihood without a noise variance. Its only statistic is the log likelihood."""
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
         """Returns `{"log_likelihood": Σ w log p(y|f)}`, a float64 scalar."""
@@ -356,9 +358,14 @@ class NoiselessLikelihood(Likelihood):
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns the root times a standard normal column, (B, C, 1).
 
-        Fits of more than 1 000 outputs ask for it. Override it where a draw is cheaper than the root: `y - p` for a y
-        drawn from p needs no (B, C, R).
+        Fits with more than 1 000 outputs use it. A diagonal Λ needs no root. Otherwise override it if a draw is cheaper
+        than the root: `y - p` for a y drawn from p needs no tensor (B, C, R).
         """
+        parts = self.fisher_parts(outputs)
+        if parts is not None and parts[1] is None:
+            roots = parts[0].sqrt()
+            noise = torch.randn(roots.shape, generator=generator, dtype=roots.dtype, device=roots.device)
+            return (roots * noise).unsqueeze(-1).to(outputs.dtype)
         root = self.fisher_root(outputs)
         noise = torch.randn(len(root), root.shape[-1], 1, generator=generator, dtype=root.dtype, device=root.device)
         return root @ noise
@@ -375,10 +382,10 @@ class NoiselessLikelihood(Likelihood):
         return
 
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
-        """Returns the likelihood itself for None.
+        """Returns the likelihood itself.
 
         Raises:
-            LapwingError: for a number.
+            LapwingError: if the noise variance is not None.
         """
         if noise_variance is not None:
             raise LapwingError(

@@ -29,21 +29,21 @@ from .targets import aligned_targets, check_binary_targets
 class Bernoulli(LogitLikelihood):
     """`y_c ~ Bernoulli(σ(f_c))`, independently for each of C outputs; Λ = diag(p(1 - p)).
 
-    One output for a question with two answers, several for several labels at once. Targets are 0 and 1, as bool,
-    integers or floats, (B, C), or (B,) when C = 1.
+    Use one output for a question with two answers, and several outputs for several labels at once. Targets are 0 and 1,
+    as bool, integers or floats, (B, C), or (B,) if C = 1.
 
-    `pos_weight` w is of the loss, as in `torch.nn.BCEWithLogitsLoss`: log p(y|f) becomes
+    `pos_weight` w changes only the loss, as in `torch.nn.BCEWithLogitsLoss`: log p(y|f) becomes
     `Σ_c [w_c y_c log p_c + (1 - y_c) log(1 - p_c)]`, whose negative Hessian is `diag((w y + 1 - y) p(1 - p))`. Then the
-    evidence is a pseudo-evidence. Predictions are of the sigmoid, and so are their log probabilities.
+    evidence is a pseudo-evidence. Predictions and their log probabilities use the sigmoid without w.
 
     Args:
         logit_temperature: T, which divides the mean of the logits in predictions.
-        pos_weight: w, one positive number for all outputs, or one for each; None for ones.
+        pos_weight: w, one positive number for all outputs, or one for each; None means ones.
         soft_targets: whether targets may be probabilities, between 0 and 1, in the same formula.
-        missing: whether NaN stands for an answer that is missing: it counts nowhere.
+        missing: whether a NaN target is a missing answer, which has no effect on fit, tuning and `log_prob`.
 
     Raises:
-        LapwingError: for weights that are not positive.
+        LapwingError: if a weight is not positive.
 
     Example:
         >>> import torch
@@ -56,7 +56,6 @@ class Bernoulli(LogitLikelihood):
     missing: bool = False
     name: ClassVar[str] = "bernoulli"
     links: ClassVar[tuple[type[Link], ...]] = (Quadrature, Probit, SampledLink)
-    default_link: ClassVar[Link] = Quadrature()
     activation: ClassVar[str | None] = "sigmoid"
     selects_outputs: ClassVar[bool] = True
 
@@ -65,7 +64,7 @@ class Bernoulli(LogitLikelihood):
         return self if self.pos_weight is None else replace(self, pos_weight=None)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks targets of 0 and 1, (B, C) or, when C = 1, (B,)."""
+        """Checks targets of 0 and 1, (B, C), or (B,) if C = 1."""
         check_binary_targets("Bernoulli", outputs.shape, outputs.device, targets, self.soft_targets, self.missing)
         if self.pos_weight is not None and len(self.pos_weight) not in (1, outputs.shape[1]):
             raise LapwingError(
@@ -74,11 +73,11 @@ class Bernoulli(LogitLikelihood):
             )
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `Σ_c log σ(±f_c)`, plus where y_c = 1, (B,), or the negative weighted loss."""
+        """Returns `Σ_c log σ(±f_c)` with a plus sign if y_c = 1, or the negative weighted loss, (B,)."""
         return _answers(at_least_float32(outputs), targets, self.pos_weight).sum(-1)
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns `w y + 1 - y` (B, C), 0 where y is missing; None for ones."""
+        """Returns `w y + 1 - y` (B, C), with 0 for missing y; None for ones."""
         if self.pos_weight is None and not (self.missing and bool(targets.isnan().any())):
             return None
         self.check(outputs, targets)
@@ -104,15 +103,15 @@ class Bernoulli(LogitLikelihood):
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> BernoulliPrediction:
-        """Returns probabilities of yes by `Quadrature()`, `Probit()` or `SampledLink()`; weight draws are averaged."""
+        """Returns probabilities of yes by `Quadrature()`, `Probit()` or `SampledLink()`, or averages weight draws."""
         chosen, latent = cast("BinaryLink", self.choose_link(latent, link)), self.tempered(latent)
-        soft = (self.soft_targets, self.missing)
-        return BernoulliPrediction(chosen.log_odds(latent, generator), latent, chosen, *soft)
+        log_odds = chosen.log_odds(latent, generator)
+        return BernoulliPrediction(log_odds, latent, chosen, self.soft_targets, self.missing)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
-        """Returns `Quadrature` for one output or α = 0, and `SampledLink`.
+        """Returns `Quadrature` if C = 1 or α = 0, and `SampledLink`.
 
-        The expectation of a product over correlated outputs is not a product, unless α is 0.
+        Quadrature treats each output separately, but unless α = 0 a product over correlated outputs does not factorise.
         """
         hard = self.pos_weight is None and not self.soft_targets and not self.missing
         one = hard and (outputs == 1 or alpha == 0)
@@ -130,17 +129,17 @@ class Bernoulli(LogitLikelihood):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BernoulliPrediction(DiscretePrediction):
-    """Probabilities of yes for C outputs at B inputs; the outputs of one input are taken as independent.
+    """Probabilities of yes for C outputs at B inputs; the outputs of one input are assumed independent.
 
-    So `log_prob`, `entropy` and `mutual_information` are sums over outputs, and one number an input. Differentiable in
-    the latent's mean and variance.
+    So `log_prob`, `entropy` and `mutual_information` are sums over outputs, with one value per input. They are
+    differentiable in the mean and variance of the latent.
 
     Args:
         log_odds: `log p - log(1 - p)`, (B, C).
-        latent: The latent they come from, for `mutual_information` and joint samples.
-        link: The link that made them.
-        soft_targets: Whether targets may be probabilities.
-        missing: Whether NaN stands for an answer that is missing.
+        latent: the latent of these log odds, for `mutual_information` and joint samples.
+        link: the link that computed them.
+        soft_targets: whether targets may be probabilities.
+        missing: whether a NaN target is a missing answer.
     """
 
     log_odds: Tensor
@@ -156,12 +155,12 @@ class BernoulliPrediction(DiscretePrediction):
 
     @property
     def classes(self) -> Tensor:
-        """The likelier answer to each output, 0 or 1, int64 (B, C)."""
+        """The more probable answer of each output, 0 or 1, int64 (B, C)."""
         return (self.log_odds > 0).long()
 
     @property
     def confidence(self) -> Tensor:
-        """Probability of the likeliest answers, `Π_c max(p_c, 1 - p_c)`, (B,)."""
+        """Probability of the most probable answers, `Π_c max(p_c, 1 - p_c)`, (B,)."""
         return F.logsigmoid(self.log_odds.abs()).sum(-1).exp()
 
     def entropy(self) -> Tensor:
@@ -171,12 +170,12 @@ class BernoulliPrediction(DiscretePrediction):
     def mutual_information(self, nodes: int = quadrature.NODES) -> Tensor:
         """Returns the epistemic part of the entropy, `Σ_c H[E p_c] - E H[p_c]` in nats, (B,).
 
-        The information between an answer and the weights (BALD; Houlsby et al. 2011, equation 2), by quadrature over a
-        Gaussian latent and averaged over weight draws where the latent holds them; the mean is that of the latent, not
-        the link's, so that the result is never negative.
+        This is the information between an answer and the weights (BALD; Houlsby et al. 2011, equation 2), by quadrature
+        over a Gaussian latent, or as an average over weight draws. Both terms use the exact mean of p under the latent
+        instead of the link's, so the result is never negative.
 
         Args:
-            nodes: Number of nodes, at least 16.
+            nodes: number of quadrature nodes, at least 16.
 
         Returns:
             Mutual information, (B,), between 0 and `entropy` of the exact link. Time O(nodes B C), or O(draws B C).
@@ -204,13 +203,10 @@ class BernoulliPrediction(DiscretePrediction):
         """Returns the log probability of the answers, `Σ_c log p(y_c)`, (B,).
 
         Args:
-            targets: Answers of 0 and 1, bool, integers or floats, (B, C), or (B,) when C = 1.
-
-        Returns:
-            Log probabilities, (B,).
+            targets: answers of 0 and 1 as bool, integers or floats, (B, C), or (B,) if C = 1.
 
         Raises:
-            LapwingError: for targets of a wrong shape, or other values.
+            LapwingError: if targets have a wrong shape or other values.
         """
         name = "BernoulliPrediction.log_prob"
         targets = as_targets(targets, self.log_odds.device)
@@ -220,18 +216,8 @@ class BernoulliPrediction(DiscretePrediction):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws answers, 0 or 1, int64 (n, B, C).
 
-        Inputs and outputs are independent and follow `probs`. From a joint latent the logits are drawn jointly first,
-        so that answers to related inputs agree as they should; their frequencies are then those of the exact link.
-
-        Args:
-            n: Number of draws.
-            generator: Source of randomness; None means seed 0.
-
-        Returns:
-            Answers, (n, B, C).
-
-        Raises:
-            LapwingError: if `n` is below 1.
+        Inputs and outputs are independent and follow `probs`. With a joint latent the logits are drawn jointly first,
+        so answers to related inputs are correlated; their frequencies match the exact link.
         """
         check_draws("sample", "n", n, 2 * self.log_odds.numel())
         generator = seeded(generator, self.log_odds.device)
@@ -242,7 +228,7 @@ class BernoulliPrediction(DiscretePrediction):
         return torch.bernoulli(probs, generator=generator).long()
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns log probabilities (B,); each answer as a class of two, (B·C, 2), and its label (B·C,)."""
+        """Returns log probabilities (B,), and for each known answer the probabilities of no and yes and the label."""
         yes = self.probs.double().flatten()
         log_prob, answers = self.log_prob(targets), targets.flatten().to(yes)
         yes, answers = yes[~answers.isnan()], answers[~answers.isnan()]
@@ -258,7 +244,7 @@ class BernoulliPrediction(DiscretePrediction):
 
 
 def _answers(logits: Tensor, targets: Tensor, pos_weight: tuple[float, ...] | None = None) -> Tensor:
-    """Returns `w y log p + (1 - y) log(1 - p)` (B, C), 0 where y is NaN."""
+    """Returns `w y log p + (1 - y) log(1 - p)` (B, C), with 0 if y is NaN."""
     if pos_weight is None and not targets.is_floating_point():
         return F.logsigmoid(_signed(logits, targets))
     y = aligned_targets("Bernoulli", logits, targets)
@@ -269,5 +255,5 @@ def _answers(logits: Tensor, targets: Tensor, pos_weight: tuple[float, ...] | No
 
 
 def _signed(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns logits of the answers that were given: f where the answer is yes and -f where it is no, (B, C)."""
+    """Returns the logits of the given answers, (B, C): f if the answer is yes, and -f if it is no."""
     return (2.0 * aligned_targets("Bernoulli", logits, targets) - 1.0) * logits

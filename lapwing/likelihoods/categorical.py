@@ -40,24 +40,24 @@ from .targets import check_class_probabilities, check_labels, is_soft, which_cou
 class Categorical(LogitLikelihood):
     """`y ~ softmax(f)` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
 
-    Labels that are `ignore_index` do not count, as in `torch.nn.functional.cross_entropy`: padding, for instance. They
-    are left out of the Fisher information, the evidence and the tuning, and their log probability is 0.
+    Labels equal to `ignore_index`, for example padding, do not count, as in `torch.nn.functional.cross_entropy`. They
+    do not enter the Fisher information, the evidence and the tuning, and their log probability is 0.
 
-    Targets may be class probabilities q (B, C) too, floats whose rows sum to 1: then log p(y|f) is `Σ_c q_c log p_c`.
+    Targets may also be class probabilities q (B, C), floats whose rows sum to 1: then log p(y|f) is `Σ_c q_c log p_c`.
 
-    Class weights w and label smoothing ε are of the loss, as in `torch.nn.functional.cross_entropy`:
+    Class weights w and label smoothing ε change only the loss, as in `torch.nn.functional.cross_entropy`:
     `log p(y|f)` becomes `Σ_c t_c log p_c` with `t_c = w_c [(1 - ε) q_c + ε/C]`, whose negative Hessian is
-    `(Σ_c t_c) Λ`. No distribution of y has it, so the evidence is a pseudo-evidence. Predictions are of the softmax,
-    and so are their log probabilities.
+    `(Σ_c t_c) Λ`. No distribution of y has this log density, so the evidence is a pseudo-evidence. Predictions and
+    their log probabilities use the softmax without w and ε.
 
     Args:
         logit_temperature: T, which divides the mean of the logits in predictions.
-        class_weights: w, one positive number a class; None for ones.
+        class_weights: w, one positive number for each class; None means ones.
         label_smoothing: ε, from 0 to below 1.
-        ignore_index: the label of samples and positions that do not count.
+        ignore_index: label of samples and positions that do not count.
 
     Raises:
-        LapwingError: for numbers out of range.
+        LapwingError: if a number is out of range.
 
     Example:
         >>> import torch
@@ -72,7 +72,6 @@ class Categorical(LogitLikelihood):
     ignore_index: int = option(-100, integer(-(2**31), 2**31))
     name: ClassVar[str] = "categorical"
     links: ClassVar[tuple[type[Link], ...]] = (Probit, LaplaceBridge, SampledLink)
-    default_link: ClassVar[Link] = Probit()
     activation: ClassVar[str | None] = "softmax"
     selects_outputs: ClassVar[bool] = True
 
@@ -82,7 +81,7 @@ class Categorical(LogitLikelihood):
 
     @property
     def _is_loss(self) -> bool:
-        """Whether there are class weights or label smoothing."""
+        """Whether the loss has class weights or label smoothing."""
         return self.class_weights is not None or self.label_smoothing > 0
 
     def reads(self, outputs: int) -> Reads:
@@ -106,15 +105,15 @@ class Categorical(LogitLikelihood):
         return _of_targets(logs, targets, self.ignore_index)
 
     def labelled(self, targets: Tensor) -> Tensor | None:
-        """Returns which labels are not `ignore_index`; None where all of them are."""
+        """Returns a mask of the labels that differ from `ignore_index`; None if all of them do."""
         return which_count(targets, self.ignore_index)
 
     def weighs(self, counted: Tensor | None) -> bool:
-        """Whether there are class weights, or labels that do not count."""
+        """Whether the loss has class weights, or some labels do not count."""
         return self.class_weights is not None or counted is not None
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns `Σ_c t_c` (B, 1) where there are class weights, and 0 for labels that do not count; None for ones."""
+        """Returns `Σ_c t_c` (B, 1) under class weights, or 1 and 0 for labels that count or not; None for ones."""
         if self.class_weights is None:
             counted = self.labelled(targets)
             return None if counted is None or counted.ndim > 1 else counted[:, None].to(outputs.dtype)
@@ -134,31 +133,31 @@ class Categorical(LogitLikelihood):
         return shares if is_soft(logits.shape, targets) else shares.masked_fill(labels == self.ignore_index, 0.0)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns columns √p_k (v - e_k) of all classes k but the final one z, (B, C, C - 1); zeros for one class.
+        """Returns columns √p_k (v - e_k) of all classes k except the last one z, (B, C, C - 1); zeros for one class.
 
         `v = (p - p_z e_z)/(1 + √p_z) + √p_z e_z` sums to 1. With s = √p of the other classes their rows are the root
         `(s sᵀ/(1 + √p_z) - I) diag(s)` of `diag(s²) - s² s²ᵀ`, and the row of z makes the sum of each column 0.
         """
         if outputs.shape[1] == 1:
             return torch.zeros_like(outputs)[:, :, None]
-        roots = (0.5 * torch.log_softmax(at_least_float32(outputs), -1)).exp()  # √p, above 0 where p is not
+        roots = (0.5 * torch.log_softmax(at_least_float32(outputs), -1)).exp()  # √p, positive even if p underflows
         others, final = roots.tensor_split([-1], 1)
         shared = torch.cat([others.square() / (1 + final), final], 1)  # v
-        rows = others.unsqueeze(2) * shared.unsqueeze(1)  # the root's columns, one after the other in memory
-        rows.diagonal(dim1=1, dim2=2).zero_().sub_(rows.sum(2))  # v_k - 1, and no digits lost at the likeliest class
+        rows = others.unsqueeze(2) * shared.unsqueeze(1)  # the columns of the root, contiguous in memory
+        rows.diagonal(dim1=1, dim2=2).zero_().sub_(rows.sum(2))  # v_k - 1 without cancellation at the largest p
         return rows.mT.to(outputs.dtype)  # (B, C, C - 1)
 
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns `p (1 - p)` and p, both (B, C); of the likeliest class `1 - p` is the sum of the others."""
+        """Returns `p (1 - p)` and p, both (B, C); for the largest p, `1 - p` is computed as the sum of the others."""
         probs = torch.softmax(at_least_float32(outputs), -1)
         top = probs.argmax(-1, keepdim=True)
-        others = probs.scatter(-1, top, 0.0).sum(-1, keepdim=True)
-        return probs * (1 - probs).scatter(-1, top, others), probs
+        rest = probs.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        return probs * (1 - probs).scatter(-1, top, rest), probs
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns `e_y - p` for a label y drawn from p, (B, C, 1)."""
         probs = at_least_float32(outputs).softmax(-1)
-        sums = probs.detach().cumsum(-1)  # one random number a row, where `torch.multinomial` takes C
+        sums = probs.detach().cumsum(-1)  # one random number per row; `torch.multinomial` draws C
         place = sums[:, -1:] * torch.rand(len(sums), 1, generator=generator, dtype=sums.dtype, device=sums.device)
         labels = torch.searchsorted(sums, place, right=True).clamp(max=sums.shape[1] - 1)  # (B, 1)
         return (torch.zeros_like(probs).scatter(-1, labels, 1.0) - probs).unsqueeze(-1).to(outputs.dtype)
@@ -166,7 +165,7 @@ class Categorical(LogitLikelihood):
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
-        """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, which averages draws."""
+        """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, or averages weight draws."""
         chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
         if is_selected(latent):
             latent = latent.of_classes()
@@ -175,8 +174,8 @@ class Categorical(LogitLikelihood):
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for two classes, `SampledLink`, and at α = 1 the closed forms of predictions.
 
-        At α = 1 `log_power_mean` is the log predictive probability: `Probit()` and `LaplaceBridge()` give it
-        without randomness, `Probit(scale="marginal")` as in the VaLLA paper.
+        At α = 1 `log_power_mean` is the log predictive probability. `Probit()` and `LaplaceBridge()` compute it
+        without randomness; the VaLLA paper uses `Probit(scale="marginal")`.
         """
         if self._is_loss:
             return super().integrals(outputs, alpha)
@@ -208,10 +207,10 @@ class ClassPrediction(DiscretePrediction):
     """Class probabilities at B inputs.
 
     Args:
-        log_probs: Log probabilities, (B, C).
-        latent: The latent they come from, for `mutual_information` and joint samples.
-        link: The link that made them.
-        ignore_index: The label that does not count.
+        log_probs: log probabilities, (B, C).
+        latent: the latent of these probabilities, for `mutual_information` and joint samples.
+        link: the link that computed them.
+        ignore_index: label that does not count.
     """
 
     log_probs: Tensor
@@ -226,12 +225,12 @@ class ClassPrediction(DiscretePrediction):
 
     @property
     def confidence(self) -> Tensor:
-        """Probability of the likeliest class, (B,)."""
+        """Probability of the most probable class, (B,)."""
         return self.log_probs.amax(-1).exp()
 
     @property
     def classes(self) -> Tensor:
-        """The likeliest class, int64 (B,)."""
+        """The most probable class, int64 (B,)."""
         return self.log_probs.argmax(-1)
 
     def entropy(self) -> Tensor:
@@ -241,13 +240,13 @@ class ClassPrediction(DiscretePrediction):
     def mutual_information(self, draws: int = 512, generator: torch.Generator | None = None) -> Tensor:
         """Returns the epistemic part of the entropy, `H[E p] - E H[p]` in nats, (B,).
 
-        The information between the label and the weights (BALD; Houlsby et al. 2011, equation 2), from latent draws f
-        with `p = softmax(f)`; the mean is that of the draws, not the link's, so that the result is never negative.
-        Accumulated in float64. From S draws it is biased downwards by O(1/S).
+        This is the information between the label and the weights (BALD; Houlsby et al. 2011, equation 2), from latent
+        draws f with `p = softmax(f)`. Both terms use the mean of the draws instead of the link's, so the result is
+        never negative. Sums are in float64. With S draws the result is biased down by O(1/S).
 
         Args:
-            draws: Number of draws; a latent of weight draws gives all of them instead.
-            generator: Source of randomness; None means seed 0.
+            draws: number of latent draws. A latent of weight draws uses all of its draws instead.
+            generator: random generator; None means seed 0.
 
         Returns:
             Mutual information, (B,), between 0 and `entropy` of the averaged draws. Time O(draws B C).
@@ -268,16 +267,13 @@ class ClassPrediction(DiscretePrediction):
         return information.clamp_min(0.0).to(self.log_probs)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log probability of integer labels (B,), one input at a time, (B,).
+        """Returns the log probability of the label of each input, (B,); 0 for labels that do not count.
 
         Args:
-            targets: Labels, (B,), or class probabilities q (B, C), for `Σ_c q_c log p_c`.
-
-        Returns:
-            Log probabilities, (B,); 0 for labels that do not count.
+            targets: integer labels (B,), or class probabilities q (B, C) for `Σ_c q_c log p_c`.
 
         Raises:
-            LapwingError: for labels of a wrong shape, dtype or range.
+            LapwingError: if labels have a wrong shape, dtype or range.
         """
         targets = as_targets(targets, self.log_probs.device)
         _check_targets("ClassPrediction.log_prob", self.log_probs, targets, self.ignore_index)
@@ -286,7 +282,7 @@ class ClassPrediction(DiscretePrediction):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns log probabilities (n,), class probabilities (n, C) and labels (n,) of the n labels that count.
 
-        Of soft labels the likeliest class.
+        The label of class probabilities is their most probable class.
         """
         values, counted = super().for_metrics(targets), which_count(targets, self.ignore_index)
         values["labels"] = targets.argmax(-1) if is_soft(self.log_probs.shape, targets) else targets
@@ -295,18 +291,8 @@ class ClassPrediction(DiscretePrediction):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws labels, int64 (n, B).
 
-        Inputs are independent and follow `probs`. From a joint latent the logits are drawn jointly first, so that
-        labels of related inputs agree as they should; their frequencies are then those of `SampledLink`.
-
-        Args:
-            n: Number of draws.
-            generator: Source of randomness; None means seed 0.
-
-        Returns:
-            Labels, (n, B).
-
-        Raises:
-            LapwingError: if `n` is below 1.
+        Inputs are independent and follow `probs`. With a joint latent the logits are drawn jointly first, so labels of
+        related inputs are correlated; their frequencies match `SampledLink`.
         """
         check_draws("sample", "n", n, 2 * len(self.log_probs))
         generator = seeded(generator, self.log_probs.device)
@@ -334,9 +320,9 @@ def _check_targets(name: str, outputs: Tensor, targets: Tensor, ignored: int) ->
 
 
 def _of_targets(logs: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """Returns the log probabilities (B,) of labels among those (B, C) of classes, `Σ_c q_c log p_c` for soft ones.
+    """Returns log probabilities (B,) of the labels, or `Σ_c q_c log p_c`, from log probabilities (B, C) of the classes.
 
-    0 for labels that do not count.
+    Labels that do not count get 0.
     """
     if is_soft(logs.shape, targets):
         return (targets.to(logs.dtype) * logs).sum(-1)

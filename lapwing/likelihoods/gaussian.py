@@ -1,4 +1,4 @@
-"""Regression: the Gaussian likelihood, one noise variance for all outputs."""
+"""Regression: the Gaussian likelihood, with one noise variance for all outputs or fixed ratios between outputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .regression import RegressionPrediction
 from .targets import aligned_targets, check_real_targets
 
 ROUNDING = 1e-12
-"""Mean squared residuals are at least this part of the mean squared target."""
+"""Minimum of the mean squared residual, as a fraction of the mean squared target."""
 
 
 def _variances(value: Any) -> float | tuple[float, ...]:
-    """Returns one noise variance as a number, and several as a tuple."""
+    """Returns one noise variance as a number, several as a tuple."""
     numbers = POSITIVE_NUMBERS.convert(value)
     return numbers if isinstance(plain_numbers(value), (list, tuple)) else numbers[0]
 
@@ -36,17 +36,17 @@ _VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 @register
 @dataclass(frozen=True, repr=False)
 class Gaussian(Likelihood):
-    """`y ~ N(f, σ² I)` with one σ² for all C outputs; Λ = I / σ², at unit noise I.
+    """`y ~ N(f, σ² I)` with one σ² for all C outputs; Λ = I / σ², which is I at unit noise.
 
-    Targets are (B, C), or (B,) when C = 1. With ratios r the noise variance of output c is `r_c σ²`, and
-    `Λ = diag(1/r)` at unit noise: several numbers for `noise_variance` are kept as their mean σ² and r.
+    Targets are (B, C), or (B,) if C = 1. With ratios r the noise variance of output c is `r_c σ²`, and `Λ = diag(1/r)`
+    at unit noise. Several numbers for `noise_variance` are stored as their mean σ² and r.
 
     Args:
-        noise_variance: σ², a **variance** in squared units of y. A number is kept, and so are C numbers, one an output;
-            None is tuned by `fit`.
-        noise_ratios: r, one positive number an output: outputs of other units, or of known relative accuracy. σ² may
-            still be tuned. None for ones.
-        missing: whether NaN stands for a target that is missing: it counts nowhere, in fit, tuning and `log_prob`.
+        noise_variance: σ², a **variance** in squared units of y: one number, or C numbers, one for each output. `fit`
+            never changes given numbers, and tunes σ² if it is None.
+        noise_ratios: r, one positive number for each output, for outputs in different units or of known relative
+            accuracy. σ² may still be tuned. None means ones.
+        missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
 
     Raises:
         LapwingError: if `noise_variance` is not positive and finite.
@@ -62,12 +62,11 @@ class Gaussian(Likelihood):
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
-    default_link: ClassVar[Link] = ExactLink()
     selects_outputs: ClassVar[bool] = True
     has_closed_width: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Keeps several noise variances as their mean and its ratios."""
+        """Stores several noise variances as their mean and ratios."""
         super().__post_init__()
         several: Any = self.noise_variance
         if not isinstance(several, tuple):
@@ -82,7 +81,7 @@ class Gaussian(Likelihood):
         object.__setattr__(self, "noise_ratios", tuple(one / mean for one in several))
 
     def __repr__(self) -> str:
-        """Names σ², and `missing` where it is on."""
+        """One line with σ², and with `missing` and the ratios if they are set."""
         text = ", missing=True" if self.missing else ""
         if self.noise_ratios is not None:
             text += f", noise_ratios={shown(tuple(float(f'{ratio:.4g}') for ratio in self.noise_ratios))}"
@@ -90,7 +89,7 @@ class Gaussian(Likelihood):
         return f"{type(self).__name__}(noise_variance={noise}{text})"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks real targets (B, C) or, when C = 1, (B,)."""
+        """Checks real targets (B, C), or (B,) if C = 1."""
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets, self.missing)
         self.ratios(outputs)
 
@@ -98,14 +97,14 @@ class Gaussian(Likelihood):
         """Returns r (C,), in the dtype of outputs (..., C) and on their device.
 
         Raises:
-            LapwingError: for another number of outputs.
+            LapwingError: if the number of outputs differs from the number of ratios.
         """
         if self.noise_ratios is None:
             return super().ratios(like)
         if len(self.noise_ratios) != like.shape[-1]:
             raise LapwingError(
                 f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
-                f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs."
+                f"{tuple(like.shape)}. Pass one variance for each of {like.shape[-1]} outputs."
             )
         return like.new_tensor(self.noise_ratios)
 
@@ -114,7 +113,7 @@ class Gaussian(Likelihood):
         return self.noise_ratios is None
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns 0 where y is missing and 1 elsewhere, (B, C); None for ones."""
+        """Returns 0 for missing y and 1 for known y, (B, C); None for ones."""
         if not self.missing or not bool(targets.isnan().any()):
             return None
         self.check(outputs, targets)
@@ -133,10 +132,7 @@ class Gaussian(Likelihood):
         return -0.5 * ((residual.square() / noise).sum(-1) + volume)
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns float64 sums, each sample times its weight: the number of values, `Σ (y - f)²/r` and `Σ y²/r`.
-
-        With ratios `Σ log r` too.
-        """
+        """Returns weighted float64 sums: count of known targets, `Σ (y - f)²/r`, `Σ y²/r`, and with ratios `Σ log r`."""
         outputs = doubled(outputs)
         values = aligned_targets("Gaussian", outputs, targets)
         known = ~values.isnan()
@@ -163,7 +159,7 @@ class Gaussian(Likelihood):
         return -0.5 * (statistics["squared_error"] / variance + constant)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns `diag(1/√r)`, the identity without ratios, at every input, (B, C, C), without copies."""
+        """Returns `diag(1/√r)`, or the identity without ratios, for every input, (B, C, C), as an expanded view."""
         batch, size = outputs.shape
         root = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
         if self.noise_ratios is not None:
@@ -171,11 +167,11 @@ class Gaussian(Likelihood):
         return root.expand(batch, size, size)
 
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns `1/r`, ones without ratios, (B, C), and None."""
+        """Returns `1/r` (B, C), or ones without ratios, and None."""
         return self.ratios(outputs).reciprocal().expand_as(outputs), None
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns a standard normal column, (B, C, 1): the score of a drawn y at unit noise."""
+        """Returns a standard normal column times `1/√r`, (B, C, 1): the score of a drawn y at unit noise."""
         noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device)
         return (noise * self.ratios(outputs).rsqrt()).unsqueeze(-1)
 
@@ -184,10 +180,10 @@ class Gaussian(Likelihood):
         return self.noise_variance is None
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> float:
-        """Returns the mean squared residual, and no less than rounding leaves of targets of this size.
+        """Returns the mean squared residual, but at least `ROUNDING` times the mean squared target.
 
         Raises:
-            LapwingError: where no target is known.
+            LapwingError: if all targets are missing.
         """
         if not float(statistics["count"].sum()):
             raise LapwingError("None of the targets is known: all of them are NaN. Pass some that are not.")
@@ -195,16 +191,16 @@ class Gaussian(Likelihood):
         return max(float(statistics["squared_error"] / statistics["count"]), rounding)
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
-        """Returns the likelihood, of the same class, with another σ²; None is "to be tuned"."""
+        """Returns a likelihood of the same class with another σ²; None means that it is still to be tuned."""
         return replace(self, noise_variance=noise_variance)
 
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> RegressionPrediction:
-        """Returns the exact predictive: latent plus noise; `generator` is not used.
+        """Returns the exact predictive distribution, latent plus noise; `generator` is not used.
 
         Raises:
-            LapwingError: if σ² is not set, or for any link but ExactLink.
+            LapwingError: if σ² is not set, or if the link is not ExactLink.
         """
         self.choose_link(latent, link)
         if self.noise_ratios is not None and not is_selected(latent):
@@ -212,7 +208,7 @@ class Gaussian(Likelihood):
         return RegressionPrediction(latent, self._set_noise("predict()"), self.missing, self.noise_ratios)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
-        """Returns `ExactLink`: `log_power_mean` is in closed form, differentiable in σ² too."""
+        """Returns `ExactLink`: `log_power_mean` has a closed form, which is differentiable in σ² too."""
         return {ExactLink: self._exact_power_mean}
 
     def _exact_power_mean(
@@ -236,14 +232,13 @@ class Gaussian(Likelihood):
         aligned = aligned_targets("Gaussian", wide, targets)
         residual, volume = known_residuals(wide, aligned, noise)
         residual, constant = residual / noise.sqrt(), -0.5 * volume
-        covariance = known_covariance(covariance.double(), aligned) / (
-            noise.sqrt() * noise.sqrt()[:, None]
-        )  # of y/√noise
+        roots = noise.sqrt()
+        covariance = known_covariance(covariance.double(), aligned) / (roots * roots[:, None])  # of y/√noise
         if alpha == 0:
             spread = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) + residual.square().sum(-1)
             return (constant - 0.5 * spread).to(dtype)
         covariance = 0.5 * (covariance + covariance.mT)
-        values = torch.linalg.eigvalsh(covariance)  # negative ones are rounding; log1p keeps tiny α's digits
+        values = torch.linalg.eigvalsh(covariance)  # negative values are rounding; log1p is exact for tiny α
         eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
         factor = cholesky(eye + alpha * covariance)
         white = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]  # (B, C)
@@ -251,7 +246,7 @@ class Gaussian(Likelihood):
         return (constant - 0.5 * stretch - 0.5 * white.square().sum(-1)).to(dtype)
 
     def _set_noise(self, caller: str) -> float:
-        """Returns σ², refusing one that is still to be tuned."""
+        """Returns σ²; raises if it is still to be tuned."""
         if self.noise_variance is None:
             raise LapwingError(
                 f"Gaussian {caller} needs a noise variance, and noise_variance=None is still to be tuned. Write "

@@ -1,4 +1,4 @@
-"""Regression whose noise the network predicts: means and log variances as outputs, and the predictions."""
+"""Regression with noise that the network predicts: outputs are means and log variances."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .registry import register
 from .targets import aligned_targets, check_real_targets
 
 NODES, REACH = 65, 8.0
-"""Nodes of the trapezoidal rule over a log variance, and how many standard deviations it reaches."""
+"""Number of nodes of the trapezoidal rule over a log variance, and its half width in standard deviations."""
 
 
 @register
 @dataclass(frozen=True)
 class HeteroscedasticGaussian(NoiselessLikelihood):
-    """`y_k ~ N(m_k, exp(s_k))` for outputs (B, 2K), K means m and then K log variances s; Λ = diag(exp(-s), 1/2).
+    """`y_k ~ N(m_k, exp(s_k))` for outputs (B, 2K), first K means m and then K log variances s; Λ = diag(exp(-s), 1/2).
 
-    The network that `torch.nn.GaussianNLLLoss` trains, with the logarithm of its variance as output. Targets are
-    (B, K), or (B,) when K = 1. There is no noise variance to be tuned: the network predicts it.
+    `torch.nn.GaussianNLLLoss` trains such a network, if exp is applied to its log variances. Targets are (B, K), or
+    (B,) if K = 1. No noise variance is tuned: the network predicts it.
 
     Raises:
-        LapwingError: for an odd number of outputs.
+        LapwingError: if the number of outputs is odd.
 
-    Λ is the Fisher information, which is positive at every residual; the Hessian is not. Immer et al. 2023, Effective
-    Bayesian Heteroscedastic Regression with Deep Neural Networks, have natural parameters as outputs in their place.
+    Λ is the Fisher information, which is positive for every residual; the Hessian is not. Immer et al. 2023, Effective
+    Bayesian Heteroscedastic Regression with Deep Neural Networks, use natural parameters as outputs instead.
 
     Example:
         >>> import torch
@@ -48,11 +48,10 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
 
     name: ClassVar[str] = "heteroscedastic"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
-    default_link: ClassVar[Link] = ExactLink()
     one_output_per_target: ClassVar[bool] = False
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks real targets (B, K) against outputs (B, 2K); (B,) when K = 1."""
+        """Checks real targets (B, K), or (B,) if K = 1, against outputs (B, 2K)."""
         mean, _ = _mean_and_log_variance(outputs)
         check_real_targets("HeteroscedasticGaussian", mean.shape, outputs.device, targets)
 
@@ -69,12 +68,6 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns `(exp(-s), 1/2)`, (B, 2K), and None."""
         return self._roots(outputs).square(), None
-
-    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns the root times a standard normal column, (B, 2K, 1)."""
-        roots = self._roots(outputs)
-        noise = torch.randn(roots.shape, generator=generator, dtype=roots.dtype, device=roots.device)
-        return (roots * noise).unsqueeze(-1)
 
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
@@ -93,7 +86,7 @@ def _mean_and_log_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the two halves of outputs (B, 2K), each (B, K).
 
     Raises:
-        LapwingError: for outputs of another shape.
+        LapwingError: if the outputs have another shape.
     """
     count = outputs.shape[-1] if outputs.ndim else 1
     if outputs.ndim != 2 or count % 2:
@@ -108,14 +101,14 @@ def _mean_and_log_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeteroscedasticPrediction(RealPrediction):
-    """Real outputs at B inputs, whose noise is uncertain too: `∫ N(y; m, exp(s)) N(m, s) dm ds`, one y_k at a time.
+    """Real outputs with uncertain noise at B inputs: `∫ N(y; m, exp(s)) N(m, s) dm ds`, one y_k at a time.
 
-    Mean and variances are exact. The density is a mixture of Gaussians: given s, y is Gaussian, with the mean and
-    variance of m given s, and s goes over 65 nodes. So the covariance of m and s counts. A latent of weight draws is an
-    equal mixture over them. The K targets of one input are taken as independent.
+    Mean and variances are exact. The density is a mixture of Gaussians over 65 nodes of s: given s, y is Gaussian with
+    the mean and variance of m given s, plus noise. So the covariance of m and s is used. Weight draws give an equal
+    mixture over the draws. The K targets of one input are assumed independent.
 
     Args:
-        latent: The latent over outputs (B, 2K).
+        latent: the latent over outputs (B, 2K).
     """
 
     latent: AnyLatent
@@ -127,7 +120,7 @@ class HeteroscedasticPrediction(RealPrediction):
 
     @property
     def epistemic_variance(self) -> Tensor:
-        """Variance of m, (B, K): it shrinks with data."""
+        """Variance of m, (B, K)."""
         return at_least_float32(self.latent.variance).chunk(2, -1)[0]
 
     @property
@@ -142,19 +135,7 @@ class HeteroscedasticPrediction(RealPrediction):
         return (mean + 0.5 * variance).exp()
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the central interval that holds y with probability `level`, one target at a time.
-
-        By bisection of the mixture's distribution function.
-
-        Args:
-            level: Probability in (0, 1).
-
-        Returns:
-            Lower and upper ends, each (B, K).
-
-        Raises:
-            LapwingError: if `level` is not in (0, 1).
-        """
+        """Returns the central interval of each target, each end (B, K), by bisection of the distribution function."""
         check_level(level)
         means, variances, weights = self._mixture
         tail = 0.5 * (1.0 - level)
@@ -162,14 +143,7 @@ class HeteroscedasticPrediction(RealPrediction):
         return low, high
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets, summed over those of one input, (B,).
-
-        Args:
-            targets: y, (B, K), or (B,) when K = 1.
-
-        Raises:
-            LapwingError: for targets of a wrong shape or dtype, or not finite.
-        """
+        """Returns the log density of the targets (B, K), summed over the targets of one input, (B,)."""
         name, mean = "HeteroscedasticPrediction.log_prob", self.mean
         targets = as_targets(targets, mean.device)
         check_real_targets(name, mean.shape, mean.device, targets)
@@ -179,15 +153,7 @@ class HeteroscedasticPrediction(RealPrediction):
         return logs.logsumexp(0).sum(-1).to(mean.dtype)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, K): latent draws (joint across inputs where the latent is) plus fresh noise.
-
-        Args:
-            n: Number of draws.
-            generator: Source of randomness; None means seed 0.
-
-        Raises:
-            LapwingError: if `n` is below 1.
-        """
+        """Draws y, (n, B, K): latent draws (joint across inputs if the latent is joint) plus independent noise."""
         check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         mean, log_variance = at_least_float32(self.latent.sample(n, generator)).chunk(2, -1)
@@ -195,7 +161,7 @@ class HeteroscedasticPrediction(RealPrediction):
         return mean + (0.5 * log_variance).exp() * noise
 
     def distribution(self) -> dist.Distribution:
-        """Returns a mixture of Normals for each target, batch shape (B,), event shape (K,)."""
+        """Returns a mixture of Normals for each target, with batch shape (B,) and event shape (K,)."""
         means, variances, weights = (part.movedim(0, -1) for part in self._mixture)
         components = dist.Normal(means.contiguous(), variances.sqrt())
         mixture = dist.MixtureSameFamily(dist.Categorical(probs=weights.expand_as(means)), components)
@@ -207,7 +173,7 @@ class HeteroscedasticPrediction(RealPrediction):
 
     @cached_property
     def _mixture(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Means and variances (S, B, K) of the components, and their weights (S, 1, 1), float64."""
+        """Means and variances (S, B, K) of the components and their weights (S, 1, 1), in float64."""
         draws = self.latent.draws
         if draws is not None:
             mean, log_variance = draws.double().chunk(2, -1)
@@ -219,7 +185,7 @@ class HeteroscedasticPrediction(RealPrediction):
         count, covariance = mean.shape[-1], covariance.double()
         variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
         std = (spread + 1e-12).sqrt()
-        slope = covariance.diagonal(count, -2, -1) / std  # of m by a standard deviation of s
+        slope = covariance.diagonal(count, -2, -1) / std  # change of m per standard deviation of s
         z = torch.linspace(-REACH, REACH, NODES, dtype=mean.dtype, device=mean.device)[:, None, None]
         weights = (-0.5 * z.square()).softmax(0)
         noise = (log_variance + std * z).exp()

@@ -1,6 +1,6 @@
-"""Links: pure functions that take the latent Gaussian at the outputs to class probabilities, in log space.
+"""Links: pure functions from the latent Gaussian over the outputs to class probabilities, in log space.
 
-Probit and the Laplace bridge read a latent's mean and variances alone: no (B, C, C) covariance is built for them.
+Probit and the Laplace bridge read only the mean and variances of a latent, so no (B, C, C) covariance is built.
 """
 
 from __future__ import annotations
@@ -24,24 +24,21 @@ from . import quadrature
 _CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
 
 MAX_DRAWS = 10**9
-"""The largest `SampledLink(draws=...)`."""
+"""Maximum of `SampledLink(draws=...)`."""
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Returns half precision as float32, and wider types as they are: a log of a sum needs the digits."""
+    """Returns half precision as float32, and wider dtypes unchanged: the log of a sum needs at least float32."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
-    """Yields latent draws in chunks (s, B, C) with sum of s = `count`; all the weight draws where the latent has them.
+    """Yields latent draws of at least float32 in chunks (s, B, C), with `count` draws in total, or all weight draws.
 
     Args:
-        latent: Gaussian over outputs, or network outputs under weight draws (then `count` is not used).
-        count: Number of draws.
-        generator: Source of randomness; None takes seed 0 on the latent's device.
-
-    Yields:
-        Draws of at least float32, (s, B, C).
+        latent: Gaussian over outputs, or network outputs under weight draws, for which `count` is not used.
+        count: number of draws.
+        generator: random generator; None means seed 0 on the latent's device.
     """
     step = max(1, _CHUNK_NUMBERS // max(1, latent.mean.numel()))
     if latent.draws is not None:
@@ -63,51 +60,51 @@ def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 class Link(Options):
-    """A way from the latent to the observed; subclasses are frozen dataclasses of options."""
+    """A map from the latent to the distribution of y; subclasses are frozen dataclasses of options."""
 
     accepts_draws: ClassVar[bool] = False
-    """Whether the link works from network outputs under weight draws, which are not Gaussian."""
+    """Whether the link accepts network outputs under weight draws, which are not Gaussian."""
     reads_covariance: ClassVar[bool] = True
-    """Whether the link needs more of a Gaussian latent than its mean and variances."""
+    """Whether the link needs more than the mean and variances of a Gaussian latent."""
     closed_form: ClassVar[bool] = False
-    """Whether `Prediction.summary` follows from means and variances by tensor operations: what `lw.deploy` needs."""
+    """Whether tensor operations on means and variances give `Prediction.summary`, as `lw.deploy` needs."""
 
 
 class ClassLink(Link, ABC):
-    """A link whose result is class probabilities."""
+    """A link that returns class probabilities."""
 
     @abstractmethod
     def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
-        """Returns log probabilities (B, C); `generator` None means seed 0 where draws are needed."""
+        """Returns log probabilities (B, C); the generator is for links that draw, and None means seed 0."""
 
 
 class BinaryLink(Link, ABC):
-    """A link whose result is the probability of yes for each output alone."""
+    """A link that returns the probability of yes for each output separately."""
 
     @abstractmethod
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
-        """Returns `log p - log(1 - p)`, (B, C); `generator` None means seed 0 where draws are needed."""
+        """Returns `log p - log(1 - p)`, (B, C); the generator is for links that draw, and None means seed 0."""
 
 
 @dataclass(frozen=True)
 class Probit(ClassLink, BinaryLink):
-    """Probit link in closed form, with one scale for each input: time and memory O(B C) beside the variances.
+    """Probit link in closed form, with one scale for each input: time and memory O(B C) in addition to the variances.
 
-    `softmax(f / sqrt(1 + π/8 v̄))`, where v̄ is the mean over classes of `v_c = Var[f_c - mean_{k≠c} f_k]`. One scale
-    keeps the network's classes. The softmax does not see a shift common to all outputs, and the data say nothing of it,
-    so its prior variance must not count. For two classes this is the exact binary probit. For Bernoulli outputs it is
-    `sigmoid(f / sqrt(1 + π/8 v))`, and `scale` does not matter.
+    `softmax(f / sqrt(1 + π/8 v̄))`, where v̄ is the mean over classes of `v_c = Var[f_c - mean_{k≠c} f_k]`. Because the
+    scale is common to all outputs, the most probable class does not change. The softmax does not depend on a
+    shift of all outputs, and the data do not determine this shift, so its prior variance is left out. For two classes
+    this is the exact binary probit. For Bernoulli outputs it is `sigmoid(f / sqrt(1 + π/8 v))`, for every `scale`.
 
     Args:
-        scale: which variance scales the logits.
+        scale: the variance that scales the logits.
 
             - "mean": v̄.
-            - "weighted": `Σ_c p_c v_c` with `p = softmax(f)`, which keeps the classes too.
-            - "class": v_c, another one for each of the centred logits `f - mean(f)`. It can change the classes.
+            - "weighted": `Σ_c p_c v_c` with `p = softmax(f)`, which also keeps the most probable class.
+            - "class": v_c, a different one for each of the centred logits `f - mean(f)`. It can change the classes.
             - "marginal": Σ_cc, the textbook form. It includes the variance of the shift, and can change the classes.
 
     Raises:
-        LapwingError: for another `scale`.
+        LapwingError: if `scale` is none of these.
 
     Example:
         >>> import torch, lapwing as lw
@@ -127,7 +124,7 @@ class Probit(ClassLink, BinaryLink):
     closed_form: ClassVar[bool] = True
 
     def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
-        """Returns log probabilities (B, C); reads the mean and variances only and draws nothing."""
+        """Returns log probabilities (B, C) from the mean and variances, without draws."""
         mean = at_least_float32(latent.mean)
         if self.scale == "marginal":
             return torch.log_softmax(probit_logits(mean, at_least_float32(latent.variance)), -1)
@@ -142,23 +139,23 @@ class Probit(ClassLink, BinaryLink):
         return torch.log_softmax(probit_logits(mean, variance), -1)
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
-        """Returns `f / sqrt(1 + π/8 v)`, (B, C); reads the mean and variances only and draws nothing."""
+        """Returns `f / sqrt(1 + π/8 v)`, (B, C), without draws."""
         return probit_logits(at_least_float32(latent.mean), at_least_float32(latent.variance))
 
 
 @dataclass(frozen=True)
 class LaplaceBridge(ClassLink):
-    """Laplace bridge: the mean of a Dirichlet fitted in closed form, time and memory O(B C).
+    """Laplace bridge: the mean of a Dirichlet distribution in closed form, with time and memory O(B C).
 
-    `α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998),
-    where μ and V belong to the logits minus their average, since the bridge lives on vectors that sum to 0 and the
-    softmax sees nothing else. That V inverts the bridge exactly: from a Dirichlet's `m = log α` and `v = 1/α` it gives
-    back α. (The authors *condition* on the sum being 0 instead, which changes the distribution of the softmax unless
-    all v are equal, and is several times further from its integral.)
+    `α_c = (1 - 2/C + e^{μ_c} / C² Σ_l e^{-μ_l}) / V_c` (Hobbhahn, Kristiadi and Hennig 2022, after MacKay 1998). μ and
+    V are the mean and variance of the logits minus their average, because the bridge is defined on vectors that sum to
+    0, and the softmax depends on nothing else. With this V the bridge is an exact inverse: `m = log α` and `v = 1/α` of
+    a Dirichlet give α again. (The authors *condition* on a sum of 0 instead. This changes the distribution of the
+    softmax unless all v are equal, and its error in the mean is several times larger.)
 
-    It sees the variances of the centred logits, not their correlations. It is good where the variance is of the size
-    that a Dirichlet with these probabilities would have, and too flat for confident outputs with little or a great deal
-    of variance; prefer `Probit` or `SampledLink` there.
+    The bridge reads the variances of the centred logits, not their correlations. It is accurate if the variances are
+    similar to those of a Dirichlet with these probabilities. It is too flat for confident outputs with very small or
+    very large variances; prefer `Probit` or `SampledLink` for these.
 
     Example:
         >>> import torch, lapwing as lw
@@ -175,11 +172,11 @@ class LaplaceBridge(ClassLink):
     closed_form: ClassVar[bool] = True
 
     def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
-        """Returns log probabilities `log α - log Σ α` (B, C); reads the mean and variances only."""
+        """Returns log probabilities `log α - log Σ α` (B, C) from the mean and variances."""
         return torch.log_softmax(self._log_concentration(latent), -1)
 
     def concentration(self, latent: AnyLatent) -> Tensor:
-        """Returns the Dirichlet's parameters α, (B, C)."""
+        """Returns the parameters α of the Dirichlet, (B, C)."""
         return self._log_concentration(latent).exp()
 
     def _log_concentration(self, latent: AnyLatent) -> Tensor:
@@ -197,12 +194,12 @@ class LaplaceBridge(ClassLink):
 class Quadrature(BinaryLink):
     """The exact probability of a Bernoulli output, `∫ σ(f) N(f; m, v) df`, by numerical integration.
 
-    A trapezoidal rule in a stretched variable, since Gauss-Hermite rules fail at large variances
-    (`lapwing.likelihoods.quadrature`). At every mean and variance the error, of probabilities and of their logarithms,
-    is below 1e-4 with 32 nodes, 1e-7 with 48, 1e-10 with 64. Time O(nodes B C) in float64, memory in chunks.
+    It uses a trapezoidal rule in a stretched variable, because Gauss-Hermite rules fail at large variances
+    (`lapwing.likelihoods.quadrature`). For every mean and variance the error of probabilities and of their logarithms
+    is below 1e-4 with 32 nodes, 1e-7 with 48, 1e-10 with 64. Time O(nodes B C) in float64; memory is limited by chunks.
 
     Args:
-        nodes: Number of nodes.
+        nodes: number of nodes.
 
     Raises:
         LapwingError: if `nodes` is below 16.
@@ -222,22 +219,20 @@ class Quadrature(BinaryLink):
     closed_form: ClassVar[bool] = True
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
-        """Returns log odds (B, C); reads the mean and variances only and draws nothing."""
+        """Returns log odds (B, C) from the mean and variances, without draws."""
         mean = at_least_float32(latent.mean)
         return quadrature.log_odds(mean, latent.variance, self.nodes).to(mean)
 
 
 @dataclass(frozen=True)
 class SampledLink(ClassLink, BinaryLink):
-    """Average of the softmax over joint latent draws; over the latent's weight draws where it has them.
+    """Average of the softmax over joint draws of the latent, or over all weight draws of a latent that holds them.
 
-    For Bernoulli outputs the average of the sigmoid of each.
-
-    Unbiased, with a standard error of at most `1 / (2 sqrt(draws))` a probability. Time O(draws B C) after the
-    sampling of the latent; draws are taken in chunks.
+    For Bernoulli outputs it averages the sigmoid of each output. The average is unbiased, with a standard error of at
+    most `1 / (2 sqrt(draws))` per probability. Time O(draws B C) in addition to sampling the latent, in chunks.
 
     Args:
-        draws: Number of draws from a Gaussian latent.
+        draws: number of draws from a Gaussian latent.
 
     Raises:
         LapwingError: if `draws` is below 1 or above a billion.
@@ -256,13 +251,13 @@ class SampledLink(ClassLink, BinaryLink):
     accepts_draws: ClassVar[bool] = True
 
     def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
-        """Returns `log 1/S Σ_s softmax(f_s)`, (B, C); `generator` None means seed 0."""
+        """Returns `log 1/S Σ_s softmax(f_s)`, (B, C); None for the generator means seed 0."""
         chunks = draw_chunks(latent, self.draws, generator)
         sums = reduce(torch.logaddexp, (torch.log_softmax(draws, -1).logsumexp(0) for draws in chunks))
         return torch.log_softmax(sums, -1)
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
-        """Returns `log Σ_s σ(f_s) - log Σ_s σ(-f_s)`, (B, C); `generator` None means seed 0."""
+        """Returns `log Σ_s σ(f_s) - log Σ_s σ(-f_s)`, (B, C); None for the generator means seed 0."""
         chunks = draw_chunks(latent, self.draws, generator)
         sums = (torch.stack([F.logsigmoid(f), F.logsigmoid(-f)]).logsumexp(1) for f in chunks)
         yes, no = reduce(torch.logaddexp, sums)
@@ -271,7 +266,7 @@ class SampledLink(ClassLink, BinaryLink):
 
 @dataclass(frozen=True)
 class ExactLink(Link):
-    """No approximation: the distribution of y is known in closed form (Gaussian noise on a Gaussian latent)."""
+    """No approximation: the likelihood computes the distribution of y exactly, such as Gaussian noise on the latent."""
 
     accepts_draws: ClassVar[bool] = True
     closed_form: ClassVar[bool] = True

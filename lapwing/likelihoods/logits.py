@@ -1,4 +1,4 @@
-"""Likelihoods of logits, whose predictions have a temperature."""
+"""Likelihoods of logits, with a temperature for predictions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .registry import options_of
 
 @dataclass(frozen=True)
 class LogitLikelihood(NoiselessLikelihood):
-    """A likelihood of logits, whose predictions divide their mean by a temperature T and leave their covariance.
+    """A likelihood of logits. Predictions divide the mean of the logits by a temperature T and keep their covariance.
 
-    A network that is too sure of its training data is so in its logits too, and no spread of the weights lowers all of
-    them alike. The loss, and with it the curvature and the evidence, is that of T = 1.
+    An overconfident network has logits that are too large, and no covariance of the weights scales all of them down
+    equally. The loss, the curvature and the evidence use T = 1.
 
     Args:
-        logit_temperature: T. Held-out data choose it where it is 1; another number is kept.
+        logit_temperature: T. If it is 1, held-out data choose it; any other number stays.
 
     Raises:
         LapwingError: if `logit_temperature` is not positive and finite.
@@ -28,15 +28,15 @@ class LogitLikelihood(NoiselessLikelihood):
     logit_temperature: float = option(1.0, positive(), write="1.5")
 
     def __repr__(self) -> str:
-        """Names T where it is not 1."""
+        """One line with the options, and with T if it is not 1."""
         options = {} if self.logit_temperature == 1 else {"logit_temperature": f"{self.logit_temperature:.4g}"}
         options |= {name: shown(value) for name, value in options_of(self).items()}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
 
     def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
-        """Returns the likelihood, of the same class, at another T, which is 1 where None."""
+        """Returns a likelihood of the same class with another T; None means 1."""
         return replace(self, logit_temperature=1.0 if logit_temperature is None else logit_temperature)
 
     def tempered(self, latent: AnyLatent) -> AnyLatent:
-        """Returns the latent that predictions are made of: its mean is divided by T."""
+        """Returns the latent of predictions, with its mean divided by T."""
         return latent if self.logit_temperature == 1 else latent.tempered(self.logit_temperature)

@@ -1,4 +1,4 @@
-"""Mixtures of Gaussians, which weight draws make, and Gaussians of which some targets are missing."""
+"""Densities and quantiles of mixtures of Gaussians over weight draws, and Gaussians with missing targets."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-_HALVINGS = 60  # a float64 bracket shrinks below its rounding in 53
+_HALVINGS = 60  # after 53 the bracket is as narrow as float64 rounding
 
 
 def mixture_log_density(draws: Tensor, noise_variance: Tensor | float, targets: Tensor) -> Tensor:
-    """Returns `log 1/S Σ_s N(y; f_s, diag σ²)` for every input.
+    """Returns `log 1/S Σ_s N(y; f_s, diag σ²)` for every input, (B,).
 
     Args:
-        draws: Component means f, (S, B, C).
+        draws: component means f, (S, B, C).
         noise_variance: σ², one number or (C,).
         targets: y, (B, C).
-
-    Returns:
-        Log densities, (B,).
     """
     noise = torch.as_tensor(noise_variance, dtype=draws.dtype, device=draws.device).expand(draws.shape[-1])
     residual, volume = known_residuals(draws, targets, noise)
@@ -29,13 +26,13 @@ def mixture_log_density(draws: Tensor, noise_variance: Tensor | float, targets: 
 
 
 def known_residuals(outputs: Tensor, targets: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns y - f (..., B, C), 0 where y (B, C) is NaN, and `Σ log 2πσ²` of the others (B,), for σ² (C,)."""
+    """Returns y - f (..., B, C), with 0 if y (B, C) is NaN, and `Σ log 2πσ²` over the known y (B,), for σ² (C,)."""
     known = ~targets.isnan()
     return torch.where(known, targets, outputs) - outputs, (known * (2.0 * math.pi * noise).log()).sum(-1)
 
 
 def known_covariance(covariance: Tensor, targets: Tensor) -> Tensor:
-    """Returns covariances (B, C, C), 0 in rows and columns where y (B, C) is NaN."""
+    """Returns covariances (B, C, C) with 0 in the rows and columns of y (B, C) that are NaN."""
     known = (~targets.isnan()).to(covariance.dtype)
     return covariance * known[:, :, None] * known[:, None, :]
 
@@ -43,16 +40,16 @@ def known_covariance(covariance: Tensor, targets: Tensor) -> Tensor:
 def mixture_quantile(
     draws: Tensor, variance: Tensor | float, probability: float, weights: Tensor | None = None
 ) -> Tensor:
-    """Returns the quantile of every output's mixture `Σ_s w_s N(f_s, σ_s²)` by bisection of its distribution function.
+    """Returns the quantile of the mixture `Σ_s w_s N(f_s, σ_s²)` of every output, by bisection.
 
-    The quantile lies between the smallest and the largest of the components' quantiles, which brackets it. A final
-    Newton step from the detached root makes the result differentiable in the draws (implicit function theorem).
+    The smallest and the largest quantile of the components bracket the quantile of the mixture. A final Newton step
+    from the detached root makes the result differentiable in the draws (implicit function theorem).
 
     Args:
-        draws: Component means f, (S, B, C).
+        draws: component means f, (S, B, C).
         variance: σ², one number, or (S, B, C).
-        probability: Level p of the quantile, in (0, 1).
-        weights: w (S, 1, 1), which add to 1; None for 1/S.
+        probability: level p of the quantile, in (0, 1).
+        weights: w (S, 1, 1), which sum to 1; None means 1/S.
 
     Returns:
         Quantiles, (B, C). Time O(60 S B C).
@@ -77,5 +74,5 @@ def mixture_quantile(
     excess = average(torch.special.ndtr((root - means) / scale)) - probability
     step = excess / density
     smallest = scale.detach().amin(0) if scale.ndim else scale
-    limit = (high - low).detach() + 1e-9 * smallest  # between far-apart components the density is 0 and Newton leaps
+    limit = (high - low).detach() + 1e-9 * smallest  # density is 0 between distant components: Newton would diverge
     return (root - step + (step - step.clamp(-limit, limit)).detach()).to(draws.dtype)

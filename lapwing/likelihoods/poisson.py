@@ -1,4 +1,4 @@
-"""Counts: the Poisson likelihood, whose outputs are logarithms of rates, and its predictions."""
+"""Counts: the Poisson likelihood, with logarithms of rates as outputs, and its predictions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .registry import register
 from .targets import aligned_targets, check_counts
 
 NODES, REACH = 65, 8.0
-"""Nodes of the trapezoidal rule over a Gaussian, and how many standard deviations it reaches."""
+"""Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
 
 STEPS = 60
-"""Newton steps to the mode of an integrand, and halvings of a range of counts."""
+"""Number of Newton steps to the mode of an integrand, and maximum number of halvings of a range of counts."""
 
 LEAST_VARIANCE = 1e-12
-"""Added to variances: their roots then have slopes."""
+"""Constant added to variances, so that the derivative of the square root is finite."""
 
 
 @register
@@ -35,7 +35,8 @@ class Poisson(NoiselessLikelihood):
     """`y_c ~ Poisson(exp(f_c))`, independently for each of C outputs; Λ = diag(exp(f)).
 
     Outputs are logarithms of rates, as for `torch.nn.PoissonNLLLoss`. Targets are counts, whole numbers from 0 up as
-    integers or floats, (B, C), or (B,) when C = 1. `likelihood="poisson"` asks for it: integers alone mean classes.
+    integers or floats, (B, C), or (B,) if C = 1. Write `likelihood="poisson"`, because integer targets mean classes
+    by default.
 
     Example:
         >>> import torch
@@ -45,10 +46,9 @@ class Poisson(NoiselessLikelihood):
 
     name: ClassVar[str] = "poisson"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
-    default_link: ClassVar[Link] = ExactLink()
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks counts (B, C) or, when C = 1, (B,)."""
+        """Checks counts (B, C), or (B,) if C = 1."""
         check_counts("Poisson", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -64,12 +64,6 @@ class Poisson(NoiselessLikelihood):
         """Returns `exp(f)`, (B, C), and None."""
         return at_least_float32(outputs).exp(), None
 
-    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns the root times a standard normal column, (B, C, 1)."""
-        roots = (0.5 * at_least_float32(outputs)).exp()
-        noise = torch.randn(roots.shape, generator=generator, dtype=roots.dtype, device=roots.device)
-        return (roots * noise).unsqueeze(-1).to(outputs.dtype)
-
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> CountPrediction:
@@ -80,13 +74,13 @@ class Poisson(NoiselessLikelihood):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CountPrediction(RealPrediction):
-    """Counts at B inputs, of rates that are uncertain: `∫ Poisson(y; exp(f)) N(f; m, v) df`, one output at a time.
+    """Counts with uncertain rates at B inputs: `∫ Poisson(y; exp(f)) N(f; m, v) df`, one output at a time.
 
-    Mean and variances are exact. A latent of weight draws is an equal mixture over them. The C outputs of one input are
-    taken as independent.
+    Mean and variances are exact. Weight draws give an equal mixture over the draws. The C outputs of one input are
+    assumed independent.
 
     Args:
-        latent: The latent over logarithms of rates (B, C).
+        latent: the latent over logarithms of rates (B, C).
     """
 
     latent: AnyLatent
@@ -106,7 +100,7 @@ class CountPrediction(RealPrediction):
 
     @property
     def epistemic_variance(self) -> Tensor:
-        """Variance of the rate, `(exp(v) - 1) exp(2m + v)`, (B, C): it shrinks with data."""
+        """Variance of the rate, `(exp(v) - 1) exp(2m + v)`, (B, C)."""
         draws = self.latent.draws
         if draws is not None:
             return at_least_float32(draws).exp().var(0, correction=0)
@@ -114,39 +108,24 @@ class CountPrediction(RealPrediction):
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """Mean over rates of the variance of y, which is the mean, (B, C)."""
+        """Mean over rates of the variance of y, which equals the mean of y, (B, C)."""
         return self.mean
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the central interval, whole numbers: at most `(1 - level)/2` lies beyond either.
+        """Returns the ends of the central interval, each (B, C): at most `(1 - level)/2` of the mass is beyond an end.
 
-        Both ends are counts that belong to the interval. Not differentiable. By bisection of the distribution function,
-        which quadrature gives.
-
-        Args:
-            level: Probability in (0, 1).
-
-        Returns:
-            Lower and upper ends, each (B, C).
-
-        Raises:
-            LapwingError: if `level` is not in (0, 1).
+        Both ends are counts that belong to the interval, and are not differentiable. They come from bisection of the
+        distribution function, which is computed by quadrature.
         """
         check_level(level)
         tail = 0.5 * (1.0 - level)
         return self._quantile(tail), self._quantile(1.0 - tail)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log probability of counts, summed over those of one input, (B,).
+        """Returns the log probability of the counts (B, C), summed over the counts of one input, (B,).
 
-        By the trapezoidal rule around the mode of each integrand, in a variable that is stretched there: to rounding,
-        for any count and variance.
-
-        Args:
-            targets: y, (B, C), or (B,) when C = 1.
-
-        Raises:
-            LapwingError: for targets that are no counts, or of a wrong shape.
+        It uses the trapezoidal rule around the mode of each integrand, in a variable that is stretched at the mode. The
+        error is rounding, for any count and variance.
         """
         name, draws, mean = "CountPrediction.log_prob", self.latent.draws, at_least_float32(self.latent.mean)
         targets = as_targets(targets, mean.device)
@@ -160,21 +139,13 @@ class CountPrediction(RealPrediction):
         return True
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, C), as floats: counts of drawn rates, which are joint across inputs where the latent is.
-
-        Args:
-            n: Number of draws.
-            generator: Source of randomness; None means seed 0.
-
-        Raises:
-            LapwingError: if `n` is below 1.
-        """
+        """Draws y, (n, B, C), as floats: counts for drawn rates, joint across inputs if the latent is joint."""
         check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         return torch.poisson(at_least_float32(self.latent.sample(n, generator)).exp(), generator)
 
     def distribution(self) -> dist.Distribution:
-        """Returns a mixture of Poissons at 65 rates for each output, or at the draws: batch (B,), event (C,)."""
+        """Returns a mixture of Poissons over 65 rates or over the draws, with batch shape (B,), event shape (C,)."""
         rates, weights = (part.movedim(0, -1) for part in self._rates())
         mixture = dist.MixtureSameFamily(
             dist.Categorical(probs=weights.expand_as(rates)), dist.Poisson(rates.contiguous())
@@ -186,7 +157,7 @@ class CountPrediction(RealPrediction):
         return f"CountPrediction({inputs} inputs, {outputs} outputs)"
 
     def _rates(self) -> tuple[Tensor, Tensor]:
-        """Returns rates (S, B, C) and their weights (S, 1, 1), float64."""
+        """Returns rates (S, B, C) and their weights (S, 1, 1), in float64."""
         draws = self.latent.draws
         if draws is not None:
             rates = doubled(draws).exp()
@@ -210,10 +181,10 @@ class CountPrediction(RealPrediction):
         return high.to(self.mean)
 
     def _distribution_function(self, counts: Tensor, rates: Tensor, weights: Tensor) -> Tensor:
-        """Returns `P(y <= k)`, (B, C), by `Q(k + 1, exp(f))`, the Poisson's, under the latent.
+        """Returns `P(y <= k)` (B, C): the mean under the latent of `Q(k + 1, exp(f))`, which is P for a known rate.
 
-        As `E[Q]` over the latent, and where that is wider than the step of Q, integrated by parts: the latent's own
-        distribution function averaged over `f = log g`, `g ~ Gamma(k + 1)`, where Q has its slope.
+        If the latent is wider than the step of Q in f, the expectation is integrated by parts. Then it averages the
+        latent's distribution function over `f = log g`, `g ~ Gamma(k + 1)`, the density of the step.
         """
         averaged = (weights * torch.special.gammaincc((counts + 1.0).expand_as(rates), rates)).sum(0)
         if self.latent.draws is not None:
@@ -231,7 +202,7 @@ def _log_mass(f: Tensor, y: Tensor) -> Tensor:
 
 
 def _stretched(centre: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns nodes `f = centre + width sinh(u)` (n, B, C), u from -5 to 5, and the logarithms of their steps df."""
+    """Returns nodes `f = centre + width sinh(u)` (n, B, C) for u from -5 to 5, and the logarithms of their steps df."""
     u = torch.linspace(-5.0, 5.0, 101, dtype=centre.dtype, device=centre.device)[:, None, None]
     return centre + width * u.sinh(), (0.1 * width * u.cosh()).log()
 
@@ -240,7 +211,7 @@ def _log_predictive(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Returns `log ∫ Poisson(y; exp(f)) N(f; m, v) df`, elementwise (B, C), float64; differentiable in m and v."""
     variance = variance + LEAST_VARIANCE
     with torch.no_grad():
-        mode = torch.maximum(mean, y.log()).clamp_max(300.0)  # right of the mode, from where Newton's steps only fall
+        mode = torch.maximum(mean, y.log()).clamp_max(300.0)  # right of the mode, so Newton's steps decrease to it
         for _ in range(STEPS):
             rate = mode.exp()
             mode = mode + ((mean - mode) / variance + y - rate) / (1.0 / variance + rate)

@@ -1,4 +1,4 @@
-"""Predictions of outputs with positions: those of a likelihood at every position, in the shape of the outputs."""
+"""Predictions of outputs with positions: the prediction of a likelihood at each position, in the outputs' shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .predictions import Prediction
 def predicted(
     likelihood: Likelihood, latent: AnyLatent, link: Link | None, generator: torch.Generator | None
 ) -> Prediction:
-    """Returns the distribution of y under a latent, position by position where it has positions."""
+    """Returns the distribution of y under a latent, one for each position if the latent has positions."""
     if has_positions(latent):
         return PredictionAtPositions(likelihood.predict(latent.rows, link, generator), latent)
     return likelihood.predict(latent, link, generator)
@@ -29,14 +29,14 @@ def predicted(
 class PredictionAtPositions(Prediction):
     """The distribution of y at every position of B inputs, such as tokens or pixels.
 
-    It has what the prediction of one position has, in the shape of the outputs or of their positions: `probs` (B, T, C)
-    or (B, C, H, W), `confidence`, `classes`, `entropy()` and `mutual_information()` (B, T) or (B, H, W); `mean`,
-    `variance`, `std` and `interval()` of a regression in the shape of the outputs. Positions are predicted one at a
-    time: no covariance between two of them is kept.
+    It has the attributes of the prediction at one position, in the shape of the outputs or of their positions: `probs`
+    (B, T, C) or (B, C, H, W), `confidence`, `classes`, `entropy()` and `mutual_information()` (B, T) or (B, H, W); for
+    a regression `mean`, `variance`, `std` and `interval()` in the shape of the outputs. Positions are predicted
+    separately, without covariances between positions.
 
     Attributes:
         rows: the prediction of all B T positions as rows.
-        latent: the latent that it comes from.
+        latent: the latent of the prediction.
     """
 
     def __init__(self, rows: Prediction, latent: LatentAtPositions) -> None:
@@ -44,31 +44,31 @@ class PredictionAtPositions(Prediction):
 
     @property
     def places(self) -> Places:
-        """Where the rows lie in the outputs."""
+        """The places of the rows in the outputs."""
         return self.latent.places
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the rows' prediction has by this name, in the shape of the positions."""
+        """Returns the attribute of the rows' prediction, in the shape of the positions."""
         if name.startswith("_") or name in ("rows", "latent"):
             raise AttributeError(name)
         value = getattr(self.rows, name)
-        return (
-            (lambda *args, **options: self._whole(value(*args, **options))) if callable(value) else self._whole(value)
-        )
+        if callable(value):
+            return lambda *args, **options: self._whole(value(*args, **options))
+        return self._whole(value)
 
     def __dir__(self) -> list[str]:
-        """Lists what the rows' prediction has, too."""
+        """Lists also the attributes of the rows' prediction."""
         return sorted({*super().__dir__(), *(name for name in dir(self.rows) if not name.startswith("_"))})
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability or density of the targets at every position, (B, T) or (B, H, W).
 
-        Labels that do not count have 0. Targets are one for each position, or of the shape of the outputs.
+        Labels that do not count get 0. There is one target for each position, or targets have the shape of the outputs.
         """
         return self.places.whole(self.rows.log_prob(self._rows_of(targets)))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y n times at every position, independently; the first axis is n, the others are those of targets."""
+        """Draws y n times at every position, independently, (n, *shape of the targets)."""
         return self.places.whole(self.rows.sample(n, generator), 1)
 
     def distribution(self) -> dist.Distribution:
@@ -80,14 +80,14 @@ class PredictionAtPositions(Prediction):
         return self._whole(self.rows.point)
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
-        """Returns one number for each position that is larger where the prediction is less sure."""
+        """Returns one value per position, larger for less certain predictions."""
         return self._whole(self.rows.uncertainty(score))
 
     def summary(self) -> dict[str, Tensor]:
         return {name: self._whole(value) for name, value in self.rows.summary().items()}
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns what metrics compare, by name, one row for each position that counts."""
+        """Returns the tensors for metrics by name, with one row for each position that counts."""
         return self.rows.for_metrics(self._rows_of(targets))
 
     def _rows_of(self, targets: Tensor) -> Tensor:
@@ -95,10 +95,10 @@ class PredictionAtPositions(Prediction):
         return self.places.targets(targets, self.latent.rows.mean.shape[-1])
 
     def _whole(self, value: Any) -> Any:
-        """Returns rows in the shape of the positions, also within tuples and predictions; anything else as it is."""
+        """Returns rows in the shape of the positions, also inside tuples and predictions; other values unchanged."""
         if isinstance(value, tuple):
             return tuple(map(self._whole, value))
-        if isinstance(value, Prediction):  # what scaled() returns
+        if isinstance(value, Prediction):  # from scaled()
             return PredictionAtPositions(value, self.latent)
         has_rows = isinstance(value, Tensor) and value.shape[:1] == self.latent.rows.mean.shape[:1]
         return self.places.whole(value) if has_rows else value

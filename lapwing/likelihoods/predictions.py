@@ -1,8 +1,8 @@
-"""What all predictions offer: the distribution of y at B inputs, of labels or of real values.
+"""Base classes of predictions: the distribution of y at B inputs, of labels or of real values.
 
-B inputs, C outputs, S draws. Everything is differentiable in the latent's mean and variance (samples of labels aside).
-Where randomness is needed and `generator` is None, a generator with seed 0 is made on the latent's device: the same
-call gives the same answer, so pass a generator of your own for fresh draws.
+B inputs, C outputs, S draws. All results except samples of labels are differentiable in the latent's mean and variance.
+If a method draws and `generator` is None, it uses a new generator with seed 0 on the latent's device, so the same call
+gives the same result. Pass a generator to get different draws.
 """
 
 from __future__ import annotations
@@ -23,15 +23,30 @@ from ..linalg import check_draws, seeded
 
 
 class Prediction(ABC):
-    """The distribution of y at B inputs. A new one extends `DiscretePrediction` or `RealPrediction`."""
+    """The distribution of y at B inputs. A new prediction extends `DiscretePrediction` or `RealPrediction`."""
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets at every input, (B,)."""
+        """Returns the log density of the targets at every input, (B,).
+
+        Args:
+            targets: y at every input, (B, C), or (B,) for one output or for labels.
+
+        Raises:
+            LapwingError: if targets have a wrong shape, dtype or value.
+        """
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y n times at every input; the first axis is n."""
+        """Draws y n times at every input; the first axis is n.
+
+        Args:
+            n: number of draws.
+            generator: random generator; None means seed 0.
+
+        Raises:
+            LapwingError: if `n` is below 1.
+        """
 
     @abstractmethod
     def distribution(self) -> dist.Distribution:
@@ -40,27 +55,27 @@ class Prediction(ABC):
     @property
     @abstractmethod
     def point(self) -> Tensor:
-        """The single y that stands for the prediction, in the form of targets: the likeliest class, or the mean."""
+        """The single best y in the form of targets: the most probable class, or the mean."""
 
     @abstractmethod
     def uncertainty(self, score: str = "entropy") -> Tensor:
-        """Returns one number for each input, (B,), that is larger where the prediction is less sure.
+        """Returns one value per input, (B,), larger for less certain predictions.
 
         Args:
-            score: "entropy", or "confidence" for 1 minus the largest probability, where y is discrete.
+            score: for discrete y "entropy", or "confidence" for 1 minus the largest probability.
         """
 
     @abstractmethod
     def summary(self) -> dict[str, Tensor]:
-        """Returns what a deployed network returns, by name: plain functions of the latent's means and variances."""
+        """Returns the outputs of a deployed network by name, as functions of the latent's means and variances."""
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns what metrics compare, by name, rows in the order of the inputs; checks the targets."""
+        """Returns the tensors for metrics by name, with rows in the order of the inputs; checks the targets."""
         return {"log_prob": self.log_prob(targets)}
 
 
 class DiscretePrediction(Prediction):
-    """The distribution of labels: probabilities in place of a mean and a variance."""
+    """The distribution of labels, given by probabilities."""
 
     @property
     @abstractmethod
@@ -70,12 +85,12 @@ class DiscretePrediction(Prediction):
     @property
     @abstractmethod
     def classes(self) -> Tensor:
-        """The likeliest labels, int64."""
+        """The most probable labels, int64."""
 
     @property
     @abstractmethod
     def confidence(self) -> Tensor:
-        """Probability of the likeliest labels, (B,)."""
+        """Probability of the most probable labels, (B,)."""
 
     @abstractmethod
     def entropy(self) -> Tensor:
@@ -86,10 +101,10 @@ class DiscretePrediction(Prediction):
         return self.classes
 
     def scaled(self, mean: Any = 0.0, std: Any = 1.0) -> NoReturn:
-        """Raises: labels have no units."""
+        """Raises an error, because labels have no units."""
         raise LapwingError(
-            f"scaled() is for predictions of real values, and {type(self).__name__} is of labels, which have no units. "
-            "Leave it out."
+            f"scaled() is for predictions of real values, and {type(self).__name__} predicts labels, which have no "
+            "units. Leave it out."
         )
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
@@ -107,7 +122,7 @@ class DiscretePrediction(Prediction):
 
 
 class RealPrediction(Prediction):
-    """The distribution of real values or counts: a mean, variances and intervals."""
+    """The distribution of real values or counts, with a mean, variances and intervals."""
 
     @property
     @abstractmethod
@@ -117,16 +132,23 @@ class RealPrediction(Prediction):
     @property
     @abstractmethod
     def epistemic_variance(self) -> Tensor:
-        """Variance of y that comes from the weights, (B, ...): it shrinks with data."""
+        """Variance of y due to uncertain weights, (B, ...), which decreases with more data."""
 
     @property
     @abstractmethod
     def aleatoric_variance(self) -> Tensor:
-        """Variance of y that comes from noise, (B, ...): it does not shrink with data."""
+        """Variance of y due to noise, (B, ...), which does not decrease with more data."""
 
     @abstractmethod
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the central interval that holds y with probability `level`, each (B, ...)."""
+        """Returns the lower and upper end of the central interval that holds y with probability `level`, each (B, ...).
+
+        Args:
+            level: probability in (0, 1), for each output separately.
+
+        Raises:
+            LapwingError: if `level` is not in (0, 1).
+        """
 
     @property
     def variance(self) -> Tensor:
@@ -143,18 +165,18 @@ class RealPrediction(Prediction):
         return self.mean
 
     def scaled(self, mean: Any = 0.0, std: Any = 1.0) -> ScaledPrediction:
-        """Returns the prediction in the units of `mean + std * y`, where the network was trained on standardised y.
+        """Returns the prediction in the units of `mean + std * y`, for a network trained on standardised y.
 
         Args:
-            mean: a number, or one for each output, (C,): a tensor, an array or a list.
-            std: positive, in the same forms.
+            mean: mean of the original targets: a number, or one for each output (C,) as a tensor, an array or a list.
+            std: positive standard deviation of the original targets, in the same forms.
 
         Returns:
-            A prediction whose mean, variances, intervals, samples and densities are in the new units;
+            A prediction with mean, variances, intervals, samples and densities in the new units;
             `log p(mean + std y) = log p(y) - Σ_c log std_c`.
 
         Raises:
-            LapwingError: for counts, another shape, numbers that are not finite, or a std that is not positive.
+            LapwingError: if y is a count, if a shape is wrong, or if a number is not finite or a std is not positive.
 
         Example:
             >>> import torch, lapwing as lw
@@ -167,8 +189,8 @@ class RealPrediction(Prediction):
         """
         if self._is_discrete():
             raise LapwingError(
-                f"scaled() is for predictions of real values, and {type(self).__name__} is of counts here, which have "
-                "no other unit. Leave it out."
+                f"scaled() is for predictions of real values, and this {type(self).__name__} predicts counts, which "
+                "have no other unit. Leave it out."
             )
         shift, scale = (self._numbers_of(name, value) for name, value in (("mean", mean), ("std", std)))
         if not bool((scale > 0).all()):
@@ -176,11 +198,11 @@ class RealPrediction(Prediction):
         return ScaledPrediction(self, shift, scale)
 
     def _is_discrete(self) -> bool:
-        """Whether y takes whole numbers alone, and so has probabilities in place of a density."""
+        """Whether y has only discrete values, and so probabilities instead of a density."""
         return False
 
     def _numbers_of(self, name: str, value: Any) -> Tensor:
-        """Returns a number, or one for each output, as a tensor (C,) like the mean; (B,) predictions take a number."""
+        """Returns an argument of `scaled` as a tensor (C,), or () if the mean is (B,)."""
         outputs = self.mean.shape[1:]
         try:
             numbers = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
@@ -203,7 +225,7 @@ class RealPrediction(Prediction):
         return {"mean": self.mean, "variance": self.variance}
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns log densities (B,); means, standard deviations, ends of 90 % intervals and targets (B, ...)."""
+        """Returns log densities (B,), and means, standard deviations, ends of 90 % intervals and targets, (B, ...)."""
         lower, upper = self.interval(0.9)
         values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper}
         return {**super().for_metrics(targets), **values, "y": targets.reshape(self.mean.shape)}
@@ -211,12 +233,12 @@ class RealPrediction(Prediction):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaledPrediction(RealPrediction):
-    """A prediction of y in the units of `shift + scale * y`: what `scaled` returns.
+    """A prediction of y in the units of `shift + scale * y`, made by `scaled`.
 
     Args:
-        prediction: of y in the units of the network.
-        shift: (C,), and () where the prediction is (B,).
-        scale: positive, in the same shape.
+        prediction: prediction of y in the units of the network.
+        shift: offset (C,), or () if the prediction is (B,).
+        scale: positive factor, in the same shape.
     """
 
     prediction: RealPrediction
@@ -236,33 +258,27 @@ class ScaledPrediction(RealPrediction):
         return self.scale.square() * self.prediction.aleatoric_variance
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the central interval that holds y with probability `level`, each (B, ...)."""
         low, high = self.prediction.interval(level)
         return self._moved(low), self._moved(high)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets, (B,): `log p((y - shift) / scale) - Σ_c log scale_c`.
-
-        Raises:
-            LapwingError: for targets that the prediction does not take.
-        """
+        """Returns the log density of the targets, (B,): `log p((y - shift) / scale) - Σ_c log scale_c`."""
         shape = self.prediction.mean.shape
         targets, logs = as_targets(targets, self.shift.device), self.scale.log().expand(shape)
         if isinstance(targets, Tensor) and targets.numel() == shape.numel() and targets.shape[:1] == shape[:1]:
             moved = (targets.reshape(shape).to(self._dtype(targets)) - self.shift) / self.scale
-            targets, logs = moved.reshape(targets.shape), logs.masked_fill(moved.isnan(), 0.0)  # those have no density
+            targets, logs = moved.reshape(targets.shape), logs.masked_fill(moved.isnan(), 0.0)  # missing targets
         values = self.prediction.log_prob(targets)
         return values - logs.reshape(*values.shape, -1).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y n times at every input, (n, B, ...)."""
         return self._moved(self.prediction.sample(n, generator))
 
     def distribution(self) -> dist.Distribution:
-        """Returns `torch.distributions.TransformedDistribution` of the prediction's, with its shapes."""
+        """Returns a `torch.distributions.TransformedDistribution` with the shapes of the prediction's distribution."""
         base = self.prediction.distribution()
         shift, scale = self.shift, self.scale
-        if shift.ndim and base.event_shape != shift.shape:  # of a joint latent: all inputs and outputs in a row
+        if shift.ndim and base.event_shape != shift.shape:  # a joint latent: all inputs and outputs in one event
             shift, scale = (values.expand(self.mean.shape).flatten() for values in (shift, scale))
         move = dist.AffineTransform(shift, scale, event_dim=len(base.event_shape))
         return dist.TransformedDistribution(base, [move])
@@ -278,17 +294,17 @@ class ScaledPrediction(RealPrediction):
 
 
 def check_level(level: float) -> None:
-    """Raises where the level of an interval is not a number between 0 and 1."""
+    """Raises unless the level of an interval is a number between 0 and 1."""
     if not (isinstance(level, Real) and 0.0 < level < 1.0):
         raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
 
 
 @dataclass(frozen=True, eq=False)
 class MixturePrediction(RealPrediction):
-    """An equal mixture over draws of any `torch.distributions` family: what a new likelihood can return.
+    """An equal mixture over draws of any `torch.distributions` family, which a new likelihood can return.
 
     Args:
-        components: The distribution of y under each draw, batch shape (B, S).
+        components: distribution of y under each draw, with batch shape (B, S).
     """
 
     components: dist.Distribution
@@ -299,7 +315,7 @@ class MixturePrediction(RealPrediction):
             real = isinstance(components, dist.Distribution)
             batch = f", of batch shape {tuple(components.batch_shape)}" if real else ""
             raise LapwingError(
-                "MixturePrediction takes a distribution of torch.distributions with batch shape (inputs, draws). "
+                "MixturePrediction needs a distribution of torch.distributions with batch shape (inputs, draws). "
                 f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
                 "tensors (inputs, draws)."
             )
@@ -319,39 +335,30 @@ class MixturePrediction(RealPrediction):
         return self.components.mean.var(1, correction=0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the central interval that holds y with probability `level`, one output at a time.
+        """Returns the central interval of each output, by bisection of the mixture's distribution function.
 
-        By bisection of the mixture's distribution function. Families without one, with an infinite variance or with a
-        support that ends near the mean take at least 4096 draws of y.
-
-        Args:
-            level: Probability in (0, 1).
-
-        Returns:
-            Lower and upper ends, each (B, ...).
-
-        Raises:
-            LapwingError: if `level` is not in (0, 1).
+        Families without a distribution function, with an infinite variance or with a support that ends near the mean
+        use quantiles of at least 4096 draws of y instead.
         """
         check_level(level)
         tail = 0.5 * (1.0 - level)
         try:
             return self._quantile(tail), self._quantile(1.0 - tail)
-        except (NotImplementedError, ValueError):  # the latter from a family that checks more than its support
+        except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
             tails = self.mean.new_tensor([tail, 1.0 - tail])
             draws = self.components.batch_shape[1]
-            y = self._sampled(self.components, math.ceil(4096 / draws))  # (n, B, S, ...): as many of each component
+            y = self._sampled(self.components, math.ceil(4096 / draws))  # (n, B, S, ...): n of each component
             low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), tails, dim=0)
             return low, high
 
     def _is_discrete(self) -> bool:
         try:
             return getattr(self.components.support, "is_discrete", False)
-        except NotImplementedError:  # of a family that does not say
+        except NotImplementedError:  # the family defines no support
             return False
 
     def _quantile(self, probability: float) -> Tensor:
-        """Returns a quantile, (B, ...), within Cantelli's bound of the mean."""
+        """Returns a quantile, (B, ...), by bisection between Cantelli's bounds around the mean."""
         marginal, std = self.components, self.std
         while isinstance(marginal, dist.Independent):
             marginal = marginal.base_dist
@@ -359,7 +366,7 @@ class MixturePrediction(RealPrediction):
             raise ValueError("no finite variance")
         widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
         low, high = self.mean - widest * std, self.mean + widest * std
-        support = marginal.support  # asked here: torch.compile turns the check within `cdf` off for the whole process
+        support = marginal.support  # checked here, because torch.compile disables the check in `cdf` for the process
         if support is None or not bool((support.check(low.unsqueeze(1)) & support.check(high.unsqueeze(1))).all()):
             raise ValueError("ends beyond the support")
         for _ in range(60):
@@ -369,11 +376,6 @@ class MixturePrediction(RealPrediction):
         return high
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets at every input, (B,).
-
-        Raises:
-            LapwingError: for targets that are not one for each value of `mean`.
-        """
         targets = as_targets(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
             raise LapwingError(
@@ -383,12 +385,12 @@ class MixturePrediction(RealPrediction):
         return self.distribution().log_prob(targets.reshape(self.mean.shape))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, ...); `torch.distributions` takes no generator, so a fork of the global one is seeded."""
+        """Draws y, (n, B, ...); `torch.distributions` has no generator argument, so a fork of torch's is seeded."""
         check_draws("sample", "n", n, self.components.mean[..., 0].numel())
         return self._sampled(self.distribution(), n, generator)
 
     def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from a distribution under a seed."""
+        """Draws n times from a distribution, with a seed from the generator."""
         device = self.components.mean.device
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -396,6 +398,6 @@ class MixturePrediction(RealPrediction):
             return family.sample((n,))
 
     def distribution(self) -> dist.MixtureSameFamily:
-        """Returns `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
+        """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
         weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
         return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)

@@ -1,4 +1,4 @@
-"""The likelihoods that have a name, and which of their options files keep."""
+"""The registered likelihoods by name, and the options of a likelihood that files store."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .base import Likelihood
 Kind = TypeVar("Kind", bound=type[Likelihood])
 
 REGISTERED: dict[str, type[Likelihood]] = {}
-"""Names -> class."""
+"""Name -> class."""
 
 TUNED = ("noise_variance", "logit_temperature")
-"""Fields of likelihoods that are no options: posteriors and files keep them apart."""
+"""Fields of likelihoods that tuning chooses; posteriors and files store them separately from the options."""
 
 
 def options_of(likelihood: Likelihood) -> dict[str, Any]:
-    """Returns the options of a likelihood that are not at their default: all fields but the tuned numbers."""
+    """Returns the options of a likelihood that differ from their defaults: all fields except those in `TUNED`."""
     if not is_dataclass(likelihood):
         return {}
     options = {field.name: (getattr(likelihood, field.name), field.default) for field in fields(likelihood)}
@@ -34,22 +34,22 @@ def options_of(likelihood: Likelihood) -> dict[str, Any]:
 def register(kind: Kind) -> Kind:
     """Registers a class of likelihoods by its `name`: write `@register` above the class.
 
-    `lw.fit(..., likelihood="name")` and `lw.load` then find it, once the module that holds the class is imported. A
-    file stores the name and all fields of the likelihood, which are numbers, strings or tuples of them.
+    After the import of the module, `lw.fit(..., likelihood="name")` and `lw.load` find the class. A file stores the
+    name and all fields of the likelihood, which must be numbers, strings or tuples of them.
 
     Returns:
         The class.
 
     Raises:
-        LapwingError: for what is not a class of likelihoods, or a name that another class has.
+        LapwingError: if the argument is not a dataclass of likelihoods, or if another class has the name.
     """
     if not (isinstance(kind, type) and issubclass(kind, Likelihood) and is_dataclass(kind)):
         raise LapwingError(
-            f"register takes a frozen dataclass that extends Likelihood, not {shown(kind)}. Write @register above "
+            f"register needs a frozen dataclass that extends Likelihood, not {shown(kind)}. Write @register above "
             "@dataclass(frozen=True)."
         )
     _check_name(kind)
-    other = REGISTERED.get(kind.name, kind)  # of the same module and name where a notebook's cell runs again
+    other = REGISTERED.get(kind.name, kind)  # same module and class name if a notebook cell runs again
     if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise LapwingError(
             f"The name {kind.name!r} of {kind.__name__} belongs to {other.__module__}.{other.__qualname__}. Give the "
@@ -60,10 +60,10 @@ def register(kind: Kind) -> Kind:
 
 
 def resolve(likelihood: Any) -> Likelihood:
-    """Returns the likelihood of a registered name; an instance as it is.
+    """Returns a default instance for a registered name, or the given instance.
 
     Raises:
-        LapwingError: for an unknown name, a class in place of an instance, or anything else.
+        LapwingError: if the name is unknown, or the argument is a class or any other object.
 
     Example:
         >>> resolve("gaussian")
@@ -85,9 +85,9 @@ def resolve(likelihood: Any) -> Likelihood:
 
 
 def _check_name(kind: type[Likelihood]) -> None:
-    """Raises for a class without a name."""
+    """Raises if a class has no name."""
     if not isinstance(getattr(kind, "name", None), str):
         raise LapwingError(
-            f"The likelihood {kind.__name__} has no name. Write a text in the class: name: ClassVar[str] = "
+            f"The likelihood {kind.__name__} has no name. Add one to the class: name: ClassVar[str] = "
             f'"{kind.__name__.lower()}".'
         )

@@ -24,14 +24,14 @@ from .targets import aligned_targets, check_real_targets
 class RegressionPrediction(RealPrediction):
     """Real outputs at B inputs: the latent plus independent Gaussian noise.
 
-    A latent that holds weight draws makes an equal mixture of Gaussians, `1/S Σ_s N(f_s, σ² I)`; then `log_prob` and
-    `interval` are those of the mixture, and `mean` and `variance` its moments.
+    Weight draws give an equal mixture of Gaussians, `1/S Σ_s N(f_s, σ² I)`. Then `log_prob`, `interval`, `mean` and
+    `variance` are computed from this mixture.
 
     Args:
-        latent: The latent over outputs.
+        latent: the latent over outputs.
         noise_variance: σ², in squared units of y.
-        missing: Whether NaN stands for a target that is missing.
-        noise_ratios: r (C,), what multiplies σ² at each output; None for ones.
+        missing: whether a NaN target is missing.
+        noise_ratios: r (C,), factor of σ² at each output; None means ones.
     """
 
     latent: AnyLatent
@@ -45,17 +45,17 @@ class RegressionPrediction(RealPrediction):
 
     @property
     def epistemic_variance(self) -> Tensor:
-        """Variance of the latent, (B, C): it shrinks with data."""
+        """Variance of the latent, (B, C)."""
         return at_least_float32(self.latent.variance)
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """Variance of the noise, (B, C): it does not."""
+        """Variance of the noise, (B, C)."""
         return torch.zeros_like(self.mean) + self._noise
 
     @cached_property
     def _noise(self) -> Tensor:
-        """The noise variance of each output (C,), or (B, k) of k outputs that were selected at each input."""
+        """The noise variance of each output (C,), or (B, k) for k selected outputs of each input."""
         mean = self.mean
         noise = mean.new_full((mean.shape[-1],), self.noise_variance)
         if self.noise_ratios is None:
@@ -64,19 +64,7 @@ class RegressionPrediction(RealPrediction):
         return noise * (ratios[self.latent.outputs] if is_selected(self.latent) else ratios)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the central interval that holds y with probability `level`, one output at a time.
-
-        Exact: Gaussian quantiles, or for weight draws those of the mixture by bisection.
-
-        Args:
-            level: Probability in (0, 1).
-
-        Returns:
-            Lower and upper ends, each (B, C).
-
-        Raises:
-            LapwingError: if `level` is not in (0, 1).
-        """
+        """Returns the exact central interval of each output: Gaussian quantiles, or mixture quantiles by bisection."""
         check_level(level)
         draws = self._draws()
         if draws is None:
@@ -87,19 +75,12 @@ class RegressionPrediction(RealPrediction):
         return low, high
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets, one input at a time, (B,).
+        """Returns the log density of the targets for each input separately, (B,), in nats.
 
-        `log N(y; m, Σ + σ² I)` with the (C, C) covariance of the outputs of one input. Inputs are never coupled, also
-        not from a joint latent: for the joint density write `distribution().log_prob(y.flatten())`.
+        `log N(y; m, Σ + σ² I)` with the (C, C) covariance of the outputs of one input. A joint latent does not couple
+        inputs here: for the joint density write `distribution().log_prob(y.flatten())`.
 
-        Args:
-            targets: y, (B, C), or (B,) when C = 1.
-
-        Returns:
-            Log densities, (B,), in nats. Cost O(B C³), or O(S B C) for S weight draws, O(S² B C) for S linearised ones.
-
-        Raises:
-            LapwingError: for targets of a wrong shape or dtype, or not finite.
+        Cost: O(B C³), or O(S B C) for S weight draws, or O(S² B C) for S linearised draws.
         """
         mean, draws = self.mean, self._draws()
         targets = as_targets(targets, mean.device)
@@ -116,7 +97,7 @@ class RegressionPrediction(RealPrediction):
             columns = self.latent.factor.double()
             return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
         blocks, holes = self._blocks().double(), torch.zeros(())
-        if self.missing:  # those of zero residual and no variance but σ², whose density is divided out
+        if self.missing:  # give missing targets residual 0 and variance σ², and divide out their density
             noise = self._noise
             residual, volume = known_residuals(mean, targets, noise)
             blocks, targets = known_covariance(blocks, targets), mean + residual
@@ -126,7 +107,7 @@ class RegressionPrediction(RealPrediction):
         return (normal.log_prob(targets.double()) + holes).to(mean.dtype)
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns what metrics compare, by name; of targets that may be missing one row for each that is known."""
+        """Returns the tensors for metrics by name; if targets may be missing, one entry for each known target."""
         values = super().for_metrics(targets)
         if not self.missing:
             return values
@@ -134,18 +115,7 @@ class RegressionPrediction(RealPrediction):
         return {name: value if name == "log_prob" else value[known] for name, value in values.items()}
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, C): latent draws (joint across inputs where the latent is) plus fresh noise.
-
-        Args:
-            n: Number of draws.
-            generator: Source of randomness; None means seed 0.
-
-        Returns:
-            Draws, (n, B, C).
-
-        Raises:
-            LapwingError: if `n` is below 1.
-        """
+        """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""
         check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
@@ -157,24 +127,20 @@ class RegressionPrediction(RealPrediction):
 
         Returns:
             Batch shape (B,), event shape (C,): a Normal for one output, a MultivariateNormal for several, a
-            LowRankMultivariateNormal for linearised draws, a mixture for weight draws. From a joint latent batch shape
+            LowRankMultivariateNormal for linearised draws, a mixture for weight draws. A joint latent gives batch shape
             () and event shape (B·C,), inputs first.
         """
         mean, draws = self.mean, self._draws()
         if draws is not None:
             centres = draws.flatten(1) if self.latent.joint else draws.transpose(0, 1)  # (S, B·C) or (B, S, C)
-            noise = (
-                self._noise.to(centres.dtype).sqrt().repeat(centres.shape[-1] // len(self._noise)).expand_as(centres)
-            )
+            noise = self._noise_of_each(centres).sqrt().expand_as(centres)
             weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
             return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
         if has_factor(self.latent):
             factor = at_least_float32(self.latent.factor)
-            return (
-                self._low_rank(mean.flatten(), factor.flatten(0, 1))
-                if self.latent.joint
-                else self._low_rank(mean, factor)
-            )
+            if self.latent.joint:
+                return self._low_rank(mean.flatten(), factor.flatten(0, 1))
+            return self._low_rank(mean, factor)
         if self.latent.joint:
             size = mean.numel()
             covariance = at_least_float32(self.latent.covariance).reshape(size, size)  # (B, C, B, C) -> (B·C, B·C)
@@ -193,7 +159,7 @@ class RegressionPrediction(RealPrediction):
         return None if draws is None else at_least_float32(draws)
 
     def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:
-        """Returns `N(mean, F Fᵀ + σ² diag(r))`, whose density takes S x S matrices alone."""
+        """Returns `N(mean, F Fᵀ + σ² diag(r))`, with a density that needs only S x S matrices."""
         noise = self._noise_of_each(mean).expand_as(mean)
         return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
 
@@ -203,11 +169,11 @@ class RegressionPrediction(RealPrediction):
         return covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.latent.joint else covariance
 
     def _noisy(self, covariance: Tensor) -> Tensor:
-        """Adds the noise of each output, of each input and output where the covariance is of all of them."""
+        """Adds the noise variances to the diagonal of covariances (..., C, C) or (B·C, B·C)."""
         return covariance + self._noise_of_each(covariance).diag_embed()
 
     def _noise_of_each(self, values: Tensor) -> Tensor:
-        """Returns the noise variances in the dtype of values (..., C), or again and again for values (..., B·C)."""
+        """Returns the noise variances in the dtype of values (..., C), repeated B times for values (..., B·C)."""
         noise = self._noise.to(values.dtype)
         copies = values.shape[-1] // noise.shape[-1]
         return noise if copies == 1 else noise.repeat(copies)

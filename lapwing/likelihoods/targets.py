@@ -1,4 +1,4 @@
-"""Checks of labels and regression targets: messages count the bad values, point to one, and say what to write."""
+"""Checks of labels and regression targets. Messages count the bad values, show the first, and say what to write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import LapwingError
 
 
 def which_count(labels: Tensor, ignored: int) -> Tensor | None:
-    """Returns which labels are not the one that does not count, a mask of their shape; None where all of them are."""
+    """Returns a mask of the labels that differ from `ignored`; None if all of them do, or if they are not integers."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_meta:
         return None
     mask = labels.long() != ignored
@@ -20,12 +20,12 @@ def which_count(labels: Tensor, ignored: int) -> Tensor | None:
 def check_labels(
     name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor, ignored: int | None = None
 ) -> None:
-    """Checks integer class labels (B,) against outputs (B, C), as `check_real_targets` checks real ones.
+    """Checks integer class labels (B,) against outputs (B, C); arguments as for `check_real_targets`.
 
-    The label that does not count, if there is one, is accepted too.
+    The label `ignored` is accepted too, unless it is None.
 
     Raises:
-        LapwingError: for a wrong shape, device or dtype, NaN labels, or labels outside 0 to C - 1.
+        LapwingError: if labels have a wrong shape, device or dtype, are NaN, or are outside 0 to C - 1.
     """
     batch, classes = _batch_and_outputs(name, outputs_shape, device, labels, "labels")
     shape, dtype = tuple(labels.shape), labels.dtype
@@ -77,17 +77,17 @@ def check_labels(
 def check_real_targets(
     name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor, missing: bool = False
 ) -> None:
-    """Checks real targets (B, C) against outputs (B, C); (B,) is accepted when C = 1.
+    """Checks real targets (B, C), or (B,) if C = 1, against outputs (B, C).
 
     Args:
-        name: The likelihood's class name, for the message.
-        outputs_shape: Shape of the outputs.
-        device: Device of the outputs.
-        targets: The targets to check.
-        missing: Whether NaN stands for a target that is missing.
+        name: class name of the likelihood, for the message.
+        outputs_shape: shape of the outputs.
+        device: device of the outputs.
+        targets: the targets to check.
+        missing: whether a NaN target is missing, and so accepted.
 
     Raises:
-        LapwingError: for a wrong shape, device or dtype, or NaN or infinite targets.
+        LapwingError: if targets have a wrong shape, device or dtype, or are NaN or infinite.
     """
     check_target_shape(name, outputs_shape, device, targets)
     shape, dtype = tuple(targets.shape), targets.dtype
@@ -101,9 +101,9 @@ def check_real_targets(
         keep = "y.isfinite()" if targets.dim() == 1 else "y.isfinite().all(1)"
         holes = ""
         if not missing and bool(targets.isnan().any()):
-            holes = ", since this likelihood takes no missing targets"
+            holes = ", since this likelihood accepts no missing targets"
             if name in ("Gaussian", "RegressionPrediction.log_prob"):
-                holes = ", or write `lw.Gaussian(missing=True)` where NaN stands for a target that is missing"
+                holes = ", or write `lw.Gaussian(missing=True)` if NaN marks a missing target"
         raise LapwingError(
             f"{name} accepts finite targets, but {_where(bad, targets)} NaN or infinite. "
             f"Drop those rows with `keep = {keep}; x, y = x[keep], y[keep]`{holes}."
@@ -111,37 +111,37 @@ def check_real_targets(
 
 
 def check_counts(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
-    """Checks counts, whole numbers from 0 up as integers or floats, as `check_real_targets` checks real targets."""
+    """Checks counts, whole numbers from 0 up as integers or floats; arguments as for `check_real_targets`."""
     check_real_targets(name, outputs_shape, device, targets)
     bad = (targets < 0) | (targets != targets.round() if targets.is_floating_point() else targets < 0)
     if bool(bad.any()):
         raise LapwingError(
-            f"{name} accepts counts, whole numbers from 0 up, but {_where(bad, targets)} none. Write "
+            f"{name} accepts counts, whole numbers from 0 up, but {_where(bad, targets)} not counts. Write "
             '`likelihood="gaussian"` for real targets, or correct them.'
         )
 
 
 def _several_at_once(labels: Tensor) -> bool:
-    """Whether integer labels (B, C) are 0 and 1, and not one 1 in each row."""
+    """Whether integer labels (B, C) are 0 and 1, but not one-hot rows."""
     whole = not labels.dtype.is_floating_point and not labels.dtype.is_complex
     return whole and bool(((labels == 0) | (labels == 1)).all()) and bool((labels.sum(1) != 1).any())
 
 
 def _are_whole(targets: Tensor) -> bool:
-    """Whether real targets are whole numbers, as class labels are."""
+    """Whether all real targets are whole numbers, like class labels."""
     return not targets.is_meta and not targets.dtype.is_complex and bool((targets == targets.round()).all())
 
 
 def is_soft(outputs_shape: torch.Size, targets: Tensor) -> bool:
-    """Whether targets are class probabilities: floats of the shape of the outputs (B, C)."""
+    """Whether targets are class probabilities: floats in the shape of the outputs (B, C)."""
     return isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape == outputs_shape
 
 
 def check_class_probabilities(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
-    """Checks class probabilities (B, C): at least 0, rows that sum to 1 up to rounding.
+    """Checks that class probabilities (B, C) are at least 0 and that rows sum to 1 up to rounding.
 
     Raises:
-        LapwingError: for other values, or a wrong device.
+        LapwingError: if values are different, or are on a wrong device.
     """
     check_target_shape(name, outputs_shape, device, targets)
     rounding = 1e-2 if targets.dtype in (torch.float16, torch.bfloat16) else 1e-4
@@ -162,12 +162,12 @@ def check_binary_targets(
     soft: bool = False,
     missing: bool = False,
 ) -> None:
-    """Checks targets of 0 and 1, as bool, integers or floats, (B, C) against outputs (B, C); (B,) when C = 1.
+    """Checks targets of 0 and 1, as bool, integers or floats, (B, C), or (B,) if C = 1, against outputs (B, C).
 
-    With `soft` all numbers between are fine too, with `missing` NaN.
+    With `soft` numbers between 0 and 1 are accepted too, and with `missing` NaN.
 
     Raises:
-        LapwingError: for a wrong shape or device, complex or NaN targets, or values other than 0 and 1.
+        LapwingError: if targets have a wrong shape or device, are complex or NaN, or are not 0 and 1.
     """
     check_target_shape(name, outputs_shape, device, targets)
     if targets.dtype == torch.bool:
@@ -204,15 +204,12 @@ def check_binary_targets(
 
 
 def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Returns targets in the shape, device and dtype of outputs (B, C), (B,) as (B, 1); never broadcasts.
+    """Returns targets (B, C), or (B,) if C = 1, in the shape, device and dtype of outputs (B, C); never broadcasts.
 
     Args:
-        name: The likelihood's class name, for the message.
-        outputs: Network outputs, (B, C).
-        targets: Targets, (B, C), or (B,) when C = 1.
-
-    Returns:
-        Targets, (B, C).
+        name: class name of the likelihood, for the message.
+        outputs: network outputs, (B, C).
+        targets: targets, (B, C), or (B,) if C = 1.
 
     Raises:
         LapwingError: if the shapes do not fit.
@@ -223,7 +220,7 @@ def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def check_target_shape(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
-    """Raises unless there is one target for each output: (B, C), or (B,) when C = 1."""
+    """Raises unless the targets have one entry for each output: shape (B, C), or (B,) if C = 1."""
     batch, outputs = _batch_and_outputs(name, outputs_shape, device, targets, "targets")
     shape, dtype = tuple(targets.shape), targets.dtype
     if shape != (batch, outputs) and not (outputs == 1 and shape == (batch,)):
@@ -250,7 +247,7 @@ def check_target_shape(name: str, outputs_shape: torch.Size, device: torch.devic
 def _batch_and_outputs(
     name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor, word: str
 ) -> tuple[int, int]:
-    """Returns (B, C) of the outputs after the checks that labels and real targets share."""
+    """Returns B and C of the outputs, after the checks that labels and real targets share."""
     if not isinstance(targets, Tensor):
         raise LapwingError(
             f"{name} accepts {word} as a tensor. They are a {type(targets).__name__}. Write `torch.as_tensor(y)`."
@@ -264,13 +261,13 @@ def _batch_and_outputs(
     if len(outputs_shape) != 2:
         raise LapwingError(
             f"{name} accepts outputs of shape (B, C). The outputs have shape {tuple(outputs_shape)}, the {word} "
-            f"{tuple(targets.shape)}. Make positions rows: `f.reshape(-1, C)`, and reshape y likewise."
+            f"{tuple(targets.shape)}. Write positions as rows, `f.reshape(-1, C)`, and reshape y in the same way."
         )
     return outputs_shape[0], outputs_shape[1]
 
 
 def _where(bad: Tensor, values: Tensor) -> str:
-    """Says how many values are bad, of what shape and dtype, and where the first one is; ends before the adjective."""
+    """Returns a text with the number of bad values, shape, dtype and the first of them; an adjective must follow it."""
     first = int(bad.flatten().to(torch.uint8).argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), bad.shape))
     place = index[0] if len(index) == 1 else index
@@ -281,7 +278,7 @@ def _where(bad: Tensor, values: Tensor) -> str:
 
 
 def _range_line(labels: Tensor, bad: Tensor, classes: int) -> str:
-    """Says what to write for labels out of range, from the commonest causes."""
+    """Returns the line to write for labels out of range, for the most common causes."""
     low, high = int(labels.min()), int(labels.max())
     wrong = labels[bad]
     if bool((wrong == -100).all()):

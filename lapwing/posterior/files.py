@@ -148,12 +148,10 @@ def _check_format(path: str | os.PathLike[str], version: Any) -> None:
     if type(version) is not int or version < 1:
         raise ValueError("its format is unknown")
     if version != FORMAT:
-        age, line = "newer", "Install a newer one with pip install -U lapwing"
+        line = f"newer than the {FORMAT} that this version reads. Install a newer one with pip install -U lapwing."
         if version < FORMAT:
-            age, line = "older", "Fit again and write it with posterior.save(path)"
-        raise LapwingError(
-            f"The file {_shown(path)} has format {version}, {age} than the {FORMAT} that this version reads. {line}."
-        )
+            line = f"older than the {FORMAT} that this version reads. Fit again and write it with posterior.save(path)."
+        raise LapwingError(f"The file {_shown(path)} has format {version}, {line}")
 
 
 def _unwritable(path: Any, error: Exception) -> LapwingError:

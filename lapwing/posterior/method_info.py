@@ -40,7 +40,7 @@ class MethodInfo:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MethodInfo:
-        """Returns the record from a dict of `dataclasses.asdict`; ignores unknown keys, and missing keys have defaults."""
+        """Returns the record from a dict of `dataclasses.asdict`. Ignores unknown keys; missing keys have defaults."""
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         if known.get("first_samples") is not None:
             known["first_samples"] = tuple(known["first_samples"])

@@ -70,7 +70,6 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     write_safetensors(path, tensors, header)
 
 
-
 def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Checks the shapes and dtypes of the tensors, that they are finite, and that δ, σ², T and τ are positive.
 

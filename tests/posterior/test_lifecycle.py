@@ -179,7 +179,7 @@ def test_results_do_not_share_memory_with_the_posterior() -> None:
     identical(posterior, same, x, y)
 
 
-# --- a method from outside the package -------------------------------------------------------------------------------------------
+# --- a method from outside the package -------------------------------------------------------------------------------
 @dataclass
 class SquaredSum(State):
     diagonal: Tensor
@@ -334,7 +334,6 @@ def test_a_loader_with_a_length_is_not_read_for_counting() -> None:
     assert seen == [0, 1, 2, 0, 1, 2]  # the survey, and the step
 
 
-
 @dataclass(frozen=True)
 class NoPass(lw.Method):
     """A method that reads no data and returns the prior."""
@@ -472,7 +471,6 @@ def test_copies_and_pickles_while_threads_draw_weights(name: str) -> None:
     in_threads(work, 6)
 
 
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 def test_a_process_forked_while_another_thread_runs_the_network() -> None:
     """The child process does not have this thread, must not wait for its lock, and gives the same answers."""
@@ -525,7 +523,6 @@ def test_pickles_do_not_grow_with_use(method: Any) -> None:
     before = len(pickle.dumps(posterior))
     posterior.latent(x).covariance.sum()
     assert len(pickle.dumps(posterior)) < 1.01 * before
-
 
 
 def test_a_likelihood_from_outside_loads_once_it_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

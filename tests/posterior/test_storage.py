@@ -82,7 +82,6 @@ def test_tensors_and_header_come_back(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-
 def test_a_posterior_is_not_copied_to_be_saved(tmp_path: Path) -> None:
     tensors = {f"{i}": torch.ones(2**18) for i in range(8)}
     tracemalloc.start()
@@ -154,7 +153,6 @@ def test_modes_and_links(tmp_path: Path) -> None:
     refused(lambda: files.write_safetensors(tmp_path / "pipe", {}, {}), "is not an ordinary file")
 
 
-
 def test_a_header_that_is_no_json_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     files.write_safetensors(path, {"a": torch.ones(2)}, {})
@@ -163,7 +161,6 @@ def test_a_header_that_is_no_json_leaves_the_old_file(tmp_path: Path) -> None:
         refused(lambda value=value: files.write_safetensors(path, {"a": torch.ones(2)}, {"x": value}), "JSON")
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
 
 
 def test_places_that_cannot_be_written(saved: Path) -> None:
@@ -186,7 +183,6 @@ def test_a_flipped_bit_of_any_byte_is_noticed(saved: Path) -> None:
     for i in range(0, len(data), 61):
         saved.write_bytes(data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :])
         refused(lambda: lw.load(saved, model), str(saved), "damaged")
-
 
 
 def test_foreign(tmp_path: Path) -> None:
@@ -408,7 +404,6 @@ def test_a_file_does_not_depend_on_the_order_of_its_tensors(tmp_path: Path) -> N
     files.write_safetensors(tmp_path / "one", tensors, {})
     files.write_safetensors(tmp_path / "other", dict(reversed(tensors.items())), {})
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
-
 
 
 def test_every_option_of_a_registered_likelihood_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
