@@ -132,7 +132,7 @@ class Gaussian(Likelihood):
         return -0.5 * ((residual.square() / noise).sum(-1) + volume)
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns weighted float64 sums: count of known targets, `Σ (y - f)²/r`, `Σ y²/r`, and with ratios `Σ log r`."""
+        """Returns weighted float64 sums: number of known y, `Σ (y - f)²/r`, `Σ y²/r`, and with ratios `Σ log r`."""
         outputs = doubled(outputs)
         values = aligned_targets("Gaussian", outputs, targets)
         known = ~values.isnan()

@@ -1,4 +1,4 @@
-"""Stand-ins for the latent types, written out densely, and Gauss-Hermite integrals to compare links with."""
+"""Dense replacements for the latent types, and Gauss-Hermite integrals as references for links."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FakeLatent:
 
 @dataclass
 class MarginalLatent:
-    """A latent that has no covariance at all: what touches more than mean and variance fails."""
+    """A latent without a covariance: code that reads more than mean and variance fails."""
 
     mean: torch.Tensor
     variance: torch.Tensor

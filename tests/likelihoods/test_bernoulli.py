@@ -46,7 +46,7 @@ def of_variances(mean, variance) -> Latent:
 
 
 def marginal(mean, std) -> Latent:
-    """One output an input, of these means and standard deviations."""
+    """Return a latent with one output per input, from means and standard deviations."""
     mean, variance = torch.tensor(mean, dtype=F64)[:, None], torch.tensor(std, dtype=F64)[:, None] ** 2
     return of_variances(mean, variance)
 
@@ -61,22 +61,6 @@ class TestQuadrature:
         found = Bernoulli().predict(marginal(means, stds), Quadrature(nodes)).probs[:, 0]
         for p, (m, s) in zip(found.tolist(), GRID, strict=True):
             assert p == pytest.approx(integral(sigmoid, m, s), abs=tolerance, rel=0), (m, s)
-
-    def test_gauss_hermite_fails_where_it_does_not(self):
-        """Why there is a rule of our own: 64 nodes at a standard deviation of 1000 are 0.04 off."""
-        import numpy as np
-
-        points, weights = np.polynomial.hermite_e.hermegauss(64)
-        s = 1000.0
-        errors, ours = [], []
-        for m in (20.0, 50.0, 100.0, 150.0):
-            exact = integral(sigmoid, m, s)
-            errors.append(
-                abs(sum(w * sigmoid(m + s * z) for z, w in zip(points, weights, strict=True)) / weights.sum() - exact)
-            )
-            ours.append(abs(float(Bernoulli().predict(marginal([m], [s])).probs) - exact))
-        assert max(errors) > 0.02
-        assert max(ours) < 1e-7
 
     @pytest.mark.parametrize(
         ("mean", "std"), [(-60.0, 1e-3), (-60.0, 3.0), (-400.0, 10.0), (-30.0, 5.0), (-800.0, 1.0)]
@@ -220,8 +204,6 @@ class TestPrediction:
         assert torch.equal(answers, prediction.sample(40_000))
         assert not torch.equal(answers, prediction.sample(40_000, torch.Generator().manual_seed(1)))
         torch.testing.assert_close(answers.double().mean(0), prediction.probs, atol=0.0125, rtol=0)
-        with pytest.raises(LapwingError, match="n=0"):
-            prediction.sample(0)
 
     def test_answers_of_a_joint_latent_are_drawn_together(self):
         latent = FakeLatent(
@@ -286,7 +268,7 @@ class TestPrediction:
 
 
 class TestFits:
-    """A fit with one logit is a fit with two, where the weights of the first stand still."""
+    """A fit with one logit equals a fit with two logits of which the first is fixed at 0."""
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -305,14 +287,14 @@ class TestFits:
             tune = lw.Validation([(x[:15], y[:15])])
         loader = [(x[:25], y[:25]), (x[25:], y[25:])]
         binary = lw.fit(one, loader, method, likelihood="bernoulli", tune=tune)
-        if method != lw.Full():  # others see another number of rows or another factor
+        if method != lw.Full():  # other methods have other rows or factors for two logits
             assert binary.predict(x).probs.shape == (40, 1)
             return
         loader = [(x, y.long()) for x, y in loader]
         if isinstance(tune, lw.Validation):
             tune = lw.Validation([(x[:15], y[:15].long())])
         classes = lw.fit(one, loader, method, likelihood="categorical", forward=two, tune=tune)
-        rough = 1e-6 if isinstance(tune, lw.Evidence) else 0.3  # the others score by the default links, which differ
+        rough = 1e-6 if isinstance(tune, lw.Evidence) else 0.3  # other tunings use the default links, which differ
         assert math.log(binary.prior_precision) == pytest.approx(math.log(classes.prior_precision), abs=rough)
         classes = classes.with_prior(binary.prior_precision)
         torch.testing.assert_close(binary.latent(x).variance[:, 0], classes.latent(x).variance[:, 1])

@@ -127,12 +127,12 @@ def test_fisher_root_is_a_root_of_the_expected_hessian(likelihood):
 )
 def test_fisher_parts_make_up_the_fisher_information(likelihood):
     outputs, _ = outputs_and_targets(likelihood)
-    root, (diagonal, beside) = likelihood.fisher_root(outputs), likelihood.fisher_parts(outputs)
-    fisher = torch.zeros_like(root) if beside is None else -beside[:, :, None] * beside[:, None, :]
+    root, (diagonal, column) = likelihood.fisher_root(outputs), likelihood.fisher_parts(outputs)
+    fisher = torch.zeros_like(root) if column is None else -column[:, :, None] * column[:, None, :]
     torch.testing.assert_close(fisher.diagonal_scatter(diagonal, 0, 1, 2), root @ root.mT)
 
 
-def test_fisher_parts_of_a_sure_network_keep_their_digits_in_float32():
+def test_fisher_parts_of_a_confident_network_are_accurate_in_float32():
     outputs = torch.tensor([[20.0, 0.0, -1.0]])
     diagonal, _ = Categorical().fisher_parts(outputs)
     exact, _ = Categorical().fisher_parts(outputs.double())
@@ -140,7 +140,7 @@ def test_fisher_parts_of_a_sure_network_keep_their_digits_in_float32():
 
 
 @pytest.mark.parametrize("classes", [1, 2, 3, 10])
-def test_a_root_of_classes_has_a_column_less_than_there_are_classes(classes):
+def test_the_root_of_c_classes_has_c_minus_1_columns(classes):
     outputs = 3 * torch.randn(5, classes, dtype=F64)
     root, p = Categorical().fisher_root(outputs), outputs.softmax(-1)
     assert root.shape == (5, classes, max(1, classes - 1))
@@ -148,8 +148,8 @@ def test_a_root_of_classes_has_a_column_less_than_there_are_classes(classes):
 
 
 @pytest.mark.parametrize("outputs", [(20, 0, -1), (0, 20, -1), (-1, 0, 20), (20, 0), (0, 20), (60, 0, 3, 1)])
-def test_a_root_of_a_sure_network_keeps_its_digits_in_float32(outputs):
-    """Relative to the square roots of the diagonal, as a fit with another scale for each logit has it."""
+def test_the_root_of_a_confident_network_is_accurate_in_float32(outputs):
+    """The error is relative to the square roots of the diagonal: every logit may have its own scale."""
     outputs = torch.tensor([outputs], dtype=F64)
     roots, p = Categorical().fisher_root(outputs.float())[0].double(), outputs[0].softmax(-1)
     others = torch.stack([torch.cat([p[:c], p[c + 1 :]]).sum() for c in range(len(p))])
@@ -161,7 +161,7 @@ def test_a_root_of_a_sure_network_keeps_its_digits_in_float32(outputs):
 
 @pytest.mark.parametrize("outputs", [(1e4, 0, -1e4), (-1e4, 0, 1e4), (0, 0, -1e4), (-1e4, 0, 0), (-math.inf, 0, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
-def test_classes_of_no_probability_add_zeros_to_a_root(outputs, dtype):
+def test_classes_with_probability_0_add_zeros_to_the_root(outputs, dtype):
     outputs = torch.tensor([outputs], dtype=dtype)
     roots, p = Categorical().fisher_root(outputs)[0].double(), outputs[0].double().softmax(-1)
     bound = torch.finfo(dtype).eps
@@ -170,7 +170,7 @@ def test_classes_of_no_probability_add_zeros_to_a_root(outputs, dtype):
 
 @ALL
 def test_sampled_root_has_the_right_expectation(likelihood):
-    """100 000 draws; the tolerance is six standard errors of what was drawn, entry by entry."""
+    """100 000 draws; the tolerance of each entry is six standard errors of the draws."""
     outputs, _ = outputs_and_targets(likelihood, batch=2)
     many = outputs.repeat_interleave(100_000, 0)
     column = likelihood.sampled_fisher_root(many, torch.Generator().manual_seed(1))
@@ -271,7 +271,7 @@ def test_noise_variance():
         lambda g: g.predict(random_latent()),
     ],
 )
-def test_untuned_noise_is_refused_where_a_number_is_needed(use):
+def test_functions_that_need_the_noise_variance_refuse_untuned_noise(use):
     with pytest.raises(
         LapwingError, match=r"noise_variance=None is still to be tuned. Write Gaussian\(noise_variance=0.1\)"
     ):
@@ -315,7 +315,7 @@ def test_a_class_that_extends_gaussian_stays_itself_when_its_noise_is_tuned():
     assert Measured(0.5).with_noise_variance(0.1) == Measured(0.1)
 
 
-def test_what_cannot_be_registered():
+def test_register_refuses_other_objects():
     @dataclass(frozen=True)
     class Other(Counts):
         name: ClassVar[str] = "categorical"
@@ -355,7 +355,7 @@ def test_a_root_of_another_shape_is_refused(monkeypatch, shape):
 
 
 def test_a_sampled_root_of_another_shape_is_refused(monkeypatch):
-    """More than 1 000 outputs have a sampled one."""
+    """Fits with more than 1 000 outputs use the sampled root."""
     monkeypatch.setattr(Counts, "fisher_root", lambda self, outputs: outputs)
     x, message = torch.randn(9, 2), r"sampled_fisher_root of Counts returned .* must return \(B, C, 1\)"
     with pytest.raises(LapwingError, match=message):
@@ -387,7 +387,7 @@ def test_an_added_likelihood_predicts():
 
 
 def test_scores_are_residuals():
-    """∇_f log p(y|f): (y - f)/σ², e_y - p and y - p; also where the caller has gradients off; targets are checked."""
+    """∇_f log p(y|f): (y - f)/σ², e_y - p and y - p, also under no_grad; targets are checked."""
     outputs = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels, real, answers = torch.tensor([0, 2, 1, 1, 0]), outputs.flip(0), torch.eye(5, 3).bool()
     eye = torch.eye(3, dtype=torch.float64)

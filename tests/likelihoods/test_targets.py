@@ -1,4 +1,4 @@
-"""Every label and target error: what it counts, where it points, and what it says to write."""
+"""Messages of every label and target error: count of bad values, index of the first, and line to write."""
 
 from __future__ import annotations
 
