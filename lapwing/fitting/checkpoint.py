@@ -74,14 +74,7 @@ class Checkpoint:
             raise LapwingError(
                 f"checkpoint={shown(path)} {what}. Write checkpoint={os.path.join(path, 'fit.safetensors')!r}."
             )
-        try:
-            self._target = place_of(path)[0]
-        except LapwingError:
-            raise
-        except (OSError, ValueError) as error:  # a name that is too long, or with NUL in it
-            raise LapwingError(
-                f"checkpoint={shown(path)} is no path that can be written to. Write checkpoint='fit.safetensors'."
-            ) from error
+        self._target = place_of(path)[0]
         self.path, self._every = os.fspath(path), every
         self._fit: dict[str, Any] = {}
         self._passes: list[SavedPass] = []  # finished in this call or an earlier one
