@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lapwing.covariance.positions import Described
+
 
 @dataclass
-class FakeLatent:
+class FakeLatent(Described):
     """A Gaussian with covariance (B, C, C), or (B, C, B, C) when joint."""
 
     mean: torch.Tensor
@@ -40,7 +42,7 @@ class FakeLatent:
 
 
 @dataclass
-class MarginalLatent:
+class MarginalLatent(Described):
     """A latent without a covariance: code that reads more than mean and variance fails."""
 
     mean: torch.Tensor
@@ -55,7 +57,7 @@ class MarginalLatent:
 
 
 @dataclass
-class FakeDraws:
+class FakeDraws(Described):
     """Outputs under weight draws (S, B, C)."""
 
     draws: torch.Tensor
