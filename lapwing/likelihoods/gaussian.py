@@ -104,7 +104,7 @@ class Gaussian(Likelihood):
         if len(self.noise_ratios) != like.shape[-1]:
             raise LapwingError(
                 f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
-                f"{tuple(like.shape)}. Pass one variance for each of {like.shape[-1]} outputs."
+                f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs."
             )
         return like.new_tensor(self.noise_ratios)
 

@@ -88,6 +88,6 @@ def _check_name(kind: type[Likelihood]) -> None:
     """Raises if a class has no name."""
     if not isinstance(getattr(kind, "name", None), str):
         raise LapwingError(
-            f"The likelihood {kind.__name__} has no name. Add one to the class: name: ClassVar[str] = "
+            f"The likelihood {kind.__name__} has no name. Write one in the class: name: ClassVar[str] = "
             f'"{kind.__name__.lower()}".'
         )

@@ -113,7 +113,7 @@ def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lw.Gaussian([0.1, 0.0]), "positive finite numbers"),
+        (lambda: lw.Gaussian([0.1, 0.0]), "positive finite number"),
         (lambda: lw.Gaussian([0.1, 0.2], noise_ratios=[1.0, 2.0]), "Leave noise_ratios out"),
         (lambda: lw.Gaussian(NOISE).check(torch.zeros(4, 3), torch.zeros(4, 3)), "one for each of 3 outputs"),
     ],
