@@ -320,7 +320,7 @@ def test_an_empty_loader(posterior: lw.Posterior) -> None:
     refused(
         lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=[]),
         "0 samples",
-        "the fit saw 8",
+        "the fit had 8",
         "loader",
     )
 
@@ -777,7 +777,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
             ("{'4': 1.0}", "no block", "the blocks are 0, 2", "{'0': 1.0}"),
         ),
         ("prior_precision", {"*": 0.0}, ("prior_precision['*']=0.0", "positive", "{'*': 1.0}")),
-        ("prior_precision", {"0": 1.0}, ("no number for 2.", "'*': 1.0")),
+        ("prior_precision", {"0": 1.0}, ("no value for 2.", "'*': 1.0")),
     ],
 )
 def test_options_of_fit(option: str, value: Any, parts: tuple[str, ...]) -> None:

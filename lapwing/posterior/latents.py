@@ -75,7 +75,7 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
             )
     elif latent.mean.shape[1] != via.width(tangent.outputs):
         raise LapwingError(
-            f"{type(tangent.model).__name__} had {tangent.outputs} outputs in the fit, and these inputs, "
+            f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
             f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "
             "inputs, and write a single sample as x[None]."
         )

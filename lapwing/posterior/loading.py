@@ -66,6 +66,11 @@ def load(
         >>> torch.equal(again.predict(x).probs, posterior.predict(x).probs)
         True
     """
+    if isinstance(path, nn.Module) or not isinstance(path, (str, os.PathLike)):
+        raise LapwingError(
+            f"The first argument of lw.load is a {type(path).__name__}. Pass the path of a file, and then the network: "
+            "write lw.load('posterior.safetensors', model)."
+        )
     tensors, header = read_safetensors(path)
     if "checkpoint" in header:
         raise LapwingError(

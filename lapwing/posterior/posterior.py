@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,6 @@ from ..linalg import check_memory
 from ..network.entry import full_precision, outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp
-from ..options import check_argument, integer
 from ..prediction import Way
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
@@ -333,8 +333,12 @@ class Posterior:
         Raises:
             LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.
         """
-        check_argument("sample", "n", n, integer(1, 2**63), "5")
-        check_argument("sample", "seed", seed, integer(0, 2**63), "0")
+        for name, value, low in (("n", n, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value < 2**63:
+                raise LapwingError(
+                    f"{name}={shown(value)} is not a whole number from {low} to 2**63 - 1. Write "
+                    "posterior.sample(5, seed=0)."
+                )
         self._check_network()
         check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
