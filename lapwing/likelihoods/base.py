@@ -67,7 +67,7 @@ class Likelihood(Options, ABC):
     selects_outputs: ClassVar[bool] = False
     """Whether `predict` accepts the latent of selected outputs, as from `lw.Linearized(outputs=10)`."""
     has_closed_width: ClassVar[bool] = False
-    """Whether y is Gaussian around f, so that `lw.Validation` computes the best factor of its variance in closed form."""
+    """Whether y is Gaussian around f, so `lw.Validation` computes the best factor of its variance in closed form."""
     one_output_per_target: ClassVar[bool] = True
     """Whether output c of the network is for component c of y."""
 
