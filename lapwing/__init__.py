@@ -28,25 +28,24 @@ from .methods import (
     ELLA,
     KFAC,
     SWAG,
-    AlphaDivergence,
-    ClosedForm,
-    ConjugateGradients,
     Diagonal,
     Full,
-    InducingPoints,
     MeanField,
     Method,
-    NaturalGradient,
     OptimalSubspace,
-    SampledLLA,
     SubsetOfData,
     SubsetOfWeights,
     TemperatureScaling,
-    VaLLA,
-    VariationalBound,
 )
+from .methods.sampled_lla import SampledLLA
+from .methods.sampled_lla.conjugate_gradients import ConjugateGradients
+from .methods.valla import ClosedForm, NaturalGradient, VaLLA
+from .methods.valla.alpha_divergence import AlphaDivergence
+from .methods.valla.moving_points import VariationalBound
+from .methods.valla.points import InducingPoints
 from .posterior import Posterior, load
-from .prediction import Linearized, MonteCarlo, Scaled, Streamlined, Uncertain, propagate
+from .prediction import Linearized, MonteCarlo, Scaled, Uncertain, propagate
+from .prediction.streamlined import Streamlined
 from .tangent import coverage, everything, last_layer, matching
 from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation, scale_factor
 

@@ -131,3 +131,20 @@ def test_no_function_is_long():
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
                 assert lines <= LONGEST_BODY or name == "fitting.fit", f"{name}.{node.name} has {lines} lines"
+
+
+WINGS = "prediction.streamlined", "deployment", "methods.valla", "methods.sampled_lla"
+"""Parts that a reader of the core need not enter."""
+
+DOORS = "__init__", "methods.registry"
+"""The modules that import wings."""
+
+
+def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
+    def wing_of(name: str) -> str | None:
+        return next((wing for wing in WINGS if name == wing or name.startswith(f"{wing}.")), None)
+
+    for name in FILES:
+        if not wing_of(name) and name not in DOORS:
+            wings = {other for other in imports(name) if wing_of(other)}
+            assert not wings, f"{name} imports {', '.join(sorted(wings))} from a wing"

@@ -21,7 +21,8 @@ from ..errors import LapwingError, check_choice, shown
 from ..likelihoods import Likelihood, Link
 from ..network.entry import outside_modes
 from ..posterior import Posterior
-from ..prediction import Linearized, Scaled, Streamlined, Way
+from ..prediction import Linearized, Scaled, Way
+from ..prediction.streamlined import Streamlined
 from .predictor import Predictor
 from .tracing import Observe, trace
 

@@ -17,7 +17,7 @@ from ..covariance.terms import DenseTerm, EigenTerm
 from ..data import batches
 from ..errors import LapwingError
 from ..network.eager import without_compiled
-from ..prediction import Streamlined
+from ..prediction.streamlined import Streamlined
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments
 from ..prediction.streamlined.operations import Kind, is_a, operation_of

@@ -21,7 +21,8 @@ from ..data.loaders import WeightedLoader, first_batch, known_size
 from ..errors import LapwingError, check_flag, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..methods import KFAC, METHODS, FitShape, Method
+from ..methods import KFAC, FitShape, Method
+from ..methods.registry import METHODS
 from ..network.entry import outside_modes
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
@@ -102,9 +103,9 @@ def plan(
     forward pass of the first batch is timed. Memory is computed from the shapes of the layers.
 
     The arguments are those of `lw.fit`, and `method` may be a list of methods. "all" plans the default and every method
-    of `lapwing.methods.METHODS`; if `lw.fit` refuses a method, its plan says why. `data_size` is used if the loader
-    does not know its length. If `validation` makes `lw.fit` fit a classifier twice, the plan is that of the larger
-    fit, and its note says so.
+    of `lapwing.methods.registry.METHODS`; if `lw.fit` refuses a method, its plan says why. `data_size` is used if the
+    loader does not know its length. If `validation` makes `lw.fit` fit a classifier twice, the plan is that of the
+    larger fit, and its note says so.
 
     Returns:
         A frozen `Plan`, or a tuple of them if `method` is a list or "all". Both print as a table.

@@ -1,7 +1,7 @@
 """Ways through the network: from a Gaussian over the weights to a distribution of the outputs.
 
 It imports `covariance` and the rooms below it. Begin with `way.py` (the contract), then `linearized.py`,
-the default way.
+the default way. `streamlined` is a wing: only `lapwing/__init__` imports it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from .linearized import DefaultWay, Linearized
 from .montecarlo import MonteCarlo
 from .propagation import propagate
-from .streamlined import Streamlined
 from .uncertain import Uncertain
 from .way import Scaled, Way
 
-__all__ = ["DefaultWay", "Linearized", "MonteCarlo", "Scaled", "Streamlined", "Uncertain", "Way", "propagate"]
+__all__ = ["DefaultWay", "Linearized", "MonteCarlo", "Scaled", "Uncertain", "Way", "propagate"]

@@ -13,7 +13,7 @@ import lapwing as lw
 from benchmarks.measure import LiveBytes
 from lapwing.fitting import Plan, memory_check
 from lapwing.fitting.runner import Runner
-from lapwing.methods import METHODS as REGISTERED
+from lapwing.methods.registry import METHODS as REGISTERED
 from lapwing.tangent import Tangent
 
 METHODS = [

@@ -13,10 +13,10 @@ import lapwing as lw
 from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
 from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla.alpha_divergence import inner_factor, remaining
+from lapwing.methods.valla.inducing import Kernel
 from lapwing.methods.valla.moving_points import divergence
 from lapwing.posterior.prior import Prior
 from lapwing.tangent import Anchors
-from lapwing.tangent.inducing import Kernel
 from tests import oracle
 from tests.conformance import Setup, close, jacobian, psd, setup
 from tests.methods.test_valla import points_of, rows_at

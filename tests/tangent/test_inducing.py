@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lapwing.data import batches, nesting
 from lapwing.likelihoods import Categorical
+from lapwing.methods.valla.inducing import kernel
 from lapwing.tangent import Anchors
-from lapwing.tangent.inducing import kernel
 from tests import oracle
 from tests.conformance import Setup, close, jacobian, setup
 from tests.tangent.test_anchors import diagonal, narrow, weights

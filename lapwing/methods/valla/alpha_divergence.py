@@ -16,12 +16,12 @@ from ...errors import LapwingError
 from ...linalg import cholesky, generator_on
 from ...options import Rule, at_least, number, option, positive
 from ...tangent import Anchors
-from ...tangent.inducing import Kernel
 from ..passes import Batch, FitResult, Passes
 from ..problem import MemoryNeed, Problem
 from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
+from .inducing import Kernel
 from .moving_points import MovingSteps, divergence, initial_noise
 from .objective_rows import ObjectiveRows, picked_count
 

@@ -18,11 +18,11 @@ from ...likelihoods import curvature_weights
 from ...linalg import cholesky, doubled
 from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
-from ...tangent.inducing import kernel
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
 from ..problem import FisherRoot, Problem
 from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
+from .inducing import kernel
 from .objective_rows import ObjectiveRows, rows_at_positions
 from .points import POOL, movable
 

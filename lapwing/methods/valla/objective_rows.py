@@ -11,8 +11,8 @@ from ...likelihoods import Likelihood, apply_weights
 from ...linalg import double_device, doubled
 from ...tangent import Anchors
 from ...tangent.anchors import Weights
-from ...tangent.inducing import Kernel, PickedPositions, kernel
 from ..passes import Batch
+from .inducing import Kernel, PickedPositions, kernel
 
 SOME_OUTPUTS = 100
 """Maximum number of outputs of an input in one step: all outputs of some positions, of at least one position."""

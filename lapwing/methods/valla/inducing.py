@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..data import batches, nesting
-from ..linalg import double_device, total
-from .anchors import Anchors, Weights, ntk
-from .record import Record
-from .tangent import Cotangents, Tangent
+from ...data import batches, nesting
+from ...linalg import double_device, total
+from ...tangent.anchors import Anchors, Weights, ntk
+from ...tangent.record import Record
+from ...tangent.tangent import Cotangents, Tangent
 
 GRAPH = 5
 """Maximum ratio of the memory of a differentiable record, with the graph of a contraction, to a plain record."""

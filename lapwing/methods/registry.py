@@ -1,0 +1,21 @@
+"""The list of all methods, wings included."""
+
+from __future__ import annotations
+
+from .diagonal import Diagonal
+from .ella import ELLA
+from .full import Full
+from .kfac import EKFAC, KFAC
+from .mean_field import MeanField
+from .optimal_subspace import OptimalSubspace
+from .passes import Method
+from .sampled_lla import SampledLLA
+from .subset_of_data import SubsetOfData
+from .subset_of_weights import SubsetOfWeights
+from .valla import VaLLA
+
+METHODS: tuple[Method, ...] = (
+    Diagonal(), KFAC(), EKFAC(), Full(), ELLA(), OptimalSubspace(), SubsetOfWeights(size=100), VaLLA(), SubsetOfData(),
+    SampledLLA(), MeanField(),
+)  # fmt: skip
+"""The methods of `lw.fit`, each with its default options: `lw.plan(model, loader, "all")` plans them."""
