@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +23,7 @@ from ..likelihoods.inferred import inferred_likelihood
 from ..methods import KFAC, FitShape, Method
 from ..methods.registry import METHODS
 from ..network.entry import outside_modes
+from ..network.probe import PROBED_SAMPLES
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning, Validation
@@ -169,7 +169,6 @@ class _Planner:
         survey: `Tangent.survey` of the network on the first batch.
         count: returns N.
         surveyed: results of `survey`, by the parameters that are treated and by whether it may warn.
-        forward_seconds: seconds of a forward pass per sample; None until it is timed.
         refused: the errors of methods that `lw.fit` refuses.
     """
 
@@ -185,7 +184,6 @@ class _Planner:
     survey: Callable[..., Tangent]
     count: Callable[[], int]
     surveyed: dict[tuple[int, bool], Tangent] = field(default_factory=dict)
-    forward_seconds: float | None = None
     refused: list[LapwingError] = field(default_factory=list)
 
     def attempted(self, method: Method | None) -> Plan:
@@ -224,15 +222,16 @@ class _Planner:
         shape = FitShape.of(tangent, self.likelihood, inputs, samples)
         check_fit(method, shape, self.tune, inputs, self.validation is not None)
         check_batch(tangent, self.likelihood, inputs, targets)
-        shape = _measured(shape, inputs)
+        every, largest = _activations(tangent, inputs)
+        shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else every)
         footprint = method.footprint(shape)
         if footprint is None:
             return Plan(repr(method), tangent.size, tangent.outputs)
-        self.forward_seconds = self.forward_seconds or _forward_seconds(tangent, inputs)
+        surveyed = 4 * every * min(shape.batch, PROBED_SAMPLES)  # two graphs of a few samples, and gradients
         return Plan(
             repr(method), tangent.size, tangent.outputs, footprint.passes, footprint.kept,
-            max(footprint.peak, shape.survey), footprint.passes * samples * self.forward_seconds,
-            advice_on_memory(method, footprint, shape), footprint.note,
+            max(footprint.peak, surveyed), footprint.passes * samples * _forward_seconds(tangent, inputs),
+            advice_on_memory(method, footprint, shape),
         )  # fmt: skip
 
     def _of_all_weights(self, last: Tangent) -> Plan | None:
@@ -248,44 +247,30 @@ class _Planner:
         return replace(wide, note=note)
 
 
-def _measured(shape: FitShape, inputs: Any) -> FitShape:
-    """Returns the shape with the activations of one sample: one record of it, under hooks that note tensors."""
-    one = batches.plain(batches.take(inputs, slice(0, 1)), shape.tangent.device)
-    weights = {tensor.untyped_storage().data_ptr() for tensor in shape.tangent.state().values()}
-    saved: dict[int, int] = {}
-    outputs = [0]
+def _activations(tangent: Tangent, inputs: Any) -> tuple[int, int]:
+    """Returns the bytes of the outputs of all modules for one sample, and those of the largest output."""
+    one, sizes = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device), [0]
 
-    def note_saved(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def note_output(module: nn.Module, _: Any, output: Any) -> None:
+    def note(module: nn.Module, _: Any, output: Any) -> None:
         if next(module.children(), None) is None:
-            outputs.append(sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor)))
+            sizes.append(sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor)))
 
-    handle = register_module_forward_hook(note_output)
+    handle = register_module_forward_hook(note)
     try:
-        with saved_tensors_hooks(note_saved, lambda tensor: tensor):
-            recording = shape.tangent.recording(shape.tangent.check(one))
+        tangent.recording(tangent.check(one))
     finally:
         handle.remove()
-    held = sum(saved.values())  # `recording` keeps these tensors alive, so their addresses differ
-    del recording
-    return replace(shape, activations=held + 2 * max(outputs), graph=max(held, sum(outputs)))
+    return sum(sizes), max(sizes)
 
 
 def _forward_seconds(tangent: Tangent, inputs: Any) -> float:
-    """Returns the seconds of a forward pass per sample: the faster of two runs of the first batch."""
-    inputs, seconds = batches.plain(inputs, tangent.device), []
-    for _ in range(2):
-        start = time.perf_counter()
-        tangent.outputs_of(inputs)
-        if tangent.device.type == "cuda":
-            torch.cuda.synchronize(tangent.device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) / batches.size(inputs)
+    """Returns the seconds of a forward pass of the first batch, per sample."""
+    inputs = batches.plain(inputs, tangent.device)
+    start = time.perf_counter()
+    tangent.outputs_of(inputs)
+    if tangent.device.type == "cuda":
+        torch.cuda.synchronize(tangent.device)
+    return (time.perf_counter() - start) / batches.size(inputs)
 
 
 def _table(plans: Sequence[Plan]) -> str:

@@ -77,14 +77,13 @@ class Full(Method):
         size, rows = shape.tangent.size, shape.samples * shape.columns
         needs = (self._need(shape.tangent, rows),)
         if self._is_primal(shape.tangent, rows):
-            kept, chunk = shape.stored(DenseCovariance, {}), shape.chunk(torch.float64, 2 * shape.columns * size)
+            chunk = shape.chunk(torch.float64, 2 * shape.columns * size)
             peak = 8 * size**2 + max(32 * size**2, chunk)  # the sum; its copies and LAPACK's workspace
-            return Footprint(kept, peak, shape.pass_length, needs=needs)
-        rank, numbers = min(rows, size), rows * size
+            return Footprint(shape.stored(DenseCovariance, {}), peak, shape.pass_length, needs=needs)
+        rank = min(rows, size)
         basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}
         kept = shape.stored(LowRankWithResidual, basis, torch.float64)
-        scratch = max(12 * numbers, 8 * rows * rank) + 80 * rank**2
-        peak = 8 * numbers + max(kept + scratch, shape.chunk(torch.float64))
+        peak = kept + 20 * rows * size + 80 * rank**2 + shape.chunk(torch.float64)
         return Footprint(kept, peak, shape.pass_length, rank, needs)
 
 

@@ -71,18 +71,18 @@ class KFAC(Method):
         return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of one pass, and of the eigendecompositions of one factor at a time."""
-        kinds, itemsize = self._kinds(shape.tangent), shape.tangent.dtype.itemsize
-        names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
-        kept, scratch = shape.stored(Blockwise, {"kinds": names}), shape.chunk()
+        """Returns the footprint of one pass, and of the eigendecomposition of the largest factor."""
+        kinds, entries = self._kinds(shape.tangent), [0]
         for block in shape.tangent.blocks:
-            groups, outputs, inputs = block.matrix_shape
-            if kinds[block.name] == "factored":
-                widest = outputs if block.matrix and block.matrix.one_hot else max(outputs, inputs)
-                scratch = max(scratch, groups * (DECOMPOSITION_BYTES - itemsize) * widest**2)
+            if block.matrix is not None:
+                groups, outputs, inputs = block.matrix_shape
+                entries.append(groups * (outputs if block.matrix.one_hot else max(outputs, inputs)) ** 2)
             elif kinds[block.name] == "dense":
-                scratch = max(scratch, 2 * DECOMPOSITION_BYTES * block.size**2)
-        return Footprint(kept, kept + scratch, shape.pass_length, needs=(self._need(shape.tangent),))
+                entries.append(2 * block.size**2)
+        names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
+        kept = shape.stored(Blockwise, {"kinds": names})
+        peak = kept + max(shape.chunk(), DECOMPOSITION_BYTES * max(entries))
+        return Footprint(kept, peak, shape.pass_length, needs=(self._need(shape.tangent),))
 
 
 class EKFAC(KFAC):
@@ -112,10 +112,10 @@ class EKFAC(KFAC):
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns KFAC's footprint plus the second pass."""
-        factors = super().footprint(shape)
-        second = shape.tangent.size * shape.tangent.dtype.itemsize + shape.chunk()
-        return replace(factors, peak=max(factors.peak, factors.kept + second), passes=2 * factors.passes)
+        """Returns the footprint of KFAC's pass plus one number for each weight, and of a second pass."""
+        factors, tangent = super().footprint(shape), shape.tangent
+        peak = factors.peak + tangent.size * tangent.dtype.itemsize
+        return replace(factors, peak=peak, passes=2 * factors.passes)
 
 
 @dataclass

@@ -142,7 +142,7 @@ class OptimalSubspace(Method):
 
     def footprint(self, shape: FitShape) -> Footprint | None:
         """Returns the footprint of Ψ_approx, of the rows and their Gram matrix, and of the curvature."""
-        tangent, size, outputs = shape.tangent, shape.tangent.size, shape.tangent.outputs
+        tangent, outputs = shape.tangent, shape.tangent.outputs
         first = self.curvature.footprint(shape) if isinstance(self.curvature, Method) else Footprint(0, 0, 0.0)
         if first is None:
             return None
@@ -150,15 +150,15 @@ class OptimalSubspace(Method):
         if self.at is None and self.rows != "all":
             count = min(count, outputs * max(1, self.rows // outputs))
         last = footprint_on_rows(shape, min(self.rank, count), self.rank, self.residual)
-        fits = 2 * count * size * 8 <= tangent.memory
-        again = 1.0 if fits else 1 + count / max(1, tangent.chunk_length(1, tangent.dtype, 4 * size))
-        scratch = 16 * count * size + min(tangent.memory // 2, 16 * count * size) if fits else tangent.memory
-        scratch += DECOMPOSITION_BYTES * count**2
+        rows, again = 16 * count * tangent.size, 1.0
+        if rows > tangent.memory:  # they are recorded again for each chunk of them
+            again += count / tangent.chunk_length(1, tangent.dtype, 4 * tangent.size)
+        gram = first.kept + last.kept + min(2 * rows, tangent.memory) + DECOMPOSITION_BYTES * count**2
         dtype = tangent.dtype if self.residual is None else torch.float64
         return Footprint(
-            last.kept, max(first.peak, first.kept + last.kept + scratch, first.kept + last.peak),
+            last.kept, max(first.peak, gram, first.kept + last.peak),
             first.passes + last.passes + 2 * again * count / shape.samples, last.rank,
-            first.needs + self._needs(tangent, count, dtype), first.note,
+            first.needs + self._needs(tangent, count, dtype),
         )  # fmt: skip
 
 

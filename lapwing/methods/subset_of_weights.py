@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance, LowRank, LowRankWithResidual
+from ..covariance import Covariance
 from ..covariance.basis import CoordinateBasis
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
@@ -21,7 +21,7 @@ from .diagonal import SquaredSums
 from .footprint import FitShape, Footprint
 from .passes import Method, Pass, Passes
 from .problem import MemoryNeed, Problem
-from .subspace import Residual, on_basis, record_dtype
+from .subspace import Residual, on_basis, record_dtype, stored_on_basis
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,7 @@ class SubsetOfWeights(Method):
     def footprint(self, shape: FitShape) -> Footprint:
         """Returns the footprint of the pass for the chosen columns of J, and of the pass for the diagonal."""
         size = min(self.size, shape.tangent.size)
-        dtype = shape.tangent.dtype if self.residual is None else torch.float64
-        kind, options = (LowRank, {}) if self.residual is None else (LowRankWithResidual, {"rows": False})
-        basis = {"class": "CoordinateBasis", "extra": {"rank": size}}
-        kept = shape.stored(kind, {"rank": size, "basis": basis, **options}, dtype)
+        kept, dtype = stored_on_basis(shape, "CoordinateBasis", {"rank": size}, self.residual)
         peak = kept + max(80 * size**2, shape.chunk(dtype, 3 * shape.columns * size))
         return Footprint(kept, peak, shape.pass_length * (1 + (self.by == "diagonal")), size, (self._need(),))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -166,28 +166,33 @@ def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dt
     return (vectors[:, kept] * values[kept].rsqrt()).T
 
 
+def stored_on_basis(
+    shape: FitShape, kind: str, extra: Mapping[str, Any], residual: Residual
+) -> tuple[int, torch.dtype]:
+    """Returns the bytes of a covariance on a basis of this class with these settings, and the dtype of directions."""
+    dtype = shape.tangent.dtype if residual is None else torch.float64
+    settings = {"rank": extra["rank"], "basis": {"class": kind, "extra": extra}}
+    if residual is None:
+        return shape.stored(LowRank, settings, dtype), dtype
+    return shape.stored(LowRankWithResidual, {**settings, "rows": False}, dtype), dtype
+
+
 def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual) -> Footprint:
     """Returns the footprint of `span_of_anchors` for M rows of J, followed by `on_basis`."""
-    tangent, size, memory = shape.tangent, shape.tangent.size, shape.tangent.memory
-    dtype = tangent.dtype if residual is None else torch.float64
-    rank, needs, note, extra = min(rank, count, size), tuple[MemoryNeed, ...](), None, dict[str, Any]()
+    tangent, size, rank = shape.tangent, shape.tangent.size, min(rank, count, shape.tangent.size)
+    kept, dtype = stored_on_basis(shape, "ExplicitBasis", {"rank": rank}, residual)
     passes = shape.pass_length + 2 * count / shape.samples  # a forward and a backward pass for each row
-    length = min(shape.batch, tangent.chunk_length(shape.columns, dtype))
-    span = gram = 0
-    if _fit(count, size, dtype, memory):
-        whole, least = count * size <= min(SVD_NUMBERS, memory // 16), min(count, size)
-        svd = 16 * count * size + 8 * least * (count + size) if whole else rank * size * dtype.itemsize
-        span = count * size * dtype.itemsize + max(shape.row_chunk(count, dtype), svd + 56 * least**2)
-    else:  # rows are recorded again for each pair of chunks
-        needs = (_need(count),)
-        passes += 2 * count / shape.samples * count / max(1, tangent.chunk_length(1, dtype))
-        gram = DECOMPOSITION_BYTES * count**2 + min(memory, 2 * count * tangent.bytes_per_sample(1, dtype))
-        if rank * size * dtype.itemsize > memory:  # all rows are recorded again for each chunk of data
-            note, passes = _too_many_directions(rank, size, dtype, memory), passes + 2 * count / length
-            extra = {"scales": {block.name: 1.0 for block in tangent.blocks}, "rows": count, "nests": []}
-    basis = {"class": "ImplicitBasis" if extra else "ExplicitBasis", "extra": {"rank": rank, **extra}}
-    kind, options = (LowRank, {}) if residual is None else (LowRankWithResidual, {"rows": False})
-    kept = shape.stored(kind, {"rank": rank, "basis": basis, **options}, dtype)
-    kept += min(count, shape.samples) * shape.sample_bytes * bool(extra)
-    peak = max(span, kept + max(gram, shape.chunk(dtype, shape.columns * 3 * rank), 80 * rank**2))
-    return Footprint(kept, peak, passes, rank, needs, note)
+    chunk = shape.chunk(dtype, shape.columns * 3 * rank)
+    if _fit(count, size, dtype, tangent.memory):
+        whole = count * size <= min(SVD_NUMBERS, tangent.memory // 16)
+        svd = 24 * count * size if whole else rank * size * dtype.itemsize
+        span = count * size * dtype.itemsize + svd + 56 * min(count, size) ** 2
+        return Footprint(kept, max(span, kept + max(chunk, 80 * rank**2)), passes, rank)
+    passes += 2 * count / shape.samples * count / tangent.chunk_length(1, dtype)  # again for each pair of chunks
+    if rank * size * dtype.itemsize > tangent.memory:  # and for each chunk of data
+        passes += 2 * count / min(shape.batch, tangent.chunk_length(shape.columns, dtype))
+        extra = {"rank": rank, "scales": {block.name: 1.0 for block in tangent.blocks}, "rows": count, "nests": []}
+        kept, _ = stored_on_basis(shape, "ImplicitBasis", extra, residual)
+        kept += min(count, shape.samples) * shape.sample_bytes
+    gram = DECOMPOSITION_BYTES * count**2 + min(tangent.memory, 2 * count * tangent.bytes_per_sample(1, dtype))
+    return Footprint(kept, kept + max(gram, chunk), passes, rank, (_need(count),))

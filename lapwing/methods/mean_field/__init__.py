@@ -228,7 +228,7 @@ class MeanField(Method):
         tangent, epochs = shape.tangent, self.steps * shape.batch / shape.samples
         kept = shape.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
         vectors = 12 * tangent.size * tangent.dtype.itemsize
-        peak = kept + vectors + shape.batch * (2 * shape.activations + shape.gradients(1))
+        peak = kept + vectors + shape.batch * 3 * shape.activations
         return Footprint(kept, peak, 6 * epochs + min(1.0, epochs))
 
 

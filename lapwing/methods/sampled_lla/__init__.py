@@ -72,9 +72,10 @@ class SampledLLA(Method):
         LapwingError: if an option is invalid, or if the draws exceed the memory budget.
 
     Cost: a pass for the right-hand sides and first products, then for each solve (3 to 9 if δ is open) about one pass
-    per iteration; with `per_block` one more for each later solve. A pass is C backward passes and products of S vectors
-    with J. A fit needs memory for six numbers per weight and draw, the posterior for one: 11 million weights in float32
-    and 32 draws need 1.4 GB per copy. A prediction needs S products with J.
+    per iteration; with `per_block` one more for each later solve. `lw.plan` counts all iterations of all solves, and
+    most fits end far sooner. A pass is C backward passes and products of S vectors with J. A fit needs
+    memory for six numbers per weight and draw, the posterior for one: 11 million weights in float32 and 32 draws need
+    1.4 GB per copy. A prediction needs S products with J.
 
     Example:
         >>> import torch, lapwing as lw
@@ -195,16 +196,11 @@ class SampledLLA(Method):
         before = Footprint(0, 0, 0.0) if prepared is None else prepared.footprint(shape)
         if before is None:
             return None
-        kept, solves = shape.stored(Draws, {"count": draws}), 1 + self.em_steps
-        vectors = 6 * tangent.size * (draws + self.linearised_mode) * tangent.dtype.itemsize
-        peak = vectors + before.kept + shape.chunk(tangent.dtype, 3 * shape.columns * draws)
-        sums = 1 + (self.prior == "g") + solves * (self.solver.iterations + 1)
-        sums += 2 * solves * (self.linearised_mode and self.em_steps > 0)
-        return Footprint(
-            kept, max(before.peak, peak), before.passes + sums * shape.pass_length,
-            needs=(*before.needs, self._need(tangent)),
-            note=f"SampledLLA needs at most this many passes, in up to {solves} solves; most fits end far sooner.",
-        )  # fmt: skip
+        kept = shape.stored(Draws, {"count": draws})
+        peak = 6 * kept + before.kept + shape.chunk(tangent.dtype, 3 * shape.columns * draws)
+        sums = (1 + self.em_steps) * (self.solver.iterations + 1) + 2
+        passes = before.passes + sums * shape.pass_length
+        return Footprint(kept, max(before.peak, peak), passes, needs=(*before.needs, self._need(tangent)))
 
 
 def _largest_scale(system: LinearSystem, start: Vectors, products: Vectors) -> float:
