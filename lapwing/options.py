@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from math import inf, isfinite
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from .errors import LapwingError, is_one_of, is_positive, is_whole, plain_numbers, shown
 
@@ -121,7 +122,12 @@ class Options:
     """Base of dataclasses with options: checks each field when an object is made.
 
     A class with a rule about two options has a `__post_init__` of its own, which begins with `super().__post_init__()`.
+
+    Attributes:
+        call: how a message writes the call, with {} for the option; None for the constructor of the class.
     """
+
+    call: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         """Checks every option.
@@ -149,8 +155,12 @@ def _refusal_of(options: Any, item: Field[Any], value: Any) -> LapwingError:
     write = item.metadata.get("write") or repr(item.default)
     needed = [write if one is item else one.name for one in fields(options) if _is_required(one)]
     line = ", ".join(needed if _is_required(item) else [*needed, f"{item.name}={write}"])
-    prefix = "lw." if kind.__module__.startswith("lapwing.") else ""
-    return refusal(kind.__name__, item.name, value, _listed(accepted), f"{prefix}{kind.__name__}({line})")
+    if kind.call is not None:
+        subject, line = kind.call.partition("(")[0], kind.call.format(line)
+    else:
+        subject, prefix = kind.__name__, "lw." if kind.__module__.startswith("lapwing.") else ""
+        line = f"{prefix}{subject}({line})"
+    return refusal(subject, item.name, value, _listed(accepted), line)
 
 
 def refusal(subject: str, name: str, value: Any, accepted: str, line: str) -> LapwingError:
@@ -193,7 +203,7 @@ def _labels(annotation: Any) -> tuple[Any, ...]:
         return True, False
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    parts = get_args(annotation) if get_origin(annotation) is not None else ()
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
     labels = tuple(label for part in parts for label in _labels(part))
     return (*labels, None) if labels and type(None) in parts else labels
 

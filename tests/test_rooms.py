@@ -18,6 +18,8 @@ ORDER = (
     "likelihoods", "prediction", "posterior", "methods", "tuning", "fitting", "deployment", "evaluation",
     "integrations", "__main__",
 )  # fmt: skip
+UPWARD = {("posterior.posterior", "fitting.update")}
+"""The one import of a room above: `Posterior.update` is a fit, and imports it when it is called."""
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
 
 
@@ -46,7 +48,7 @@ def imports(name: str) -> set[str]:
                 if module in FILES:
                     modules.add(module)
                     break
-    return modules
+    return {module for module in modules if (name, module) not in UPWARD}
 
 
 def test_every_room_is_in_the_order():
@@ -151,9 +153,9 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 
 
 LINES = {
-    "__init__": 90, "environment": 80, "errors": 160, "options": 210, "linalg": 470, "ranks": 240, "data": 1070,
+    "__init__": 90, "environment": 80, "errors": 160, "options": 216, "linalg": 470, "ranks": 240, "data": 1110,
     "jacobian": 2510, "network": 3330, "tangent": 1300, "covariance": 2980, "likelihoods": 3440, "prediction": 5170,
-    "posterior": 1490, "methods": 6170, "tuning": 2120, "fitting": 2210, "deployment": 930, "evaluation": 1030,
+    "posterior": 1490, "methods": 6170, "tuning": 2120, "fitting": 2175, "deployment": 930, "evaluation": 1030,
     "integrations": 830, "__main__": 10,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""

@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from ..errors import LapwingError, shown
 from . import batches
-
-log = logging.getLogger("lapwing")
-
-
-SHARE_OUT = "Let the data set share them out by torch.utils.data.get_worker_info(), or use num_workers=1."
-
-
-class WeightedLoader:
-    """A loader whose batches hold sample weights: it yields `batches.Weighted`, which `batches.split` takes apart.
-
-    Args:
-        loader: yields what `batches.weighted` takes.
-        part: whether these are a part of the data, which may have no weight at all.
-
-    Raises:
-        LapwingError: while it is gone through, for weights that are none or all 0.
-    """
-
-    def __init__(self, loader: Iterable[Any], part: bool = False) -> None:
-        self.loader, self._part = loader, part
-
-    def __iter__(self) -> Iterator[batches.Weighted]:
-        total = 0.0
-        for batch in self.loader:
-            weighted = batches.weighted(batch)
-            total += float(weighted.weights.sum())  # type: ignore[union-attr]
-            yield weighted
-        if not (total or self._part):
-            raise LapwingError(
-                "All sample weights are 0, so there are no data. Pass positive weights for some samples."
-            )
-
-    def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
 
 
 def equal_batches(one: Any, other: Any) -> bool:
@@ -124,37 +88,6 @@ def other_size(shown: int, to: str, before: int | None) -> LapwingError:
         f"The loader showed {first} at first and shows {shown} samples {to}. Every pass needs the same data. Pass a "
         "DataLoader or a list of batches, not a generator."
     )
-
-
-def warn_of_unseen_samples(loader: Any, shown: int | None) -> None:
-    """Warns where a data loader shows fewer samples than its data set has, or each of them once a worker.
-
-    Of several processes each shows its share, which is not a mistake.
-    """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if shown is None or distributed or not isinstance(loader, DataLoader):
-        return
-    try:
-        total = len(loader.dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        two = list(islice(loader, 2)) if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1 else []
-        if len(two) == 2 and equal_batches(*two):
-            log.warning(
-                "Two workers of the loader begin with the same batch: each sample may count once a worker. %s",
-                SHARE_OUT,
-            )  # fmt: skip
-        return
-    if shown < total:
-        chosen = isinstance(getattr(loader.batch_sampler, "sampler", None), SubsetRandomSampler)
-        log.log(
-            logging.INFO if chosen else logging.WARNING,  # such a sampler says which samples are meant
-            "The loader shows %d of the %d samples of its data set, and the posterior is that of %d. Pass data_size=%d "
-            "if the network was trained on all of them.", shown, total, shown, total,
-        )  # fmt: skip
-    elif isinstance(loader.dataset, IterableDataset) and shown == total * loader.num_workers > total:
-        log.warning(
-            "The loader shows %d samples, each of the %d of its data set once a worker. %s", shown, total, SHARE_OUT,
-        )  # fmt: skip
 
 
 def check_progress(progress: Any) -> None:

@@ -17,8 +17,9 @@ from ..covariance import Latent
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import EigenTerm
 from ..data import batches
-from ..data.frames import as_inputs, as_loader
-from ..data.loaders import WeightedLoader, check_progress
+from ..data.data import Data
+from ..data.frames import as_inputs
+from ..data.loaders import check_progress
 from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_count, check_flag, extra, shown
 from ..likelihoods import Likelihood, Prediction
@@ -159,15 +160,13 @@ def compare(
     check_flag("compare", "sample_weights", sample_weights)
     check_progress(progress)
     network = _network_of(next(iter(posteriors.values())))
-    loader = as_loader(loader, network)
-    batches.check_loader(loader, "compare")
-    if sample_weights:
-        loader = WeightedLoader(loader)
-    foreign_sets = _foreign_sets(foreign, loader, network)
+    data = Data(loader, network, sample_weights)
+    batches.check_loader(data.loader, "compare")
+    foreign_sets = _foreign_sets(foreign, data, network)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
-    for name, candidate in _candidates(posteriors, loader).items():
-        parts, targets, cost = _run(candidate, tracked(loader, name), repeats)
+    for name, candidate in _candidates(posteriors, data).items():
+        parts, targets, cost = _run(candidate, tracked(data, name), repeats)
         rows[name] = _row(parts, targets)
         for column, inputs in foreign_sets.items():
             outside = _predictions(candidate, inputs)
@@ -215,13 +214,13 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
         raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
 
 
-def _foreign_sets(foreign: Any, loader: Iterable[Any], network: nn.Module) -> dict[str, Any]:
+def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any]:
     """Returns column -> foreign inputs. A dict of tensors may be one batch, if the network's inputs are dicts."""
     if foreign is None:
         return {}
     if not isinstance(foreign, Mapping):
         return {"AUROC": as_inputs(foreign, network)}
-    held_out = next((batches.split(batch)[0] for batch in loader), None)
+    held_out = next((batches.split(batch)[0] for batch in data), None)
     if isinstance(held_out, Mapping) and all(isinstance(value, Tensor) for value in foreign.values()):
         return {"AUROC": foreign}
     if not foreign or not all(isinstance(name, str) for name in foreign):
@@ -247,11 +246,11 @@ def _network_of(candidate: Candidate) -> nn.Module:
     return first.model if isinstance(first, Posterior) else first
 
 
-def _candidates(posteriors: Mapping[str, Candidate], loader: Iterable[Any]) -> dict[str, _Candidate]:
+def _candidates(posteriors: Mapping[str, Candidate], data: Data) -> dict[str, _Candidate]:
     """Returns the rows of the table, with the network as "MAP" if all candidates are posteriors around one network."""
     around = [c[0] if isinstance(c, tuple) else c for c in posteriors.values()]
     fitted = [posterior for posterior in around if isinstance(posterior, Posterior)]
-    likelihood = _with_noise(fitted[0]) if fitted else _likelihood(loader)
+    likelihood = _with_noise(fitted[0]) if fitted else _likelihood(data)
     positions = fitted[0].tangent.positions if fitted else None
     rows: dict[str, _Candidate] = {}
     if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
@@ -301,10 +300,10 @@ def _network(
     return _Candidate(predict, forward, device, True)
 
 
-def _likelihood(loader: Iterable[Any]) -> Likelihood:
+def _likelihood(data: Data) -> Likelihood:
     """Returns the likelihood of a comparison of networks only, or refuses it if it needs a noise variance."""
-    targets = next((batches.split(batch)[1] for batch in loader), torch.zeros(0, dtype=torch.long))
-    likelihood = inferred_likelihood(targets, loader)
+    targets = next((batches.split(batch)[1] for batch in data), torch.zeros(0, dtype=torch.long))
+    likelihood = inferred_likelihood(targets, data)
     if likelihood.needs_noise:
         raise LapwingError(
             "A comparison of networks has no noise variance, which real targets need. Add at least one posterior: "

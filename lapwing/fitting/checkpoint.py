@@ -15,40 +15,24 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 import torch
 
 from .. import ranks
-from ..errors import LapwingError, check_count, shown
+from ..data.data import Data
+from ..errors import LapwingError, shown
 from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
+from .fingerprints import differences, fingerprint_of
 from .runner_state import RunnerState, SavedPass
-from .same_fit import fingerprint_of_options, repeated_first_batch, same_fingerprints
 
 log = logging.getLogger("lapwing")
 
-FORMAT = 2
+FORMAT = 3
 """Version of the contents of a checkpoint."""
 
 SECONDS = 60.0
 """Time between two checkpoints of a pass, if `every` is None."""
-
-
-def checkpoint_of(path: Any, every: Any) -> Checkpoint | None:
-    """Returns the checkpoint of `lw.fit`, or None without a path.
-
-    Raises:
-        LapwingError: if `path` is not a path, or `every` is not a number of batches.
-    """
-    if path is None:
-        if every is not None:
-            raise LapwingError(
-                f"every={shown(every)} says how often a checkpoint is written, and there is none. Write "
-                "checkpoint='fit.safetensors', or leave every out."
-            )
-        return None
-    return Checkpoint(path, every)
 
 
 class Checkpoint:
@@ -62,42 +46,32 @@ class Checkpoint:
         LapwingError: if the path or the number cannot be used.
     """
 
-    def __init__(self, path: Any, every: Any) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise LapwingError(f"checkpoint={shown(path)} is not a path. Write checkpoint='fit.safetensors'.")
-        if isinstance(every, Integral) and not isinstance(every, bool):
-            every = int(every)
-        if every is not None:
-            check_count("lw.fit", "every", every)
+    def __init__(self, path: str | os.PathLike[str], every: int | None) -> None:
         if os.path.isdir(path or "."):
-            what = "is a folder" if path else "names no file"
+            wrong = "is a folder" if path else "names no file"
             raise LapwingError(
-                f"checkpoint={shown(path)} {what}. Write checkpoint={os.path.join(path, 'fit.safetensors')!r}."
+                f"checkpoint={shown(path)} {wrong}. Write checkpoint={os.path.join(path, 'fit.safetensors')!r}."
             )
         self._target = place_of(path)[0]
         self.path, self._every = os.fspath(path), every
         self._fit: dict[str, Any] = {}
         self._passes: list[SavedPass] = []  # finished in this call or an earlier one
-        self._left: list[SavedPass] = []  # of the file, not yet asked for
+        self._left: list[SavedPass] = []  # from the file, not yet used
         self._batches, self._time = 0, time.monotonic()
 
-    def open(self, loader: Any, fit: Mapping[str, Any]) -> None:
+    def open(self, data: Data, described: Mapping[str, Any]) -> None:
         """Reads the file if it exists.
 
         Args:
-            loader: training data.
-            fit: options of the fit, by the names that a message shows.
+            data: training data.
+            described: fingerprints of the fit, by the names that a message shows.
 
         Raises:
-            LapwingError: if the folder cannot be written to, the loader does not repeat its first batch, or the file
-                is damaged or belongs to another fit.
+            LapwingError: if the folder cannot be written to, the data do not repeat their first batch, or the file is
+                damaged or belongs to another fit.
         """
-        first = fingerprint_of_options(repeated_first_batch(loader))
-        described = {name: fingerprint_of_options(value) for name, value in fit.items()}
-        described["the first batch"] = ranks.gathered("the first batches", first)
-        if ranks.several():
-            described["the number of processes"] = ranks.size()
-        self._fit = json.loads(json.dumps(described))
+        first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
+        self._fit = json.loads(json.dumps({**described, "the first batch": first}))
         self._left = ranks.on_first("the checkpoint", self._read)
 
     def _read(self) -> list[SavedPass]:
@@ -112,17 +86,16 @@ class Checkpoint:
             kept = header["checkpoint"]
             if kept["version"] != FORMAT:
                 raise ValueError
-            names = {*self._fit, *kept["fit"]}
-            others = [name for name in names if not same_fingerprints(self._fit.get(name), kept["fit"].get(name))]
+            different = differences(self._fit, kept["fit"])
             for number, (label, on_cpu) in enumerate(kept["passes"]):
                 start = f"{number}/"
                 parts = {path.removeprefix(start): t for path, t in tensors.items() if path.startswith(start)}
                 passes.append(SavedPass(label, parts, on_cpu))
         except (LapwingError, KeyError, TypeError, ValueError) as error:
             raise self._damaged() from error
-        if others:
+        if different:
             raise LapwingError(
-                f"The checkpoint {self.path} is of another fit, which differs in {', '.join(sorted(others))}. Pass "
+                f"The checkpoint {self.path} is of another fit, which differs in {', '.join(sorted(different))}. Pass "
                 "what was passed to that fit, or delete the file to begin anew."
             )
         return passes

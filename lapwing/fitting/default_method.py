@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
 from ..network.eager import parameters_of
@@ -144,26 +143,6 @@ def price(method: Method, shape: FitShape) -> str:
         f"The fit takes about {footprint.passes:,.0f} forward passes of the data, without tuning, and the posterior "
         f"keeps {footprint.kept:,} bytes; lw.plan(model, loader) shows more."
     )
-
-
-def check_method(method: Any) -> None:
-    """Raises for a method that is a class, a tensor, or anything else but a method."""
-    if isinstance(method, type) and issubclass(method, Method):
-        raise LapwingError(
-            f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
-        )
-    if hasattr(method, "shape") and hasattr(method, "dtype"):
-        raise LapwingError(
-            f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
-            "[(x, y)]) to fit on inputs x and targets y."
-        )
-    if method is not None and not isinstance(method, Method):
-        raise LapwingError(
-            f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
-            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
-            "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
-            "lw.SWAG.from_snapshots."
-        )
 
 
 def _is_regression(likelihood: Likelihood) -> bool:

@@ -1,14 +1,13 @@
-"""fit(): runs a method's passes over the data, tunes what is None, and returns a posterior."""
+"""fit(): checks the options, reads the data, surveys the network, runs a method's passes, and tunes what is None."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +17,9 @@ from .. import ranks
 from ..covariance import has_prior
 from ..data import batches
 from ..data.batches import Forward
-from ..data.frames import as_loader
-from ..data.loaders import WeightedLoader, check_progress, known_size, warn_of_unseen_samples
-from ..data.progress import with_progress
-from ..data.shares import joined_first_batch, share
-from ..errors import check_flag
-from ..likelihoods import Likelihood, resolve
-from ..likelihoods.inferred import inferred_likelihood
+from ..data.progress import show_progress
+from ..errors import LapwingError
+from ..likelihoods import Likelihood
 from ..methods import KFAC, FisherRoot, FitShape, Method, Problem
 from ..methods.problem import root_positions
 from ..network.entry import outside_modes
@@ -33,15 +28,17 @@ from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
-from .checkpoint import checkpoint_of
-from .default_method import check_method, method_and_tangent, price
-from .further import continued
+from .checkpoint import Checkpoint
+from .checks import check_fit
+from .default_method import method_and_tangent, price
+from .fingerprints import check_same_network, fingerprint_of
+from .fit_data import FitData
 from .memory_check import check_memory
-from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
+from .options import DEFAULT_TUNING, FitOptions
 from .result import checked, posteriors_of, tuned
 from .runner import Runner
-from .same_fit import check_same_network, check_same_options
-from .validation import check_held_out, first_held_out, with_all_weights, with_joined_data
+from .update import continued
+from .validation import all_weights, log_impossible, preferred
 
 log = logging.getLogger("lapwing")
 
@@ -53,7 +50,6 @@ log = logging.getLogger("lapwing")
     "Pass a smaller memory=..., or a method that needs less, such as lw.Diagonal(), or params=lw.last_layer. "
     "lw.plan(model, loader, method) says what a method needs.",
 )
-@with_progress
 def fit(
     model: nn.Module,
     loader: Any,
@@ -77,10 +73,10 @@ def fit(
     every: int | None = None,
     progress: bool | None = None,
 ) -> Posterior:
-    """Fits a Gaussian `N(θ̂, Σ)` over the weights of a trained network, which is not touched.
+    """Fits a Gaussian `N(θ̂, Σ)` over the weights of a trained network, which is not changed.
 
-    Where `torch.distributed` is initialised with several ranks, each of them calls it with a loader of its own share of
-    the data, and all get the posterior of the joined data: docs/scaling.md.
+    If `torch.distributed` is initialised with several ranks, each rank calls `lw.fit` with a loader of its share of the
+    data. All ranks return the posterior of the joined data: docs/scaling.md.
 
     Args:
         model: the trained network, in eval mode. Outputs (B, C), or with positions: (B, T, C), (B, C, H, W) or
@@ -143,165 +139,160 @@ def fit(
         >>> lw.fit(model, [(x, y)]).predict(x).probs.shape
         torch.Size([32, 3])
     """
-    check_same_options({
-        "method": method, "likelihood": likelihood, "params": params, "prior_precision": prior_precision,
-        "prior_mean": prior_mean, "prior": getattr(prior, "method", prior), "tune": tune,
-        "validation": validation is not None, "data_size": data_size, "weight_decay": weight_decay,
-        "temperature": temperature, "sample_weights": sample_weights, "forward": forward, "memory": memory,
-        "seed": seed, "checkpoint": checkpoint is not None,
-    })  # fmt: skip
-    if prior is not None:
-        others = {
-            "method": method, "likelihood": likelihood, "params": params, "prior_precision": prior_precision,
-            "validation": validation, "data_size": data_size, "weight_decay": weight_decay,
-            "prior_mean": None if prior_mean == 0.0 else prior_mean, "tune": None if tune is DEFAULT_TUNING else tune,
-            "temperature": None if temperature == 1.0 else temperature, "seed": seed or None,
-        }  # fmt: skip
-        chosen_beside = {name: value for name, value in others.items() if value is not None}
-        check_flag("lw.fit", "sample_weights", sample_weights)
-        check_progress(progress)
-        file = checkpoint_of(checkpoint, every)
-        return checked(continued(prior, model, loader, chosen_beside, sample_weights, forward, memory, file))
-    compares = method is None and params is None and validation is not None
-    check_method(method)
-    check_numbers(prior_precision, weight_decay, temperature, data_size, seed)
-    check_tuning(tune, validation)
-    check_progress(progress)
-    check_flag("lw.fit", "sample_weights", sample_weights)
-    file, seed = checkpoint_of(checkpoint, every), int(seed)
-
-    # the data
-    data = as_loader(loader, model)
-    loader = share(data)
-    first = joined_first_batch(loader)
-    inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
-    if validation is not None:
-        validation = as_loader(validation, model)
-        tune, held_out = Validation(validation), first_held_out(validation, data, (inputs, targets))
-    tune = None if tune is None else with_joined_data(tune, model)
-    if isinstance(tune, Validation) and validation is not None:
-        validation = tune.loader
-    if data_size is not None:
-        check_data_size(data_size, known_size(loader) or 0)
-    training = WeightedLoader(loader, ranks.several()) if sample_weights else loader
-    likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-    _log_limits_of_evidence(likelihood)
-    if forward is None:
-        _warn_of_own_tokens(inputs, targets, likelihood)
-    prefixes = 0 if tune is None else tune.prefixes
-    survey = partial(Tangent.survey, model, inputs, forward=forward, memory=memory, targets=targets)
-
-    def started(method: Method | None, params: Predicate | LastLayer | None) -> tuple[Runner, Method, Problem]:
-        """Returns what a fit by a method begins with, once the network and the prior are looked at."""
-        runner = Runner(training, prefixes, data_size, file)
-        method, tangent, reason = method_and_tangent(model, survey, method, params, likelihood, runner.count)
-        least = runner.shown() or known_size(loader) or batches.size(inputs)
-        shape = FitShape.of(tangent, likelihood, inputs, least)
-        check_fit(method, shape, tune, inputs, validation is not None)
-        check_memory(method, shape)
-        if reason is not None:
-            log.info("%s %s", reason, price(method, shape))
-        precision = prior_precision if weight_decay is None else (data_size or runner.count()) * weight_decay
-        prior = Prior.read(tangent, precision, prior_mean)
-        check_same_network(tangent.model, tangent.state())
-        traces = tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise)
-        return runner, method, Problem(
-            tangent, likelihood, _root(tangent, likelihood, seed), prior, traces, seed, runner.labels, runner.count,
-            runner.summary, float(temperature), data_size,
-        )  # fmt: skip
-
-    def fit_of_all_weights() -> Posterior:
-        runner, method, problem = started(KFAC(), None)
-        return _run(runner, training, method, problem, tune, held_out=True)
-
-    runner, method, problem = started(method, params)
-    if validation is not None:
-        check_held_out(problem.tangent, likelihood, *held_out)
-    drawn = runner.shown()
-    if data_size is None:
-        warn_of_unseen_samples(data, drawn)
-    if file is not None:
-        file.open(training, {
-            "the network": problem.tangent.state(), "the parameters": problem.tangent.blocks, "the method": method,
-            "the likelihood": likelihood, "the prior": problem.prior, "data_size": data_size,
-            "temperature": temperature, "sample_weights": sample_weights, "forward": forward,
-            "memory": problem.tangent.memory, "seed": seed, "the tuning": [problem.traces_wanted, prefixes],
-        })  # fmt: skip
-    with file or nullcontext():
-        posterior = _run(runner, training, method, problem, tune, validation is not None)
-        if data_size is None and drawn is None:
-            warn_of_unseen_samples(data, runner.shown())
-        if not compares or likelihood.logit_temperature is None:
-            return posterior
-        return with_all_weights(posterior, fit_of_all_weights, validation, inputs, runner.count())
+    options = FitOptions(
+        method=method, likelihood=likelihood, params=params, prior_precision=prior_precision, prior_mean=prior_mean,
+        prior=prior, tune=tune, validation=validation, data_size=data_size, weight_decay=weight_decay,
+        temperature=temperature, sample_weights=sample_weights, forward=forward, memory=memory, seed=seed,
+        checkpoint=checkpoint, every=every, progress=progress,
+    )  # fmt: skip
+    options.check_same_on_ranks()
+    file = None if options.checkpoint is None else Checkpoint(options.checkpoint, options.every)
+    with show_progress(options.progress):
+        if options.prior is not None:
+            return checked(continued(options, options.prior, model, loader, file))
+        data = FitData.of(options, model, loader)
+        data.warn(options)
+        setup = survey(options, data, file)
+        if file is not None:
+            file.open(data.training, setup.described())
+        with file or nullcontext():
+            posterior = tuned_posterior(setup, run(setup))
+            other = fit_of_all_weights(setup, posterior)
+        if options.data_size is None:
+            data.training.warn_of_unseen(setup.runner.shown())
+        return posterior if other is None else preferred(posterior, other, data.joined_held_out)
 
 
-def _run(
-    runner: Runner, training: Iterable[Any], method: Method, problem: Problem, tune: Tuning | None, held_out: bool
-) -> Posterior:
-    """Goes through the passes of a method and tunes; returns the posterior.
+@dataclass(frozen=True)
+class Setup:
+    """What the passes of a fit begin with.
 
-    Args:
-        runner: of the training data.
-        training: the data.
-        method: whose passes.
-        problem: what the method may know.
-        tune: the tuning; None for the defaults.
-        held_out: whether it is by `validation=`.
+    Attributes:
+        options: options of the fit.
+        data: data of the fit.
+        method: method of the fit, the user's or the default.
+        problem: network, likelihood and prior, as the method sees them.
+        runner: runs passes over the training data.
+        checkpoint: checkpoint of the fit, or None.
     """
-    start = time.perf_counter()
-    result = runner.run(method, problem)
-    whole, parts = posteriors_of(runner, method, problem, result)
-    before, shown_data = time.perf_counter(), Training(training, parts, runner.count())
-    if result.precision is not None or not has_prior(result.covariance):
-        unused = "validation=" if held_out else f"tune={type(tune).__name__}"
-        return checked(_with_prior_of_method(whole, method, tune, shown_data, unused, problem.prior.fixed))
+
+    options: FitOptions
+    data: FitData
+    method: Method
+    problem: Problem
+    runner: Runner
+    checkpoint: Checkpoint | None
+
+    def described(self) -> dict[str, Any]:
+        """Returns fingerprints of everything but the data that decides the states of the passes.
+
+        Of the tuning only the sums count that it needs, so that a fit may go on with another tuning.
+        """
+        tangent, likelihood = self.problem.tangent, self.problem.likelihood
+        surveyed = {
+            "the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory,
+            "method": self.method, "likelihood": likelihood, "tune": [self.problem.traces_wanted, self.data.prefixes],
+        }  # fmt: skip
+        return {**self.options.described(), **fingerprint_of(surveyed)}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Posteriors after the passes, before tuning.
+
+    Attributes:
+        posterior: posterior of all data.
+        parts: posteriors of the first samples, for early stopping.
+        chose_prior: whether the method chose the prior, or its covariance has none.
+        started: time at which the passes began.
+    """
+
+    posterior: Posterior
+    parts: tuple[Posterior, ...]
+    chose_prior: bool
+    started: float
+
+
+def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
+    """Surveys the network, chooses the method if the user named none, and checks that everything goes together.
+
+    Raises:
+        LapwingError: for a network, a method or a tuning that cannot be used, or a fit that exceeds the memory.
+    """
+    runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
+    method, tangent, reason = method_and_tangent(
+        data.model, data.survey(options), options.method, options.params, data.likelihood, runner.count
+    )
+    shape = FitShape.of(tangent, data.likelihood, data.inputs, runner.shown() or batches.size(data.inputs))
+    check_fit(method, shape, data.tune, data.inputs, data.held_out is not None)
+    check_memory(method, shape)
+    if reason is not None:
+        log.info("%s %s", reason, price(method, shape))
+    prior = Prior.read(tangent, options.precision(runner.count), options.prior_mean)
+    check_same_network(tangent.model, tangent.state())
+    data.check_held_out(tangent)
+    problem = Problem(
+        tangent=tangent, likelihood=data.likelihood, root=_root(tangent, data.likelihood, options.seed), prior=prior,
+        traces_wanted=data.reads_evidence(prior), seed=options.seed, labels=runner.labels, count=runner.count,
+        summary=runner.summary, temperature=options.temperature, data_size=options.data_size,
+    )  # fmt: skip
+    return Setup(options, data, method, problem, runner, checkpoint)
+
+
+def run(setup: Setup) -> Fitted:
+    """Runs the passes of a fit's method; returns the posteriors that they give."""
+    started = time.perf_counter()
+    result = setup.runner.run(setup.method, setup.problem)
+    posterior, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
+    return Fitted(posterior, parts, result.precision is not None or not has_prior(result.covariance), started)
+
+
+def tuned_posterior(setup: Setup, fitted: Fitted) -> Posterior:
+    """Tunes what the user left open; returns the posterior, checked."""
+    before, tune, posterior = time.perf_counter(), setup.data.tune, fitted.posterior
+    training = Training(setup.data.training, fitted.parts, setup.runner.count())
+    if fitted.chose_prior:
+        return checked(_with_prior_of_method(setup, posterior, training))
     if tune is None:
-        return checked(whole if whole.tuned else whole.with_defaults())
-    posterior = checked(tuned(tune, whole, shown_data))
-    log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - start)
+        return checked(posterior if posterior.tuned else posterior.with_defaults())
+    posterior = checked(tuned(tune, posterior, training))
+    log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - fitted.started)
     return posterior
 
 
-def _log_limits_of_evidence(likelihood: Likelihood) -> None:
-    """Logs what the evidence of this fit does not know."""
-    if likelihood.plain is not likelihood:
-        log.info(
-            "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a pseudo-evidence",
-            likelihood,
-        )  # fmt: skip
+def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training) -> Posterior:
+    """Returns the posterior of a method that chooses its own prior, with its logit temperature or noise tuned."""
+    tune, name = setup.data.tune, type(setup.method).__name__
+    open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
+    if isinstance(tune, Validation) and (open_noise or posterior.logit_temperature == 1):
+        return tuned(tune, posterior, replace(training, shown=None))
+    if isinstance(tune, BoundedEvidence) and open_noise:
+        return tuned(tune, posterior, training)
+    if not setup.problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
+        unused = "validation=" if setup.data.held_out is not None else f"tune={type(tune).__name__}"
+        log.warning("%s chooses its own prior: %s was not used.", name, unused)
+    return posterior
 
 
-def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> None:
-    """Warns where the labels of a text that count are its own tokens, and not those that follow."""
-    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-    if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
-        return
-    counted = likelihood.labelled(targets)
-    own = tokens.to(targets.device) == targets
-    if own.any() and (own if counted is None else own[counted]).all():
-        log.warning(
-            "The labels are the input_ids, so that each token is fitted to itself. For a causal language model, which "
-            "predicts the token that follows, write lw.fit(model, NextTokens(loader)) with "
-            "lapwing.integrations.huggingface.NextTokens."
-        )
+def fit_of_all_weights(setup: Setup, last: Posterior) -> Posterior | None:
+    """Returns the fit of all weights of a classifier, for held-out data to compare with the fit of its last layer.
+
+    Returns None if the user named the method or the parameters, or if all weights cost too much or cannot be treated.
+    """
+    options, data = setup.options, setup.data
+    if not options.compares or data.likelihood.logit_temperature is None:
+        return None
+    if all_weights(last.tangent, data.inputs, setup.runner.count()) is None:
+        return None
+    try:
+        wide = survey(replace(options, method=KFAC()), data, setup.checkpoint)
+        return tuned_posterior(wide, run(wide))
+    except LapwingError as error:
+        log_impossible(error)
+        return None
 
 
 def _root(tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:
     """Returns the root of the Fisher information; each rank draws its own columns."""
     generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)
     return FisherRoot(likelihood, tangent.outputs, generator, root_positions(tangent))
-
-
-def _with_prior_of_method(
-    whole: Posterior, method: Method, tune: Tuning | None, training: Training, unused: str, fixed: bool
-) -> Posterior:
-    """Returns the posterior of a method that chooses its own prior, the logit temperature or noise tuned beside it."""
-    open_noise = not whole.noise_fixed and not has_prior(whole.covariance)
-    if isinstance(tune, Validation) and (open_noise or whole.logit_temperature == 1):
-        return tuned(tune, whole, replace(training, shown=None))
-    if isinstance(tune, BoundedEvidence) and open_noise:
-        return tuned(tune, whole, training)
-    if not fixed and tune is not None and tune is not DEFAULT_TUNING:
-        log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
-    return whole

@@ -1,114 +1,164 @@
-"""Checks of what the user passes to `lw.fit` and `lw.plan`, before anything is computed."""
+"""The options of `lw.fit` and `lw.plan`, and the checks of them that need no network."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ..data import batches
-from ..data.loaders import check_seed
-from ..errors import LapwingError, is_positive, shown
+from .. import ranks
+from ..data.batches import Forward
+from ..errors import LapwingError, is_one_of, is_positive, shown
 from ..likelihoods import Likelihood
-from ..likelihoods.inferred import check_logits
-from ..methods import FitShape, Method
-from ..posterior.prior import check_range
-from ..tangent import Tangent
+from ..methods import Method
+from ..options import LIMIT, SEED, Options, Rule, instance_of, option, positive
+from ..posterior import Posterior
+from ..tangent import LastLayer, Predicate
 from ..tuning import BoundedEvidence, Tuning
+from .fingerprints import differences, fingerprint_of
 
 DEFAULT_TUNING = BoundedEvidence()
-"""What tunes where the user says nothing: a method that chooses its own prior leaves it out without a warning."""
+"""The tuning if the user names none. A method that chooses its own prior leaves it out without a warning."""
+
+WITH_PRIOR = ("prior", "sample_weights", "forward", "memory", "checkpoint", "every", "progress")
+"""Options that a user may pass together with `prior=`."""
 
 
-def check_numbers(
-    prior_precision: Any, weight_decay: float | None, temperature: float, data_size: int | None, seed: Any
-) -> None:
-    """Raises for numbers out of range."""
-    numbers = {"weight_decay": weight_decay, "temperature": temperature}
-    if not isinstance(prior_precision, Mapping):
-        numbers["prior_precision"] = prior_precision
-    for name, value in numbers.items():
-        if not (is_positive(value) or (value is None and name != "temperature")):
+def _whole(low: int, text: str) -> Rule:
+    """Accepts whole numbers from `low`, NumPy's included, and keeps them as `int`."""
+    return Rule(lambda v: isinstance(v, Integral) and not isinstance(v, bool) and low <= int(v) < LIMIT, text, int)
+
+
+PRECISION = Rule(
+    lambda value: isinstance(value, Mapping) or is_positive(value), "a positive finite number, a dict of such numbers"
+)
+TUNING = instance_of(
+    "a tuning, such as lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader) or lw.EarlyStopping(loader), or None",
+    Tuning, type(None),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FitOptions(Options):
+    """The options of one fit, checked. The docstring of `lw.fit` describes them."""
+
+    call: ClassVar[str | None] = "lw.fit(model, loader, {})"
+
+    method: Method | None = None
+    likelihood: str | Likelihood | None = None
+    params: Predicate | LastLayer | None = None
+    prior_precision: float | Mapping[str, float] | None = option(None, PRECISION, write="1.0")
+    prior_mean: float | Mapping[str, Tensor] = 0.0
+    prior: Posterior | None = option(None, instance_of("a posterior of a former fit", Posterior), write="posterior")
+    tune: Tuning | None = option(DEFAULT_TUNING, TUNING, write="lw.BoundedEvidence()")
+    validation: Any = field(default=None, repr=False)
+    data_size: int | None = option(None, _whole(1, "the number of training samples"), write="len(dataset)")
+    weight_decay: float | None = option(None, positive(), write="1e-4")
+    temperature: float = option(1.0, positive())
+    sample_weights: bool = False
+    forward: Forward | None = None
+    memory: int | None = None
+    seed: int = option(0, _whole(0, SEED.text))
+    checkpoint: str | os.PathLike[str] | None = option(
+        None, instance_of("a path", str, os.PathLike), write="'fit.safetensors'"
+    )
+    every: int | None = option(None, _whole(1, "a number of batches, at least 1"), write="100")
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Checks each option, and options that exclude each other.
+
+        Raises:
+            LapwingError: says what is wrong and what to write.
+        """
+        check_method(self.method)
+        super().__post_init__()
+        if self.prior_precision is not None and self.weight_decay is not None:
             raise LapwingError(
-                f"{name}={shown(value)} is not a positive finite number. Write "
-                f"{name}={1e-4 if name == 'weight_decay' else 1.0}, or leave it out."
+                f"prior_precision={self.prior_precision} and weight_decay={self.weight_decay} exclude each other, "
+                "since weight_decay sets the prior precision to N times itself. Leave one out."
             )
-    if data_size is not None and not (is_positive(data_size) and isinstance(data_size, Integral)):
+        if self.validation is not None and not (self.tune is None or self.tune is DEFAULT_TUNING):
+            raise LapwingError(
+                f"validation= and tune={type(self.tune).__name__} exclude each other, since validation= tunes by "
+                "lw.Validation(loader). Leave one of them out."
+            )
+        if self.every is not None and self.checkpoint is None:
+            raise LapwingError(
+                f"every={self.every} says how often a checkpoint is written, and there is none. Write "
+                "checkpoint='fit.safetensors', or leave every out."
+            )
+        given = [
+            f"{each.name}=" for each in fields(self)
+            if each.name not in WITH_PRIOR and not is_one_of(getattr(self, each.name), (each.default,))
+        ]  # fmt: skip
+        if self.prior is not None and given:
+            raise LapwingError(
+                f"prior=posterior decides the method, the parameters, the likelihood and the prior, and "
+                f"{', '.join(given)} was given too. Write lw.fit(model, loader, prior=posterior)."
+            )
+        if torch.empty(0).is_meta:
+            raise LapwingError(
+                "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') "
+                "first."
+            )
+
+    @property
+    def compares(self) -> bool:
+        """Whether held-out data choose between the last layer and all weights, if the likelihood is a classifier's."""
+        return self.method is None and self.params is None and self.validation is not None
+
+    def precision(self, count: Callable[[], int]) -> float | Mapping[str, float] | None:
+        """Returns the prior precision that the user gave, or None if it is tuned; `count` returns N."""
+        return self.prior_precision if self.weight_decay is None else (self.data_size or count()) * self.weight_decay
+
+    def described(self) -> dict[str, Any]:
+        """Returns fingerprints of all options that decide the fit, as JSON: equal in each process and in each call.
+
+        Held-out data count only by their presence, since each process has its own.
+        """
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values |= {name: values[name] is not None for name in ("validation", "checkpoint")}
+        if self.prior is not None:
+            values["prior"] = [self.prior.method, self.prior.samples, self.prior.covariance.tensors()]
+        return {name: fingerprint_of(value) for name, value in values.items() if name not in ("every", "progress")}
+
+    def check_same_on_ranks(self) -> None:
+        """Raises if the processes of a fit got different options. Their data may differ."""
+        if not ranks.several():
+            return
+        texts = {each.name: shown(getattr(self, each.name)) for each in fields(self)}
+        every = ranks.gathered("the options", (self.described(), texts))
+        (first, text), *_ = every
+        for other, (described, given) in enumerate(every):
+            for name in differences(first, described)[:1]:
+                raise LapwingError(
+                    f"The processes were given different options: {name} is {text[name]} in process 0 and "
+                    f"{given[name]} in process {other}. Call lw.fit with the same network, method and options in each "
+                    "of them."
+                )
+
+
+def check_method(method: Any) -> None:
+    """Raises unless a method is an instance of `Method` or None."""
+    if isinstance(method, type) and issubclass(method, Method):
         raise LapwingError(
-            f"data_size={shown(data_size)} is not a whole number, the size of the training set. Write "
-            "data_size=len(dataset), or leave it out."
+            f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
         )
-    if prior_precision is not None and weight_decay is not None:
+    if hasattr(method, "shape") and hasattr(method, "dtype"):
         raise LapwingError(
-            f"prior_precision={prior_precision} and weight_decay={weight_decay} exclude each other, since weight_decay "
-            "sets the prior precision to N times itself. Leave one out."
+            f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
+            "[(x, y)]) to fit on inputs x and targets y."
         )
-    check_seed(seed)
-
-
-def check_tuning(tune: Any, validation: Any) -> None:
-    """Raises for a tuning that is none, and for one beside held-out data, which tune."""
-    if tune is not None and not isinstance(tune, Tuning):
+    if method is not None and not isinstance(method, Method):
         raise LapwingError(
-            f"tune={shown(tune)} is not a tuning. Pass lw.BoundedEvidence(), lw.Evidence(), lw.Validation(loader), "
-            "lw.EarlyStopping(loader) or None: write tune=lw.BoundedEvidence()."
+            f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
+            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
+            "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
+            "lw.SWAG.from_snapshots."
         )
-    if validation is not None and not (tune is None or tune is DEFAULT_TUNING):
-        raise LapwingError(
-            f"validation= and tune={type(tune).__name__} exclude each other, since validation= tunes by "
-            "lw.Validation(loader). Leave one of them out."
-        )
-    if torch.empty(0).is_meta:
-        raise LapwingError(
-            "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') first."
-        )
-
-
-def check_data_size(data_size: int, count: int) -> None:
-    """Raises for N below the number of samples that the loader shows."""
-    if data_size < count:
-        raise LapwingError(
-            f"data_size={data_size} is below the {count} samples that the loader shows. Leave data_size out, or give "
-            "the size of the whole training set."
-        )
-
-
-def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, held_out: bool) -> None:
-    """Raises where method, network, likelihood and tuning do not go together, once the network is surveyed.
-
-    Args:
-        method: of the fit.
-        shape: of the network and the likelihood.
-        tune: the tuning; None where there is none.
-        inputs: of the first batch.
-        held_out: whether the tuning is by `validation=`.
-    """
-    tangent, likelihood = shape.tangent, shape.likelihood
-    method.check(tangent, likelihood)
-    if held_out and method.chooses_temperature:
-        name = type(method).__name__
-        raise LapwingError(
-            f"{name} takes its temperature from the data of the fit, and validation= is not used. Write lw.fit(model, "
-            f"held_out, lw.{name}())."
-        )
-    if tune is not None:
-        tune.check(method, shape)
-    _check_outputs(tangent, likelihood, inputs)
-    check_noise(likelihood, tangent)
-
-
-def check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
-    """Raises for a noise variance that the weights' dtype cannot express."""
-    if likelihood.noise_variance is not None:
-        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
-
-
-def _check_outputs(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> None:
-    """Raises for outputs that are probabilities where the likelihood takes logits."""
-    if likelihood.activation is not None:
-        weight = next(iter(tangent.parameters.values()))
-        outputs = tangent.outputs_of(batches.plain(batches.take(inputs, slice(0, 16)), tangent.device))
-        rows = outputs if tangent.positions is None else tangent.positions.rows(outputs)
-        check_logits(likelihood, rows, weight.dtype)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,23 +14,22 @@ from torch.utils._pytree import tree_leaves
 
 from ..data import batches
 from ..data.batches import Forward
-from ..data.frames import as_loader
-from ..data.loaders import WeightedLoader, first_batch, known_size
-from ..errors import LapwingError, check_flag, shown
-from ..likelihoods import Likelihood, resolve
-from ..likelihoods.inferred import inferred_likelihood
+from ..errors import LapwingError, shown
+from ..likelihoods import Likelihood
 from ..methods import KFAC, FitShape, Method
 from ..methods.registry import METHODS
 from ..network.entry import outside_modes
 from ..network.probe import PROBED_SAMPLES
 from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
-from ..tuning import Tuning, Validation
-from .default_method import check_method, method_and_tangent
+from ..tuning import Tuning
+from .checks import check_batch, check_fit
+from .default_method import method_and_tangent
+from .fit_data import FitData
 from .memory_check import advice_on_memory
-from .options import DEFAULT_TUNING, check_data_size, check_fit, check_numbers, check_tuning
+from .options import DEFAULT_TUNING, FitOptions
 from .runner import Runner
-from .validation import all_weights, check_batch, check_held_out
+from .validation import all_weights
 
 UNITS = (
     "passes: length of the fit in forward passes of its data. kept, peak: memory of the posterior and of the fit.\n"
@@ -124,9 +122,10 @@ def plan(
         >>> lw.plan(model, [(x, y)], lw.Diagonal()).kept_bytes  # 15 variances, and the prior precision
         68
     """
-    check_flag("lw.plan", "sample_weights", sample_weights)
-    check_numbers(prior_precision, weight_decay, 1.0, data_size, 0)
-    check_tuning(tune, validation)
+    options = FitOptions(
+        likelihood=likelihood, params=params, prior_precision=prior_precision, tune=tune, validation=validation,
+        data_size=data_size, weight_decay=weight_decay, sample_weights=sample_weights, forward=forward, memory=memory,
+    )  # fmt: skip
     every, single = isinstance(method, str) and method == "all", not isinstance(method, (list, tuple))
     methods: Any = (None, *METHODS) if every else [method] if single else method
     if not len(methods):
@@ -134,57 +133,25 @@ def plan(
             f"method={shown(method)} names no method. Write lw.plan(model, loader, [lw.KFAC(), lw.Diagonal()]) or "
             'lw.plan(model, loader, "all"), or leave it out for the default.'
         )
-    loader = as_loader(loader, model)
-    first = first_batch(loader)
-    inputs, targets = batches.split(batches.weighted(first) if sample_weights else first)
-    if validation is not None:
-        validation = as_loader(validation, model)
-        tune = Validation(validation)
-    training = WeightedLoader(loader) if sample_weights else loader
-    likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-    runner = Runner(training)
-    if data_size is not None:
-        check_data_size(data_size, known_size(loader) or 0)
-    survey = partial(Tangent.survey, model, inputs, forward=forward, memory=memory, targets=targets)
-
-    def count() -> int:
-        return known_size(loader) or runner.shown() or data_size or runner.count()
-
-    planner = _Planner(
-        model, (inputs, targets), likelihood, params, prior_precision, weight_decay, data_size, tune, validation,
-        survey, count,
-    )  # fmt: skip
+    planner = _Planner(options, FitData.of(options, model, loader))
     plans = Plans(map(planner.attempted if every else planner.chosen, methods))
     if len(planner.refused) == len(plans):  # the methods are not the cause
         raise planner.refused[0]
     return plans[0] if single and not every else plans
 
 
-@dataclass
 class _Planner:
     """Plans the methods of one call of `plan`, which share surveys and measurements.
 
     Attributes:
-        first: inputs and targets of the first batch.
-        survey: `Tangent.survey` of the network on the first batch.
-        count: returns N.
-        surveyed: results of `survey`, by the parameters that are treated and by whether it may warn.
         refused: the errors of methods that `lw.fit` refuses.
     """
 
-    model: nn.Module
-    first: tuple[Any, Any]
-    likelihood: Likelihood
-    params: Predicate | LastLayer | None
-    prior_precision: float | Mapping[str, float] | None
-    weight_decay: float | None
-    data_size: int | None
-    tune: Tuning | None
-    validation: Any
-    survey: Callable[..., Tangent]
-    count: Callable[[], int]
-    surveyed: dict[tuple[int, bool], Tangent] = field(default_factory=dict)
-    refused: list[LapwingError] = field(default_factory=list)
+    def __init__(self, options: FitOptions, data: FitData) -> None:
+        self._options, self._data = options, data
+        self._runner, self._survey_of = Runner(data.training), data.survey(options)
+        self._surveyed: dict[tuple[int, bool], Tangent] = {}
+        self.refused: list[LapwingError] = []
 
     def attempted(self, method: Method | None) -> Plan:
         """Returns the plan of a method, or the reason why `lw.fit` would refuse it."""
@@ -196,47 +163,48 @@ class _Planner:
 
     def chosen(self, method: Method | None) -> Plan:
         """Returns the plan of a method, or of the default method if it is None."""
-        is_default = method is None and self.params is None
-        check_method(method)
+        options, data = replace(self._options, method=method), self._data
         method, tangent, _ = method_and_tangent(
-            self.model, self._survey, method, self.params, self.likelihood, self.count
+            data.model, self._survey, options.method, options.params, data.likelihood, self._count
         )
-        if self.validation is not None:
-            check_held_out(tangent, self.likelihood, *batches.split(first_batch(self.validation)))
-        if not is_default or self.validation is None or self.likelihood.logit_temperature is None:
+        data.check_held_out(tangent)
+        if not options.compares or data.likelihood.logit_temperature is None:
             return self._planned(method, tangent)
         return self._of_all_weights(tangent) or self._planned(method, tangent)
 
+    def _count(self) -> int:
+        """Returns N."""
+        return self._runner.shown() or self._options.data_size or self._runner.count()
+
     def _survey(self, params: Predicate | LastLayer, warn: bool = True) -> Tangent:
         key = id(params), warn
-        if key not in self.surveyed:
-            self.surveyed[key] = self.survey(params=params, warn=warn)
-        return self.surveyed[key]
+        if key not in self._surveyed:
+            self._surveyed[key] = self._survey_of(params=params, warn=warn)
+        return self._surveyed[key]
 
     def _planned(self, method: Method, tangent: Tangent) -> Plan:
         """Returns the plan of one fit."""
-        (inputs, targets), samples, precision = self.first, self.count(), self.prior_precision
-        if self.weight_decay is not None:
-            precision = (self.data_size or samples) * self.weight_decay
-        Prior.read(tangent, precision)  # raises for a prior precision that the fit would refuse
-        shape = FitShape.of(tangent, self.likelihood, inputs, samples)
-        check_fit(method, shape, self.tune, inputs, self.validation is not None)
-        check_batch(tangent, self.likelihood, inputs, targets)
-        every, largest = _activations(tangent, inputs)
+        data, samples = self._data, self._count()
+        Prior.read(tangent, self._options.precision(self._count))  # raises for a precision that the fit would refuse
+        shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)
+        check_fit(method, shape, data.tune, data.inputs, data.held_out is not None)
+        check_batch(tangent, data.likelihood, data.inputs, data.targets)
+        every, largest = _activations(tangent, data.inputs)
         shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else every)
         footprint = method.footprint(shape)
         if footprint is None:
             return Plan(repr(method), tangent.size, tangent.outputs)
         surveyed = 4 * every * min(shape.batch, PROBED_SAMPLES)  # two graphs of a few samples, and gradients
         return Plan(
-            repr(method), tangent.size, tangent.outputs, footprint.passes, footprint.kept,
-            max(footprint.peak, surveyed), footprint.passes * samples * _forward_seconds(tangent, inputs),
-            advice_on_memory(method, footprint, shape),
+            method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
+            kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, surveyed),
+            seconds=footprint.passes * samples * _forward_seconds(tangent, data.inputs),
+            advice=advice_on_memory(method, footprint, shape),
         )  # fmt: skip
 
     def _of_all_weights(self, last: Tangent) -> Plan | None:
         """Returns the plan of the fit that held-out data compare with the last layer's; None if there is none."""
-        whole = all_weights(last, self.first[0], self.count())
+        whole = all_weights(last, self._data.inputs, self._count())
         try:
             wide = None if whole is None else self._planned(KFAC(), whole)
         except LapwingError:  # for instance a prior that names the last layer only: `lw.fit` leaves this fit out too

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ranks
 from ..covariance import Covariance, has_prior, has_rank
-from ..data.shares import share_of
+from ..data.data import Data
 from ..errors import LapwingError
 from ..linalg import is_finite
 from ..methods import FitResult, Method, Problem
@@ -18,7 +18,7 @@ from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
 from ..tuning import Training, Tuning
 from ..tuning.training_samples import spread_batches
-from .options import check_data_size, check_noise
+from .checks import check_data_size, check_noise
 from .runner import Runner
 
 log = logging.getLogger("lapwing")
@@ -43,8 +43,9 @@ def posteriors_of(
     def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
         given = likelihood if has_prior(covariance) else problem.likelihood
         fitted = Posterior(
-            tangent, covariance, likelihood, prior, dict(statistics), samples, factor, problem.temperature,
-            MethodInfo.of(method), not given.needs_noise, Stamp.of(tangent.state()), result.history,
+            tangent=tangent, covariance=covariance, likelihood=likelihood, prior=prior, statistics=dict(statistics),
+            samples=samples, data_factor=factor, temperature=problem.temperature, method=MethodInfo.of(method),
+            noise_fixed=not given.needs_noise, stamp=Stamp.of(tangent.state()), history=result.history,
         )  # fmt: skip
         settled = fitted.noise_fixed and has_prior(covariance)
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
@@ -71,9 +72,9 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
     """
     whole = training
     if ranks.several():
-        limit, share, rows = tune.training_samples(posterior), share_of(training.loader), []
-        if limit and share is not None and training.shown is not None:
-            rows = list(spread_batches(training, limit, posterior, share.before))
+        limit, data, rows = tune.training_samples(posterior), training.loader, []
+        if limit and isinstance(data, Data) and training.shown is not None:
+            rows = list(spread_batches(training, limit, posterior, data.before))
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
     best = posterior if ranks.rank() else posterior.tangent.retried(lambda: tune.tune(posterior, whole))

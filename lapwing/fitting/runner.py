@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from .. import ranks
 from ..covariance import Covariance
 from ..data import batches
-from ..data.loaders import WeightedLoader, known_size, other_size, sampler_size
+from ..data.data import Data
+from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
-from ..data.shares import share_of
 from ..errors import LapwingError
 from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
 from ..methods.problem import Problem
@@ -37,17 +36,16 @@ class Runner:
     """Reads the data for each pass of a method, and sums the likelihood's statistics once on the way.
 
     Args:
-        loader: the training data.
+        data: training data.
         prefixes: number of covariances of the first samples (a half, a quarter, ...) to keep.
         data_size: N, if the user gave it; then n is not counted, since a stream may have no end.
         checkpoint: file from which an interrupted fit goes on, or None.
     """
 
     def __init__(
-        self, loader: Iterable[Any], prefixes: int = 0, data_size: int | None = None,
-        checkpoint: Checkpoint | None = None,
-    ) -> None:  # fmt: skip
-        self._loader, self._share = loader, share_of(loader)
+        self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: Checkpoint | None = None
+    ) -> None:
+        self._data = data
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
         self._labels: Tensor | None = None
         self._at = RunnerState()
@@ -62,7 +60,7 @@ class Runner:
         """Returns the n class labels, -1 for other targets. The first call reads the loader."""
         if self._labels is None:
             parts = [torch.zeros(0, dtype=torch.int64)]
-            for batch in tracked(self._loader, "labels"):
+            for batch in tracked(self._data, "labels"):
                 parts.append(class_labels(*batches.split(batch)))
             labels = torch.cat(parts)
             self._check_size(len(labels), "to the count")
@@ -70,16 +68,8 @@ class Runner:
         return self._labels
 
     def shown(self) -> int | None:
-        """Returns n, the number of samples that the loader shows, without reading it; None if it is unknown."""
-        if self._share is not None:
-            return self._share.total
-        if not self._at.size and isinstance(self._plain_loader, DataLoader):
-            return sampler_size(self._plain_loader)
-        return self._at.size or None
-
-    @property
-    def _plain_loader(self) -> Any:
-        return self._loader.loader if isinstance(self._loader, WeightedLoader) else self._loader
+        """Returns n, the number of samples of the data, without reading them; None if it is unknown."""
+        return self._at.size or self._data.expected_size
 
     def count(self) -> int:
         """Returns n. If the loader does not say, it is the samples so far if N is given, or else counted."""
@@ -114,7 +104,7 @@ class Runner:
 
     def _run(self, step: Pass, problem: Problem) -> State:
         """Runs a pass, or the rest of it; returns its state."""
-        if self._share is not None and (isinstance(step, IteratePass) or step.in_iteration):
+        if ranks.several() and (isinstance(step, IteratePass) or step.in_iteration):
             raise LapwingError(
                 f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use "
                 "lw.KFAC()."
@@ -129,7 +119,7 @@ class Runner:
             problem.root.generator.set_state(drawn)
             self._at = self._begin(step, before, problem)
             if not self._at.finished:
-                total = length_hint(self._loader) or None if isinstance(step, SumPass) else step.steps
+                total = length_hint(self._data) or None if isinstance(step, SumPass) else step.steps
                 with one_bar(step.label, total, self._at.batches) as advance:
                     if isinstance(step, SumPass):
                         self._sum(step, problem, advance)
@@ -147,7 +137,7 @@ class Runner:
         if self._checkpoint is None:
             return at
         at = self._checkpoint.resumed(step.label, at, problem.tangent.device)
-        size, shown = at.size or at.start, self._share.total if self._share else known_size(self._plain_loader)
+        size, shown = at.size or at.start, self._data.known_size
         if shown is not None and size > shown:
             raise other_size(shown, "now", size)
         if at.generator is not None:
@@ -207,7 +197,7 @@ class Runner:
         """Joins the sums of all ranks, and saves the finished pass."""
         at, collects = self._at, self._collects(step)
         if isinstance(step, SumPass):
-            if self._share is not None:
+            if ranks.several():
                 self._join(step, problem, collects)
             if collects and not at.sums.any_counted:
                 raise LapwingError(
@@ -247,7 +237,7 @@ class Runner:
     @property
     def _before(self) -> int:
         """The number of samples of the ranks before this one."""
-        return 0 if self._share is None else sum(self._share.before)
+        return sum(self._data.before)
 
     def _limit(self, step: Pass) -> int | None:
         """Returns the number of samples of this rank that a pass needs; None for all."""
@@ -257,15 +247,15 @@ class Runner:
     def _batches(
         self, step: Pass, problem: Problem, advance: Advance, stops: Iterable[int] = (), rounds: int = 0
     ) -> Iterator[Batch]:
-        """Yields the batches of the loader that are not done, as far as the pass needs them, cut at the stops."""
+        """Yields the batches that are not done, as far as the pass needs them, cut at the stops."""
         at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
         if at.start == limit:
             return
-        for raw in islice(self._loader, at.batches, None):
+        for raw in islice(self._data, at.batches, None):
             inputs, targets = batches.split(raw, device)
             weights, samples = batches.weights_of(raw, device), batches.size(inputs)
             problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
-            if at.size and self._share is None and at.start + samples > at.size:
+            if at.size and not ranks.several() and at.start + samples > at.size:
                 self._check_size(at.start + samples, f"to the pass '{step.label}'")
             start = at.start
             end = samples if limit is None else min(samples, limit - start)
@@ -296,12 +286,12 @@ class Runner:
         return counted
 
     def _check_size(self, samples: int, to: str) -> None:
-        """Notes n the first time; raises if the loader shows no sample, or another number. A share may be empty."""
-        at = self._at
-        expected = (at.size or samples) if self._share is None else self._share.count
-        if samples != expected or not (samples or self._share is not None):
+        """Notes n the first time; raises if the data have no sample, or another number. A share may be empty."""
+        at, several = self._at, ranks.several()
+        expected = sum(self._data.sizes[ranks.rank()]) if several else at.size or samples
+        if samples != expected or not (samples or several):
             raise other_size(samples, to, expected or None)
-        at.size = samples if self._share is None else self._share.total
+        at.size = sum(map(sum, self._data.sizes)) if several else samples
 
 
 def _by_number(flat: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:

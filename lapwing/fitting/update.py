@@ -1,20 +1,34 @@
-"""What `Posterior.update` does: the curvature and statistics of further data, at the same weights."""
+"""Further data for a posterior: at the same weights (`Posterior.update`), or after further training (`prior=`)."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .. import ranks
-from ..data.frames import as_loader
-from ..data.loaders import WeightedLoader, check_progress
-from ..data.shares import joined_first_batch, share
+from ..covariance import has_rank
+from ..data import batches
+from ..data.data import Data
+from ..data.loaders import check_progress
 from ..errors import LapwingError, check_flag, shown
+from ..methods import DataSummary, FisherRoot, Problem
+from ..methods.updating import Update
 from ..network.entry import outside_modes
+from ..network.stamp import Stamp
 from ..posterior import Posterior
+from ..posterior.former import precision_product
+from ..posterior.prior import Prior
+from ..tangent import Tangent
 from ..tuning import Evidence, Training, Tuning, Validation
-from .further import with_further
+from .checkpoint import Checkpoint
+from .fingerprints import check_same_network, fingerprint_of
+from .fit_data import with_joined_data
+from .options import FitOptions
 from .result import checked, tuned
-from .validation import with_joined_data
+from .runner import Runner
 
 
 @outside_modes
@@ -22,7 +36,7 @@ from .validation import with_joined_data
 def updated(
     posterior: Posterior, loader: Any, tune: Tuning | None, sample_weights: bool, progress: bool | None
 ) -> Posterior:
-    """Returns the posterior of the data so far and of those in a loader: see `Posterior.update`."""
+    """Returns the posterior of the former data and of the data in a loader: see `Posterior.update`."""
     if tune is not None and not isinstance(tune, (Evidence, Validation)):
         raise LapwingError(
             f"update(tune={shown(tune)}) is not an option, since the former data are not there. Write "
@@ -30,13 +44,109 @@ def updated(
         )
     check_progress(progress)
     check_flag("posterior.update", "sample_weights", sample_weights)
-    loader = share(as_loader(loader, posterior.model))
-    joined_first_batch(loader)
-    loader = WeightedLoader(loader, ranks.several()) if sample_weights else loader
-    whole = with_further(posterior, posterior.tangent, loader)
-    if tune is None:
-        return checked(whole)
-    return checked(tuned(with_joined_data(tune, posterior.model), whole, Training()))
+    data = Data(loader, posterior.model, sample_weights)
+    data.first  # noqa: B018 (checks the data)
+    whole = _with_data(posterior, posterior.tangent, data)
+    tune = with_joined_data(tune, posterior.model)
+    return checked(whole if tune is None else tuned(tune, whole, Training()))
 
 
-Posterior.updating = staticmethod(updated)
+def continued(
+    options: FitOptions, former: Posterior, model: Any, loader: Any, checkpoint: Checkpoint | None
+) -> Posterior:
+    """Returns the posterior of further data at further trained weights, under a former posterior: see `lw.fit`.
+
+    Args:
+        options: options of the fit.
+        former: the former posterior.
+        model: network that was trained further.
+        loader: the further data.
+        checkpoint: checkpoint of the fit, or None.
+
+    Raises:
+        LapwingError: for another network, or a covariance that cannot be continued.
+    """
+    former._check_network()
+    _check_invertible(former)
+    data = Data(loader, model, options.sample_weights)
+    inputs, _ = batches.split(data.first)
+    tangent = _surveyed(options, former.tangent, model, inputs)
+    if checkpoint is not None:
+        network = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory}
+        checkpoint.open(data, {**options.described(), **fingerprint_of(network)})
+    with checkpoint or nullcontext():
+        whole = _with_data(former, tangent, data, checkpoint)
+    return replace(
+        whole, prior=Prior(former.prior.precision, former.tangent.mean(), fixed=True), noise_fixed=True, history={},
+        method=replace(former.method, after_former=True), stamp=Stamp.of(tangent.state()),
+    )  # fmt: skip
+
+
+def _with_data(posterior: Posterior, tangent: Tangent, data: Data, checkpoint: Checkpoint | None = None) -> Posterior:
+    """Returns the posterior with a network, and with the curvature and the statistics of further data added.
+
+    Args:
+        posterior: posterior of the former data.
+        tangent: network at which the further data are linearised.
+        data: the further data.
+        checkpoint: checkpoint of the fit, or None.
+
+    Raises:
+        LapwingError: for curvatures that do not add, and bad data.
+    """
+    if posterior.data_factor != 1:
+        raise LapwingError(
+            f"The posterior stands for {posterior.data_factor:g} times the data of its fit, and further data have no "
+            "place in that. Fit to all data at once, with data_size=."
+        )
+    likelihood = posterior.likelihood
+    runner = Runner(data, checkpoint=checkpoint)
+    check_same_network(tangent.model, tangent.state())
+    seed = posterior.samples  # other draws than for the former data
+    generator = torch.Generator(tangent.device).manual_seed(seed + ranks.rank())
+    problem = Problem(
+        tangent=tangent, likelihood=likelihood, root=FisherRoot(likelihood, tangent.outputs, generator),
+        prior=posterior.prior, traces_wanted=bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any()),
+        seed=seed, labels=runner.labels, count=runner.count, summary=runner.summary,
+        temperature=posterior.temperature,
+    )  # fmt: skip
+    result = runner.run(Update(posterior.covariance, posterior.method), problem)
+    summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
+    whole = replace(
+        posterior, tangent=tangent, covariance=result.covariance, samples=summary.samples, statistics=summary.statistics
+    )
+    return whole.at(posterior.prior.precision, posterior.noise_variance)
+
+
+def _check_invertible(former: Posterior) -> None:
+    """Raises if a covariance has no inverse, or is a subspace, which lacks the directions of further data."""
+    covariance = former.covariance
+    zeros = {b.name: torch.zeros(b.size, dtype=covariance.dtype, device=covariance.device) for b in covariance.blocks}
+    precision_product(covariance, zeros, former.method)
+    if has_rank(covariance) and covariance.continued_by == "basis":
+        raise LapwingError(
+            f"The posterior by {former.method} keeps the directions of its own data, and further data have others. Fit "
+            "lw.KFAC(), lw.Diagonal() or lw.Full()."
+        )
+
+
+def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any) -> Tangent:
+    """Returns the network that was trained further, with the parameters of the former fit."""
+    if isinstance(model, torch.nn.Module):
+        present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if not present.issuperset(former.parameters):
+            raise _other_network(model, former)
+    tangent = Tangent.survey(
+        model, inputs, lambda name, _: name in former.parameters, options.forward or former.forward,
+        options.memory or former.memory,
+    )  # fmt: skip
+    if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
+        raise _other_network(tangent.model, former)
+    return tangent
+
+
+def _other_network(model: Any, former: Tangent) -> LapwingError:
+    return LapwingError(
+        f"{type(model).__name__} has other layers than the network of the former posterior, "
+        f"{type(former.model).__name__} with {former.outputs} outputs. Train a copy of that one further."
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
+from ..data.data import Data
 from ..data.loaders import check_progress, checked_batches, other_size
 from ..data.progress import show_progress, tracked
 from ..errors import LapwingError
@@ -60,8 +60,7 @@ def constructed(
     model: nn.Module,
     names: Collection[str],
     covariance: Callable[[Tangent], Covariance],
-    first: Any,
-    loader: Iterable[Any],
+    data: Data,
     method: MethodInfo,
     likelihood: str | Likelihood | None,
     forward: Forward | None,
@@ -74,8 +73,7 @@ def constructed(
         model: the network; its weights are the mean.
         names: names of the uncertain parameters.
         covariance: function that returns Σ, without a prior.
-        first: the first batch.
-        loader: the training data.
+        data: training data.
         method: how Σ was made.
         likelihood: p(y | f); None infers it. A noise variance that is None becomes the mean squared residual.
         forward: function that calls the network, or None.
@@ -86,12 +84,12 @@ def constructed(
         LapwingError: if the input is invalid, or if the loader shows no batch the second time.
     """
     check_progress(progress)
-    inputs, targets = batches.split(first)
-    likelihood = inferred_likelihood(targets, loader) if likelihood is None else resolve(likelihood)
+    inputs, targets = batches.split(data.first)
+    likelihood = inferred_likelihood(targets, data) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory, targets=targets)
     summary = DataSummary()
     with show_progress(progress):
-        for inputs, targets, weights in checked_batches(tangent.model, tracked(loader, "likelihood")):
+        for inputs, targets, weights in checked_batches(tangent.model, tracked(data, "likelihood")):
             rows = Batch(tangent, inputs, targets, summary.samples, weights=weights).rows()
             if not summary.samples:
                 check_logits(likelihood, rows["outputs"], next(tangent.model.parameters()).dtype)

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import update_bn
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
-from ..data.frames import as_loader
-from ..data.loaders import WeightedLoader, check_progress, check_seed, checked_batches, first_batch
+from ..data.data import Data
+from ..data.loaders import check_progress, check_seed, checked_batches
 from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, check_positive, is_whole, shown
 from ..likelihoods import Likelihood
@@ -138,19 +138,18 @@ class SWAG:
         check_seed(seed)
         check_flag("SWAG.from_snapshots", "sample_weights", sample_weights)
         check_positive("SWAG.from_snapshots", "scale", scale, 0.5)
-        loader = as_loader(loader, collector.model)
-        loader = WeightedLoader(loader) if sample_weights else loader
-        first = first_batch(loader)
+        data = Data(loader, collector.model, sample_weights)
+        data.first  # noqa: B018 (checks the data)
         network = copied(collector.model, "SWAG")
         put(network, {**collector.buffers, **collector.mean})
         if batch_norm == "refresh":
-            _refresh(network, tracked(loader, "batch norm statistics"), forward, seed)
+            _refresh(network, tracked(data, "batch norm statistics"), forward, seed)
         network.eval()
         options = {"rank": len(collector.deviations), "snapshots": collector.count, "scale": scale}
         text = ", ".join(f"{name}={value}" for name, value in options.items())
         method = MethodInfo("SWAG", f"SWAG({text})", options)
         return constructed(
-            network, collector.names, lambda tangent: _covariance(collector, tangent, scale), first, loader, method,
+            network, collector.names, lambda tangent: _covariance(collector, tangent, scale), data, method,
             likelihood, forward, memory, progress,
         )  # fmt: skip
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..covariance import PriorCovariance
 from ..data import batches
-from ..data.frames import as_loader
-from ..data.loaders import WeightedLoader
+from ..data.data import Data
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import SLICE_NUMBERS, doubled, total
@@ -101,15 +100,15 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
     Cost: one pass over the data with one backward pass per batch.
     """
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
-    loader = as_loader(loader, tangent.model)
-    batches.check_loader(loader, "The evidence at the linearised mode")
+    data = Data(loader, tangent.model, sample_weights)
+    batches.check_loader(data.loader, "The evidence at the linearised mode")
     mean, count = tangent.mean(), 0
     gradient = {
         block.name: -delta * (mean[block.name] - posterior.prior.mean[block.name]).to(dtype)
         for block, delta in zip(tangent.blocks, posterior.prior.precision.tolist(), strict=True)
     }
     length = tangent.chunk_length(1, dtype)
-    for batch in WeightedLoader(loader) if sample_weights else loader:
+    for batch in data:
         inputs, targets = batches.split(batch, tangent.device)
         weights = batches.weights_of(batch, tangent.device)
         for rows, chunk in batches.chunks(inputs, length):

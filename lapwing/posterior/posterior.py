@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,8 +84,6 @@ class Posterior:
     noise_fixed: bool
     stamp: Stamp = field(repr=False)
     history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    updating: ClassVar[Callable[[Posterior, Any, Any, bool, bool | None], Posterior]]
-    """Function that `update` calls. `fitting/update.py` sets it, because this room may not import `fitting`."""
 
     def __repr__(self) -> str:
         """One line; `model` is the network, and `print(posterior.tangent.coverage)` lists its blocks."""
@@ -394,8 +392,10 @@ class Posterior:
             >>> posterior.update((x[32:], y[32:])).samples
             64
         """
+        from ..fitting.update import updated  # the one import of a room above: an update is a fit
+
         self._check_network()
-        return type(self).updating(self, loader, tune, sample_weights, progress)
+        return updated(self, loader, tune, sample_weights, progress)
 
     def penalty(self, model: torch.nn.Module) -> Tensor:
         """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights of another network, for its training loss.

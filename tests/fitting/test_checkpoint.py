@@ -231,10 +231,10 @@ def begun(path: Path, **options: Any) -> tuple[nn.Module, list[Any]]:
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "the method": {"method": lw.KFAC("reduce")}, "seed": {"seed": SEED + 1}, "data_size": {"data_size": 100},
-    "temperature": {"temperature": 2.0}, "the prior": {"prior_precision": 2.0}, "memory": {"memory": 2**28},
-    "the parameters": {"params": lw.matching("0.*")}, "the tuning": {"tune": lw.EarlyStopping(HELD_OUT)},
-    "the likelihood": {"likelihood": lw.Categorical(label_smoothing=0.1)},
+    "method": {"method": lw.KFAC("reduce")}, "seed": {"seed": SEED + 1}, "data_size": {"data_size": 100},
+    "temperature": {"temperature": 2.0}, "prior_precision": {"prior_precision": 2.0}, "memory": {"memory": 2**28},
+    "the parameters": {"params": lw.matching("0.*")}, "tune": {"tune": lw.EarlyStopping(HELD_OUT)},
+    "likelihood": {"likelihood": lw.Categorical(label_smoothing=0.1)},
 }  # fmt: skip
 
 
@@ -312,7 +312,7 @@ def test_a_loader_that_shuffles_is_refused(tmp_path: Path) -> None:
 
 def test_bad_arguments(tmp_path: Path) -> None:
     model, every = pieces()
-    with pytest.raises(lw.LapwingError, match="checkpoint=3 is not a path"):
+    with pytest.raises(lw.LapwingError, match=r"lw.fit\(checkpoint=3\) is not valid: checkpoint must be a path"):
         lw.fit(model, every, checkpoint=3)
     with pytest.raises(lw.LapwingError, match="Create its folder"):
         lw.fit(model, every, checkpoint=tmp_path / "no" / "fit")

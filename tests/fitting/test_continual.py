@@ -163,7 +163,7 @@ def test_what_a_former_posterior_refuses() -> None:
             lw.fit(other, (x, y), prior=posterior, **options)
     with pytest.raises(lw.LapwingError, match="method= was given"):
         lw.fit(other, (x, y), lw.KFAC(), prior=posterior)
-    with pytest.raises(lw.LapwingError, match="prior=2.0 is not a posterior"):
+    with pytest.raises(lw.LapwingError, match=r"prior=2.0\) is not valid: prior must be a posterior"):
         lw.fit(other, (x, y), prior=2.0)
     with pytest.raises(lw.LapwingError, match="copy.deepcopy"):
         posterior.penalty(model)

@@ -238,7 +238,7 @@ def test_sample_weights(form):
     )  # fmt: skip
     with pytest.raises(lw.LapwingError, match="holds no sample weights"):
         lw.plan(mlp(), plain, lw.KFAC(), sample_weights=True)
-    with pytest.raises(lw.LapwingError, match="neither True nor False"):
+    with pytest.raises(lw.LapwingError, match="sample_weights must be True or False"):
         lw.plan(mlp(), plain, lw.KFAC(), sample_weights=1)
 
 

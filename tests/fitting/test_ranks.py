@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lapwing as lw
 from lapwing import ranks as collectives
-from lapwing.data.shares import Share, share
+from lapwing.data.data import Data
 from tests import ranks
 
 ROOT = Path(lw.__file__).parent.parent
@@ -118,12 +118,15 @@ def test_processes_that_cannot_be_reached(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("samples", "size"), [(1, 3), (2, 3), (7, 2), (9, 4), (12, 4)])
-def test_a_share_leaves_out_what_the_sampler_repeats(samples: int, size: int) -> None:
+def test_data_leave_out_the_samples_that_the_sampler_repeats(
+    samples: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "several", lambda: True)
     dataset = TensorDataset(torch.arange(samples), torch.arange(samples))
     shown = []
     for rank in range(size):
         loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, size, rank, shuffle=True))
-        parts = [x for x, _ in Share(loader)]
+        parts = [x for x, _ in Data(loader, None)]
         shown += torch.cat(parts).tolist() if parts else []
     assert sorted(shown) == list(range(samples))
 
@@ -132,7 +135,7 @@ def test_nothing_is_collective_in_one_process() -> None:
     loader = [(torch.zeros(2, 1), torch.zeros(2, 1))]
     with collectives.across_ranks():
         assert not collectives.several()
-        assert share(loader) is loader
+        assert Data(loader, None).on_first_rank().loader is loader
         assert collectives.gathered("", 3) == [3]
         assert collectives.on_first("", lambda: 3) == 3
         assert collectives.rank() == 0

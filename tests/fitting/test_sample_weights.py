@@ -8,7 +8,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.covariance import PriorCovariance
-from lapwing.data.loaders import WeightedLoader
+from lapwing.data.data import Data
 from lapwing.errors import LapwingError
 from tests import oracle
 from tests.conformance import close, pack, setup
@@ -170,8 +170,8 @@ def test_bad_weights_are_refused(w, message):
     assert all(value.grad is None for value in model.parameters())
 
 
-def test_a_wrapped_loader_says_how_many_batches_it_has():
-    assert len(WeightedLoader([1, 2, 3])) == 3
+def test_data_have_the_length_of_their_loader():
+    assert len(Data([1, 2, 3], None, True)) == 3
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.KFAC(weight_sharing="reduce")], ids=repr)

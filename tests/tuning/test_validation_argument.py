@@ -79,7 +79,7 @@ def test_training_data_are_noticed(caplog):
     ("options", "message"),
     [
         ({"tune": lw.Evidence()}, r"validation= and tune=Evidence exclude each other.*Leave one of them out\."),
-        ({"validation": 3}, r"Validation needs an iterable of \(inputs, targets\) batches, not"),
+        ({"validation": 3}, "The data hold a single number"),
         ({"validation": []}, "yields no batch"),
     ],
 )

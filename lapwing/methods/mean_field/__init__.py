@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ...covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ...data import batches
 from ...data.batches import Forward
-from ...data.frames import as_loader
-from ...data.loaders import first_batch
+from ...data.data import Data
 from ...errors import LapwingError, check_positive
 from ...likelihoods import Likelihood
 from ...network.eager import parameters_of, uncompiled
@@ -237,12 +236,10 @@ def _given(
 ) -> Posterior:
     """Returns the posterior of given variances, times `scale`; `rest` are the last arguments of `constructed`."""
     check_positive(name, "scale", scale, 1.0)
-    loader = as_loader(loader, model)
+    data = Data(loader, model)
     method = MethodInfo(name, f"{name}({options}scale={scale})", {"scale": scale})
     scaled = {key: scale * value for key, value in variances.items()}
-    return constructed(
-        model, scaled, lambda tangent: diagonal(tangent, scaled), first_batch(loader), loader, method, *rest
-    )
+    return constructed(model, scaled, lambda tangent: diagonal(tangent, scaled), data, method, *rest)
 
 
 def _fits(variance: Any, parameter: Tensor | None) -> bool:

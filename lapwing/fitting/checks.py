@@ -1,0 +1,75 @@
+"""Checks that method, network, likelihood, tuning and data go together, before the passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..data import batches
+from ..errors import LapwingError
+from ..likelihoods import Likelihood
+from ..likelihoods.inferred import check_logits
+from ..methods import FitShape, Method
+from ..posterior.prior import check_range
+from ..tangent import Tangent
+from ..tuning import Tuning
+
+
+def check_data_size(data_size: int, count: int) -> None:
+    """Raises for N below the number of samples that the loader shows."""
+    if data_size < count:
+        raise LapwingError(
+            f"data_size={data_size} is below the {count} samples that the loader shows. Leave data_size out, or give "
+            "the size of the whole training set."
+        )
+
+
+def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, held_out: bool) -> None:
+    """Raises where method, network, likelihood and tuning do not go together, once the network is surveyed.
+
+    Args:
+        method: of the fit.
+        shape: of the network and the likelihood.
+        tune: the tuning; None where there is none.
+        inputs: of the first batch.
+        held_out: whether the tuning is by `validation=`.
+    """
+    tangent, likelihood = shape.tangent, shape.likelihood
+    method.check(tangent, likelihood)
+    if held_out and method.chooses_temperature:
+        name = type(method).__name__
+        raise LapwingError(
+            f"{name} takes its temperature from the data of the fit, and validation= is not used. Write lw.fit(model, "
+            f"held_out, lw.{name}())."
+        )
+    if tune is not None:
+        tune.check(method, shape)
+    _check_outputs(tangent, likelihood, inputs)
+    check_noise(likelihood, tangent)
+
+
+def check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
+    """Raises for a noise variance that the weights' dtype cannot express."""
+    if likelihood.noise_variance is not None:
+        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
+
+
+def _check_outputs(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> None:
+    """Raises for outputs that are probabilities where the likelihood takes logits."""
+    if likelihood.activation is not None:
+        weight = next(iter(tangent.parameters.values()))
+        outputs = tangent.outputs_of(batches.plain(batches.take(inputs, slice(0, 16)), tangent.device))
+        rows = outputs if tangent.positions is None else tangent.positions.rows(outputs)
+        check_logits(likelihood, rows, weight.dtype)
+
+
+def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
+    """Raises where the network does not take inputs, or the likelihood their targets."""
+    inputs, targets = batches.split((inputs, targets), tangent.device)
+    tangent.check(inputs)
+    outputs = tangent.outputs_of(inputs)
+    if tangent.positions is not None:
+        places = tangent.positions.places(len(targets), tangent.positions.sizes(outputs.shape))
+        outputs, targets = tangent.positions.rows(outputs), places.targets(targets, tangent.outputs)
+    likelihood.check(outputs, targets)

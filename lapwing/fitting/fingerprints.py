@@ -1,0 +1,73 @@
+"""Fingerprints of values as JSON, which two processes, or two calls one after another, compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import ranks
+from ..errors import LapwingError
+from ..network.stamp import fingerprint
+
+
+def fingerprint_of(value: Any) -> Any:
+    """Returns a value as JSON: numbers and texts as they are, tensors by sums, other objects by their type.
+
+    It holds no address, so it is the same in another process. Held-out data, the field `loader` of a tuning, are left
+    out.
+    """
+    if isinstance(value, Tensor):
+        return [list(value.shape), str(value.dtype), *fingerprint(value).nan_to_num().tolist()]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return int(float(value)) if float(value).is_integer() else repr(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): fingerprint_of(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [fingerprint_of(item) for item in value]
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value) if each.name != "loader"]
+        return [name, {each: fingerprint_of(getattr(value, each)) for each in names}]
+    return name
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Returns the names under which two sets of fingerprints differ. Sums of tensors may differ by rounding."""
+    return [name for name in {**one, **other} if not _same(one.get(name), other.get(name))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+def check_same_network(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raises if the weights differ between ranks, or if every call of the network is collective."""
+    if not ranks.several():
+        return
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise LapwingError(
+            "The model is a DistributedDataParallel, whose calls wait for one another, and each process calls it as "
+            "often as its share needs. Pass the network inside: model.module."
+        )
+    every = ranks.gathered("the weights", fingerprint_of(state))
+    for other, prints in enumerate(every):
+        for name in differences(every[0], prints)[:1]:
+            raise LapwingError(
+                f"The network of process {other} has other weights than that of process 0: {name} differs. Load the "
+                "state dict of one process in all of them (training in parallel leaves batch norm's statistics apart)."
+            )

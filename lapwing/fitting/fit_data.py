@@ -1,0 +1,153 @@
+"""The data of a fit: training data, held-out data, and the likelihood and the tuning that they decide."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from .. import ranks
+from ..data import batches
+from ..data.data import Data
+from ..errors import LapwingError
+from ..likelihoods import Likelihood, resolve
+from ..likelihoods.inferred import inferred_likelihood
+from ..posterior.prior import Prior
+from ..tangent import Tangent
+from ..tuning import EarlyStopping, Tuning, Validation
+from .checks import check_batch, check_data_size
+from .options import FitOptions
+
+log = logging.getLogger("lapwing")
+
+FEW = 30
+"""Minimum number of held-out samples; below it a warning is logged."""
+
+
+@dataclass(frozen=True)
+class FitData:
+    """The data of a fit, and what they decide.
+
+    Attributes:
+        model: the network, as the user passed it.
+        training: training data.
+        held_out: data of `validation=`, or None.
+        inputs: inputs of the first batch of the joined training data.
+        targets: targets of this batch.
+        likelihood: the user's likelihood, or the one inferred from the targets.
+        tune: the tuning, or None for the default prior and noise. Over several processes its held-out data are those
+            of all processes on rank 0, and empty on other ranks.
+    """
+
+    model: Any
+    training: Data
+    held_out: Data | None
+    inputs: Any = field(repr=False)
+    targets: Any = field(repr=False)
+    likelihood: Likelihood
+    tune: Tuning | None
+
+    @classmethod
+    def of(cls, options: FitOptions, model: Any, loader: Any) -> FitData:
+        """Reads the first batches.
+
+        Raises:
+            LapwingError: for data that cannot be used, or a `data_size` below the number of samples.
+        """
+        training, held_out = Data(loader, model, options.sample_weights), None
+        inputs, targets = batches.split(training.first)
+        tune = options.tune
+        if options.validation is not None:
+            held_out = Data(options.validation, model)
+            tune = Validation(held_out)
+        if options.data_size is not None:
+            check_data_size(options.data_size, training.known_size or 0)
+        likelihood = options.likelihood
+        likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
+        return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, model))
+
+    @property
+    def prefixes(self) -> int:
+        """The number of first parts of the data of which the tuning needs posteriors."""
+        return 0 if self.tune is None else self.tune.prefixes
+
+    def reads_evidence(self, prior: Prior) -> bool:
+        """Whether the tuning reads the lower bound of the evidence."""
+        return self.tune is not None and self.tune.reads_evidence(not prior.fixed, self.likelihood.needs_noise)
+
+    def survey(self, options: FitOptions) -> Callable[..., Tangent]:
+        """Returns `Tangent.survey` of the network on the first batch; its argument is `params`."""
+        return partial(
+            Tangent.survey, self.model, self.inputs, forward=options.forward, memory=options.memory,
+            targets=self.targets,
+        )  # fmt: skip
+
+    def check_held_out(self, tangent: Tangent) -> None:
+        """Raises if the network does not accept held-out inputs, or the likelihood their targets."""
+        if self.held_out is None:
+            return
+        try:
+            check_batch(tangent, self.likelihood, *batches.split(self.held_out.first))
+        except LapwingError as error:
+            raise LapwingError(f"The held-out data do not fit. {error}") from error
+
+    @property
+    def joined_held_out(self) -> Any:
+        """The held-out data of all processes, on rank 0; empty on other ranks and without `validation=`."""
+        return self.tune.loader if isinstance(self.tune, Validation) and self.held_out is not None else ()
+
+    def warn(self, options: FitOptions) -> None:
+        """Warns of data that make the error bars wrong, and logs that a likelihood has only a pseudo-evidence."""
+        if self.held_out is not None:
+            _warn_of_held_out(self.held_out, self.training)
+        if self.likelihood.plain is not self.likelihood:
+            log.info(
+                "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a "
+                "pseudo-evidence", self.likelihood,
+            )  # fmt: skip
+        if options.forward is None:
+            _warn_of_own_tokens(self.inputs, self.targets, self.likelihood)
+
+
+def with_joined_data(tune: Tuning | None, model: Any) -> Tuning | None:
+    """Returns the tuning with the held-out data of all ranks, on rank 0; on other ranks without data."""
+    if not ranks.several() or not isinstance(tune, (EarlyStopping, Validation)):
+        return tune
+    held_out = tune.loader if isinstance(tune.loader, Data) else Data(tune.loader, model)
+    return replace(tune, loader=held_out.on_first_rank())
+
+
+def _warn_of_held_out(held_out: Data, training: Data) -> None:
+    """Warns if held-out data are the training data, or are few."""
+    if held_out.overlaps(training):
+        log.warning(
+            "The validation data are the training data. The network fits these better than any others, so that its "
+            "error bars come out too narrow and its probabilities too sure. Pass data that it was not trained on: "
+            "validation=(x_val, y_val)."
+        )
+    count = held_out.expected_size
+    has_maps = getattr(batches.split(held_out.first)[1], "ndim", 1) >= 3
+    if count is not None and count < FEW and not has_maps:
+        log.warning(
+            "%d held-out samples are too few to tell how wide predictions are. Pass a few hundred, or leave "
+            "validation= out, so that the training data tell it.", count,
+        )  # fmt: skip
+
+
+def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> None:
+    """Warns if the labels of a text that count are its own tokens instead of the tokens that follow."""
+    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
+        return
+    counted = likelihood.labelled(targets)
+    own = tokens.to(targets.device) == targets
+    if own.any() and (own if counted is None else own[counted]).all():
+        log.warning(
+            "The labels are the input_ids, so that each token is fitted to itself. For a causal language model, which "
+            "predicts the token that follows, write lw.fit(model, NextTokens(loader)) with "
+            "lapwing.integrations.huggingface.NextTokens."
+        )
