@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .deployment import deploy
     from .evaluation import compare
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LATER = {"compare": ".evaluation", "deploy": ".deployment"}
 
