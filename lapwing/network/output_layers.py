@@ -9,7 +9,7 @@ takes a gradient itself, such as a force, the last layer is that of the function
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
@@ -67,9 +67,6 @@ def output_layers(
     Cost: one forward pass with its graph.
     """
     kind = type(model).__name__
-    scripted = [(prefix, module) for prefix, module in modules_of(model) if isinstance(module, torch.jit.ScriptModule)]
-    if any(not prefix for prefix, _ in scripted):
-        raise _refused_scripted(model, "The network")
     norms = {name for use in recording.noted if use.use.normalises for name in use.names.values()}
     leaves = {
         name: value.detach().requires_grad_(name not in norms)
@@ -85,21 +82,20 @@ def output_layers(
         raise _refused_without_gradient(model, kind)
     owners = {id(tensor): name for named in (parameters, leaves) for name, tensor in named.items()}
     reached = {owners[id(leaf)] for leaf in graph_leaves(outputs, tensors)[0] if id(leaf) in owners}
-    last = _Walk(outputs.grad_fn, origins, tensors, parameters, owners).last()
+    last = _last_layers(outputs.grad_fn, tensors, origins, owners, parameters)
     names = tuple(name for name in parameters if name in last.layers & reached)  # an energy's bias has no force
-    for prefix, module in scripted:
-        if any(name.startswith(prefix) for name in names):
-            raise _refused_scripted(module, f"The part {prefix[:-1]} of {kind}")
+    for prefix, module in modules_of(model):
+        if isinstance(module, torch.jit.ScriptModule) and any(name.startswith(prefix) for name in names):
+            what = f"The part {prefix[:-1]} of {kind}" if prefix else "The network"
+            raise LapwingError(
+                f"{what} is scripted or traced, so it shows no layers and none can be taken for the last. Treat all "
+                "weights: write lw.fit(model, loader, lw.Diagonal(), params=lw.everything), or fit the network before "
+                "you script or trace it."
+            )
     if last.product:
         raise LapwingError(
             f"The outputs of {kind} are a product of what several of its weights give, so no layer is the last. Name "
-            f"the weights to treat: write {_matching_line(last.product, parameters)}."
-        )
-    idle = _siblings(names, parameters, reached) if recording.routed else []
-    if idle:
-        raise LapwingError(
-            f"{kind} chooses layers by its inputs, and {idle[0]}, in a layer of the shape of its last ones, was not "
-            f"used on the first batch. Name the weights to treat: write {_matching_line({*names, *idle}, parameters)}."
+            f"the weights to treat: write {_matching_line(set(names), parameters)}."
         )
     check_real(names, parameters)
     if warn:
@@ -130,24 +126,15 @@ class _Origins(EagerMode):
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             out = function(*args, **kwargs)
         made = _tensors(args[0] if out is None and args else out)
-        if not made:
-            return out
         if function is torch.autograd.grad:
-            self._note_gradients(made, _tensors(args[0], kwargs.get("grad_outputs")))
-        arguments = _tensors(*args, *kwargs.values())
-        depends = any([self._depends(tensor) for tensor in arguments])
-        if depends or any(id(tensor) in self._known for tensor in arguments):
-            self._known.update((id(tensor), (tensor, depends)) for tensor in made)
+            sources = [tensor.grad_fn for tensor in _tensors((args[0], kwargs.get("grad_outputs")))]
+            nodes = {tensor.grad_fn for tensor in made}.difference(sources)  # a cotangent may be the gradient
+            self.gradients.update((node, sources) for node in nodes if node is not None)
+        depends = any([self._depends(tensor) for tensor in _tensors((args, kwargs))])
+        self._known.update((id(tensor), (tensor, depends)) for tensor in made)
         if depends:
             self.nodes.update(tensor.grad_fn for tensor in made)
         return out
-
-    def _note_gradients(self, made: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        nodes = [tensor.grad_fn for tensor in sources]
-        earlier = set().union(*(graph_leaves(tensor, ())[1] for tensor in sources))  # a cotangent may be the gradient
-        for tensor in made:
-            if tensor.grad_fn is not None and tensor.grad_fn not in earlier:
-                self.gradients[tensor.grad_fn] = nodes
 
     def _depends(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on the inputs. If no function here made it, scripted code may have."""
@@ -158,16 +145,14 @@ class _Origins(EagerMode):
         return tensor.requires_grad
 
 
-def _tensors(*values: Any) -> list[Tensor]:
+def _tensors(values: Any) -> list[Tensor]:
     """Returns the tensors among arguments or results, without the wrappers of torch.func's transformations."""
     tensors = []
-    for value in values:
-        leaves = pytree.tree_leaves(value) if isinstance(value, (tuple, list, dict)) else (value,)
-        for tensor in leaves:
-            if isinstance(tensor, Tensor):
-                while _functorch.is_functorch_wrapped_tensor(tensor):
-                    tensor = _functorch.get_unwrapped(tensor)
-                tensors.append(tensor)
+    for tensor in pytree.tree_leaves(values):
+        if isinstance(tensor, Tensor):
+            while _functorch.is_functorch_wrapped_tensor(tensor):
+                tensor = _functorch.get_unwrapped(tensor)
+            tensors.append(tensor)
     return tensors
 
 
@@ -176,105 +161,73 @@ class _Last(NamedTuple):
 
     Attributes:
         layers: names of the parameters in the first layers on each path back from the node.
-        product: names of those that are multiplied by one another on the way; empty if none are.
+        product: whether some of them are multiplied by one another on the way.
     """
 
     layers: frozenset[str] = frozenset()
-    product: frozenset[str] = frozenset()
-
-    @staticmethod
-    def joined(parts: Iterable[_Last]) -> _Last:
-        """Returns the last layers of a sum of several results."""
-        parts = list(parts)
-        return _Last(
-            frozenset().union(*(part.layers for part in parts)), frozenset().union(*(part.product for part in parts))
-        )
-
-    @staticmethod
-    def multiplied(parts: Iterable[_Last]) -> _Last:
-        """Returns the last layers of a product of several results."""
-        parts = [part for part in parts if part.layers]
-        whole = _Last.joined(parts)
-        return whole if len({part.layers for part in parts}) < 2 else whole._replace(product=whole.layers)
+    product: bool = False
 
 
-class _Walk:
-    """Goes through the graph of the outputs, beginning with the weights and the inputs.
+def _joined(parts: Iterable[_Last]) -> _Last:
+    """Returns the last layers of a sum of several results."""
+    parts = list(parts)
+    return _Last(frozenset().union(*(part.layers for part in parts)), any(part.product for part in parts))
+
+
+def _multiplied(parts: Iterable[_Last]) -> _Last:
+    """Returns the last layers of a product of several results."""
+    parts = [part for part in parts if part.layers]
+    whole = _joined(parts)
+    return whole._replace(product=whole.product or len({part.layers for part in parts}) > 1)
+
+
+def _last_layers(
+    root: Node,
+    inputs: Sequence[Tensor],
+    origins: _Origins,
+    owners: Mapping[int, str],
+    parameters: Mapping[str, Tensor],
+) -> _Last:
+    """Returns the last layers of the outputs.
 
     Args:
         root: the node of the outputs.
-        origins: the nodes that depend on the inputs, and the gradients that the network takes.
         inputs: the tensors of the inputs, which may have a graph of their own.
-        parameters: name -> parameter.
+        origins: the nodes that depend on the inputs, and the gradients that the network takes.
         owners: id of a leaf -> name of its parameter.
+        parameters: name -> parameter.
     """
-
-    def __init__(
-        self,
-        root: Node,
-        origins: _Origins,
-        inputs: Sequence[Tensor],
-        parameters: Mapping[str, Tensor],
-        owners: Mapping[int, str],
-    ) -> None:
-        self._root, self._gradients, self._parameters, self._owners = root, origins.gradients, parameters, owners
-        self._branches: dict[Node, list[Node | None]] = {}
-        starts, left = {tensor.grad_fn for tensor in inputs}, [root]
-        while left:
-            node = left.pop()
-            if node not in self._branches:
-                after = [] if node in starts else [branch for branch, _ in node.next_functions]
-                self._branches[node] = self._gradients.get(node, after)
-                left += filter(None, self._branches[node])
-        self._depending = {node for node in origins.nodes if node in self._branches}
-
-    def last(self) -> _Last:
-        """Returns the last layers of the outputs."""
-        last: dict[Node, _Last] = {}
-        graph = {node: list(filter(None, branches)) for node, branches in self._branches.items()}
-        for node in TopologicalSorter(graph).static_order():
-            if self._depending.isdisjoint((node, *graph[node])):
-                name = self._owners.get(id(getattr(node, "variable", None)))
-                weight = _Last(frozenset((name,) if name else ()))
-                last[node] = _Last.joined([weight, *(last[branch] for branch in graph[node])])
-            else:
-                self._depending.add(node)
-                last[node] = self._at(node, last)
-        return last[self._root]
-
-    def _at(self, node: Node, last: Mapping[Node, _Last]) -> _Last:
-        """Returns the last layers of a node that depends on the inputs.
-
-        Args:
-            node: the node.
-            last: node -> its last layers; for nodes that do not depend on the inputs, the weights that they come from.
-        """
-        kind = "" if node in self._gradients else type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-        branches = [branch for branch in self._branches[node] if branch is not None]
-        if kind in JOINING or self._depending.isdisjoint(branches):
-            return _Last.joined(last[branch] for branch in branches)
-        added = [branch for branch in self._branches[node][:1] if branch is not None and kind in SUMMED_FIRST]
-        factors = [branch for branch in branches if branch not in added]
-        weights = _Last.joined(last[branch] for branch in factors if branch not in self._depending)
-        if kind in RESCALING or (kind in ELEMENTWISE and self._count(weights.layers) == 1):
+    branches: dict[Node, list[Node | None]] = {tensor.grad_fn: [] for tensor in inputs if tensor.grad_fn is not None}
+    left = [root]
+    while left:
+        node = left.pop()
+        if node not in branches:
+            branches[node] = origins.gradients.get(node, [branch for branch, _ in node.next_functions])
+            left += filter(None, branches[node])
+    graph = {node: [branch for branch in after if branch is not None] for node, after in branches.items()}
+    depending, last = set(origins.nodes), dict[Node, _Last]()
+    for node in TopologicalSorter(graph).static_order():
+        if depending.isdisjoint((node, *graph[node])):  # a weight, or computed from weights only
+            name = owners.get(id(getattr(node, "variable", None)))
+            weight = _Last(frozenset((name,) if name else ()))
+            last[node] = _joined([weight, *(last[branch] for branch in graph[node])])
+            continue
+        depending.add(node)
+        kind = "" if node in origins.gradients else type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        if kind in JOINING or depending.isdisjoint(graph[node]):
+            last[node] = _joined(last[branch] for branch in graph[node])
+            continue
+        added = [branch for branch in branches[node][:1] if branch is not None and kind in SUMMED_FIRST]
+        factors = [branch for branch in graph[node] if branch not in added]
+        weights = _joined(last[branch] for branch in factors if branch not in depending)
+        single = [parameters[name].numel() for name in weights.layers] == [1]
+        if kind in RESCALING or (kind in ELEMENTWISE and single):
             weights = _Last()
         result = weights
         if kind in ELEMENTWISE or not weights.layers:
-            result = _Last.multiplied([weights, *(last[branch] for branch in factors if branch in self._depending)])
-        return _Last.joined([result, *(last[branch] for branch in added)])
-
-    def _count(self, names: Iterable[str]) -> int:
-        return sum(self._parameters[name].numel() for name in names)
-
-
-def _siblings(names: Sequence[str], parameters: Mapping[str, Tensor], reached: Container[str]) -> list[str]:
-    """Returns unused parameters in layers of the shape of a last one, such as experts, if several layers are last."""
-    if len({name.rpartition(".")[0] for name in names}) < 2:
-        return []
-    shapes = {parameters[name].shape for name in names if parameters[name].ndim > 1}
-    idle = [name for name in parameters if name not in reached]
-    modules = {name.rpartition(".")[0] for name in idle if parameters[name].shape in shapes}
-    return [name for name in idle if name.rpartition(".")[0] in modules]
+            result = _multiplied([weights, *(last[branch] for branch in factors if branch in depending)])
+        last[node] = _joined([result, *(last[branch] for branch in added)])
+    return last[root]
 
 
 def _matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:
@@ -287,14 +240,6 @@ def _matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:
             whole = (m for m in modules if all(other in names for other in parameters if other.startswith(m)))
             patterns[next((f"{module}*" for module in whole), name)] = None
     return f"params=lw.matching({', '.join(map(repr, patterns))})"
-
-
-def _refused_scripted(module: nn.Module, what: str) -> LapwingError:
-    how = "traced" if isinstance(module, torch.jit.TopLevelTracedModule) else "scripted"
-    return LapwingError(
-        f"{what} is {how}, so it shows no layers and none can be taken for the last. Treat all weights: "
-        f"write lw.fit(model, loader, lw.Diagonal(), params=lw.everything), or fit the network before it is {how}."
-    )
 
 
 def _refused_without_gradient(model: nn.Module, kind: str) -> LapwingError:
