@@ -1,16 +1,12 @@
-"""Fits and predictions on a pretended device: all tensors are there, and the host waits for few of its results.
+"""Fits and predictions on a pretended device: waits of the host, memory that runs out, and a device without float64.
 
-With LAPWING_DEVICE=cuda they run on a real one (`make test-gpu`). The pretended one cannot show the rounding and the
-failures of a GPU's own kernels (fused recurrent layers, cuDNN, decompositions), copies that do not wait, the order of
-streams, the memory in use, and the numbers that a GPU's generator draws.
+That every method and network keeps its tensors on the device is tested by `tests/methods/test_methods.py` with
+LAPWING_DEVICE=cuda (`make test-gpu`) or LAPWING_DEVICE=pretended.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
-import os
 import subprocess
 import sys
 from typing import Any
@@ -18,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 import lapwing as lw
 from lapwing import linalg
 from lapwing.tangent import Record, Tangent
 from lapwing.tangent.retry import memory_errors
-from tests.conformance import cut
 from tests.pretended_device import Device, OnDevice
-from tests.zoo import ZOO
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN"),
@@ -34,32 +27,6 @@ pytestmark = [
 ]
 
 EVERY = lw.matching("*")
-
-
-class Real(contextlib.nullcontext):
-    """A real device, used as the pretended one is."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(self)
-        self.kind = kind
-
-    def put(self, x: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: t.to(self.kind), x)
-
-    def module(self, model: nn.Module) -> nn.Module:
-        return copy.deepcopy(model).to(self.kind)
-
-
-def accelerator() -> Any:
-    """Returns the device that LAPWING_DEVICE names, or else the pretended one."""
-    name = os.environ.get("LAPWING_DEVICE")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("LAPWING_DEVICE is cuda, and there is no GPU")
-    return Real(name) if name else Device("cuda")
-
-
-def host(x: Tensor) -> Tensor:
-    return x.inner if isinstance(x, OnDevice) else x.cpu()
 
 
 def network(layers: int = 1, outputs: int = 3) -> nn.Module:
@@ -72,17 +39,6 @@ def network(layers: int = 1, outputs: int = 3) -> nn.Module:
 def moments(posterior: lw.Posterior, x: Any) -> list[Tensor]:
     latent = posterior.latent(x)
     return [latent.mean, latent.variance, latent.covariance]
-
-
-def assert_same_there(model: nn.Module, loader: list[Any], test: Any, method: lw.Method | None, **options: Any) -> None:
-    """Asserts that a fit on the device holds its tensors there, and gives the moments of one on the CPU."""
-    expected = moments(lw.fit(model, loader, method, **options), test)
-    with accelerator() as device:
-        posterior = lw.fit(device.module(model), device.put(loader), method, **options)
-        found = moments(posterior, device.put(test))
-        assert all(value.device.type == device.kind for value in (*found, *posterior.covariance.tensors().values()))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(host(one), other)
 
 
 # --- the pretended device finds what it is for ------------------------------------------------------------------------
@@ -119,66 +75,7 @@ def test_reads_are_counted(read: Any) -> None:
     assert device.reads.total() == 1
 
 
-# --- everything is on the device --------------------------------------------------------------------------------------
-
-
-FEW = ("mlp_relu_inplace", "cnn_bn_inplace", "groupnorm_rms", "lstm")
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "params"),
-    [
-        *[pytest.param(name, lw.KFAC(), EVERY, id=name) for name in ZOO],
-        *[pytest.param(name, lw.Diagonal(), EVERY, id=f"{name}-Diagonal") for name in FEW],
-        *[pytest.param(name, lw.KFAC(), lw.last_layer, id=f"{name}-last") for name in FEW],
-    ],
-)
-def test_every_network(name: str, method: lw.Method, params: Any) -> None:
-    case = ZOO[name]
-    likelihood = lw.Categorical() if case.classification else lw.Gaussian(0.3)
-    assert_same_there(
-        case.build(), cut(case.inputs(5, 1), case.targets(5, 1), (3, 2)), case.inputs(3, 2), method,
-        params=params, likelihood=likelihood, prior_precision=2.0, tune=None,
-    )  # fmt: skip
-
-
-X, Y, REAL = torch.randn(9, 4).double(), torch.arange(9) % 3, torch.randn(9, 1).double()
-METHODS = [
-    lw.EKFAC(), lw.KFAC(uncovered="dense", weight_sharing="reduce"), lw.Full(), lw.Full(form="dual"),
-    lw.ELLA(rank=3, rows=6), lw.OptimalSubspace(3, lw.KFAC(), "all"), lw.SubsetOfWeights(size=10), lw.SubsetOfData(6),
-    lw.VaLLA(3), lw.TemperatureScaling(),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_every_method(method: lw.Method) -> None:
-    model = network(2).double()
-    assert_same_there(model, [(X[:5], Y[:5]), (X[5:], Y[5:])], X[:3], method, params=EVERY, prior_precision=2.0)
-
-
-@pytest.mark.parametrize("method", [lw.SampledLLA(draws=2), lw.MeanField(steps=2)], ids=repr)
-def test_methods_that_draw(method: lw.Method) -> None:
-    with accelerator() as device:
-        posterior = lw.fit(device.module(network(2)), device.put([(X.float(), Y)]), method)
-        assert posterior.predict(device.put(X.float())).probs.device.type == device.kind
-
-
-@pytest.mark.parametrize("y", [Y, REAL], ids=["classes", "regression"])
-def test_tuning(y: Tensor) -> None:
-    model = network(1, 1 if y is REAL else 3).double()
-    for options in ({}, {"validation": [(X, y)]}, {"tune": lw.Evidence()}):
-        assert_same_there(model, [(X[:5], y[:5]), (X[5:], y[5:])], X[:3], lw.KFAC(), **options)
-
-
-@pytest.mark.parametrize("via", [lw.MonteCarlo(draws=3), lw.Streamlined(), lw.Linearized(draws=4)], ids=repr)
-def test_ways(via: lw.Way) -> None:
-    with accelerator() as device:
-        posterior = lw.fit(device.module(network(2)), device.put([(X.float(), Y)]), lw.KFAC())
-        prediction = posterior.predict(device.put(X.float()), via)
-        assert prediction.log_prob(device.put(Y)).device.type == device.kind
-        assert posterior.latent(device.put(X.float()), joint=True).covariance.device.type == device.kind
-
-
+Y = torch.arange(9) % 3
 # --- the host waits for the device a fixed number of times a batch ----------------------------------------------------
 
 READS = {"KFAC": 5, "Diagonal": 5, "EKFAC": 9, "ELLA": 10, "last": 5}
@@ -281,15 +178,6 @@ def test_eigh_goes_on_on_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.inner, other)
     assert "failed on cuda:0, and continues on the CPU" in caplog.text
-
-
-def test_eigh_that_fails_on_the_cpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any, **__: Any) -> Any:
-        raise torch.linalg.LinAlgError("no convergence")
-
-    monkeypatch.setattr(torch.linalg, "eigh", failing)
-    with pytest.raises(torch.linalg.LinAlgError):
-        linalg.symmetric_eigen(torch.eye(2))
 
 
 NO_MEMORY = {
@@ -465,73 +353,3 @@ def test_fits_on_a_device_without_float64(kind: str) -> None:
     assert posterior.prior.precision.device.type == "cpu"
     for one, other in zip(found, moments(expected, x), strict=True):
         torch.testing.assert_close(one.inner, other, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
-def test_quadrature_on_a_device_without_float64(likelihood: str) -> None:
-    x, y, link = torch.randn(9, 4), (torch.arange(9.0) % 2)[:, None], lw.Quadrature() if likelihood[0] == "b" else None
-
-    def asked(prediction: Any, targets: Tensor) -> list[Any]:
-        numbers = [prediction.log_prob(targets), prediction.distribution().mean]
-        return numbers + ([prediction.mutual_information()] if likelihood == "bernoulli" else [prediction.std])
-
-    model = network(1, 1)
-    expected = asked(lw.fit(model, [(x, y)], likelihood=likelihood).predict(x, link=link), y)
-    with Device("mps") as device:
-        posterior = lw.fit(device.module(model), device.put([(x, y)]), likelihood=likelihood)
-        found = [value.cpu() for value in asked(posterior.predict(device.put(x), link=link), device.put(y))]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, check_dtype=False)
-
-
-def test_further_data_and_files_on_a_device_without_float64(tmp_path: Any) -> None:
-    with Device("mps") as device:
-        model, batch = device.module(network(2)), device.put((torch.randn(9, 4), Y))
-        posterior = lw.fit(model, [batch], lw.KFAC(), prior_precision=1.0).update([batch])
-        posterior.save(tmp_path / "posterior")
-        again = lw.load(tmp_path / "posterior", model)
-        for one, other in zip(moments(again, batch[0]), moments(posterior, batch[0]), strict=True):
-            torch.testing.assert_close(one.inner, other.inner)
-
-
-@pytest.mark.parametrize("kind", ["rows", "Gram matrix", "positions", "held-out data", "weights"])
-def test_contractions_in_float64_are_on_the_cpu_without_it(kind: str) -> None:
-    x, y, options = torch.randn(9, 4), Y, dict[str, Any](prior_precision=1.0)
-    method: lw.Method = lw.Full("primal") if kind == "rows" else lw.VaLLA(4)
-    if kind == "Gram matrix":  # the directions are combinations of anchors
-        x, options["memory"] = torch.randn(9, 1500), 2**24
-    elif kind == "positions":
-        x, y = torch.randn(9, 2, 4), torch.randint(3, (9, 2))
-        method = lw.VaLLA(4, lw.VariationalBound(steps=2))
-    batch, width = (x, y), 400 if kind == "Gram matrix" else 6
-    model = nn.Sequential(nn.Linear(x.shape[-1], width), nn.Tanh(), nn.Linear(width, 3)).eval()
-    if kind == "weights":
-        options = {"sample_weights": True, "likelihood": lw.Categorical(class_weights=torch.tensor([1.0, 2.0, 1.0]))}
-        batch = x, y, torch.rand(9)
-        method = lw.VaLLA(4, lw.VariationalBound(steps=2))
-
-    def fit(model: nn.Module, batch: Any) -> Any:
-        held_out = {"tune": lw.Validation([batch])} if kind == "held-out data" else options
-        return lw.fit(model, [batch], method, **held_out)
-
-    expected = fit(model, batch).predict(x)
-    with Device("mps") as device:
-        posterior = fit(device.module(model), device.put(batch))
-        probs = posterior.predict(device.put(x)).probs
-        if kind != "positions":
-            joint = posterior.latent(device.put(x), joint=True).covariance
-            assert joint.device.type == "mps"
-    torch.testing.assert_close(probs.inner, expected.probs, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("method", [lw.Diagonal(), lw.Full()], ids=str)
-def test_ways_on_a_device_without_float64(method: lw.Method) -> None:
-    with Device("mps") as device:
-        model, (x, y) = device.module(network(2)), device.put((torch.randn(9, 4), Y))
-        posterior = lw.fit(model, [(x, y)], method, prior_precision=1.0)
-        for via in (lw.MonteCarlo(2), lw.Linearized(draws=2), lw.Linearized(outputs=[0])):
-            assert posterior.latent(x, via=via).variance.device.type == "mps"
-        assert lw.scale_factor(posterior, [(x, y)], lw.Linearized(), points=3).factor > 0
-        if isinstance(method, lw.Full):
-            with pytest.raises(lw.LapwingError, match=r"mps has no float64.* Write via=lw\.Linearized\(\)"):
-                posterior.predict(x, via=lw.Streamlined())
