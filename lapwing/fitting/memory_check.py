@@ -18,34 +18,25 @@ def check_memory(method: Method, shape: FitShape) -> None:
 
 
 def advice_on_memory(method: Method, footprint: Footprint, shape: FitShape) -> str | None:
-    """Returns what does not fit into memory and what to use instead, or None if everything fits."""
-    refusals = [_beyond_machine(method, footprint, shape)]
-    refusals += [need.refusal(shape.tangent.memory) for need in footprint.needs]
-    return next((refusal for refusal in refusals if refusal is not None), None)
-
-
-def _beyond_machine(method: Method, footprint: Footprint, shape: FitShape) -> str | None:
-    """Returns the refusal of a peak above the memory of the device.
+    """Returns what does not fit into memory and what to use instead, or None if everything fits.
 
     On a CPU all memory that this process may use counts, since other processes may give theirs back. On a GPU the free
     memory counts.
     """
-    device = shape.tangent.device
-    if footprint.peak <= shape.tangent.memory:
-        return None
-    available, where = memory_limit(), "this process may use"
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        available, where = torch.cuda.mem_get_info(device)[0] + cached, "the GPU has free"
-    if footprint.peak <= available:
-        return None
+    tangent, available, where = shape.tangent, memory_limit(), "this process may use"
+    if tangent.device.type == "cuda":
+        cached = torch.cuda.memory_reserved(tangent.device) - torch.cuda.memory_allocated(tangent.device)
+        available, where = torch.cuda.mem_get_info(tangent.device)[0] + cached, "the GPU has free"
+    if footprint.peak <= max(available, tangent.memory):
+        refusals = [need.refusal(tangent.memory) for need in footprint.needs]
+        return next((refusal for refusal in refusals if refusal is not None), None)
     instead = "Treat fewer weights: write params=lw.last_layer."
     for other in (Diagonal(), KFAC()):
         peak = other.footprint(shape).peak
         if peak <= available:
-            line = f"lw.{type(other).__name__}(){', params=lw.last_layer' * shape.tangent.treats_output_alone}"
+            line = f"lw.{type(other).__name__}(){', params=lw.last_layer' * tangent.treats_output_alone}"
             instead = f"Use {line}, which needs {peak / 2**30:.3g} GiB."
     return (
-        f"{shown(method)} needs {footprint.peak / 2**30:.3g} GiB for {shape.tangent.size} weights, and {where} "
+        f"{shown(method)} needs {footprint.peak / 2**30:.3g} GiB for {tangent.size} weights, and {where} "
         f"{available / 2**30:.3g} GiB. {instead}"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from ..data import batches
 from ..data.batches import Forward
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..methods import KFAC, FitShape, Method
+from ..methods import FitShape, Method
 from ..methods.registry import METHODS
 from ..network.entry import outside_modes
 from ..network.probe import PROBED_SAMPLES
@@ -29,11 +30,13 @@ from .fit_data import FitData
 from .memory_check import advice_on_memory
 from .options import DEFAULT_TUNING, FitOptions
 from .runner import Runner
-from .validation import all_weights
+
+HEADER = f"{'weights':>13}  {'passes':>9}  {'kept MiB':>12}  {'peak MiB':>12}  {'seconds':>9}  method"
+"""The first line of a table."""
 
 UNITS = (
     "passes: length of the fit in forward passes of its data. kept, peak: memory of the posterior and of the fit.\n"
-    "time: passes times a timed forward pass. It may be off by a factor of four. Setup and tuning come on top."
+    "seconds: passes times a timed forward pass. It may be off by a factor of four. Setup and tuning come on top."
 )
 """The explanation below a table."""
 
@@ -48,11 +51,9 @@ class Plan:
         outputs: number C of outputs.
         passes: length of the fit in forward passes of its data, without tuning.
         kept_bytes: memory of the posterior in addition to the network; exact unless rounding removes directions.
-        peak_bytes: maximum memory of the fit in addition to the weights: the posterior, the activations and gradients
-            of one chunk of samples, and the workspace of decompositions. Tuning is not counted.
+        peak_bytes: maximum memory of the fit in addition to the weights, without tuning; within a factor of 2.5.
         seconds: `passes` times a timed forward pass; rough, and may be off by a factor of four.
-        advice: what does not fit into memory, and what to use instead; None if everything fits.
-        note: what the numbers leave open, or why there are none.
+        advice: what does not fit into memory and what to use instead, or why `lw.fit` refuses the method, or None.
     """
 
     method: str
@@ -63,19 +64,30 @@ class Plan:
     peak_bytes: int | None = None
     seconds: float | None = None
     advice: str | None = None
-    note: str | None = None
 
     def __str__(self) -> str:
         """Returns a table of one row."""
-        return _table([self])
+        return str(Plans([self]))
 
 
 class Plans(tuple[Plan, ...]):
     """Plans of several methods; `print(plans)` shows a table."""
 
     def __str__(self) -> str:
-        """Returns a table with a row for each method."""
-        return _table(self)
+        """Returns a row for each plan, the units, and each piece of advice once."""
+        rows = [
+            "  ".join([
+                _cell(one.parameters, 13), _cell(one.passes, 9, 1), _cell(one.kept_bytes, 12, 3, 2**20),
+                _cell(one.peak_bytes, 12, 3, 2**20), _cell(one.seconds, 9, 2), one.method,
+            ])
+            for one in self
+        ]  # fmt: skip
+        advice = dict.fromkeys(one.advice for one in self if one.advice is not None)
+        return "\n".join([HEADER, *rows, UNITS, *advice])
+
+
+def _cell(number: float | None, width: int, digits: int = 0, unit: int = 1) -> str:
+    return ("?" if number is None else f"{number / unit:,.{digits}f}").rjust(width)
 
 
 @outside_modes
@@ -100,20 +112,20 @@ def plan(
     Nothing is fitted. The network is surveyed on the first batch, the activations of one sample are measured, and one
     forward pass of the first batch is timed. Memory is computed from the shapes of the layers.
 
-    The arguments are those of `lw.fit`, and `method` may be a list of methods. "all" plans the default and every method
-    of `lapwing.methods.registry.METHODS`; if `lw.fit` refuses a method, its plan says why. `data_size` is used if the
-    loader does not know its length. If `validation` makes `lw.fit` fit a classifier twice, the plan is that of the
-    larger fit, and its note says so.
+    The arguments are those of `lw.fit`, and `method` may be a list of methods, or "all" for the default and every
+    method of the package. If `lw.fit` refuses some of them, their plans say why. `data_size` is used if the loader does
+    not know its length. With `validation` and no method `lw.fit` may fit a classifier a second time, by KFAC over all
+    weights. The plan is that of the first fit; plan `lw.KFAC()` for the second.
 
     Returns:
         A frozen `Plan`, or a tuple of them if `method` is a list or "all". Both print as a table.
 
     Raises:
-        LapwingError: if `lw.fit` refuses the arguments or the first batch, with the same sentence. A fit that exceeds
-            the memory of the machine or the budget is no error here: its plan has `advice`.
+        LapwingError: if `lw.fit` refuses the data or all methods, with the same sentence. A fit that exceeds the memory
+            of the machine or the budget is no error here: its plan has `advice`.
 
-    Cost: a survey, and three forward passes of the first batch. Loaders without a length are read once to count their
-        samples.
+    Cost: for each method a survey, and a few forward passes of the first batch. Loaders without a length are read once
+        to count their samples.
 
     Example:
         >>> import torch, lapwing as lw
@@ -126,93 +138,54 @@ def plan(
         likelihood=likelihood, params=params, prior_precision=prior_precision, tune=tune, validation=validation,
         data_size=data_size, weight_decay=weight_decay, sample_weights=sample_weights, forward=forward, memory=memory,
     )  # fmt: skip
-    every, single = isinstance(method, str) and method == "all", not isinstance(method, (list, tuple))
-    methods: Any = (None, *METHODS) if every else [method] if single else method
+    if isinstance(method, str) and method == "all":
+        method = (None, *METHODS)
+    several = isinstance(method, (list, tuple))
+    methods: Any = method if several else [method]
     if not len(methods):
         raise LapwingError(
             f"method={shown(method)} names no method. Write lw.plan(model, loader, [lw.KFAC(), lw.Diagonal()]) or "
             'lw.plan(model, loader, "all"), or leave it out for the default.'
         )
-    planner = _Planner(options, FitData.of(options, model, loader))
-    plans = Plans(map(planner.attempted if every else planner.chosen, methods))
-    if len(planner.refused) == len(plans):  # the methods are not the cause
-        raise planner.refused[0]
-    return plans[0] if single and not every else plans
-
-
-class _Planner:
-    """Plans the methods of one call of `plan`, which share surveys and measurements.
-
-    Attributes:
-        refused: the errors of methods that `lw.fit` refuses.
-    """
-
-    def __init__(self, options: FitOptions, data: FitData) -> None:
-        self._options, self._data = options, data
-        self._runner, self._survey_of = Runner(data.training), data.survey(options)
-        self._surveyed: dict[tuple[int, bool], Tangent] = {}
-        self.refused: list[LapwingError] = []
-
-    def attempted(self, method: Method | None) -> Plan:
-        """Returns the plan of a method, or the reason why `lw.fit` would refuse it."""
+    data = FitData.of(options, model, loader)
+    runner, plans, errors = Runner(data.training), list[Plan](), list[LapwingError]()
+    for one in methods:
         try:
-            return self.chosen(method)
+            survey = partial(data.survey(options), warn=not plans)
+            plans.append(_planned(replace(options, method=one), data, runner, survey))
         except LapwingError as error:
-            self.refused.append(error)
-            return Plan("the default" if method is None else repr(method), note=f"{error}")
+            errors.append(error)
+            plans.append(Plan("the default" if one is None else repr(one), advice=f"{error}"))
+    if len(errors) == len(plans):  # the methods are not the cause
+        raise errors[0]
+    return Plans(plans) if several else plans[0]
 
-    def chosen(self, method: Method | None) -> Plan:
-        """Returns the plan of a method, or of the default method if it is None."""
-        options, data = replace(self._options, method=method), self._data
-        method, tangent, _ = method_and_tangent(
-            data.model, self._survey, options.method, options.params, data.likelihood, self._count
-        )
-        data.check_held_out(tangent)
-        if not options.compares or data.likelihood.logit_temperature is None:
-            return self._planned(method, tangent)
-        return self._of_all_weights(tangent) or self._planned(method, tangent)
 
-    def _count(self) -> int:
+def _planned(options: FitOptions, data: FitData, runner: Runner, survey: Callable[..., Tangent]) -> Plan:
+    """Returns the plan of a fit with these options; `survey` surveys the network for a choice of parameters."""
+
+    def count() -> int:
         """Returns N."""
-        return self._runner.shown() or self._options.data_size or self._runner.count()
+        return runner.shown() or options.data_size or runner.count()
 
-    def _survey(self, params: Predicate | LastLayer, warn: bool = True) -> Tangent:
-        key = id(params), warn
-        if key not in self._surveyed:
-            self._surveyed[key] = self._survey_of(params=params, warn=warn)
-        return self._surveyed[key]
-
-    def _planned(self, method: Method, tangent: Tangent) -> Plan:
-        """Returns the plan of one fit."""
-        data, samples = self._data, self._count()
-        Prior.read(tangent, self._options.precision(self._count))  # raises for a precision that the fit would refuse
-        shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)
-        check_fit(method, shape, data.tune, data.inputs, data.held_out is not None)
-        check_batch(tangent, data.likelihood, data.inputs, data.targets)
-        every, largest = _activations(tangent, data.inputs)
-        shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else every)
-        footprint = method.footprint(shape)
-        if footprint is None:
-            return Plan(repr(method), tangent.size, tangent.outputs)
-        surveyed = 4 * every * min(shape.batch, PROBED_SAMPLES)  # two graphs of a few samples, and gradients
-        return Plan(
-            method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
-            kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, surveyed),
-            seconds=footprint.passes * samples * _forward_seconds(tangent, data.inputs),
-            advice=advice_on_memory(method, footprint, shape),
-        )  # fmt: skip
-
-    def _of_all_weights(self, last: Tangent) -> Plan | None:
-        """Returns the plan of the fit that held-out data compare with the last layer's; None if there is none."""
-        whole = all_weights(last, self._data.inputs, self._count())
-        try:
-            wide = None if whole is None else self._planned(KFAC(), whole)
-        except LapwingError:  # for instance a prior that names the last layer only: `lw.fit` leaves this fit out too
-            return None
-        if wide is None or wide.advice is not None:
-            return None
-        note = f"lw.fit also fits the last layer ({last.size:,} weights), and held-out data choose between both fits."
-        return replace(wide, note=note)
+    method, tangent, _ = method_and_tangent(data.model, survey, options.method, options.params, data.likelihood, count)
+    data.check_held_out(tangent)
+    Prior.read(tangent, options.precision(count))  # raises for a precision that the fit would refuse
+    shape = FitShape.of(tangent, data.likelihood, data.inputs, count())
+    check_fit(method, shape, data.tune, data.inputs, data.held_out is not None)
+    check_batch(tangent, data.likelihood, data.inputs, data.targets)
+    total, largest = _activations(tangent, data.inputs)
+    shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else total)
+    footprint = method.footprint(shape)
+    if footprint is None:
+        return Plan(repr(method), tangent.size, tangent.outputs)
+    surveyed = 4 * total * min(shape.batch, PROBED_SAMPLES)  # two graphs of a few samples, and their gradients
+    return Plan(
+        method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
+        kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, surveyed),
+        seconds=footprint.passes * shape.samples * _forward_seconds(tangent, data.inputs),
+        advice=advice_on_memory(method, footprint, shape),
+    )  # fmt: skip
 
 
 def _activations(tangent: Tangent, inputs: Any) -> tuple[int, int]:
@@ -239,38 +212,3 @@ def _forward_seconds(tangent: Tangent, inputs: Any) -> float:
     if tangent.device.type == "cuda":
         torch.cuda.synchronize(tangent.device)
     return (time.perf_counter() - start) / batches.size(inputs)
-
-
-def _table(plans: Sequence[Plan]) -> str:
-    """Returns a row for each plan, the units, and every note and advice once."""
-    rows = [("weights", "passes", "kept", "peak", "time", "method"), *map(_row, plans)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
-    sentences = dict.fromkeys(text for one in plans for text in (one.note, one.advice) if text)
-    return "\n".join([*lines, UNITS, *sentences])
-
-
-def _row(one: Plan) -> tuple[str, ...]:
-    """Returns the cells of a plan; an unknown number is shown as "?"."""
-    weights = "?" if one.parameters is None else f"{one.parameters:,}"
-    passes = "?" if one.passes is None else f"{one.passes:,.1f}"
-    return weights, passes, _size(one.kept_bytes), _size(one.peak_bytes), _duration(one.seconds), one.method
-
-
-def _size(count: float | None) -> str:
-    """Returns bytes in the largest unit of which there is at least one."""
-    if count is None:
-        return "?"
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.3g} GiB"
-
-
-def _duration(seconds: float | None) -> str:
-    """Returns a rough time with one digit, in seconds, minutes or hours."""
-    if seconds is None:
-        return "?"
-    size, unit = next((pair for pair in ((3600, "h"), (60, "min")) if seconds >= pair[0]), (1, "s"))
-    return f"~{float(f'{seconds / size:.1g}'):g} {unit}"

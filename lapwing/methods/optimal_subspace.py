@@ -150,16 +150,12 @@ class OptimalSubspace(Method):
         if self.at is None and self.rows != "all":
             count = min(count, outputs * max(1, self.rows // outputs))
         last = footprint_on_rows(shape, min(self.rank, count), self.rank, self.residual)
-        rows, again = 16 * count * tangent.size, 1.0
+        rows, passes = 16 * count * tangent.size, first.passes + last.passes + 2 * count / shape.samples
         if rows > tangent.memory:  # they are recorded again for each chunk of them
-            again += count / tangent.chunk_length(1, tangent.dtype, 4 * tangent.size)
-        gram = first.kept + last.kept + min(2 * rows, tangent.memory) + DECOMPOSITION_BYTES * count**2
-        dtype = tangent.dtype if self.residual is None else torch.float64
-        return Footprint(
-            last.kept, max(first.peak, gram, first.kept + last.peak),
-            first.passes + last.passes + 2 * again * count / shape.samples, last.rank,
-            first.needs + self._needs(tangent, count, dtype),
-        )  # fmt: skip
+            passes += 2 * count / shape.samples * count / tangent.chunk_length(1, tangent.dtype, 4 * tangent.size)
+        gram = last.kept + min(2 * rows, tangent.memory) + DECOMPOSITION_BYTES * count**2
+        needs = first.needs + self._needs(tangent, count, tangent.dtype if self.residual is None else torch.float64)
+        return Footprint(last.kept, max(first.peak, first.kept + max(gram, last.peak)), passes, last.rank, needs)
 
 
 def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) -> None:

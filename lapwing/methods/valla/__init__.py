@@ -152,14 +152,13 @@ class VaLLA(Method):
 
     def footprint(self, shape: FitShape) -> Footprint | None:
         """Returns the footprint of the points' rows and of the curvature on them, or None if the fit moves points."""
-        points, pool = self.inducing_points, 0
+        points, width = self.inducing_points, shape.tangent.width
         if not isinstance(self.fit, (ClosedForm, NaturalGradient)):
             return None
         if isinstance(points, InducingPoints):
-            count = batches.size(points.inputs) * (shape.tangent.width if points.outputs is None else 1)
-        else:
-            pool = min(shape.samples, max(POOL, 20 * points))
-            count = min(points, pool * shape.tangent.width)
+            count = batches.size(points.inputs) * (width if points.outputs is None else 1)
+            return footprint_on_rows(shape, count, count, "prior")
+        count, pool = min(points, shape.samples * width), min(shape.samples, max(POOL, 20 * points))
         on_rows = footprint_on_rows(shape, count, count, "prior")
         return replace(on_rows, peak=max(on_rows.peak, on_rows.kept + pool * shape.sample_bytes * 4))
 
