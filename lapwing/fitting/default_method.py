@@ -76,7 +76,8 @@ def method_and_tangent(
         if not isinstance(chosen, str):
             return chosen
         reason = chosen
-    params = params_of(method, params)
+    if params is None:
+        params = last_layer if method is None or method.treats_last_layer else everything
     tangent = survey(params=params)
     if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
         reason = (
@@ -86,13 +87,6 @@ def method_and_tangent(
         )
         method = Diagonal()
     return method or KFAC(), tangent, reason
-
-
-def params_of(method: Method | None, params: Predicate | LastLayer | None) -> Predicate | LastLayer:
-    """Returns which parameters are treated: all where only a method is named, the last layer where nothing is."""
-    if params is not None:
-        return params
-    return last_layer if method is None or method.treats_last_layer else everything
 
 
 def default_fit(
@@ -121,8 +115,6 @@ def default_fit(
             f"KFAC over all {tangent.size} trained weights, the default where the last layer is frozen. For that "
             f"layer, {', '.join(frozen)}, write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)."
         )  # fmt: skip
-    if tangent.positions is not None:
-        return f"The last layer alone is treated, since the outputs have positions. {FOR_ALL_WEIGHTS}"
     return f"The last layer alone is treated, since all {tangent.size} weights cost too much. {FOR_ALL_WEIGHTS}"
 
 
