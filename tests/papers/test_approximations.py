@@ -55,23 +55,3 @@ def test_tables():
     J = posterior.tangent.record(x[:8])[block.name].rows()
     alone = (J.square() @ posterior.covariance.diagonal()[block.name]).sum() / exact.sum()
     assert layers["0"]["share"] == pytest.approx(float(alone))
-
-
-def test_what_does_not_reach_the_outputs_is_missing():
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query, self.value, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            h = torch.softmax(self.query(x) @ x.transpose(1, 2), -1) @ self.value(x)
-            return self.out((torch.tanh(h) + h).mean(1))
-
-    torch.manual_seed(0)
-    model = Attends().double().eval()
-    x = torch.randn(6, 3, 4, dtype=F64)
-    posterior = lw.fit(model, [(x, torch.randint(2, (6,)))], lw.Diagonal(), prior_precision=1e5)
-    found = approximation_errors(posterior, x, lw.Streamlined())
-    row = found["layers"]["query"]
-    assert row["ratio"] == 0
-    assert row["missing"] == pytest.approx(row["share"])

@@ -1,4 +1,4 @@
-"""What the experiments share: training, data, checkpoints that give the numbers of their sources."""
+"""Shared parts of the experiments: training, data, and checkpoints with the numbers of their sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import lapwing as lw
 from papers.common import data, networks, results
 from papers.common.scores import averaged
-from papers.common.training import drawn, seeded, shuffled, train
+from papers.common.training import drawn, shuffled, train
 
 
 class TestTraining:
@@ -39,16 +39,8 @@ class TestTraining:
         torch.testing.assert_close(model.weight, weight, rtol=1e-4, atol=1e-6)
         assert not model.training
 
-    def test_seeds_hold_for_a_block(self):
-        before = torch.random.get_rng_state()
-        with seeded(3):
-            first = torch.rand(2)
-        assert torch.equal(torch.random.get_rng_state(), before)
-        with seeded(3):
-            assert torch.equal(torch.rand(2), first)
 
-
-def test_averages_are_over_what_all_runs_have():
+def test_averages_are_over_the_entries_of_all_runs():
     found = averaged([{"a": {"x": 1.0}, "b": 2}, {"a": {"x": 3.0, "y": 5.0}, "b": 2}])
     assert found == {"a": {"x": {"mean": 2.0, "standard_error": 1.0}}, "b": {"mean": 2.0, "standard_error": 0.0}}
 
@@ -79,12 +71,6 @@ def test_missing_data_say_what_to_set(tmp_path: Path, monkeypatch: pytest.Monkey
         networks.mnist_cnn()
     with pytest.raises(lw.LapwingError, match="'cifar10'"):
         data.images("imagenet")
-
-
-def test_texts_are_decoded(data_folder: Path) -> None:
-    found = data.arrays("text_subj")
-    assert len(found["text_train"]) == len(found["y_train"]) == 9000
-    assert isinstance(found["text_train"][0], str)
 
 
 def evaluate(model: nn.Module, images: data.Images) -> tuple[float, float]:

@@ -63,11 +63,3 @@ def test_fitted_posteriors_of_convolutions():
     for way in (lw.Streamlined(), lw.Linearized()):
         exact, found = (p.latent(x, via=way).variance for p in (posterior, equation_10(posterior)))
         assert (found < exact).all()
-
-
-def test_other_posteriors_are_named():
-    model, x = nn.Linear(4, 3).eval(), torch.randn(20, 4)
-    for method, words in ((lw.Diagonal(), "no Kronecker factors"), (lw.EKFAC(), "no products")):
-        posterior = lw.fit(model, [(x, torch.arange(20) % 3)], method, prior_precision=1.0)
-        with pytest.raises(lw.LapwingError, match=words):
-            equation_10(posterior)

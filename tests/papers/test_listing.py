@@ -24,12 +24,6 @@ def test_every_paper_and_experiment_has_a_line():
     assert "valla" not in command.main(["ella"])
 
 
-@pytest.mark.parametrize("arguments", [["elle"], ["ella", "table9"], ["--draw"], ["ella", "table5", "--fast"]])
-def test_other_names_are_answered_by_the_list(arguments):
-    with pytest.raises(SystemExit, match="table5"):
-        command.main(arguments)
-
-
 def test_every_experiment_can_be_run_and_has_results():
     for paper, name in EXPERIMENTS:
         experiment = importlib.import_module(f"papers.{paper}.{name}")

@@ -1,4 +1,4 @@
-"""What the sensitivity experiments are made of; the experiments themselves take minutes."""
+"""Parts of the sensitivity experiments; the experiments themselves take minutes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,6 @@ def test_summary_of_a_linear_network():
         before = F.cross_entropy(model(x), y)
     assert numbers["rise, drawn"] > -float(before)
     assert torch.equal(task.find("MAP", True, 2, steps=5).values, sensitivity(model, x[:2], y[:2], steps=5).values)
-
-
-def test_tables_have_names(data_folder):
-    for name in experiments.TABLES:
-        data, features = experiments.table(name, 0)
-        assert data.train[0].shape[1] == len(features) == 8, name
 
 
 def test_pictures(tmp_path, monkeypatch):

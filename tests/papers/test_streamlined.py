@@ -51,28 +51,6 @@ class TestSplits:
         assert int((x[:, 1].abs() < 1e-6).sum()) == 1
         assert torch.allclose(found.train[0].mean(0), torch.zeros(2), atol=1e-5)
 
-    @pytest.mark.parametrize(("name", "fold", "words"), [("SERVO", 5, "no fold 5"), ("servo", 0, "no table 'servo'")])
-    def test_others_are_refused(self, name, fold, words):
-        with pytest.raises(lw.LapwingError, match=words):
-            table1.table(name, fold)
-
-    @pytest.mark.parametrize("name", table1.NETWORKS)
-    def test_tables_have_the_rows_of_the_paper(self, data_folder, name):
-        rows = {"SERVO": 167, "LD": 345, "AM": 392, "REV": 414, "FF": 517, "ITT": 1020, "CCS": 1030, "ASN": 1503}
-        rows |= {"CAC": 1994, "PT": 5875, "CCPP": 9568}  # of AM six without horsepower are left out
-        found = table1.table(name, 3)
-        parts = (found.train, found.val, found.test)
-        assert sum(len(x) for x, _ in parts) == rows[name]
-        assert all(bool(x.isfinite().all()) and bool(y.isfinite().all()) for x, y in parts)
-
-
-def test_the_papers_numbers_are_whole():
-    for metric in ("nlpd", "rmse"):
-        assert list(table1.PUBLISHED[metric]) == list(table1.NETWORKS)
-        rows = table1.PUBLISHED[metric].values()
-        assert all(len(row) == len(table1.COLUMNS) for row in rows)
-    assert all(row[3] == row[4] for row in table1.PUBLISHED["rmse"].values())  # one mean
-
 
 def small_task():
     """A task of 60 drawn rows, its network trained for 200 steps."""
@@ -173,23 +151,6 @@ class TestIVON:
         assert float(loss) == pytest.approx(float(expected.detach()))
         torch.testing.assert_close(optimiser.param_groups[0]["hess"], hess)
         torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), mean)
-
-    @pytest.mark.slow
-    def test_it_finds_the_posterior_of_a_linear_model(self):
-        """Orthogonal inputs: h becomes the curvature of the mean loss, the mean the ridge solution."""
-        x = math.sqrt(6) * torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.0, 0.0]]).double()
-        y = torch.tensor([[1.0], [-2.0], [0.3]]).double()
-        model = nn.Linear(2, 1, bias=False).double()
-        optimiser = IVON(model.parameters(), ess=300.0, rate=0.02, decay=0.01, hessian=1.0, betas=(0.9, 0.999))
-        for _ in range(4000):
-            optimiser.step(lambda: differentiated(optimiser, 0.5 * F.mse_loss(model(x), y)))
-        curvature = x.square().mean(0)  # of half the mean square
-        torch.testing.assert_close(optimiser.param_groups[0]["hess"], curvature, rtol=0.15, atol=0)
-        ridge = (x * y).mean(0) / (curvature + 0.01)
-        torch.testing.assert_close(model.weight.detach()[0], ridge, rtol=0.1, atol=0)
-        found = lw.MeanField.from_optimizer(model.eval(), optimiser, [(x, y)]).covariance.diagonal()
-        expected = 1 / (300 * (optimiser.param_groups[0]["hess"] + 0.01))
-        torch.testing.assert_close(torch.cat(list(found.values())), expected)
 
 
 def test_scores_of_class_probabilities():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import lapwing as lw
 from lapwing.covariance import LatentDraws
@@ -22,7 +21,7 @@ from papers.streamlined import transformers as small
 
 
 def pictures(count=120, classes=3, seed=0):
-    """Images whose brightest quarter is the class."""
+    """Returns images and the index of their brightest quarter, which is the class."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.rand(count, 1, 8, 8, generator=generator), torch.randint(classes, (count,), generator=generator)
     for i, label in enumerate(y.tolist()):
@@ -69,39 +68,6 @@ class TestTexts:
         found = st.batches_of((x, torch.tensor([0, 1, 2, 3])), size=2)
         assert [part.tolist() for part, _ in found] == [[[5], [8]], [[6, 7, 0], [5, 6, 7]]]
         assert st.labels(found).tolist() == [1, 3, 2, 0]
-
-    def test_padding_changes_nothing(self, texts):
-        x = texts.test[-1][0][:4]
-        with torch.no_grad():
-            outputs = texts.model(x).logits, texts.model(F.pad(x, (0, 7 - x.shape[1]))).logits
-        torch.testing.assert_close(*outputs)
-
-
-class TestTraining:
-    def test_it_learns(self, images):
-        assert images.network_row()["accuracy"] > 0.6  # of three classes
-
-    def test_kept_networks_are_the_same_and_seeds_differ(self, tmp_path, monkeypatch):
-        x, y = pictures(40)
-        task = small.Task(
-            "kept", (x, y), (x, y), (x, y), x, lambda: small.vit(8, 4, 8, 2, 3), small.Recipe(1, batch=10)
-        )
-        before = torch.random.get_rng_state()
-        anew, other = small.trained(task, 3), small.trained(task, 4)
-        monkeypatch.setenv("LAPWING_NETWORKS", str(tmp_path))
-        made = small.trained(task, 3)
-        assert torch.equal(torch.random.get_rng_state(), before)
-        assert len(list(tmp_path.iterdir())) == 1
-        read = small.trained(task, 3)
-        assert not read.training
-        for found, equal in ((read, True), (anew, True), (other, False)):
-            pairs = zip(made.parameters(), found.parameters(), strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs) == equal
-
-    def test_every_input_is_seen_once_an_epoch(self):
-        rows = torch.cat(list(islice(small.epochs(12, 5), 5))).tolist()
-        assert sorted(rows[:12]) == sorted(rows[12:24]) == list(range(12))
-        assert rows[:12] != rows[12:24]
 
 
 def test_what_is_treated(images, texts):
@@ -203,23 +169,3 @@ def test_shifted_images():
     assert not torch.equal(mean_field.shifted(x, 1), found)
     assert set(found.unique().tolist()) <= {0.0, *x.unique().tolist()}
     assert torch.equal(mean_field.shifted(torch.ones(3, 1, 5, 5), 0, most=0), torch.ones(3, 1, 5, 5))
-
-
-def test_refused():
-    with pytest.raises(lw.LapwingError, match="boolq"):
-        small.task("boolq", 0)
-
-
-class TestWithData:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", small.TASKS)
-    def test_tasks(self, data_folder, name):
-        found, other = (small.task(name, seed) for seed in (0, 1))
-        for x, y in (found.train, found.val, found.test):
-            assert len(x) == len(y)
-            assert x.is_floating_point() == (name == "fashion_mnist")
-        assert found.foreign.shape[1:] == found.test[0].shape[1:]
-        assert torch.equal(found.train[1], other.train[1]) == (name == "sst2")  # its parts are given
-        model = found.build().eval()
-        with torch.no_grad():
-            assert model(small.trim(found.test[0][:3])).logits.shape == (3, 10 if name == "fashion_mnist" else 2)

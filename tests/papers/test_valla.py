@@ -12,11 +12,10 @@ import lapwing as lw
 from papers.common import data
 from papers.common.cifar import Cifar
 from papers.common.measures import cqm
-from papers.common.networks import mlp
 from papers.common.training import Recipe
 from papers.valla import cost, figure1, figure4
 from papers.valla.table1 import CifarTask
-from papers.valla.training import root_mean_square, trained
+from papers.valla.training import trained
 
 
 class TestStandardised:
@@ -34,18 +33,6 @@ class TestStandardised:
         assert found.scale == pytest.approx(150, rel=0.2)
         assert float(found.val[0].mean(0).abs().max()) > 1e-3  # not standardised by their own mean
 
-    def test_splits_are_disjoint_and_whole(self):
-        found = self.made()
-        assert [len(part[0]) for part in (found.train, found.val, found.test)] == [160, 20, 20]
-        values = torch.cat([part[0][:, 1] for part in (found.train, found.val, found.test)])
-        assert len(values.unique()) == 200
-
-    def test_a_constant_column_is_zero_where_it_changes_later(self):
-        x = torch.zeros(10, 1).double()
-        x[9] = 4.0
-        found = data.standardised("drawn", x, torch.arange(10.0).double(), 8, 9, "m")
-        assert float(found.test[0]) == 0.0
-
 
 class TestTraining:
     def test_kept_networks_are_the_same(self, tmp_path, monkeypatch):
@@ -60,17 +47,6 @@ class TestTraining:
         assert all(torch.equal(a, b) for a, b in zip(made.parameters(), read.parameters(), strict=True))
         assert torch.equal(anew(x), made(x))
         assert not torch.equal(other(x), made(x))
-
-    def test_it_learns(self):
-        x = torch.linspace(-2, 2, 64)[:, None].double()
-        model = trained((1, 20, 1), (x, x.sin()), Recipe(root_mean_square, 300, 1e-2, batch=0), 0, "")
-        assert float(root_mean_square(model(x), x.sin()).detach()) < 0.1
-
-    def test_random_state_is_untouched(self):
-        x = torch.randn(20, 2)
-        before = torch.random.get_rng_state()
-        trained((2, 4, 1), (x, x[:, :1]), Recipe(F.mse_loss, 2), 0, "")
-        assert torch.equal(torch.random.get_rng_state(), before)
 
 
 class TestScores:
@@ -98,47 +74,6 @@ def test_networks_of_the_cost(name):
     model, loader = cost.network(name, samples=2, batch=2)
     with torch.no_grad():
         assert model(loader[0][0]).shape == (2, 10)
-
-
-def test_refused():
-    with pytest.raises(lw.LapwingError, match="kin40k"):
-        figure4.table("year", 0)
-
-
-class TestWithData:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", figure4.TABLES)
-    def test_tables(self, data_folder, name):
-        found = figure4.table(name, 0)
-        parts = (found.train, found.val, found.test)
-        total = sum(len(x) for x, _ in parts)
-        for (x, y), share in zip(parts, (0.8, 0.1, 0.1), strict=True):
-            assert len(x) == pytest.approx(share * total, abs=1)
-            assert x.dtype == y.dtype == torch.float32
-            assert y.shape == (len(x), 1)
-            assert bool(x.isfinite().all() & y.isfinite().all())
-
-    def test_time_order_and_random_order(self, data_folder):
-        for name, ordered in (("us_flights_2015jan", True), ("elevators", False)):
-            first, second = (figure4.table(name, seed).test[1] for seed in (0, 1))
-            assert torch.equal(first, second) == ordered
-
-    def test_toy(self, data_folder):
-        whole, nothing = figure1.toy()
-        assert (len(whole[0]), len(nothing[0])) == (400, 0)
-        train, val = figure1.toy(0.2, 1)
-        assert (len(train[0]), len(val[0])) == (320, 80)
-        assert torch.equal(torch.cat([train[0], val[0]]).sort(0).values, whole[0].sort(0).values)
-        for low, high in figure1.GAPS:
-            assert not ((whole[0] > low) & (whole[0] < high)).any()
-
-    @pytest.mark.slow
-    def test_pictures(self, data_folder):
-        found = data.pictures("mnist", 0, tested=100)
-        assert sum(len(x) for x, _ in found.train) == 55_000
-        assert sum(len(x) for x, _ in found.val) == 2000
-        assert found.foreign.shape == (100, 1, 28, 28)
-        assert mlp(784, 5, 10)(found.test[0][0]).shape == (100, 10)
 
 
 def test_rows_of_the_resnet_table_at_a_small_network():
