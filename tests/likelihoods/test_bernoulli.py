@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 from scipy.integrate import quad
-from torch import distributions as dist
 
 import lapwing as lw
 from lapwing.covariance import Latent
@@ -18,14 +17,12 @@ from lapwing.likelihoods import (
     Bernoulli,
     BernoulliPrediction,
     Categorical,
-    LaplaceBridge,
     Probit,
     Quadrature,
     SampledLink,
     quadrature,
 )
-from lapwing.likelihoods import links as links_module
-from tests.likelihoods.fakes import FakeDraws, FakeLatent, joint_latent, random_latent
+from tests.likelihoods.fakes import FakeDraws, random_latent
 
 F64 = torch.float64
 
@@ -123,11 +120,6 @@ class TestQuadrature:
         empty = torch.zeros(0, 2)
         assert Quadrature().log_odds(of_variances(empty, empty)).shape == (0, 2)
 
-    def test_half_precision_becomes_float32(self):
-        mean = torch.randn(4, 2).bfloat16()
-        for link in (Quadrature(), Probit()):
-            assert link.log_odds(of_variances(mean, mean.abs())).dtype == torch.float32
-
 
 class TestTwoClasses:
     """One logit f is two classes with logits (0, f)."""
@@ -149,15 +141,6 @@ class TestTwoClasses:
         torch.testing.assert_close(binary.confidence, classes.confidence)
         torch.testing.assert_close(binary.entropy(), classes.entropy())
         assert torch.equal(binary.classes[:, 0], classes.classes)
-
-    @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
-    def test_exact(self, scale):
-        """200 000 draws of two classes: a standard error of at most 0.0011; five of them."""
-        one, two = self.pair(scale)
-        binary, classes = Bernoulli().predict(one), Categorical().predict(two, SampledLink(200_000))
-        torch.testing.assert_close(binary.probs[:, 0], classes.probs[:, 1], rtol=0, atol=5.5e-3)
-        information = classes.mutual_information(20_000)
-        torch.testing.assert_close(binary.mutual_information(), information, rtol=0, atol=1e-2)
 
     def test_weight_draws(self):
         draws = 3 * torch.randn(9, 5, 1, generator=torch.Generator().manual_seed(0), dtype=F64)
@@ -195,29 +178,6 @@ class TestPrediction:
         with pytest.raises(LapwingError, match=r"BernoulliPrediction.log_prob accepts targets 0 and 1"):
             prediction.log_prob(torch.full((5, 3), 2))
 
-    def test_answers_are_drawn_with_their_probabilities(self):
-        """40 000 draws: a standard error of at most 0.0025; five of them."""
-        prediction = Bernoulli().predict(random_latent())
-        answers = prediction.sample(40_000)
-        assert answers.shape == (40_000, 4, 3)
-        assert answers.dtype == torch.int64
-        assert torch.equal(answers, prediction.sample(40_000))
-        assert not torch.equal(answers, prediction.sample(40_000, torch.Generator().manual_seed(1)))
-        torch.testing.assert_close(answers.double().mean(0), prediction.probs, atol=0.0125, rtol=0)
-
-    def test_answers_of_a_joint_latent_are_drawn_together(self):
-        latent = FakeLatent(
-            torch.zeros(2, 1, dtype=F64),
-            (torch.full((2, 2), 9.0, dtype=F64) + 1e-6 * torch.eye(2)).reshape(2, 1, 2, 1),
-            joint=True,
-        )
-        answers = Bernoulli().predict(latent).sample(20_000)[..., 0]
-        agreement = float((answers[:, 0] == answers[:, 1]).double().mean())
-        exact = integral(lambda f: sigmoid(f) ** 2 + sigmoid(-f) ** 2, 0.0, 3.0)
-        assert agreement == pytest.approx(exact, abs=0.018)
-        assert exact > 0.6
-        assert Bernoulli().predict(joint_latent()).mutual_information().shape == (3,)
-
     def test_mutual_information_against_brute_force(self):
         draws = 2 * torch.randn(9, 3, 2, generator=torch.Generator().manual_seed(0), dtype=F64)
         found = Bernoulli().predict(FakeDraws(draws)).mutual_information()
@@ -232,39 +192,6 @@ class TestPrediction:
         information = Bernoulli().predict(marginal([0.3, 5.0], [0.0, 1e-4])).mutual_information()
         assert (information >= 0).all()
         assert (information < 1e-8).all()
-
-    @pytest.mark.parametrize("link", [Quadrature(100), Probit(), SampledLink(16)])
-    def test_everything_is_differentiable(self, link):
-        latent = random_latent(batch=2, size=2)
-        answers = torch.tensor([[1, 0], [0, 1]])
-
-        def numbers(mean, root):
-            prediction = Bernoulli().predict(FakeLatent(mean, root @ root.mT), link)
-            return (
-                prediction.log_prob(answers),
-                prediction.entropy(),
-                prediction.confidence,
-                prediction.mutual_information(100),
-            )
-
-        root = torch.linalg.cholesky(latent.covariance)
-        assert torch.autograd.gradcheck(numbers, (latent.mean.requires_grad_(), root.requires_grad_()))
-
-    def test_links(self, monkeypatch):
-        latent, draws = random_latent(), FakeDraws(torch.randn(7, 4, 3, dtype=F64))
-        assert Bernoulli().predict(latent).link == Quadrature()
-        with pytest.raises(
-            LapwingError, match=r"bernoulli .* a Gaussian latent .*Write link=Quadrature\(\) or Probit\(\)"
-        ):
-            Bernoulli().predict(latent, LaplaceBridge())
-        with pytest.raises(LapwingError, match=r"weight draws .*Write link=SampledLink\(\)"):
-            Bernoulli().predict(draws, Quadrature())
-        with pytest.raises(LapwingError, match=r"categorical .*Quadrature"):
-            Categorical().predict(latent, Quadrature())
-        whole = Bernoulli().predict(draws).log_odds
-        torch.testing.assert_close(whole.sigmoid(), draws.draws.sigmoid().mean(0))
-        monkeypatch.setattr(links_module, "_CHUNK_NUMBERS", 24)
-        torch.testing.assert_close(Bernoulli().predict(draws).log_odds, whole)
 
 
 class TestFits:
@@ -315,15 +242,3 @@ class TestFits:
         again = lw.load(tmp_path / "p.safetensors", model)
         assert again.likelihood == Bernoulli()
         torch.testing.assert_close(again.predict(x, via=via).probs, prediction.probs)
-
-    def test_the_table_of_a_comparison(self):
-        x, y = self.data()
-        model = torch.nn.Linear(3, 1).double().eval()
-        posterior = lw.fit(model, [(x, y)], lw.Full(), likelihood=Bernoulli())
-        table = lw.compare({"Full": posterior}, [(x[:20], y[:20]), (x[20:], y[20:])], foreign=5 + x, repeats=1)
-        prediction = posterior.predict(x)
-        assert table["Full"]["NLL"] == pytest.approx(-float(prediction.log_prob(y).mean()))
-        assert table["Full"]["accuracy"] == pytest.approx(float((prediction.classes[:, 0] == y).double().mean()))
-        expected = dist.Bernoulli(model(x).detach().sigmoid()).log_prob(y[:, None].double()).mean()
-        assert table["MAP"]["NLL"] == pytest.approx(-float(expected), abs=1e-6)
-        assert set(table.columns) == {"accuracy", "NLL", "ECE", "Brier", "AUROC", "passes"}

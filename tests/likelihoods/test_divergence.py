@@ -215,26 +215,6 @@ class TestEveryLikelihood:
                 likelihood.log_power_mean(latent.mean, latent.covariance, targets, 1.0, link=ExactLink())
 
 
-def test_gaussian_noise():
-    latent, targets = random_latent(size=2), torch.zeros(4, 2, dtype=F64)
-    arguments = (latent.mean, latent.covariance, targets, 0.5)
-    with pytest.raises(LapwingError, match="needs a noise variance"):
-        Gaussian().log_power_mean(*arguments)
-    noise = torch.tensor(0.2, dtype=F64, requires_grad=True)
-    found = Gaussian().log_power_mean(*arguments, noise)
-    torch.testing.assert_close(found, Gaussian(0.2).log_power_mean(*arguments))
-    (slope,) = torch.autograd.grad(found.sum(), noise)
-    ends = [Gaussian(0.2 + h).log_power_mean(*arguments).sum() for h in (-1e-6, 1e-6)]
-    assert float(slope) == pytest.approx(float(ends[1] - ends[0]) / 2e-6, rel=1e-6)
-    with pytest.raises(LapwingError, match=r"link=Probit\(scale='mean'\). Write link=ExactLink\(\)"):
-        Gaussian(0.2).log_power_mean(*arguments, link=Probit())
-    one = random_latent(size=1)
-    flat, column = (
-        Gaussian(0.2).log_power_mean(one.mean, one.covariance, y, 1.0) for y in (torch.ones(4), torch.ones(4, 1))
-    )
-    assert torch.equal(flat, column)
-
-
 def test_gaussian_of_a_small_noise_in_float32():
     """A covariance 10⁹ times the noise, of rank 1: its rounded eigenvalues are not those of float32."""
     factor, mean = 1e3 * torch.randn(5, 4, 1), torch.zeros(5, 4)
@@ -247,16 +227,6 @@ def test_gaussian_of_a_small_noise_in_float32():
     root = torch.eye(3, dtype=F64).expand(2, 3, 3).clone().requires_grad_()  # equal eigenvalues
     y = torch.randn(2, 3, dtype=F64)
     assert torch.autograd.gradcheck(lambda r: Gaussian(0.3).log_power_mean(y, r @ r.mT, 0 * y, 0.7), (root,))
-
-
-def test_draws_repeat_with_their_seed():
-    latent, labels = random_latent(size=3), torch.tensor([0, 1, 2, 0])
-    at = lambda generator=None: Categorical().log_power_mean(  # noqa: E731
-        latent.mean, latent.covariance, labels, 0.5, generator=generator
-    )
-    assert torch.equal(at(), at())
-    assert torch.equal(at(torch.Generator().manual_seed(4)), at(torch.Generator().manual_seed(4)))
-    assert not torch.equal(at(), at(torch.Generator().manual_seed(4)))
 
 
 def test_power_mean_where_the_sum_underflows_or_is_all_but_one():

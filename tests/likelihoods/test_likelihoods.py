@@ -21,11 +21,9 @@ from lapwing.likelihoods import (
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
-    Likelihood,
     MixturePrediction,
     NoiselessLikelihood,
     Poisson,
-    SampledLink,
     aligned_targets,
     check_real_targets,
     latent_draws,
@@ -182,13 +180,6 @@ def test_sampled_root_has_the_right_expectation(likelihood):
     assert (error <= 6 * products.std(1) / math.sqrt(100_000) + 1e-12).all()
 
 
-@ALL
-def test_sampled_root_repeats_with_its_seed(likelihood):
-    outputs, _ = outputs_and_targets(likelihood)
-    first, second = (likelihood.sampled_fisher_root(outputs, torch.Generator().manual_seed(5)) for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_gaussian_log_prob_integrates_to_one():
     likelihood, outputs = Gaussian(0.3), torch.tensor([[0.7]], dtype=F64)
     density = lambda y: float(likelihood.log_prob(outputs, torch.tensor([y], dtype=F64)).exp())  # noqa: E731
@@ -224,6 +215,15 @@ def test_gaussian_statistics_serve_every_noise():
     for variance in (0.01, 1.0, 7.0):
         likelihood = Gaussian().with_noise_variance(variance)
         torch.testing.assert_close(likelihood.log_likelihood(statistics), likelihood.log_prob(outputs, targets).sum())
+
+
+@ALL
+def test_scores_are_gradients_of_log_probabilities(likelihood):
+    outputs, targets = outputs_and_targets(likelihood)
+    outputs.requires_grad_()
+    (wanted,) = torch.autograd.grad(likelihood.log_prob(outputs, targets).sum(), outputs)
+    with torch.no_grad():
+        torch.testing.assert_close(likelihood.score(outputs, targets), wanted)
 
 
 @ALL
@@ -352,60 +352,3 @@ def test_a_root_of_another_shape_is_refused(monkeypatch, shape):
     x, message = torch.randn(9, 2), re.escape(f"fisher_root of Counts returned {shape} and must return (B, C, R)")
     with pytest.raises(LapwingError, match=message):
         lw.fit(torch.nn.Linear(2, 1).eval(), [(x, torch.ones(9, 1))], lw.Diagonal(), likelihood=Counts())
-
-
-def test_a_sampled_root_of_another_shape_is_refused(monkeypatch):
-    """Fits with more than 1 000 outputs use the sampled root."""
-    monkeypatch.setattr(Counts, "fisher_root", lambda self, outputs: outputs)
-    x, message = torch.randn(9, 2), r"sampled_fisher_root of Counts returned .* must return \(B, C, 1\)"
-    with pytest.raises(LapwingError, match=message):
-        lw.fit(torch.nn.Linear(2, 1001).eval(), [(x, torch.ones(9, 1001))], lw.Diagonal(), likelihood=Counts())
-
-
-def test_likelihood_is_abstract():
-    for kind in (Likelihood, NoiselessLikelihood):
-        with pytest.raises(TypeError, match="abstract"):
-            kind()
-
-
-def test_an_added_likelihood_predicts():
-    """Counts: the mean of y is ``exp(m + v/2)`` under the latent Gaussian; 2 000 draws."""
-    latent = random_latent(size=1, scale=0.2)
-    prediction = Counts().predict(latent, SampledLink(2_000))
-    exact = torch.exp(latent.mean + 0.5 * latent.variance)
-    torch.testing.assert_close(prediction.mean, exact, rtol=0.05, atol=0)
-    total = sum(prediction.log_prob(torch.full((4, 1), float(count))).exp() for count in range(80))
-    torch.testing.assert_close(total, torch.ones(4, dtype=F64), rtol=0, atol=1e-6)
-    prediction = Counts().predict(latent)
-    state = torch.get_rng_state()
-    draws = prediction.sample(20_000)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert draws.shape == (20_000, 4, 1)
-    assert torch.equal(draws, prediction.sample(20_000))
-    torch.testing.assert_close(draws.mean(0), prediction.mean, rtol=0.05, atol=0)
-    torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.1, atol=0)
-
-
-def test_scores_are_residuals():
-    """∇_f log p(y|f): (y - f)/σ², e_y - p and y - p, also under no_grad; targets are checked."""
-    outputs = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    labels, real, answers = torch.tensor([0, 2, 1, 1, 0]), outputs.flip(0), torch.eye(5, 3).bool()
-    eye = torch.eye(3, dtype=torch.float64)
-    with torch.no_grad():
-        for likelihood, targets, wanted in (
-            (Gaussian(0.25), real, (real - outputs) / 0.25),
-            (Categorical(), labels, eye[labels] - outputs.softmax(-1)),
-            (Bernoulli(), answers, answers.double() - outputs.sigmoid()),
-        ):
-            torch.testing.assert_close(likelihood.score(outputs, targets), wanted)
-    with pytest.raises(LapwingError, match="label"):
-        Categorical().score(outputs, labels + 3)
-
-
-def test_a_likelihood_without_a_name_is_refused():
-    class Nameless(NoiselessLikelihood):
-        check = log_prob = fisher_root = predict = None
-
-    for call in (lambda: resolve(Nameless()), lambda: register(dataclass(frozen=True)(Nameless))):
-        with pytest.raises(LapwingError, match=r'^The likelihood Nameless has no name\. Write .* name: .* "nameless"'):
-            call()

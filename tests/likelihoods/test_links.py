@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from scipy.integrate import quad
 
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
@@ -29,17 +28,6 @@ def integrated(latent, nodes=40):
     )
 
 
-def test_the_integration_itself_agrees_with_quad_for_two_classes():
-    latent = random_latent(batch=3, size=2)
-    for mean, covariance, probs in zip(latent.mean, latent.covariance, integrated(latent), strict=True):
-        gap = float(mean[0] - mean[1])
-        std = math.sqrt(float(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
-        density = lambda z, gap=gap, std=std: (  # noqa: E731
-            math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi) / (1 + math.exp(-gap - std * z))
-        )
-        assert float(probs[0]) == pytest.approx(quad(density, -12, 12, epsabs=1e-13)[0], abs=1e-9)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 def test_sampled_link_is_unbiased(size, scale):
@@ -48,18 +36,6 @@ def test_sampled_link_is_unbiased(size, scale):
     probs = SampledLink(draws=200_000).log_probs(latent).exp()
     torch.testing.assert_close(probs, integrated(latent), atol=5.5e-3, rtol=0)
     torch.testing.assert_close(probs.sum(-1), torch.ones(4, dtype=F64))
-
-
-@pytest.mark.parametrize(
-    ("size", "scale", "tolerance"), [(2, 0.1, 0.01), (2, 1.0, 0.05), (3, 0.1, 0.01), (3, 1.0, 0.05)]
-)
-def test_probit_approximates_independent_logits(size, scale, tolerance):
-    """The tolerance is the approximation's own, for logits of order 1 and variances up to ``scale``."""
-    latent = random_latent(batch=16, size=size)
-    variance = scale * torch.rand(16, size, generator=torch.Generator().manual_seed(1), dtype=F64)
-    latent = FakeLatent(latent.mean, torch.diag_embed(variance))
-    probs = Probit().log_probs(latent).exp()
-    torch.testing.assert_close(probs, integrated(latent), atol=tolerance, rtol=0)
 
 
 def probit_variances(latent, scale: str):
@@ -186,14 +162,6 @@ def test_bridge_approximates_where_a_dirichlet_fits(size):
     torch.testing.assert_close(LaplaceBridge().log_probs(latent).exp(), integrated(latent), atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("link", [Probit(), Probit("weighted"), Probit("class"), LaplaceBridge()])
-def test_closed_links_read_mean_and_variance_only(link):
-    latent = MarginalLatent(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)), torch.ones(2, 1000))
-    logs = link.log_probs(latent)
-    assert logs.shape == (2, 1000)
-    torch.testing.assert_close(logs.exp().sum(-1), torch.ones(2))
-
-
 @pytest.mark.parametrize("link", [Probit(), LaplaceBridge(), SampledLink(64)])
 def test_links_keep_log_accuracy_where_probabilities_underflow(link):
     mean = torch.tensor([[0.0, -60.0, -400.0]])
@@ -243,13 +211,6 @@ def test_chunks_do_not_change_the_average(monkeypatch):
     whole = SampledLink().log_probs(FakeDraws(draws))
     monkeypatch.setattr(links_module, "_CHUNK_NUMBERS", 24)
     torch.testing.assert_close(SampledLink().log_probs(FakeDraws(draws)), whole)
-
-
-def test_sampled_link_is_deterministic_without_a_generator():
-    latent = random_latent()
-    link = SampledLink(32)
-    assert torch.equal(link.log_probs(latent), link.log_probs(latent))
-    assert not torch.equal(link.log_probs(latent), link.log_probs(latent, torch.Generator().manual_seed(1)))
 
 
 def test_default_link_and_refused_links():

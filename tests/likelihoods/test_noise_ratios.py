@@ -110,19 +110,6 @@ def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):
     assert given.noise_variance == pytest.approx(wanted.noise_variance, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: lw.Gaussian([0.1, 0.0]), "positive finite number"),
-        (lambda: lw.Gaussian([0.1, 0.2], noise_ratios=[1.0, 2.0]), "Leave noise_ratios out"),
-        (lambda: lw.Gaussian(NOISE).check(torch.zeros(4, 3), torch.zeros(4, 3)), "one for each of 3 outputs"),
-    ],
-)
-def test_wrong_numbers_are_refused(make, message):
-    with pytest.raises(LapwingError, match=message):
-        make()
-
-
 def test_a_fit_with_ratios_of_other_outputs_is_refused():
     x = torch.randn(9, 3)
     with pytest.raises(LapwingError, match="noise variances of 3 outputs, and the outputs have shape"):
