@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 
 import pytest
@@ -14,17 +13,11 @@ from torch.nn import functional as F
 import lapwing as lw
 from benchmarks.defaults import links, measures, run, subspaces
 from benchmarks.defaults.networks import (
-    CELLS,
-    LENGTH,
-    WORDS,
     Cell,
     Data,
-    Moved,
     TextCNN,
     TextTransformer,
-    cnn,
     hashed,
-    interpolate,
 )
 from lapwing.evaluation.metrics import auroc
 from papers.common.networks import mlp
@@ -77,22 +70,6 @@ def test_arms_of_cells_become_rows_and_aims(cache):
     assert run.verdicts(result["aims"]).count("met") >= 9
 
 
-def test_rows_are_kept_and_errors_do_not_end_the_run(cache, monkeypatch):
-    def broken(model, data):
-        raise ValueError("no such luck")
-
-    monkeypatch.setitem(measures.ARMS, "default", broken)
-    run.evaluate(regression(), 0, ("default", "network"), run.Rows(cache))
-    before = cache.read_text()
-    again = run.Rows(cache)
-    run.evaluate(regression(), 0, ("default", "network"), again)
-    assert cache.read_text() == before
-    assert [row.get("error") for row in again.rows] == ["ValueError: no such luck", None]
-    cache.write_text(before.replace(again.code, "other"))
-    assert run.Rows(cache).rows == []
-    assert os.listdir(cache.parent).count("waves-0.safetensors") == 1
-
-
 def test_the_best_candidate_is_a_row():
     tried = [{"cell": "a", "seed": 0, "arm": arm, "nll": nll}
              for arm, nll in (("kfac", 1.0), ("ella-validated", 0.5), ("default", 0.1))]  # fmt: skip
@@ -130,13 +107,6 @@ def test_the_error_of_a_difference_in_auroc_is_that_of_other_draws():
     assert set(measures.paired_auroc(*[(test[:, 0], foreign[:, 0])] * 2, "it").values()) == {0.0}
 
 
-def test_a_calibrated_network_has_the_noise_floor():
-    confidence = 0.5 + 0.5 * torch.rand(2000, dtype=torch.float64)
-    row = measures.scores(Categorical(torch.stack([confidence, 1 - confidence], 1)),
-                          (torch.rand(2000) > confidence).long())  # fmt: skip
-    assert abs(row["ece"] - row["ece_floor"]) < 4 * row["ece_deviation"]
-
-
 def test_temperature_scaling_undoes_a_factor():
     logits = torch.randn(4000, 3)
     y = Categorical(logits=logits).sample()
@@ -145,45 +115,11 @@ def test_temperature_scaling_undoes_a_factor():
     assert facts["temperature"] == pytest.approx(4, rel=0.1)
 
 
-def test_cells_have_names_of_their_own():
-    names = [cell.name for cell in CELLS]
-    assert len(set(names)) == len(names) >= 40
-
-
-def test_texts_become_words_and_padding():
-    tokens = hashed(["The bird", "the BIRD sings", ""])
-    assert tokens.shape == (3, LENGTH)
-    assert torch.equal(tokens[0, :2], tokens[1, :2])
-    assert ((tokens != 0).sum(1) == torch.tensor([2, 3, 1])).all()
-    assert int(tokens.max()) < WORDS
-
-
 @pytest.mark.parametrize("network", [TextCNN, TextTransformer])
 def test_networks_of_texts_have_posteriors(network):
     tokens, y = hashed(["a b c", "d e", "f g h i"]).repeat(4, 1), torch.arange(12) % 2
     predict, _ = measures.default(network(2).eval(), Data((tokens, y), (tokens, y), (tokens, y)))
     assert predict(tokens).probs.shape == (12, 2)
-
-
-def test_transformers_of_texts_do_not_read_padding():
-    tokens, model = hashed(["a b c"]), TextTransformer(2).eval()
-    before = model(tokens)
-    with torch.no_grad():
-        model.embedding.weight[0] += 1
-    torch.testing.assert_close(model(tokens), before)
-
-
-def test_moved_images_keep_shape_and_mode():
-    x, model = torch.randn(5, 3, 8, 8), cnn((3, 4, 4), 8, 0.5)
-    assert Moved(True)(x).shape == x.shape
-    assert model(Moved(False)(x)).shape == (5, 10)
-
-
-def test_interpolation_leaves_rounding():
-    x = torch.randn(10, 2, dtype=torch.float64)
-    y, model = torch.randn(10, 1, dtype=torch.float64), mlp(2, 20, 1).double()
-    interpolate(model, (x, y), 0, steps=100)
-    assert float((measures.outputs(model, x) - y).square().mean()) < 1e-10
 
 
 def test_links_are_those_of_the_last_layers_posterior(cache):

@@ -128,21 +128,6 @@ def test_tables_in_other_forms() -> None:
     assert frame.isna().to_numpy().tolist() == [[False, False], [True, False]]
 
 
-def test_a_foreign_batch_of_a_network_that_takes_dicts() -> None:
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)
-
-    batch = {"x": torch.randn(6, 4), "labels": Y}
-    posterior = lw.fit(Network().eval(), [batch], lw.Diagonal(), prior_precision=1.0)
-    table = lw.compare({"diagonal": posterior}, [batch], {"x": torch.randn(5, 4)}, repeats=1)
-    assert "AUROC" in table["diagonal"]
-
-
 @pytest.mark.parametrize("components", [[1, 2], None, Normal(0.0, 1.0), Normal(torch.zeros(4), torch.ones(4))])
 def test_components_of_a_mixture(components: Any) -> None:
     with pytest.raises(lw.LapwingError, match=r"batch shape \(inputs, draws\)"):

@@ -80,17 +80,6 @@ class TestClassification:
         probs = torch.tensor([[1.0 + 1e-6, 0.0]] * 4)
         assert metrics.expected_calibration_error(probs, torch.zeros(4, dtype=torch.long)).item() < 1e-6
 
-    def test_calibrated_labels_have_a_small_error_and_overconfident_ones_a_large_one(self):
-        probs, _ = random_classification(20_000)
-        labels = torch.multinomial(probs, 1)[:, 0]
-        assert metrics.expected_calibration_error(probs, labels).item() < 0.02
-        sharp = probs.pow(4) / probs.pow(4).sum(1, keepdim=True)
-        assert metrics.expected_calibration_error(sharp, labels).item() > 0.1
-
-    def test_half_precision_probabilities_are_accepted(self):
-        probs = torch.randn(8, 1000).softmax(1).to(torch.bfloat16)
-        assert metrics.accuracy(probs, probs.float().argmax(1)).item() == 1.0
-
     def test_result_is_a_float64_scalar_without_a_graph(self):
         logits = torch.randn(6, 3, requires_grad=True)
         labels = torch.randint(3, (6,), dtype=torch.int32)
@@ -119,18 +108,6 @@ class TestClassification:
             with pytest.raises(LapwingError, match=f"^{metric.__name__} needs .*{message}"):
                 metric(probs, labels)
 
-    @pytest.mark.parametrize("bins", [0, 2.5, True])
-    def test_bad_bins(self, bins):
-        with pytest.raises(LapwingError, match=f"bins is {bins!r}"):
-            metrics.expected_calibration_error(*random_classification(), bins=bins)
-
-    @pytest.mark.parametrize(
-        "log_prob", [torch.zeros(2, 2), torch.zeros(0), torch.tensor([math.nan]), torch.tensor([math.inf])]
-    )
-    def test_bad_log_prob(self, log_prob):
-        with pytest.raises(LapwingError, match="^nll averages"):
-            metrics.nll(log_prob)
-
 
 class TestAuroc:
     def test_perfect_reversed_and_uninformed(self):
@@ -146,17 +123,6 @@ class TestAuroc:
         wins = sum(float(o > i) + 0.5 * float(o == i) for o in outside for i in inside)
         assert metrics.auroc(inside, outside).item() == pytest.approx(wins / 12, abs=1e-12)
         assert wins / 12 == pytest.approx(roc_auc_score([0] * 4 + [1] * 3, torch.cat([inside, outside]).numpy()))
-
-    def test_any_increasing_map_of_the_scores_gives_the_same(self):
-        inside, outside = torch.randn(50, dtype=torch.float64), torch.randn(40, dtype=torch.float64) + 1
-        assert metrics.auroc(inside, outside) == metrics.auroc(inside.exp(), outside.exp())
-
-    @pytest.mark.parametrize("bad", [torch.zeros(0), torch.zeros(3, 1), torch.tensor([0.0, math.nan])])
-    def test_bad_scores(self, bad):
-        with pytest.raises(LapwingError, match="^auroc .* scores_out "):
-            metrics.auroc(torch.zeros(3), bad)
-        with pytest.raises(LapwingError, match="^auroc .* scores_in "):
-            metrics.auroc(bad, torch.zeros(3))
 
 
 class TestRegression:
@@ -191,11 +157,6 @@ class TestRegression:
         lower, upper = torch.tensor([0.0, 0.0, 0.0, -math.inf]), torch.tensor([1.0, 1.0, 1.0, math.inf])
         assert metrics.interval_coverage(lower, upper, y).item() == 0.75
 
-    def test_interval_coverage_of_calibrated_predictions(self):
-        y = torch.randn(20_000, dtype=torch.float64)
-        half = torch.full_like(y, stats.norm.ppf(0.95))
-        assert metrics.interval_coverage(-half, half, y).item() == pytest.approx(0.9, abs=0.01)
-
     def test_shapes_are_not_broadcast(self):
         column, row = torch.ones(4, 1), torch.ones(4)
         calls = (
@@ -207,11 +168,6 @@ class TestRegression:
         for call in calls:
             with pytest.raises(LapwingError, match=r"shapes differ: .*y \(4,( 1)?\).*nothing is broadcast"):
                 call()
-
-    @pytest.mark.parametrize("shape", [(0,), (), (2, 2, 2)])
-    def test_shapes_that_are_no_samples(self, shape):
-        with pytest.raises(LapwingError, match=r"^rmse averages over samples"):
-            metrics.rmse(torch.ones(shape), torch.ones(shape))
 
     def test_values_that_are_not_usable(self):
         good, bad = torch.ones(3), torch.tensor([1.0, math.nan, math.inf])
