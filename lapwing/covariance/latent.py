@@ -20,15 +20,7 @@ from ..errors import LapwingError
 from ..linalg import check_draws, doubled, is_finite, nonnegative, psd_root, seeded, total
 from ..network.entry import full_precision
 from .latent_at_positions import Described
-from .terms import (
-    DenseTerm,
-    FactoredTerm,
-    MarginalTerm,
-    SelectedTerm,
-    Term,
-    concatenate,
-    multiplied_out,
-)
+from .terms import DenseTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, multiplied_out
 
 WIDE = 8
 """Maximum ratio of columns to outputs of stored factors. Wider factors are multiplied out to save memory."""

@@ -18,16 +18,7 @@ from ..jacobian.jacobian import Reads
 from ..linalg import check_draws, doubled, seeded
 from ..options import POSITIVE_NUMBERS, integer, number, option
 from .base import Integrals, Likelihood
-from .links import (
-    ClassLink,
-    LaplaceBridge,
-    Link,
-    Probit,
-    Quadrature,
-    SampledLink,
-    at_least_float32,
-    draw_chunks,
-)
+from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, at_least_float32, draw_chunks
 from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
 from .quadrature import binary_log_power_mean

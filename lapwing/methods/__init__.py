@@ -14,17 +14,7 @@ from .full import Full
 from .kfac import EKFAC, KFAC
 from .mean_field import MeanField
 from .optimal_subspace import OptimalSubspace
-from .passes import (
-    Batch,
-    CurvaturePass,
-    FitResult,
-    IteratePass,
-    Method,
-    Pass,
-    Passes,
-    SumPass,
-    run_curvature_pass,
-)
+from .passes import Batch, CurvaturePass, FitResult, IteratePass, Method, Pass, Passes, SumPass, run_curvature_pass
 from .problem import FisherRoot, MemoryNeed, Problem
 from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData

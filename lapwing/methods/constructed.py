@@ -69,19 +69,8 @@ def constructed(
 ) -> Posterior:
     """Returns the posterior around the network's weights, after one forward pass over the data.
 
-    Args:
-        model: the network; its weights are the mean.
-        names: names of the uncertain parameters.
-        covariance: function that returns Σ, without a prior.
-        data: training data.
-        method: how Σ was made.
-        likelihood: p(y | f); None infers it. A noise variance that is None becomes the mean squared residual.
-        forward: function that calls the network, or None.
-        memory: budget in bytes.
-        progress: whether to show a bar; None shows one on a terminal.
-
-    Raises:
-        LapwingError: if the input is invalid, or if the loader shows no batch the second time.
+    `covariance` returns Σ, without a prior. A noise variance that is None becomes the mean squared residual. Raises if
+    the input is invalid, or if the loader shows no batch the second time.
     """
     check_progress(progress)
     inputs, targets = batches.split(data.first)

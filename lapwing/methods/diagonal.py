@@ -24,11 +24,9 @@ class Diagonal(Method):
     """
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields one pass."""
         return (yield from run_curvature_pass(SquaredSums(problem)))
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of one pass."""
         kept = shape.stored(Blockwise, {"kinds": {block.name: "diagonal" for block in shape.tangent.blocks}})
         return Footprint(kept, kept + shape.chunk(), shape.pass_length)
 

@@ -48,7 +48,6 @@ class ELLA(Method):
     sampling: Sampling = "uniform"
 
     def __post_init__(self) -> None:
-        """Checks that rows and sampling go together."""
         super().__post_init__()
         if self.rows == "all" and self.sampling != "uniform":
             raise LapwingError(
@@ -63,7 +62,6 @@ class ELLA(Method):
         return (yield from on_basis(problem, basis, self.residual))
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of the rows' span and of the curvature on it."""
         pairs = shape.samples * (shape.tangent.width if self.sampling == "uniform" else 1)
         count = pairs if self.rows == "all" else min(self.rows, pairs)
         return footprint_on_rows(shape, count, self.rank, self.residual)

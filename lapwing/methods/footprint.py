@@ -43,8 +43,6 @@ class FitShape:
     """The sizes of a fit that has not begun.
 
     Attributes:
-        tangent: the surveyed network.
-        likelihood: p(y|f).
         columns: number of columns R of the Fisher root.
         samples: number of samples n that the loader shows.
         batch: number of samples in the first batch.
@@ -85,10 +83,8 @@ class FitShape:
     def stored(self, kind: type[Covariance], extra: Mapping[str, Any], dtype: torch.dtype | None = None) -> int:
         """Returns the bytes of a covariance's tensors, as its files list them.
 
-        Args:
-            kind: class of the covariance.
-            extra: its settings, as `Covariance.entries` reads them.
-            dtype: dtype of the tensors whose dtype may vary; None means the network's.
+        `extra` holds its settings, as `Covariance.entries` reads them. `dtype` is the dtype of tensors whose dtype may
+        vary; None means the network's.
         """
         scale = {"scale": 1.0} if kind.has_prior else {}
         dtype, total = dtype or self.tangent.dtype, 0

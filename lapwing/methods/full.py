@@ -46,7 +46,6 @@ class Full(Method):
     form: Literal["auto", "primal", "dual"] = "auto"
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises if the outputs have positions and the form is dual."""
         if self.form == "dual" and tangent.positions is not None:
             raise LapwingError(
                 "Full(form='dual') needs a fixed number of outputs, and these outputs have positions. Write "
@@ -73,7 +72,6 @@ class Full(Method):
         return MemoryNeed("Full(form='dual')", 16 * rows * size, what, "use lw.KFAC() or fewer samples")
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of the dense GGN and its eigenpairs, or of all rows and their SVD."""
         size, rows = shape.tangent.size, shape.samples * shape.columns
         needs = (self._need(shape.tangent, rows),)
         if self._is_primal(shape.tangent, rows):

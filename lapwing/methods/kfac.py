@@ -52,7 +52,6 @@ class KFAC(Method):
     uncovered: Literal["diagonal", "dense"] = "diagonal"
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields one pass."""
         return (yield from run_curvature_pass(self._factor_pass(problem)))
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
@@ -71,7 +70,6 @@ class KFAC(Method):
         return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of one pass, and of the eigendecomposition of the largest factor."""
         kinds, entries = self._kinds(shape.tangent), [0]
         for block in shape.tangent.blocks:
             if block.matrix is not None:
@@ -112,7 +110,6 @@ class EKFAC(KFAC):
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of KFAC's pass plus one number for each weight, and of a second pass."""
         factors, tangent = super().footprint(shape), shape.tangent
         peak = factors.peak + tangent.size * tangent.dtype.itemsize
         return replace(factors, peak=peak, passes=2 * factors.passes)
@@ -206,7 +203,6 @@ class _SecondMoments(CurvaturePass[BlockSums]):
         self._bases = {n: cast("KroneckerBlock", s) for n, s in structures.items() if s.kind == KroneckerBlock.kind}
 
     def basis_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors of KFAC's structures."""
         return (tensor for structure in self._structures.values() for tensor in structure.tensors().values())
 
     def init(self) -> BlockSums:

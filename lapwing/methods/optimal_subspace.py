@@ -61,7 +61,6 @@ class OptimalSubspace(Method):
     at: Any = field(default=None, repr=False, compare=False)
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises if the curvature has no prior, or if `at` is not a batch of inputs."""
         if isinstance(self.curvature, Method):
             check_within(self.curvature, "curvature", tangent, likelihood)
         if self.at is not None and (batches.is_loader(self.at) or not batches.size(self.at)):
@@ -141,7 +140,6 @@ class OptimalSubspace(Method):
         return {name: placed(vectors.to(dtype), tangent.device) for name, vectors in directions.items()}
 
     def footprint(self, shape: FitShape) -> Footprint | None:
-        """Returns the footprint of Ψ_approx, of the rows and their Gram matrix, and of the curvature."""
         tangent, outputs = shape.tangent, shape.tangent.outputs
         first = self.curvature.footprint(shape) if isinstance(self.curvature, Method) else Footprint(0, 0, 0.0)
         if first is None:

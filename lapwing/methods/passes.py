@@ -37,9 +37,7 @@ class Batch:
     """One batch of a pass.
 
     Attributes:
-        tangent: the network.
         inputs: B samples that have passed the gate.
-        targets: targets of the samples.
         start: number of samples before this batch.
         counted: mask of the targets that count, from `Likelihood.labelled`, for outputs with positions; None for all.
         weights: sample weights w (B,); None for ones.
@@ -246,13 +244,7 @@ Pass = SumPass[Any] | IteratePass[Any]
 
 
 class LikelihoodPass(SumPass[DataSummary]):
-    """Sums the statistics of the likelihood.
-
-    Args:
-        problem: the fit.
-        tangent: the network; None means the network of the fit.
-        limit: number of the first samples to read; None for all.
-    """
+    """Sums the statistics of the likelihood, for the network of the fit if `tangent` is None."""
 
     label = "likelihood"
 
@@ -351,11 +343,7 @@ class Method(Options, ABC):
 
 
 def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Pass, Any, PriorCovariance]:
-    """Yields the passes of a method that is an option of another method; returns its covariance.
-
-    Raises:
-        LapwingError: if the prior of the covariance cannot be changed.
-    """
+    """Yields the passes of a method that is an option of another method; returns its covariance."""
     result = yield from method.passes(problem)
     covariance = result.covariance if isinstance(result, FitResult) else result
     if not has_prior(covariance):

@@ -92,13 +92,12 @@ class FisherRoot:
     Args:
         likelihood: p(y | f) of one position.
         outputs: C.
-        generator: random generator of the draws, on the device of the outputs.
         positions: T on the first batch, or 1 if each position is a sample.
 
     Attributes:
         columns: R, on batches with T positions.
         rank: maximum rank of the Λ of an input.
-        generator: random generator of the draws.
+        generator: random generator of the draws, on the device of the outputs.
     """
 
     def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator, positions: int = 1) -> None:
@@ -154,12 +153,10 @@ class Problem:
     """The inputs of a method.
 
     Attributes:
-        tangent: the network.
         likelihood: the likelihood; its noise variance may still be None.
         root: cotangents whose outer products give Λ at unit noise.
         prior: δ (ones if it is to be tuned) and μ0.
         traces_wanted: whether the tuning reads the lower bound of the evidence.
-        seed: seed of every random choice.
         labels: function that returns the class labels (n,) of the samples, -1 if targets are not labels. Its first call
             reads the loader.
         count: function that returns n, the number of samples of the loader. It reads the loader only if the loader has

@@ -129,16 +129,7 @@ def _anchors(
 
 
 def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Returns places of samples (M,) and outputs (M,) of M different pairs.
-
-    Args:
-        problem: the fit.
-        rows: M, or "all" pairs.
-        sampling: as for `ELLA`.
-
-    Raises:
-        LapwingError: if `sampling` needs class labels and the targets are not.
-    """
+    """Returns places of samples (M,) and outputs (M,) of M different pairs; raises if `sampling` needs class labels."""
     generator, width = problem.generator(), problem.tangent.width
     labels = problem.labels()
     if rows == "all" or sampling == "uniform":
@@ -160,11 +151,9 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
 
 
 class _ChosenInputs(SumPass[KeptInputs]):
-    """Collects the inputs of chosen samples, each under its place.
+    """Collects the inputs of chosen samples, each under its place; the places are in rising order.
 
-    Args:
-        samples: places in the loader, in rising order.
-        shared: for each tensor of the first batch, whether its samples shared it.
+    `shared` tells for each tensor of the first batch whether its samples shared it.
     """
 
     label = "inputs of sampled rows"

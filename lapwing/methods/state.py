@@ -109,12 +109,7 @@ class BlockSums(State):
 
 @dataclass
 class DataSummary(State):
-    """The statistics of the likelihood, summed over a part of the data.
-
-    Attributes:
-        samples: number of samples n of this part.
-        statistics: the sums by name.
-    """
+    """The statistics of the likelihood, summed over a part of the data."""
 
     samples: int = 0
     statistics: dict[str, Tensor] = field(default_factory=dict)
@@ -129,12 +124,7 @@ class DataSummary(State):
     ) -> None:
         """Checks the targets of samples and adds their statistics.
 
-        Args:
-            likelihood: p(y | f).
-            outputs: f (B, C).
-            targets: y of the B samples.
-            weights: sample weights (B,); None means ones.
-            samples: number of samples, if the rows are positions of samples; None means B.
+        If the rows are positions of samples, `samples` is the number of samples.
         """
         likelihood.check(outputs, targets)
         self.samples += len(outputs) if samples is None else samples

@@ -61,7 +61,6 @@ class SubsetOfData(Method):
         return False
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields the passes of another method, each on the subset only."""
         whole = problem.count()
         labels = problem.labels() if self.sampling == "balanced" else None
         if labels is not None and int(labels.min()) < 0:
@@ -103,7 +102,6 @@ class SubsetOfData(Method):
         return ELLA(rank=rank, rows="all", residual="prior")
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of the other method on the subset."""
         points = min(self.size, shape.samples)
         small = replace(shape, samples=points, batch=min(points, shape.batch))
         method = self._exact(small.tangent, points, small.columns)
@@ -117,9 +115,7 @@ class SubsetState(State):
     """The state of a pass over a subset.
 
     Attributes:
-        inner: state of the pass itself.
         labels: class labels of the samples (n,); -1 if the targets are not labels.
-        summary: statistics of the samples.
     """
 
     inner: State
@@ -128,13 +124,7 @@ class SubsetState(State):
 
 
 class _OnSubset(SumPass[SubsetState]):
-    """Runs another pass over chosen samples.
-
-    Args:
-        inner: the other pass.
-        places: places of the samples, in rising order.
-        problem: the fit.
-    """
+    """Runs another pass over chosen samples, given by their places in rising order."""
 
     def __init__(self, inner: SumPass[Any], places: Tensor, problem: Problem) -> None:
         self._inner, self._places, self._likelihood = inner, places, problem.likelihood

@@ -71,12 +71,10 @@ class SubsetOfWeights(Method):
     residual: Residual = None
 
     def __repr__(self) -> str:
-        """Returns the options; a posterior is shown by its method."""
         by = repr(self.by) if isinstance(self.by, str) else f"<{getattr(self.by, 'method', type(self.by).__name__)}>"
         return f"SubsetOfWeights(size={self.size}, by={by}, residual={self.residual!r})"
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises if `size` exceeds the number of treated weights, or if the posterior is over other weights."""
         if self.size > tangent.size:
             raise LapwingError(
                 f"{shown(self)} asks for more weights than the {tangent.size} treated ones of "
@@ -117,7 +115,6 @@ class SubsetOfWeights(Method):
         return torch.cat([variances[block.name].to(tangent.device) for block in tangent.blocks])
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of the pass for the chosen columns of J, and of the pass for the diagonal."""
         size = min(self.size, shape.tangent.size)
         kept, dtype = stored_on_basis(shape, "CoordinateBasis", {"rank": size}, self.residual)
         peak = kept + max(80 * size**2, shape.chunk(dtype, 3 * shape.columns * size))

@@ -64,7 +64,6 @@ class ProjectionPass(CurvaturePass[ProjectedCurvature]):
         self._problem, self._basis, self._residual = problem, basis, residual
 
     def basis_tensors(self) -> Iterable[Tensor]:
-        """Returns the tensors of the basis."""
         return self._basis.tensors().values()
 
     def init(self) -> ProjectedCurvature:
@@ -91,16 +90,10 @@ def record_dtype(problem: Problem, residual: Residual) -> torch.dtype:
 
 
 def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Residual) -> Basis:
-    """Returns the top right singular vectors of rows `J̃ Δ^(-1/2)`, as directions in weight space.
+    """Returns the top right singular vectors of rows `J̃ Δ^(-1/2)` (M, P), as directions in weight space.
 
     They are computed from the rows if these fit the memory budget, else from the Gram matrix of the rows, summed layer
     by layer. In the second case the basis stays implicit if K directions do not fit.
-
-    Args:
-        problem: the fit; its prior whitens the rows.
-        anchors: J̃ (M, P).
-        rank: maximum number of directions.
-        residual: residual of the covariance.
     """
     tangent, dtype, rank = problem.tangent, record_dtype(problem, residual), min(rank, len(anchors))
     ratios = problem.precision / problem.precision[0]
@@ -151,11 +144,8 @@ def _too_many_directions(rank: int, size: int, dtype: torch.dtype, memory: int) 
 def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dtype) -> Tensor:
     """Returns `λ^(-1/2) Uᵀ` (K, M) of the leading eigenpairs of a Gram matrix, largest first, without rounding noise.
 
-    Args:
-        gram: function of a dtype that returns the matrix (M, M) float64, with products summed in this dtype. The matrix
-            is overwritten.
-        rank: maximum number of eigenpairs.
-        dtype: dtype of the sums. If its rounding noise hides some of the pairs, they are computed again in float64.
+    `gram` returns the matrix (M, M) float64, with products summed in the given dtype, and the matrix is overwritten. If
+    the rounding noise of `dtype` hides some of the pairs, they are computed again in float64.
     """
     values, vectors = eigen_in_place(gram(dtype))
     noise = max(RANK_CUT, len(values) * torch.finfo(dtype).eps) * values[-1:].sum()

@@ -192,7 +192,6 @@ class SnapshotCollector:
         self.buffers: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
-        """Returns the network, the rank and the number of snapshots."""
         return f"SnapshotCollector({type(self.model).__name__}, rank={self.rank}, snapshots={self.count})"
 
     @property
@@ -332,14 +331,7 @@ def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) ->
 def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:
     """Computes batch norm statistics again in training mode, as the mean over batches; changes the network in place.
 
-    Args:
-        network: the copy of the user's network; stays in training mode.
-        loader: (inputs, targets) batches.
-        forward: `forward(network, inputs)`, or None.
-        seed: seed of dropout; the state of torch's generators is restored.
-
-    Raises:
-        LapwingError: if a batch has one value per channel, or if the inputs are invalid.
+    The network stays in training mode. The state of torch's generators is restored.
     """
     device = next(network.parameters()).device
     devices = [device] if device.type == "cuda" else []

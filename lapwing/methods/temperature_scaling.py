@@ -57,7 +57,6 @@ class TemperatureScaling(Method):
     accepts_further_data: ClassVar[bool] = False
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises if the likelihood has no logits."""
         if likelihood.logit_temperature is None:
             raise LapwingError(
                 f"TemperatureScaling is for classifiers: it divides logits, and the {likelihood.name} likelihood has "
@@ -65,7 +64,6 @@ class TemperatureScaling(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields one pass for the likelihoods of all candidates."""
         self.check(problem.tangent, problem.likelihood)
         scores = (yield _Scores(problem)).sums
         at = int(scores.argmax())
@@ -87,7 +85,6 @@ class TemperatureScaling(Method):
         return FitResult(covariance, logit_temperature=10**chosen)
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of one forward pass and of a covariance of zeros."""
         kept = shape.stored(LowRankPlusDiagonal, {"rank": 0, "prior": False})
         return Footprint(kept, kept + shape.batch * shape.activations, 1.0)
 

@@ -45,7 +45,6 @@ class Update(Method):
     made_by: MethodInfo
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields one pass over the further data; raises if the curvature is not a sum over data."""
         covariance: Any = self.covariance
         way = covariance.continued_by if self.made_by.accepts_further_data else None
         if way == "blocks":
@@ -72,7 +71,6 @@ class Onward(CurvaturePass[S], Generic[S]):
         self._inner, self._before, self.label = inner, before, inner.label
 
     def basis_tensors(self) -> Iterable[torch.Tensor]:
-        """Returns the tensors of the other pass."""
         return self._inner.basis_tensors()
 
     def init(self) -> S:
