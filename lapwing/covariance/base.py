@@ -31,13 +31,8 @@ Registered = TypeVar("Registered", bound="type[Covariance]")
 def register(kind: Registered) -> Registered:
     """Registers a class of covariances, so that files can hold it: a decorator of the class.
 
-    A file names the class. `lw.load` finds it if the module that defines it has been imported.
-
-    Args:
-        kind: the class, with `entries` and `from_tensors`.
-
-    Returns:
-        The class.
+    A file names the class, which needs `entries` and `from_tensors`. `lw.load` finds it if the module that defines it
+    has been imported.
 
     Raises:
         LapwingError: if `kind` is not a class of covariances, or if another class has its name.
@@ -70,7 +65,6 @@ class Covariance(ABC):
     """A PSD matrix Σ over the weights of some blocks.
 
     Attributes:
-        blocks: the blocks, in order.
         record_dtype: the dtype in which records must be contracted, or None for the usual one.
         precision: prior precision δ of each block in the fit, (n_blocks,) float64, or None without a prior.
         full_rank: whether every direction of the weights has a positive variance.
@@ -204,11 +198,8 @@ class PriorCovariance(Covariance):
     ) -> Iterable[tuple[Term, ...]]:
         """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing products with J.
 
-        Args:
-            record: J.
-            candidates: Σ_i. Each `is_contracted_with` this covariance.
-            reads: the part of the covariances that is read. "variances" gives one `MarginalTerm`, "scale" one
-                `ScaleTerm`.
+        Each candidate Σ_i `is_contracted_with` this covariance. "variances" gives one `MarginalTerm`, "scale" one
+        `ScaleTerm`.
         """
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:

@@ -20,7 +20,6 @@ class Basis(ABC):
 
     Attributes:
         rank: K.
-        dtype: the dtype of the directions.
         record_dtype: the dtype in which records must be projected, or None for the usual one.
     """
 
@@ -191,7 +190,6 @@ class CoordinateBasis(Basis):
     """W picks K weights, `W_k = e_{i_k}ᵀ`. It stores indices instead of rows: memory O(K).
 
     Args:
-        blocks: the blocks.
         picked: indices of K distinct weights among all P, blocks in order. Directions have the order of the indices.
         dtype: the dtype in which coefficients and records are contracted.
     """

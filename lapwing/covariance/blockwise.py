@@ -31,7 +31,6 @@ class Blockwise(PriorCovariance):
     """`Σ = blockdiag_b (s U_b diag(λ_b) U_bᵀ + δ_b I)⁻¹`, exact in each block's eigenbasis.
 
     Args:
-        blocks: the blocks.
         structures: block name -> its curvature at unit noise.
         precision: δ (n_blocks,).
         scale: s.

@@ -46,7 +46,6 @@ class DenseCovariance(PriorCovariance):
     and 32 P² while the eigenpairs are computed.
 
     Args:
-        blocks: the blocks.
         curvature: G (P, P) at unit noise.
         precision: δ (n_blocks,).
         scale: s.
@@ -74,7 +73,6 @@ class DenseCovariance(PriorCovariance):
         self._weights = 1 / (scale * values * (at[0] / precision[0]) + 1)
 
     def rounded(self) -> bool:
-        """Whether `s G` exceeds the prior precision by more than the resolution of float64 sums."""
         return bool((self._weights * RESOLVED < 1).any())
 
     @property

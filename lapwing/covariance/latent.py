@@ -95,7 +95,6 @@ class Latent(Described):
         return replace(self, mean=doubled(self.mean.detach()), terms=(term,))
 
     def without_wide_factors(self) -> Latent:
-        """Returns the latent with wide factors multiplied out, which saves memory for many inputs."""
         return replace(self, terms=multiplied_out(self.terms, WIDE))
 
     def with_checks(self) -> Latent:
@@ -167,7 +166,6 @@ class SelectedLatent(Latent):
     _row_names: ClassVar[tuple[str, ...]] = ("mean", "outputs", "every_mean")
 
     def tempered(self, temperature: float) -> SelectedLatent:
-        """Returns the latent with its means divided by a temperature and the same covariance."""
         return replace(self, mean=self.mean / temperature, every_mean=self.every_mean / temperature)
 
     def of_classes(self) -> Latent:

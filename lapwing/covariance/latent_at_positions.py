@@ -108,11 +108,7 @@ class LatentAtPositions(Described):
 
     @staticmethod
     def concatenate(parts: Sequence[LatentAtPositions]) -> LatentAtPositions:
-        """Joins the latents of consecutive batches.
-
-        Raises:
-            LapwingError: if the batches have different positions.
-        """
+        """Joins the latents of consecutive batches; raises if the batches have different positions."""
         first = parts[0]
         sizes = {part.places.sizes for part in parts}
         if len(sizes) > 1:

@@ -83,7 +83,6 @@ class FactorLayer(LayerBlock):
         return diagonal - pushed if full else (diagonal - pushed).clamp_min(0)
 
     def covariances(self, mean: Tensor, variance: Tensor | None) -> DenseTerm:
-        """Returns `push` with covariances, and the centred variances that the factor of centred outputs gives."""
         centred = self._centred.push(mean, variance, False)
         if self._variances is not None:
             diagonal = push_diagonal(self._variances.to(mean.dtype), mean, variance, False)

@@ -41,7 +41,6 @@ class Subspace(PriorCovariance):
     """A subspace covariance: a basis, the curvature on it, and the prior.
 
     Args:
-        blocks: the blocks.
         basis: W.
         curvature: H = W G Wᵀ (K, K) at unit noise, float64.
         traces: tr G of each block (n_blocks,), float64, for the lower bound of the evidence.
@@ -157,11 +156,7 @@ class Subspace(PriorCovariance):
         return 2 * (with_data.diagonal().log() - without.diagonal().log()).sum()
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns `s [Σ_b tr(G_b)/δ_b - tr(D⁻¹ H)]`, the curvature outside the subspace.
-
-        Raises:
-            LapwingError: if the fit did not sum the traces.
-        """
+        """Returns `s [Σ_b tr(G_b)/δ_b - tr(D⁻¹ H)]`, the curvature outside the subspace; needs summed traces."""
         if self._leading.any() and not self.traces.any():
             raise LapwingError(
                 "The lower bound of a subspace's evidence needs the trace of the curvature, which this fit did not "

@@ -23,7 +23,6 @@ class LowRankPlusDiagonal(Covariance):
     """`Σ = D + FᵀF` with a diagonal D (P,) and a factor F (K, P) that crosses blocks.
 
     Args:
-        blocks: the blocks.
         variances: D >= 0: block name -> (P_block,).
         factor: F: block name -> (K, P_block); K may be 0.
         precision: δ (n_blocks,) of the fit, or None without a prior.
@@ -116,7 +115,6 @@ class Draws(Covariance):
     """`Σ = (1/S) Σ_k z_k z_kᵀ` from draws `z_k ~ N(0, Ψ)` at one prior, which cannot be changed.
 
     Args:
-        blocks: the blocks.
         draws: z: block name -> (S, P_block).
         precision: prior precision δ of each block (n_blocks,) at which they were drawn.
     """

@@ -58,15 +58,8 @@ class LowRankWithResidual(Subspace):
     ) -> Self:
         """Builds the covariance of a curvature `G = Uᵀ M U`, exact at this prior and at any other.
 
-        The span of `W = U Δ⁻¹` holds all of G. On it, `H = D M D` with `D = U Δ⁻¹ Uᵀ`.
-
-        Args:
-            blocks: the blocks.
-            rows: U (K, P), linearly independent.
-            curvature: M (K, K).
-            traces: tr G of each block.
-            precision: δ (n_blocks,).
-            scale: s.
+        U (K, P) are linearly independent `rows`, and M (K, K) is `curvature`. The span of `W = U Δ⁻¹` holds all of G.
+        On it, `H = D M D` with `D = U Δ⁻¹ Uᵀ`.
         """
         ratios = precision / precision[0]
         inner = rows.prior_gram(1 / ratios)
@@ -96,7 +89,6 @@ class LowRankWithResidual(Subspace):
         return 2 * cholesky(eye + scale * root.T @ curvature @ root).diagonal().log().sum()
 
     def rounded(self) -> bool:
-        """Whether `s G` exceeds the prior precision by more than the resolution of float64 sums."""
         return bool((self._weights * RESOLVED < 1).any())
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:

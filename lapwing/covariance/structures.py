@@ -92,11 +92,8 @@ def weighted(
 ) -> Iterable[Term]:
     """Returns `J diag(w) Jᵀ` of each sample for several w: factors if the layer has one position, else matrices.
 
-    Args:
-        jacobian: J, in the basis in which the weights are diagonal.
-        candidates: w.
-        reads: the part of the covariances that is read.
-        basis: U_out for a layer that gives the network's outputs, to rotate them back; None means the identity.
+    J is in the basis in which the weights are diagonal. If the layer gives the network's outputs, `basis` is U_out,
+    which rotates them back; None means the identity.
     """
     factors = jacobian.weighted_factors(candidates) if reads == "covariances" or jacobian.is_output else None
     if factors is not None:
@@ -202,11 +199,8 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     The third derivative of `log(1 + exp u)` is smaller than the function. A third central moment in a bin of width h in
     u is at most `h³/10`, so the relative error is at most `h³/60`: 6e-8, or 1e-10 for evenly filled bins.
 
-    Args:
-        eigenvalues: λ >= 0 in any shape. Zeros add nothing and are left out.
-
-    Returns:
-        The points and their weights, or λ and None if λ has few entries, or entries that are not finite and >= 0.
+    Zeros add nothing and are left out. If λ has few entries, or entries that are not finite and >= 0, returns λ and
+    None.
 
     Cost: two passes on the CPU. The sums do not depend on the order of threads.
     """

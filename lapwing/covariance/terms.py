@@ -96,8 +96,6 @@ class FactoredTerm(Term):
         return self._by_slices(lambda part: part._weighted(part.factor.square()).sum(-1))
 
     def centred_variance(self) -> Tensor:
-        """Returns the variance for F minus its average over outputs."""
-
         def sums(part: FactoredTerm) -> Tensor:
             return part._weighted((part.factor - part.factor.mean(1, keepdim=True)).square()).sum(-1)
 
@@ -156,7 +154,6 @@ class EigenTerm(Term):
         return self.scale if self.basis is None else F.linear(self.scale, self.basis.square())
 
     def centred_variance(self) -> Tensor:
-        """Returns the variance for U minus its average over outputs."""
         if self.basis is None:
             classes = self.scale.shape[-1]
             return (1 - 2 / classes) * self.scale + self.scale.sum(-1, keepdim=True) / classes**2
