@@ -42,7 +42,6 @@ class Block:
     Attributes:
         name: name of the module, or of a parameter outside any layer.
         parameters: parameter names, weight before bias.
-        shapes: shapes of the parameters.
         matrix: matrix layout of weight (and bias), or None if the vector is the plain concatenation.
         bias: whether the matrix layout has a bias column.
         family: the layer family of the parameters (`Use.family`), or "generic".

@@ -79,7 +79,6 @@ class ChunkedRows(BlockJacobian):
         return weighting.at(lambda flat: self._matrices(flat)[:, outputs]).flatten(1)
 
     def squared_sum(self) -> Tensor:
-        """Returns `Σ_n,r J²` (P,)."""
         sums: Tensor | None = None
         for _, outputs, rows in self.parts():
             sums = rows.new_zeros(self.groups, self.outputs, self.inputs) if sums is None else sums

@@ -68,13 +68,7 @@ class Weighting:
 
 
 def _squares(rows: Tensor, weights: Tensor, reads: Reads) -> Tensor:
-    """Returns squares of J and H J times weights (2, B, R, n), or those of H J summed over cotangents (B, n).
-
-    Args:
-        rows: J (B, R, p).
-        weights: w (p, n).
-        reads: "variances" or "scale".
-    """
+    """Returns squares of J and H J times w (p, n): (2, B, R, n), or those of H J summed over cotangents (B, n)."""
     centred = rows - rows.mean(1, keepdim=True)
     if reads == "scale":
         return centred.square_().sum(1) @ weights
@@ -290,7 +284,6 @@ class SumOfUses(MatrixJacobian):
         return total(use.sum_rows() for use in self._uses)
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SumOfUses:
-        """Rotates each use, all of which have the same matrix layout."""
         return SumOfUses([as_matrix(use).rotate(inputs, outputs) for use in self._uses]).within(self.slice_bytes)
 
     def add_kronecker_factors(
@@ -334,7 +327,6 @@ class Sliced(MatrixJacobian):
         return self._rows(0, self.size)
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Sliced:
-        """Returns J in another basis. Each slice is rotated when it is needed."""
         shape = self.batch, self.cotangents, self.size
         rotated = Sliced(lambda cut: as_matrix(self._part(cut)).rotate(inputs, outputs), shape, self._step, self._limit)
         return rotated.within(self.slice_bytes)

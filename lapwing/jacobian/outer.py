@@ -40,7 +40,6 @@ class Outer(MatrixJacobian):
 
     @property
     def is_output(self) -> bool:
-        """Whether the layer's output is the network's output."""
         return self._g is None
 
     @property
@@ -93,7 +92,6 @@ class Outer(MatrixJacobian):
 
     @property
     def strips(self) -> Strips:
-        """The inputs a and the output gradients g, in one strip of one position."""
         return Strips.whole(self.a[:, None, None], self.g[:, :, None, None])
 
     def _shared(self) -> SharedOuter:
@@ -155,7 +153,6 @@ class Outer(MatrixJacobian):
         yield self.g[:, :, index // self.inputs] * self.a[:, None, index % self.inputs]  # (B, R, k)
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
-        """Joins the positions of several uses."""
         return self._shared().plus(other_uses)
 
     def gram(self, other: BlockJacobian) -> Tensor:

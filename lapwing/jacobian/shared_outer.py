@@ -39,7 +39,6 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
     @property
     def strips(self) -> Strips:
-        """The inputs a and the output gradients g."""
         return self._strips
 
     def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
@@ -56,10 +55,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             yield part, rows.reshape(self.batch, self.cotangents, -1)
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SharedOuter | RotatedOuter:
-        """Returns J in another basis, for U_in (G, I, I) and U_out (G, O, O).
-
-        Each side is rotated at the cheaper place: a if T < R O, and g if T < I, else the rows.
-        """
+        """Rotates each side at the cheaper place: a if T < R O, and g if T < I, else the rows."""
         turn_a = inputs is None or self.positions < self.cotangents * self.outputs
         turn_g = outputs is None or self.positions < self.inputs
         turned = SharedOuter(self.strips.rotated(inputs if turn_a else None, outputs if turn_g else None))
@@ -221,7 +217,6 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return torch.cat([total(_pulled(a, g, u) for a, g in self.strips) for u in cotangents.split(step, -1)])
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
-        """Joins the positions of several uses."""
         strips = [use.strips for use in (self, *other_uses) if use.strips is not None]
         return SharedOuter(Strips.joined(strips)) if len(strips) == 1 + len(other_uses) else super().plus(other_uses)
 

@@ -42,7 +42,6 @@ class Strips:
     Args:
         makers: a function for each strip that computes it.
         shape: (B, R, T, G, O, I), with T over all strips.
-        dtype: dtype of a and g.
     """
 
     def __init__(
@@ -69,12 +68,8 @@ class Strips:
     ) -> Strips:
         """Cuts a grid of positions into strips of the largest size that fits, at least one position each.
 
-        Args:
-            part: function that returns a and g at a box of positions.
-            grid: numbers of positions along each dimension.
-            shape: (B, R, G, O, I).
-            dtype: dtype of a and g.
-            limit: maximum number of entries of a and its rotation, plus g and its rotation in another layout.
+        `part` returns a and g at a box of positions, and `shape` is (B, R, G, O, I). `limit` is the maximum number of
+        entries of a and its rotation, plus g and its rotation in another layout.
         """
         batch, cotangents, groups, outputs, inputs = shape
         numbers = batch * groups * (2 * inputs + 3 * cotangents * outputs)

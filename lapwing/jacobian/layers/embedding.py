@@ -63,17 +63,14 @@ class OneHot(MatrixJacobian):
         return found
 
     def squared_sum(self) -> Tensor:
-        """Returns `Σ J²` (P,)."""
         sums = self.g.new_zeros(self.width, self.vocabulary)
         sums.T.index_add_(0, self.tokens.flatten(), self.g.square().sum(1).flatten(0, 1))
         return sums.flatten()
 
     def squared_norm(self) -> Tensor:
-        """Returns `Σ J²` ()."""
         return self.g.square().sum()
 
     def sum_rows(self) -> Tensor:
-        """Returns `Σ_n J[n]` (R, P)."""
         sums = self.g.new_zeros(self.cotangents, self.width, self.vocabulary)
         sums.mT.index_add_(1, self.tokens.flatten(), self.g.transpose(0, 1).flatten(1, 2))
         return sums.flatten(1)
@@ -86,11 +83,9 @@ class OneHot(MatrixJacobian):
         return torch.cat(products, -1)
 
     def vjp(self, cotangents: Tensor) -> Tensor:
-        """Returns `Σ_n J[n]ᵀ u[n]` (S, P)."""
         return OneHot(self.tokens, torch.einsum("nrs,nrtd->nstd", cotangents, self.g), self.vocabulary).sum_rows()
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
-        """Joins the tokens of several uses."""
         uses = [self, *[other for other in other_uses if isinstance(other, OneHot)]]
         if len(uses) <= len(other_uses):  # some uses are not embeddings
             return super().plus(other_uses)

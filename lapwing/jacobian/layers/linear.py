@@ -36,7 +36,6 @@ class LinearUse(Use):
         return Matrix.of(self.parameters["weight"].shape, transposed=self.transposed)
 
     def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor]:
-        """Yields consecutive rows of the inputs."""
         return iter(self.inputs.flatten(0, -2).split(step))
 
     def jacobian(

@@ -31,13 +31,9 @@ class ElementwiseUse(Use):
     x̂ is computed only for the Jacobian of γ, at some positions at a time.
 
     Args:
-        inputs: x.
-        weight: γ, or None.
-        bias: β, or None.
         normalise: function that returns x̂ for (..., P), all features at some positions.
         features: number of last dimensions that are features; None means dimension 1, and 0 that γ has one entry.
         whole: function that returns x̂ for all of x, for norms with statistics over positions; None for other norms.
-        family: name of the family.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class EinsumUse(Use):
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
-        """Returns rows from one product per sample."""
         assert g is not None  # only linear layers give the outputs
         of_inputs, of_weight, of_out = self.letters
         batch, cotangent, place = [letter for letter in LETTERS if letter not in of_inputs + of_weight + of_out][:3]
