@@ -43,7 +43,6 @@ class Anchors:
     If the outputs have positions, output `t C + c` is output c of position t.
 
     Attributes:
-        tangent: the network.
         inputs: groups of samples. All samples of a group have the same shape.
         samples: (M,), indices of samples, counted over all groups in order.
         outputs: (M,), indices of outputs.
@@ -72,11 +71,9 @@ class Anchors:
             yield slots, record.rows().flatten(0, 1)
 
     def gram(self, weights: Weights, dtype: torch.dtype) -> Tensor:
-        """Returns `Σ_b w_b J̃_b J̃_bᵀ` (M, M), layer by layer for pairs of chunks.
+        """Returns `Σ_b w_b J̃_b J̃_bᵀ` (M, M) float64, layer by layer for pairs of chunks, with products in `dtype`.
 
-        Args:
-            weights: block name -> w_b; blocks that are not named are left out.
-            dtype: dtype of the products; the result is float64.
+        Blocks without a weight are left out.
 
         Cost: about M²/(2 m) forward and backward passes for chunks of m rows; memory O(M²) and two chunks.
         """
@@ -196,10 +193,8 @@ class Anchors:
     def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
         """Yields `(slots, inputs, cotangents)` of chunks. A sample is in several chunks if its outputs do not fit.
 
-        Args:
-            dtype: dtype of the records.
-            scratch: number of entries that the caller keeps for each row.
-            share: divisor of the memory budget of one chunk.
+        `scratch` is the number of entries that the caller keeps for each row. `share` divides the memory budget of one
+        chunk.
         """
         tangent = self.tangent
         for number, (_, group, picks) in enumerate(self._groups):

@@ -64,9 +64,7 @@ class Record(Mapping[str, BlockJacobian]):
         outputs: f (B, C).
         samples: B.
         cotangents: R.
-        dtype: dtype of the contractions.
         device: device of the contractions: the CPU if they are float64 and the device of the outputs has no float64.
-        tangent: the network.
         noted: the recorded uses of layers.
         graph: f with its graph, or None after all gradients are computed.
         sizes: sizes of the grid of positions, such as (H, W), or None without positions.
@@ -288,9 +286,7 @@ def _row_major(jacobian: BlockJacobian, block: Block, matrix: Matrix | None, rol
 def grouped(loads: Sequence[tuple[int, int]], limit: int) -> list[range]:
     """Cuts blocks into consecutive groups with `Σ gradients + max scratch <= limit`. A larger block is its own group.
 
-    Args:
-        loads: entries of the gradients, and extra entries of a contraction (scratch), for each block.
-        limit: maximum number of entries of a group.
+    `loads` has, for each block, the entries of the gradients and the extra entries of a contraction (scratch).
     """
     groups, start, gradients, scratch = [], 0, 0, 0
     for i, (more, extra) in enumerate(loads):

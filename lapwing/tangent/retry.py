@@ -58,12 +58,7 @@ def retried(tangent: Tangent, limit: ChunkLimit, compute: Callable[[], Result]) 
 
 @contextlib.contextmanager
 def memory_errors(what: str, instead: str) -> Iterator[None]:
-    """Raises a LapwingError if memory runs out; also a decorator.
-
-    Args:
-        what: name of the step, such as "The fit".
-        instead: sentences with a remedy.
-    """
+    """Raises a LapwingError that names the step and a remedy if memory runs out; also a decorator."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

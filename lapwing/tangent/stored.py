@@ -23,12 +23,7 @@ FLOATS = torch.float32, torch.float64
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtypes of a tensor in a file.
-
-    Attributes:
-        shape: shape of the tensor; None for any shape.
-        dtypes: permitted dtypes; empty for any dtype.
-    """
+    """Shape of a tensor in a file, None for any shape, and its permitted dtypes, empty for any dtype."""
 
     shape: tuple[int, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = ()
@@ -44,11 +39,7 @@ def to_json(tangent: Tangent) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
-    """Rebuilds the tangent of a network, without running the network.
-
-    Raises:
-        LapwingError: if the network lacks one of the parameters, or has it in another shape.
-    """
+    """Rebuilds the tangent without running the network; raises if a parameter is missing or has another shape."""
     memory, model = checked_memory(memory), checked_network(model)
     named = parameters_of(model)
     if "positions" in data:

@@ -50,7 +50,6 @@ class Tangent:
 
     Attributes:
         model: the uncompiled network, never written.
-        forward: how the network is called, or None.
         blocks: the treated parameters, in order of use.
         plan: the recorded uses of each block, and estimates of their memory.
         coverage: the family that covers each block, with a reason for generic blocks.
@@ -88,9 +87,6 @@ class Tangent:
             memory: budget in bytes for one chunk; None means 1 GiB.
             warn: whether to warn of idle parameters and of needs above the budget.
             targets: targets of the batch, or None. Their shape may show which dimension of the outputs holds classes.
-
-        Raises:
-            LapwingError: if the network or the inputs are invalid.
 
         Cost: five forward passes, two of them on one sample and three on at most four. One more for each of: a first
             batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network.
@@ -221,16 +217,13 @@ class Tangent:
         dtype: torch.dtype | None = None,
         late: list[Tensor] | None = None,
     ) -> Record:
-        """Records one chunk of samples.
+        """Records one chunk of samples. The record is differentiable in the inputs if they require gradients.
 
         Args:
             inputs: B samples, checked or not.
             cotangents: u (B, C, R), or a function of the outputs that returns u; None means the C outputs.
             dtype: dtype of the contractions; None means the accumulation dtype.
             late: as in `check_recording`.
-
-        Returns:
-            A record, differentiable in the inputs if they require gradients.
 
         Raises:
             LapwingError: if inputs or outputs are NaN or infinite, or if the network calls its layers in another order
@@ -253,11 +246,7 @@ class Tangent:
         return record
 
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
-        """Returns checked inputs. Inputs that are checked already come back unchanged.
-
-        Raises:
-            LapwingError: if the inputs are not finite, for instance. `where` is their name in the message.
-        """
+        """Returns checked inputs, or raises an error with their name `where`. Checked inputs come back unchanged."""
         return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
 
     def recording(self, checked: Checked, late: list[Tensor] | None = None) -> tuple[Recording, Uses]:
