@@ -80,7 +80,6 @@ class BoundedEvidence(Tuning):
         return with_bounded_cost(tuned, training, self.samples, self.nats, self.decades, self.points)
 
     def training_samples(self, posterior: Posterior) -> int:
-        """Returns the maximum number of samples in a regression's kernel, or whose spread is bounded."""
         if has_open_width(posterior):
             return 4 * self.samples
         if posterior.prior.fixed or posterior.likelihood.needs_noise:

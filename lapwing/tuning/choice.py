@@ -65,11 +65,7 @@ def check_ranks(ranks: Any, method: str, is_subspace: bool) -> None:
 
 
 def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
-    """Returns the posterior on its first directions, for each rank below its own, and last the posterior itself.
-
-    Raises:
-        LapwingError: if the posterior has no rank, or a rank is below 1.
-    """
+    """Returns the posterior on its first directions, for each rank below its own, and last the posterior itself."""
     if isinstance(ranks, tuple) and not ranks:
         return [posterior]
     covariance = posterior.covariance
@@ -229,10 +225,8 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
 def _warn_of_unsure(best: Posterior, sharper: Tensor, scores: Tensor) -> bool:
     """Returns whether held-out data surely prefer a temperature below 1, which no fit chooses, and warns if they do.
 
-    Args:
-        best: posterior around the network that the warning names.
-        sharper: scores of the candidates at a temperature below 1 (points, N).
-        scores: scores of the chosen candidate at the other temperatures (temperatures, N).
+    Scores are (points, N) at a `sharper` temperature below 1, and (temperatures, N) at the others for the chosen
+    candidate.
     """
     first, second = (
         part[int(part.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())] for part in (sharper, scores)
@@ -282,12 +276,8 @@ def _surely_better(scores: Tensor, reference: Tensor) -> bool:
 def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
     """Returns the index of the lowest candidate (points, N) whose score is within the tolerance of the best one.
 
-    If spreads down to the end of the range are so wide that all predict the same, the narrowest of them is returned.
-
-    Args:
-        scores: scores of the candidates, from the widest spread to the narrowest.
-        at: index of the best candidate.
-        tolerance: number of paired standard errors.
+    Candidates go from the widest spread to the narrowest, and the tolerance is a number of paired standard errors. If
+    spreads down to the end of the range are so wide that all predict the same, the narrowest of them is returned.
     """
 
     def saturated(place: int) -> bool:

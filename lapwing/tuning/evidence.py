@@ -103,11 +103,9 @@ class Evidence(Tuning):
     rank_gap: float | None = option(None, number(0), write="1.0")
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Returns True: `log_marginal_likelihood(lower_bound=True)` may follow."""
         return True
 
     def check(self, method: Method, shape: FitShape) -> None:
-        """Raises if `rank_gap` is given and the method has no rank."""
         footprint = None if self.rank_gap is None else method.footprint(shape)
         if footprint is not None and method.can_change_prior and footprint.rank is None:
             raise self._without_rank(repr(method))
@@ -120,7 +118,6 @@ class Evidence(Tuning):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:
-        """Returns the posterior at the maximum of the evidence."""
         best, covariance = self._tuned(posterior), posterior.covariance
         if self.rank_gap is None:
             return best

@@ -31,7 +31,6 @@ class LeaveOneOut:
         training_variance: `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior of these samples, which has seen the targets.
         curve: width by N samples, divided by the width by n.
         precision: δ, or its ratio to the prior's δ if that is fixed.
-        noise_variance: σ².
         samples: n.
         weights: number of weights that count.
         drawn: mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors.
@@ -161,14 +160,9 @@ class Process:
 def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float) -> float:
     """Returns the factor, at most 1, by which more samples narrow predictions of unseen targets.
 
-    The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)` (Sollich 1999, equation 10, with the spectrum of the
-    kernel as the spectrum of all inputs). The result is κ at `factor` divided by κ at 1.
-
-    Args:
-        values: λ, eigenvalues of the kernel of n samples (M,).
-        noise_variance: σ².
-        factor: N/n.
-        total: number of targets.
+    The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)` (Sollich 1999, equation 10, with the spectrum λ (M,) of
+    the kernel of n samples as the spectrum of all inputs). The result is κ at `factor`, which is N/n, divided by κ at
+    1. `total` is the number of targets.
     """
     if factor <= 1:
         return 1.0
@@ -186,9 +180,7 @@ def learning_curve(values: Tensor, noise_variance: float, factor: float, total: 
 def _groups(same: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
     """Returns the pairs that are left out together: for each size k, indices (G, k), and which of them count (G, k).
 
-    Args:
-        same: whether a sample is left out together with another (N, N).
-        times: number of consecutive pairs of a sample.
+    `same` (N, N) marks samples that are left out together. `times` is the number of consecutive pairs of a sample.
     """
     distinct, group_of = same.unique(dim=0, return_inverse=True)
     sizes, inside = distinct.sum(1), torch.arange(times, device=same.device)
@@ -204,14 +196,7 @@ def _groups(same: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
 def _left_out_moments(
     spectrum: Tensor, vectors: Tensor, labels: Tensor, groups: list[tuple[Tensor, Tensor]]
 ) -> tuple[float, float]:
-    """Returns the sums of the variances and of the squared errors of targets that are left out.
-
-    Args:
-        spectrum: eigenvalues of C (M,).
-        vectors: eigenvectors of C (M, M).
-        labels: r (M,).
-        groups: pairs that are left out together.
-    """
+    """Returns the sums of the variances and of the squared errors of targets that are left out, from C's eigenpairs."""
     root = vectors / spectrum.sqrt()  # root rootᵀ = C⁻¹
     weighted = root @ (root.T @ labels)
     variance = error = 0.0

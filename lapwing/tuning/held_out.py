@@ -37,16 +37,8 @@ def sample_scores(
 ) -> Tensor:
     """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N).
 
-    Each position of outputs with positions is a sample. Labels that do not count are left out.
-
-    Args:
-        posteriors: posteriors of one fit.
-        candidates: function that returns the candidates around a posterior.
-        loader: held-out batches.
-        temperatures: values of log10 T; () uses only the likelihood's own T.
-
-    Raises:
-        LapwingError: if the loader is empty.
+    Each position of outputs with positions is a sample. Labels that do not count are left out. `candidates` returns the
+    candidates around a posterior. `temperatures` holds values of log10 T; () uses only the likelihood's own T.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     divisors = [10**exponent for exponent in temperatures]
@@ -70,14 +62,7 @@ def sample_scores(
 
 
 def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
-    """Returns the scores of all held-out samples (candidates, K, N).
-
-    Args:
-        rows: place of a candidate -> parts of its scores (K, N_part).
-
-    Raises:
-        LapwingError: if there is no sample.
-    """
+    """Returns the scores of all held-out samples (candidates, K, N) from parts (K, N_part); raises without samples."""
     if not rows:
         raise no_batch()
     return torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
@@ -111,9 +96,6 @@ def width_scores(
     With `r = y - f` and the covariance S of y, the mean of `log N(y; f, c S)` is highest at `c = mean rᵀS⁻¹r / C`, over
     the C known targets. For one output this is `mean r²/(σ² + v)`. Residuals are at least the rounding error of the
     targets, as in `Gaussian.residual_variance`. For Gaussian likelihoods; computed in float64.
-
-    Raises:
-        LapwingError: if the loader is empty.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     outputs = posteriors[0].tangent.outputs

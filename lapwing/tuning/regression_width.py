@@ -41,11 +41,7 @@ def has_open_width(posterior: Posterior) -> bool:
 def with_left_out_width(posterior: Posterior, residual: float, training: Training, samples: int) -> Posterior:
     """Returns the posterior whose predictions of unseen targets have the width s of the leave-one-out predictions.
 
-    Args:
-        posterior: posterior of a regression with open σ².
-        residual: mean squared residual of the training data.
-        training: training data.
-        samples: maximum number of training samples that are read.
+    `residual` is the mean squared residual of the training data, of which at most `samples` samples are read.
     """
     exact, parts, size = _exact_model(posterior, residual, training, samples)
     explained = (exact.training_variance / exact.noise_variance - 1) * exact.samples / size

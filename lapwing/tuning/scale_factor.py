@@ -164,11 +164,7 @@ def _latents(
 
 
 def _divergence(posterior: Posterior) -> tuple[float, float]:
-    """Returns `tr(ΔΣ)` and P, both divided by N/τ.
-
-    Raises:
-        LapwingError: if `KL(N(θ̂, sΣ) ‖ prior)` is infinite.
-    """
+    """Returns `tr(ΔΣ)` and P, both divided by N/τ; raises if `KL(N(θ̂, sΣ) ‖ prior)` is infinite."""
     covariance = posterior.covariance
     if covariance.precision is None or not covariance.full_rank:
         raise LapwingError(

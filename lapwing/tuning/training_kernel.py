@@ -99,13 +99,7 @@ def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _means_of_outputs(labels: Tensor, counts: Tensor, outputs: Tensor) -> Tensor:
-    """Returns the weighted mean (M,) of the labels of each row's output. A bias explains this mean, not the prior.
-
-    Args:
-        labels: labels of the rows (M,).
-        counts: weights of the rows (M,).
-        outputs: output of each row (M,).
-    """
+    """Returns the weighted mean (M,) of the labels of each row's output. A bias explains this mean, not the prior."""
     sums = torch.zeros(2, int(outputs.max()) + 1, dtype=labels.dtype, device=labels.device)
     sums.index_add_(1, outputs, torch.stack([counts * labels, counts]))
     return (sums[0] / sums[1].clamp_min(torch.finfo(labels.dtype).tiny))[outputs]

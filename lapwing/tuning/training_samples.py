@@ -16,14 +16,9 @@ def spread_batches(
 ) -> Iterator[batches.Weighted]:
     """Yields whole batches that are spread evenly over the training data, with at most `limit` samples in all.
 
-    Args:
-        training: training data.
-        limit: maximum number of samples.
-        posterior: posterior on whose device the batches are put.
-        before: sizes of the batches of the processes before this one; None in a single process.
-
-    Raises:
-        LapwingError: if the loader has no samples, or shows another number of samples than the fit read.
+    The batches are put on the posterior's device. `before` holds the sizes of the batches of the processes before this
+    one; None means a single process. Raises if the loader has no samples, or shows another number of samples than the
+    fit read.
     """
     device, shown = posterior.tangent.device, training.shown
     if training.chosen:

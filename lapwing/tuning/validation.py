@@ -25,7 +25,6 @@ class _OnHeldOutData(Tuning):
     loader: Any
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Returns False."""
         return False
 
 
@@ -82,12 +81,10 @@ class Validation(_OnHeldOutData):
     tempered: bool = True
 
     def __post_init__(self) -> None:
-        """Checks the loader."""
         super().__post_init__()
         check_data(self.loader, "Validation")
 
     def check(self, method: Method, shape: FitShape) -> None:
-        """Raises if `ranks` are given and the method has no rank."""
         if isinstance(self.ranks, tuple) and not self.ranks:
             return
         footprint, likelihood = method.footprint(shape), shape.likelihood
@@ -97,7 +94,6 @@ class Validation(_OnHeldOutData):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        """Returns the posterior at the best δ and rank."""
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.tuned and not self.ranks and scaled:
             return posterior
@@ -112,7 +108,6 @@ class Validation(_OnHeldOutData):
         return best
 
     def training_samples(self, posterior: Posterior) -> int:
-        """Returns the maximum number of samples for `trained_product`, if δ and σ² are open."""
         return SAMPLES if self._reads_training(posterior) else 0
 
     def _reads_training(self, posterior: Posterior) -> bool:
@@ -162,12 +157,10 @@ class EarlyStopping(_OnHeldOutData):
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the loader."""
         super().__post_init__()
         check_data(self.loader, "EarlyStopping")
 
     def check(self, method: Method, shape: FitShape) -> None:
-        """Raises if the method keeps no sums of first samples, or if `ranks` are given and the method has no rank."""
         if not method.allows_early_stopping():
             raise _without_prefixes(repr(method))
         footprint = None if isinstance(self.ranks, tuple) and not self.ranks else method.footprint(shape)
@@ -176,7 +169,6 @@ class EarlyStopping(_OnHeldOutData):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        """Returns the posterior of the best part of the data, at the best δ and rank."""
         if not training.prefixes:
             raise _without_prefixes(str(posterior.method))
         whole = posterior.samples * posterior.data_factor
