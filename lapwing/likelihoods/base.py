@@ -311,15 +311,7 @@ class Likelihood(Options, ABC):
         return weighted_log_power_mean(logs, logs.new_full((link.draws, 1), -math.log(link.draws)), alpha, 0)
 
     def choose_link(self, latent: AnyLatent, link: Link | None) -> Link:
-        """Returns the link to use, after checks against the likelihood and the latent.
-
-        Args:
-            latent: Gaussian over the outputs, or outputs under weight draws.
-            link: link that the user passed, or None for the default.
-
-        Raises:
-            LapwingError: if the link is a class instead of an instance, or does not fit.
-        """
+        """Returns the link to use; None means the default. Raises if it does not fit the likelihood or the latent."""
         if is_selected(latent) and not self.selects_outputs:
             raise LapwingError(
                 f"The {self.name} likelihood needs all outputs of an input in their order, and "
@@ -382,11 +374,7 @@ class NoiselessLikelihood(Likelihood):
         return
 
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
-        """Returns the likelihood itself.
-
-        Raises:
-            LapwingError: if the noise variance is not None.
-        """
+        """Returns the likelihood itself; raises if the noise variance is not None."""
         if noise_variance is not None:
             raise LapwingError(
                 f"The {self.name} likelihood has no noise variance. Leave out noise_variance={shown(noise_variance)}, "

@@ -64,7 +64,6 @@ class Bernoulli(LogitLikelihood):
         return self if self.pos_weight is None else replace(self, pos_weight=None)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks targets of 0 and 1, (B, C), or (B,) if C = 1."""
         check_binary_targets("Bernoulli", outputs.shape, outputs.device, targets, self.soft_targets, self.missing)
         if self.pos_weight is not None and len(self.pos_weight) not in (1, outputs.shape[1]):
             raise LapwingError(
@@ -200,14 +199,7 @@ class BernoulliPrediction(DiscretePrediction):
         return information.sum(-1).to(self.log_odds)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log probability of the answers, `Σ_c log p(y_c)`, (B,).
-
-        Args:
-            targets: answers of 0 and 1 as bool, integers or floats, (B, C), or (B,) if C = 1.
-
-        Raises:
-            LapwingError: if targets have a wrong shape or other values.
-        """
+        """Returns the log probability of the answers, `Σ_c log p(y_c)`, (B,)."""
         name = "BernoulliPrediction.log_prob"
         targets = as_targets(targets, self.log_odds.device)
         check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets, self.soft_targets, self.missing)

@@ -80,7 +80,6 @@ class Categorical(LogitLikelihood):
         return "scale"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks integer labels (B,) from 0 to C - 1, or class probabilities (B, C)."""
         _check_targets("Categorical", outputs, targets, self.ignore_index)
         if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:
             raise LapwingError(
@@ -100,7 +99,6 @@ class Categorical(LogitLikelihood):
         return which_count(targets, self.ignore_index)
 
     def weighs(self, counted: Tensor | None) -> bool:
-        """Whether the loss has class weights, or some labels do not count."""
         return self.class_weights is not None or counted is not None
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
@@ -211,17 +209,14 @@ class ClassPrediction(DiscretePrediction):
 
     @property
     def probs(self) -> Tensor:
-        """Class probabilities, (B, C)."""
         return self.log_probs.exp()
 
     @property
     def confidence(self) -> Tensor:
-        """Probability of the most probable class, (B,)."""
         return self.log_probs.amax(-1).exp()
 
     @property
     def classes(self) -> Tensor:
-        """The most probable class, int64 (B,)."""
         return self.log_probs.argmax(-1)
 
     def entropy(self) -> Tensor:
@@ -260,11 +255,7 @@ class ClassPrediction(DiscretePrediction):
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability of the label of each input, (B,); 0 for labels that do not count.
 
-        Args:
-            targets: integer labels (B,), or class probabilities q (B, C) for `Σ_c q_c log p_c`.
-
-        Raises:
-            LapwingError: if labels have a wrong shape, dtype or range.
+        For class probabilities q (B, C) as targets, it is `Σ_c q_c log p_c`.
         """
         targets = as_targets(targets, self.log_probs.device)
         _check_targets("ClassPrediction.log_prob", self.log_probs, targets, self.ignore_index)

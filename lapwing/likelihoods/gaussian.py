@@ -89,16 +89,11 @@ class Gaussian(Likelihood):
         return f"{type(self).__name__}(noise_variance={noise}{text})"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks real targets (B, C), or (B,) if C = 1."""
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets, self.missing)
         self.ratios(outputs)
 
     def ratios(self, like: Tensor) -> Tensor:
-        """Returns r (C,), in the dtype of outputs (..., C) and on their device.
-
-        Raises:
-            LapwingError: if the number of outputs differs from the number of ratios.
-        """
+        """Returns r (C,), in the dtype of outputs (..., C) and on their device; raises if C does not fit."""
         if self.noise_ratios is None:
             return super().ratios(like)
         if len(self.noise_ratios) != like.shape[-1]:
@@ -120,11 +115,7 @@ class Gaussian(Likelihood):
         return (~aligned_targets("Gaussian", at_least_float32(outputs), targets).isnan()).to(outputs.dtype)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `-1/2 Σ_c [(y - f)²/(r σ²) + log(2π r σ²)]`, (B,).
-
-        Raises:
-            LapwingError: if σ² is not set, or shapes do not fit.
-        """
+        """Returns `-1/2 Σ_c [(y - f)²/(r σ²) + log(2π r σ²)]`, (B,)."""
         variance = self._set_noise("log_prob()")
         outputs = at_least_float32(outputs)
         noise = variance * self.ratios(outputs)
@@ -148,11 +139,7 @@ class Gaussian(Likelihood):
         return {name: (v if weights is None else apply_weights(v, weights)).sum() for name, v in sums.items()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
-        """Returns `-1/2 [Σ (y - f)²/σ² + count log(2πσ²)]`, a float64 scalar.
-
-        Raises:
-            LapwingError: if σ² is not set.
-        """
+        """Returns `-1/2 [Σ (y - f)²/σ² + count log(2πσ²)]`, a float64 scalar."""
         variance = self._set_noise("log_likelihood()") if noise_variance is None else noise_variance
         variance = torch.as_tensor(variance, dtype=torch.float64)
         constant = statistics["count"] * (2.0 * math.pi * variance).log() + statistics.get("log_ratio", 0.0)
@@ -180,11 +167,7 @@ class Gaussian(Likelihood):
         return self.noise_variance is None
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> float:
-        """Returns the mean squared residual, but at least `ROUNDING` times the mean squared target.
-
-        Raises:
-            LapwingError: if all targets are missing.
-        """
+        """Returns the mean squared residual, but at least `ROUNDING` times the mean squared target."""
         if not float(statistics["count"].sum()):
             raise LapwingError("None of the targets is known: all of them are NaN. Pass some that are not.")
         rounding = ROUNDING * float(statistics["squared_target"] / statistics["count"]) or ROUNDING
@@ -197,11 +180,7 @@ class Gaussian(Likelihood):
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> RegressionPrediction:
-        """Returns the exact predictive distribution, latent plus noise; `generator` is not used.
-
-        Raises:
-            LapwingError: if σ² is not set, or if the link is not ExactLink.
-        """
+        """Returns the exact predictive distribution, latent plus noise; `generator` is not used."""
         self.choose_link(latent, link)
         if self.noise_ratios is not None and not is_selected(latent):
             self.ratios(latent.mean)

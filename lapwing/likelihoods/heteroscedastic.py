@@ -51,7 +51,6 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
     one_output_per_target: ClassVar[bool] = False
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks real targets (B, K), or (B,) if K = 1, against outputs (B, 2K)."""
         mean, _ = _mean_and_log_variance(outputs)
         check_real_targets("HeteroscedasticGaussian", mean.shape, outputs.device, targets)
 
@@ -83,11 +82,7 @@ class HeteroscedasticGaussian(NoiselessLikelihood):
 
 
 def _mean_and_log_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the two halves of outputs (B, 2K), each (B, K).
-
-    Raises:
-        LapwingError: if the outputs have another shape.
-    """
+    """Returns the two halves of outputs (B, 2K), each (B, K); raises if the outputs have another shape."""
     count = outputs.shape[-1] if outputs.ndim else 1
     if outputs.ndim != 2 or count % 2:
         raise LapwingError(
@@ -115,7 +110,6 @@ class HeteroscedasticPrediction(RealPrediction):
 
     @property
     def mean(self) -> Tensor:
-        """Mean of y, (B, K)."""
         return at_least_float32(self.latent.mean).chunk(2, -1)[0]
 
     @property

@@ -26,16 +26,9 @@ MAX_SAMPLES = 10_000
 def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
     """Returns `Gaussian` for floating-point targets, `Categorical` for integers, and `Bernoulli` for bool.
 
-    Raises if floating-point targets are probably labels. If the targets of the first batch may be labels, up to
-    10 000 samples of the next batches decide: a batch with the single real target 0.0 decides nothing.
-
-    Args:
-        targets: targets of the first batch.
-        loader: all batches.
-
-    Raises:
-        LapwingError: if the targets are not a tensor, or are floats that are all 0 or 1, one-hot, or class
-            probabilities.
+    If the targets of the first batch may be labels, up to 10 000 samples of the next batches decide: a batch with the
+    single real target 0.0 decides nothing. Raises if the targets are not a tensor, or are floats that are all 0 or 1,
+    one-hot, or class probabilities.
     """
     if not isinstance(targets, Tensor):
         raise LapwingError(
@@ -91,15 +84,8 @@ def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
 def check_logits(likelihood: Likelihood, outputs: Tensor, weights: torch.dtype) -> None:
     """Raises if the outputs are class probabilities instead of logits; warns if they may come from a sigmoid.
 
-    Log-softmax outputs are accepted: they have the same probabilities and the same Fisher information as logits.
-
-    Args:
-        likelihood: the likelihood.
-        outputs: outputs of the first samples (B, C); about ten samples are enough.
-        weights: dtype of the network's weights, which determines the rounding of the outputs.
-
-    Raises:
-        LapwingError: if the rows are class probabilities.
+    Log-softmax outputs are accepted: they have the same probabilities and the same Fisher information as logits. About
+    ten samples are enough. `weights`, the dtype of the network's weights, determines the rounding of the outputs.
     """
     if likelihood.activation == "softmax" and _sums_to_one(outputs, weights):
         raise LapwingError(

@@ -35,10 +35,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """Yields latent draws of at least float32 in chunks (s, B, C), with `count` draws in total, or all weight draws.
 
-    Args:
-        latent: Gaussian over outputs, or network outputs under weight draws, for which `count` is not used.
-        count: number of draws.
-        generator: random generator; None means seed 0 on the latent's device.
+    None for the generator means seed 0 on the latent's device.
     """
     step = max(1, _CHUNK_NUMBERS // max(1, latent.mean.numel()))
     if latent.draws is not None:

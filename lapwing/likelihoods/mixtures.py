@@ -12,13 +12,7 @@ _HALVINGS = 60  # after 53 the bracket is as narrow as float64 rounding
 
 
 def mixture_log_density(draws: Tensor, noise_variance: Tensor | float, targets: Tensor) -> Tensor:
-    """Returns `log 1/S Σ_s N(y; f_s, diag σ²)` for every input, (B,).
-
-    Args:
-        draws: component means f, (S, B, C).
-        noise_variance: σ², one number or (C,).
-        targets: y, (B, C).
-    """
+    """Returns `log 1/S Σ_s N(y; f_s, diag σ²)` (B,), for f (S, B, C), y (B, C), and one σ² or σ² (C,)."""
     noise = torch.as_tensor(noise_variance, dtype=draws.dtype, device=draws.device).expand(draws.shape[-1])
     residual, volume = known_residuals(draws, targets, noise)
     squares = (residual.square() / noise).sum(-1)  # (S, B, C) -> (S, B)
@@ -40,19 +34,11 @@ def known_covariance(covariance: Tensor, targets: Tensor) -> Tensor:
 def mixture_quantile(
     draws: Tensor, variance: Tensor | float, probability: float, weights: Tensor | None = None
 ) -> Tensor:
-    """Returns the quantile of the mixture `Σ_s w_s N(f_s, σ_s²)` of every output, by bisection.
+    """Returns the quantile (B, C) of the mixture `Σ_s w_s N(f_s, σ_s²)` of every output, by bisection.
 
-    The smallest and the largest quantile of the components bracket the quantile of the mixture. A final Newton step
-    from the detached root makes the result differentiable in the draws (implicit function theorem).
-
-    Args:
-        draws: component means f, (S, B, C).
-        variance: σ², one number, or (S, B, C).
-        probability: level p of the quantile, in (0, 1).
-        weights: w (S, 1, 1), which sum to 1; None means 1/S.
-
-    Returns:
-        Quantiles, (B, C). Time O(60 S B C).
+    The means f are (S, B, C), the variance is one number or (S, B, C), and w (S, 1, 1) sum to 1; None means 1/S. The
+    smallest and the largest quantile of the components bracket the quantile of the mixture. A final Newton step from
+    the detached root makes the result differentiable in the draws (implicit function theorem). Time O(60 S B C).
     """
     means = draws.double()
     scale = torch.as_tensor(variance, dtype=means.dtype, device=means.device).sqrt()

@@ -48,7 +48,6 @@ class Poisson(NoiselessLikelihood):
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks counts (B, C), or (B,) if C = 1."""
         check_counts("Poisson", outputs.shape, outputs.device, targets)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -34,20 +34,14 @@ _CHUNK_NUMBERS = 2**22
 
 
 def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES) -> tuple[Tensor, Tensor]:
-    """Returns nodes f and log weights with `Σ_k e^{w_k} g(f_k) ≈ E[g(f)]`, f ~ N(m, v).
+    """Returns nodes f and log weights (..., nodes) with `Σ_k e^{w_k} g(f_k) ≈ E[g(f)]`, f ~ N(m, v), in float64.
 
-    With z = (f - m)/s and the kink at κ = -m/s, the trapezoidal rule in u is taken after
-    `z = κ + h asinh(ω sinh(u))`: steps of ω near the kink, of h away from it.
+    With z = (f - m)/s and the kink at κ = -m/s, the trapezoidal rule in u is taken after `z = κ + h asinh(ω sinh(u))`:
+    steps of ω near the kink, of h away from it.
 
-    Args:
-        mean: m, any shape, float64.
-        variance: v, same shape, at least 0.
-        slope: growth rate of g, which grows as `e^{slope f}` for f below 0. The nodes are centred on the mass of the
-            integrand, so that logarithms of tiny expectations are accurate. Use 0 for bounded g.
-        nodes: number of nodes.
-
-    Returns:
-        f and log weights, (..., nodes). f is differentiable in mean and variance; the weights are constants.
+    `slope` is the growth rate of g, which grows as `e^{slope f}` for f below 0; use 0 for bounded g. The nodes are
+    centred on the mass of the integrand, so that logarithms of tiny expectations are accurate. f is differentiable in
+    mean and variance; the weights are constants.
     """
     std = (variance + _LEAST_VARIANCE).sqrt()
     with torch.no_grad():
@@ -68,17 +62,7 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
 
 
 def expectation(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Returns `E[g(f)]` of a bounded g, elementwise.
-
-    Args:
-        function: g, elementwise.
-        mean: m, any shape.
-        variance: v, same shape.
-        nodes: number of nodes.
-
-    Returns:
-        Expectations in float64, in the shape of the mean. Time O(nodes) per element; memory is limited by chunks.
-    """
+    """Returns `E[g(f)]` of a bounded g, elementwise, in float64. Time O(nodes) per element; chunks limit the memory."""
 
     def of(mean: Tensor, variance: Tensor) -> Tensor:
         f, weights = rule(mean, variance, 0.0, nodes)
@@ -106,17 +90,7 @@ def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
 
 
 def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: int = NODES) -> Tensor:
-    """Returns `1/α log E[σ(f)^α]` for f ~ N(m, v), by quadrature, elementwise.
-
-    Args:
-        mean: m, any shape; for the answer no, pass -m.
-        variance: v, same shape.
-        alpha: α, at least 0.
-        nodes: number of nodes.
-
-    Returns:
-        Values in float64, in the shape of the mean.
-    """
+    """Returns `1/α log E[σ(f)^α]` for f ~ N(m, v), by quadrature, elementwise, in float64; for a no, pass -m."""
     f, weights = rule(doubled(mean), doubled(variance), alpha, nodes)
     return weighted_log_power_mean(F.logsigmoid(f), weights, alpha, -1)
 
@@ -124,13 +98,8 @@ def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: i
 def weighted_log_power_mean(logs: Tensor, log_weights: Tensor, alpha: float, dim: int) -> Tensor:
     """Returns `1/α log Σ_k e^{w_k + α l_k}` over one axis, or `Σ_k e^{w_k} l_k` at α = 0.
 
-    The result is exact up to rounding, also for tiny α, where the sum is close to 1, and if the sum underflows.
-
-    Args:
-        logs: l, any shape.
-        log_weights: w, broadcastable to the shape of l; the weights sum to 1.
-        alpha: α, at least 0.
-        dim: axis of the sum.
+    The weights `e^{w_k}` sum to 1 and broadcast to the shape of l. The result is exact up to rounding, also for tiny α,
+    where the sum is close to 1, and if the sum underflows.
     """
     if alpha == 0:
         return (log_weights.exp() * logs).sum(dim)

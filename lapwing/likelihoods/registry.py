@@ -37,9 +37,6 @@ def register(kind: Kind) -> Kind:
     After the import of the module, `lw.fit(..., likelihood="name")` and `lw.load` find the class. A file stores the
     name and all fields of the likelihood, which must be numbers, strings or tuples of them.
 
-    Returns:
-        The class.
-
     Raises:
         LapwingError: if the argument is not a dataclass of likelihoods, or if another class has the name.
     """

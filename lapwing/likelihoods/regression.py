@@ -45,12 +45,10 @@ class RegressionPrediction(RealPrediction):
 
     @property
     def epistemic_variance(self) -> Tensor:
-        """Variance of the latent, (B, C)."""
         return at_least_float32(self.latent.variance)
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """Variance of the noise, (B, C)."""
         return torch.zeros_like(self.mean) + self._noise
 
     @cached_property
@@ -123,12 +121,10 @@ class RegressionPrediction(RealPrediction):
         return latent + self._noise.to(latent.dtype).sqrt() * noise
 
     def distribution(self) -> dist.Distribution:
-        """Returns y as a `torch.distributions` object.
+        """Returns y as a `torch.distributions` object with batch shape (B,) and event shape (C,).
 
-        Returns:
-            Batch shape (B,), event shape (C,): a Normal for one output, a MultivariateNormal for several, a
-            LowRankMultivariateNormal for linearised draws, a mixture for weight draws. A joint latent gives batch shape
-            () and event shape (B·C,), inputs first.
+        This is a Normal for one output, a MultivariateNormal for several, a LowRankMultivariateNormal for linearised
+        draws, and a mixture for weight draws. A joint latent gives batch shape () and event shape (B·C,), inputs first.
         """
         mean, draws = self.mean, self._draws()
         if draws is not None:

@@ -20,13 +20,7 @@ def which_count(labels: Tensor, ignored: int) -> Tensor | None:
 def check_labels(
     name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor, ignored: int | None = None
 ) -> None:
-    """Checks integer class labels (B,) against outputs (B, C); arguments as for `check_real_targets`.
-
-    The label `ignored` is accepted too, unless it is None.
-
-    Raises:
-        LapwingError: if labels have a wrong shape, device or dtype, are NaN, or are outside 0 to C - 1.
-    """
+    """Checks integer class labels (B,) from 0 to C - 1 against outputs (B, C); the label `ignored` is accepted too."""
     batch, classes = _batch_and_outputs(name, outputs_shape, device, labels, "labels")
     shape, dtype = tuple(labels.shape), labels.dtype
     if classes < 2:
@@ -77,18 +71,7 @@ def check_labels(
 def check_real_targets(
     name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor, missing: bool = False
 ) -> None:
-    """Checks real targets (B, C), or (B,) if C = 1, against outputs (B, C).
-
-    Args:
-        name: class name of the likelihood, for the message.
-        outputs_shape: shape of the outputs.
-        device: device of the outputs.
-        targets: the targets to check.
-        missing: whether a NaN target is missing, and so accepted.
-
-    Raises:
-        LapwingError: if targets have a wrong shape, device or dtype, or are NaN or infinite.
-    """
+    """Checks finite real targets (B, C), or (B,) if C = 1, against outputs (B, C); with `missing` NaN is accepted."""
     check_target_shape(name, outputs_shape, device, targets)
     shape, dtype = tuple(targets.shape), targets.dtype
     if dtype.is_complex or dtype == torch.bool:
@@ -138,11 +121,7 @@ def is_soft(outputs_shape: torch.Size, targets: Tensor) -> bool:
 
 
 def check_class_probabilities(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
-    """Checks that class probabilities (B, C) are at least 0 and that rows sum to 1 up to rounding.
-
-    Raises:
-        LapwingError: if values are different, or are on a wrong device.
-    """
+    """Checks that class probabilities (B, C) are at least 0 and that rows sum to 1 up to rounding."""
     check_target_shape(name, outputs_shape, device, targets)
     rounding = 1e-2 if targets.dtype in (torch.float16, torch.bfloat16) else 1e-4
     bad = (targets < 0) | ~((targets.double().sum(-1, keepdim=True) - 1).abs() <= rounding)
@@ -165,9 +144,6 @@ def check_binary_targets(
     """Checks targets of 0 and 1, as bool, integers or floats, (B, C), or (B,) if C = 1, against outputs (B, C).
 
     With `soft` numbers between 0 and 1 are accepted too, and with `missing` NaN.
-
-    Raises:
-        LapwingError: if targets have a wrong shape or device, are complex or NaN, or are not 0 and 1.
     """
     check_target_shape(name, outputs_shape, device, targets)
     if targets.dtype == torch.bool:
@@ -204,16 +180,7 @@ def check_binary_targets(
 
 
 def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Returns targets (B, C), or (B,) if C = 1, in the shape, device and dtype of outputs (B, C); never broadcasts.
-
-    Args:
-        name: class name of the likelihood, for the message.
-        outputs: network outputs, (B, C).
-        targets: targets, (B, C), or (B,) if C = 1.
-
-    Raises:
-        LapwingError: if the shapes do not fit.
-    """
+    """Returns targets (B, C), or (B,) if C = 1, in the shape, device and dtype of outputs (B, C); never broadcasts."""
     if targets.shape != outputs.shape:
         check_target_shape(name, outputs.shape, outputs.device, targets)
     return targets.reshape(outputs.shape).to(outputs)
