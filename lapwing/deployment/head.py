@@ -78,12 +78,7 @@ def _flat(x: Tensor) -> Tensor:
 def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, centred: bool) -> Head | None:
     """Returns the last layer of a program, or None if it has several positions per sample or other weights.
 
-    Args:
-        program: the network's moments.
-        step: the layer.
-        values: the values before it at an example.
-        samples: B of the example.
-        centred: whether to include centred outputs.
+    `values` are the values before the layer at an example of B `samples`. `centred` adds the centred outputs.
 
     Cost: I products (O, O) for weights with a common basis; otherwise see `_squares_of`.
     """
@@ -160,16 +155,8 @@ def _of_independent(variance: Tensor, centred: bool) -> Tensor:
 def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: str) -> tuple[Tensor, Tensor]:
     """Returns V (I, Q) and s (R, Q) with `q_r(a) = Σ_q (Vᵀ a)_q² s_rq` for quadratic forms q_r that can be evaluated.
 
-    The matrix of each form follows from its values at unit vectors and at sums of two, and is then diagonalised.
-
-    Args:
-        spread: function from rows (N, I) to values of the forms (N, R).
-        inputs: I.
-        like: a tensor with the dtype and device of the result.
-        where: the layer, for messages.
-
-    Raises:
-        LapwingError: if R I² exceeds `MAX_NUMBERS`.
+    `spread` maps rows (N, I) to values of the forms (N, R). The matrix of each form follows from its values at unit
+    vectors and at sums of two, and is then diagonalised. Raises if R I² exceeds `MAX_NUMBERS`.
 
     Cost: I²/2 evaluations, time O(R I³), memory O(R I²).
     """

@@ -47,13 +47,7 @@ class Predictor(nn.Module):
         self.eval()
 
     def forward(self, x: Any) -> Any:
-        """Returns the predictions at inputs with the structure of the example of `lw.deploy`.
-
-        Args:
-            x: a tensor, or a tuple or dict of tensors.
-
-        Returns:
-            Probabilities (B, C), or means and variances (B, C) each.
+        """Returns probabilities (B, C), or means and variances (B, C) each, at inputs like the example of `lw.deploy`.
 
         Raises:
             LapwingError: for inputs of another structure, dtype or shape (not in compiled or exported code).

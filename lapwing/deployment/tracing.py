@@ -59,18 +59,9 @@ def trace(
 ) -> Traced:
     """Exports the moments at the outputs as calls on tensors.
 
-    Args:
-        tangent: the network.
-        covariance: Σ.
-        via: the way.
-        inputs: an example, of any number of samples.
-        observe: function from moments to results.
-        centred: whether it reads the variances of centred outputs.
-        linearised: whether only the last layer may be uncertain, as for `Linearized`.
-
-    Raises:
-        LapwingError: for calls without a rule or without closed slopes; with `linearised`, for uncertain values before
-            the last layer.
+    `observe` maps moments to results, and `centred` tells whether it reads the variances of centred outputs. With
+    `linearised` only the last layer may be uncertain, as for `Linearized`. Raises for calls without a rule or without
+    closed slopes, and with `linearised` for uncertain values before the last layer.
 
     Cost: a few times the cost of the way's first batch, and a copy of the network's weights and a few constants of
     their size.
@@ -167,8 +158,6 @@ class Run(nn.Module):
     The program runs once at an example, which fills its constants. Values that do not depend on the inputs are stored.
 
     Args:
-        program: the network's moments.
-        inputs: the example.
         observe: function from moments to results.
         centred: whether it reads the variances of centred outputs.
         dtype: dtype of the moments that `observe` gets.
