@@ -272,15 +272,9 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
 
 
 def real_tensor(caller: str, name: str, value: Any) -> Tensor:
-    """Returns an argument (a tensor, number, list or array) as a tensor of real numbers without a graph.
+    """Returns an argument (a tensor, number, list or array) as a tensor of real numbers without a graph, or raises.
 
-    Args:
-        caller: name of the function that the user called.
-        name: name of the argument.
-        value: value of the argument.
-
-    Raises:
-        LapwingError: for any other value, for complex tensors, and for tensors that `check_dense` refuses.
+    `caller` is the function that the user called. `check_dense` must accept a tensor.
     """
     try:
         tensor = torch.as_tensor(value).detach()
