@@ -78,14 +78,6 @@ class Latent(Described):
         """Returns the latent with its covariance multiplied by a factor >= 0."""
         return replace(self, terms=tuple(term.scaled(factor) for term in self.terms))
 
-    def tempered(self, temperature: float) -> Latent:
-        """Returns the latent with its mean divided by a temperature and the same covariance."""
-        return replace(self, mean=self.mean / temperature)
-
-    def at_temperatures(self, temperatures: Sequence[float]) -> Latent:
-        """Returns one copy of the batch for each temperature, joined in this order."""
-        return self.concatenate([self.tempered(temperature) for temperature in temperatures])
-
     def compact(self, covariances: bool) -> Latent:
         """Returns a detached float64 copy with covariances, or with variances only."""
         if covariances:
@@ -235,10 +227,6 @@ class JointLatent(Described):
     def scaled(self, factor: float) -> JointLatent:
         """Returns the latent with its covariance multiplied by a factor >= 0."""
         return JointLatent(self.mean, self.covariance * factor)
-
-    def tempered(self, temperature: float) -> JointLatent:
-        """Returns the latent with its mean divided by a temperature and the same covariance."""
-        return replace(self, mean=self.mean / temperature)
 
     def compact(self, covariances: bool) -> JointLatent:
         """Returns a detached float64 copy."""

@@ -36,6 +36,10 @@ class Described:
         """Marginal standard deviations, in the shape of the mean."""
         return standard_deviation(self.variance)
 
+    def tempered(self: Any, temperature: float) -> Any:
+        """Returns the latent with its mean divided by a temperature and the same covariance."""
+        return replace(self, mean=self.mean / temperature)
+
     def without_wide_factors(self: Any) -> Any:
         """Returns the latent with wide factors multiplied out. Most latents have none."""
         return self
@@ -92,7 +96,6 @@ class LatentAtPositions(Described):
         return replace(self, rows=self.rows.scaled(factor))
 
     def tempered(self, temperature: float) -> LatentAtPositions:
-        """Returns the latent with its mean divided by a temperature and the same covariance."""
         return replace(self, rows=self.rows.tempered(temperature))
 
     def compact(self, covariances: bool) -> LatentAtPositions:

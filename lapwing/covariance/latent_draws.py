@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -156,10 +156,6 @@ class LinearDraws(Described):
     def scaled(self, factor: float) -> LinearDraws:
         """Returns the latent with its covariance multiplied by a factor >= 0."""
         return LinearDraws(self.mean, self.deviations * factor**0.5, self.joint)
-
-    def tempered(self, temperature: float) -> LinearDraws:
-        """Returns the latent with its mean divided by a temperature and the same covariance."""
-        return replace(self, mean=self.mean / temperature)
 
     def compact(self, covariances: bool) -> LinearDraws:
         """Returns a detached float64 copy."""

@@ -50,7 +50,8 @@ def batch_norm(
 
     On a CPU, torch's batched backward pass of one sample reads permuted gradients in the wrong order.
     """
-    wanted = transformed() or _wants_graph(input, weight, bias)
+    has_graph = any(value is not None and value.requires_grad for value in (input, weight, bias))
+    wanted = transformed() or (torch.is_grad_enabled() and has_graph)
     if training or running_mean is None or running_var is None or not wanted:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     dtype = torch.promote_types(input.dtype, torch.float32)
@@ -78,10 +79,6 @@ def instance_norm(
     if running_mean is None and running_var is None:
         return torch.group_norm(input, input.shape[1], weight, bias, eps)
     return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-
-
-def _wants_graph(*values: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
 
 
 INSTEAD: dict[Callable, Callable] = {

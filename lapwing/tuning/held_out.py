@@ -47,7 +47,7 @@ def sample_scores(
     ):
         likelihood = candidate.likelihood
         if divisors:
-            latent = latent.at_temperatures(divisors)
+            latent = latent.concatenate([latent.tempered(divisor) for divisor in divisors])  # one copy for each
             labels = labels.repeat(len(divisors), *[1] * (labels.ndim - 1))
         scores = likelihood.predict(latent).log_prob(labels).unflatten(0, (max(1, len(divisors)), -1))
         counted = likelihood.labelled(labels[: scores.shape[1]])
