@@ -94,7 +94,7 @@ def check_real_targets(
 
 
 def check_counts(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
-    """Checks counts, whole numbers from 0 up as integers or floats; arguments as for `check_real_targets`."""
+    """Checks counts, whole numbers from 0 up as integers or floats, against outputs (B, C)."""
     check_real_targets(name, outputs_shape, device, targets)
     bad = (targets < 0) | (targets != targets.round() if targets.is_floating_point() else targets < 0)
     if bool(bad.any()):

@@ -80,7 +80,6 @@ class MeanField(Method):
     initial_std: float = option(1e-2, positive())
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields the steps, then a pass for the likelihood at the new mean."""
         tangent = problem.tangent
         network = copied(tangent.model, "MeanField")
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
@@ -223,7 +222,6 @@ class MeanField(Method):
         )
 
     def footprint(self, shape: FitShape) -> Footprint:
-        """Returns the footprint of the steps and of the last pass."""
         tangent, epochs = shape.tangent, self.steps * shape.batch / shape.samples
         kept = shape.stored(LowRankPlusDiagonal, {"rank": 0, "prior": True})
         vectors = 12 * tangent.size * tangent.dtype.itemsize
@@ -251,14 +249,8 @@ def _fits(variance: Any, parameter: Tensor | None) -> bool:
 def _ivon_variances(optimizer: Any, parameters: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:
     """Returns `σ² = 1 / (λ (h + γ))` of every parameter of a network that an IVON optimiser trains, float64.
 
-    Args:
-        optimizer: its parameter groups have `hess` h, one vector over the parameters in order, `ess` λ and
-            `weight_decay` γ.
-        parameters: parameters of the network, by name.
-        model: class name of the network.
-
-    Raises:
-        LapwingError: if the optimiser is not IVON, if precisions are not positive, or if it trained another network.
+    Its parameter groups have `hess` h, one vector over the parameters in order, `ess` λ and `weight_decay` γ. Raises if
+    the optimiser is not IVON, if precisions are not positive, or if it trained another network.
     """
     kind = type(optimizer).__name__
     groups = list(getattr(optimizer, "param_groups", ()))

@@ -33,8 +33,6 @@ class FineTuning(IteratePass[Descent]):
     open σ² is the mean squared residual of recent batches.
 
     Args:
-        problem: the fit.
-        steps: number of steps.
         learning_rate: learning rate of m, for Adam with a cosine schedule that ends at 0.
         std_rate: learning rate of log σ, likewise.
         initial_std: initial σ.
@@ -52,12 +50,10 @@ class FineTuning(IteratePass[Descent]):
         self._centre = self._flat(split(self._tangent.blocks, problem.prior.mean))
 
     def init(self) -> Descent:
-        """Returns the trained weights and the initial σ."""
         mean = self._flat(self._tangent.parameters)
         return Descent({"mean": mean, "log_std": torch.full_like(mean, math.log(self._initial_std))})
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
-        """Moves m and log σ by a step of Adam."""
         log_std, offset = state.values["log_std"], state.values["mean"] - self._centre
         samples = batch.count
         factor = self._scale.of_likelihood / samples
@@ -185,9 +181,7 @@ class Drawing(EagerMode):
     Args:
         means: name -> m, the tensors that the network is called with.
         stds: name -> σ.
-        axes: result of `per_sample_axes`.
         samples: B.
-        generator: random generator of the draws.
     """
 
     def __init__(
@@ -294,18 +288,9 @@ def drawn_outputs(
     axes: Mapping[str, BatchAxis],
     generator: torch.Generator,
 ) -> Tensor:
-    """Runs the network at random weights.
+    """Returns the outputs (B, C) at random weights, differentiable in `means` and `stds`.
 
-    Args:
-        tangent: the network; it is only read.
-        inputs: B samples.
-        means: name -> m of every treated parameter, in the dtype of the parameter.
-        stds: name -> σ, likewise.
-        axes: result of `per_sample_axes`, or {} for one draw of all weights for the batch.
-        generator: random generator of the draws.
-
-    Returns:
-        Outputs (B, C), differentiable in means and stds.
+    `axes` is the result of `per_sample_axes`, or {} for one draw of all weights for the batch.
 
     Cost: layers with a draw for each sample run twice.
     """
@@ -320,10 +305,7 @@ def drawn_outputs(
 def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
     """Returns `KL(N(m, diag σ²) ‖ N(μ0, Δ⁻¹)) = 1/2 Σ [δ(σ² + (m - μ0)²) - 1 - log δ - 2 log σ]` in nats, float64.
 
-    Args:
-        log_std: log σ (P,).
-        offset: m - μ0 (P,).
-        precision: δ (P,), or a scalar.
+    `offset` is m - μ0 (P,). δ is (P,), or a scalar.
     """
     terms = precision * ((2 * log_std).exp() + offset.square()) - 1 - precision.log() - 2 * log_std
     return doubled(terms).sum() / 2

@@ -100,7 +100,6 @@ class SampledLLA(Method):
     linearised_mode: bool = False
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises if the preconditioner has no prior."""
         if self.solver.preconditioner is not None:
             check_within(self.solver.preconditioner, "preconditioner", tangent, likelihood)
 

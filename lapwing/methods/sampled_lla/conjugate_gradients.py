@@ -85,13 +85,7 @@ class ConjugateGradients(Options):
     preconditioner: Method | None = option(None, instance_of("a method with a prior", Method), write="lw.KFAC()")
 
     def solve(self, system: LinearSystem, start: Vectors, products: Vectors) -> Solving:
-        """Yields passes; returns the solution.
-
-        Args:
-            system: A and b.
-            start: initial Z; its tensors are overwritten.
-            products: `G Z` of the initial Z; its tensors are overwritten.
-        """
+        """Yields passes; returns the solution. Overwrites the tensors of the initial Z and of its `products` G Z."""
         solution, ended, began, before = start, None, 0, 0.0
         while True:
             residual, norms = _residual(system, solution, products)

@@ -84,9 +84,8 @@ class EvidenceSteps:
     def step(self, effective: Tensor, distance: Tensor) -> bool:
         """Takes a step and returns True, or returns False if the step would be within `TOLERANCE`.
 
-        Args:
-            effective: γ by block (n_blocks,), at the present δ and σ².
-            distance: `‖θ̂ - μ0‖²` by block (n_blocks,), weighted by features if the prior has some.
+        The arguments by block (n_blocks,) are γ at the present δ and σ², and `‖θ̂ - μ0‖²`, weighted by features if the
+        prior has some.
         """
         move = self._of_precision(effective, distance) if self.open_precision else torch.zeros_like(self.precision)
         noise = self._of_noise(effective) if self.squared_error is not None else 0.0

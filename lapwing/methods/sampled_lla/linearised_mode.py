@@ -26,12 +26,7 @@ LENGTHS = tuple(0.5**i for i in range(9))
 
 
 class LinearisedMode:
-    """`θ_lin = θ̂ + m`, initially θ̂.
-
-    Attributes:
-        offset: m (1, P_block) by block.
-        wanted: whether the mode is computed; otherwise it stays θ̂.
-    """
+    """`θ_lin = θ̂ + m` with m = `offset` (1, P_block) by block; it stays θ̂ unless the mode is `wanted`."""
 
     def __init__(self, problem: Problem, wanted: bool) -> None:
         self._problem, self.wanted = problem, wanted

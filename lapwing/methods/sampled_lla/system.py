@@ -49,11 +49,7 @@ def stream_of(sample: int, stream: int) -> int:
 
 
 class PositionedRoot:
-    """The Fisher root R, the same at every pass: if it is sampled, each sample position has its own generator.
-
-    Attributes:
-        columns: R.
-    """
+    """The Fisher root R, the same at every pass: if it is sampled, each sample position has its own generator."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._start, self._taken, self._places = problem, 0, 0, 1
@@ -222,7 +218,6 @@ class LinearSystem:
     """`A = s G + Δ` and its right-hand sides at one prior and noise.
 
     Attributes:
-        problem: the fit.
         root: R.
         noise: `JᵀRε` (S, P_block) by block.
         features: g (P_block,) by block with `Δ = δ g`, or None for ones.

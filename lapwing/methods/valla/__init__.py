@@ -53,11 +53,9 @@ class ClosedForm(VallaFit):
     """
 
     def allows_early_stopping(self) -> bool:
-        """Returns True: the curvature is a sum."""
         return True
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """Yields a pass for the curvature on the span of the rows."""
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         return (yield from on_basis(problem, basis, "prior"))
 
@@ -136,12 +134,10 @@ class VaLLA(Method):
     initial: Initial = "kmeans"
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises if the network does not accept the inducing points or lacks their outputs."""
         if isinstance(self.inducing_points, InducingPoints):
             anchors_of(tangent, self.inducing_points)
 
     def allows_early_stopping(self) -> bool:
-        """Returns whether the fit does."""
         return self.fit.allows_early_stopping()
 
     def passes(self, problem: Problem) -> Passes:
@@ -169,8 +165,6 @@ class NaturalState(State):
 
     Attributes:
         mean: H and traces, each per sample.
-        samples: number of samples that the steps have read.
-        done: whether the steps have read all samples.
     """
 
     mean: ProjectedCurvature

@@ -199,10 +199,7 @@ class AlphaSteps(MovingSteps):
 def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
     """Returns `K_x - K_xZ L (I + LᵀK_Z L)⁻¹ Lᵀ K_Zx` (B, R, R), the covariance of a batch under `A = L Lᵀ`.
 
-    Args:
-        kernel: blocks of the NTK, including the prior.
-        factor: the Cholesky factor of `I + LᵀK_Z L`.
-        root: L (M, M).
+    The kernel includes the prior. `factor` is the Cholesky factor of `I + LᵀK_Z L`, and `root` is L (M, M).
     """
     batch, columns = kernel.cross.shape[:2]
     taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)

@@ -81,14 +81,10 @@ class Kernel(NamedTuple):
 
 
 def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents | PickedPositions = None) -> Kernel:
-    """Returns the NTK blocks of a batch and anchors, differentiable if the anchors' inputs require gradients.
+    """Returns the NTK blocks of a batch and anchors (M, P), differentiable if the anchors' inputs require gradients.
 
-    Args:
-        anchors: rows J̃ (M, P).
-        weights: block name -> w.
-        inputs: B samples, checked or not.
-        cotangents: function of the outputs that returns R cotangents, such as a root of Λ; None for the C outputs. It
-            is called once for each chunk. `PickedPositions` selects positions of outputs that have some.
+    `cotangents` is called once for each chunk; None means the C outputs. `PickedPositions` selects positions of outputs
+    that have some.
 
     Cost: one forward pass per sample and anchor, R backward passes per sample and one per anchor. Gradients need about
     five more passes per anchor. If chunks do not fit the budget, anchors run again for each chunk of the batch.

@@ -87,10 +87,7 @@ class MovingSteps(IteratePass[Descent]):
     """Adam on the inducing inputs, in units of their spread, and on log δ and log σ² if they are open.
 
     Args:
-        problem: the fit.
         anchors: initial inducing points; discrete points stay.
-        steps: maximum number of steps.
-        rate: Adam's learning rate.
         noise_variance: initial σ² if it is open, or None.
     """
 
@@ -112,7 +109,6 @@ class MovingSteps(IteratePass[Descent]):
         self.scale = problem.scale_of_means()
 
     def init(self) -> Descent:
-        """Returns the initial values."""
         problem = self.problem
         values = {
             f"input/{i}/{j}": leaf.detach().to(problem.tangent.dtype, copy=True)
@@ -133,7 +129,6 @@ class MovingSteps(IteratePass[Descent]):
         """Returns the objective to minimise at the open values; may add to the state."""
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
-        """Takes one step of Adam, in units of `width`."""
         with torch.enable_grad():
             values = {name: value.detach().clone().requires_grad_() for name, value in state.values.items()}
             objective = self.objective(state, values, batch, generator)

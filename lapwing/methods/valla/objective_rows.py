@@ -19,13 +19,7 @@ SOME_OUTPUTS = 100
 
 
 class ObjectiveRows(NamedTuple):
-    """The rows that an objective sums: samples, or positions of samples.
-
-    Attributes:
-        blocks: blocks of the NTK at N rows.
-        targets: targets of the rows.
-        weights: weights of the rows (N,); None for ones.
-    """
+    """The NTK blocks, targets and weights (N,) of the rows that an objective sums: samples, or positions of samples."""
 
     blocks: Kernel
     targets: Tensor
@@ -48,14 +42,9 @@ def picked_count(positions: int, outputs: int) -> int:
 
 
 def picked_positions(counted: Tensor, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Returns S random positions of each input (B, S), among those that count, and their weights (B, S) float64.
+    """Returns S random positions of each input (B, S), among those that count (B, T), and their weights (B, S) float64.
 
     A weight is the number of positions divided by the number of drawn ones, so weighted sums are unbiased.
-
-    Args:
-        counted: mask of the positions that count (B, T).
-        outputs: C.
-        generator: random generator.
     """
     keys = torch.rand(counted.shape, generator=generator, device=generator.device).to(counted.device)
     some = picked_count(counted.shape[1], outputs)
@@ -67,15 +56,7 @@ def picked_positions(counted: Tensor, outputs: int, generator: torch.Generator) 
 def rows_at_positions(
     anchors: Anchors, weights: Weights, batch: Batch, likelihood: Likelihood, generator: torch.Generator
 ) -> ObjectiveRows:
-    """Returns the blocks of the NTK at S positions of each input, with weights as in `picked_positions`.
-
-    Args:
-        anchors: rows J̃ (M, P).
-        weights: w, one per block.
-        batch: the inputs.
-        likelihood: p(y | f); it checks the targets.
-        generator: random generator of the positions.
-    """
+    """Returns the blocks of the NTK at S positions of each input, with weights as in `picked_positions`."""
     every, outputs = batch.rows(), batch.tangent.outputs
     likelihood.check(every["outputs"], every["targets"])
     samples, count = every["samples"], len(every["outputs"]) // every["samples"]

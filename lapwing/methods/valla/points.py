@@ -189,14 +189,8 @@ def balanced_shares(available: list[int], wanted: int) -> list[int]:
 def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Tensor, wanted: int) -> Anchors:
     """Returns M different pairs of picked inputs and outputs: first the output of the class, then the next outputs.
 
-    If the outputs have positions, the pairs are random, and spread evenly over the inputs.
-
-    Args:
-        problem: the fit.
-        inputs: groups of samples.
-        picked: places of picked samples (U,), class by class.
-        labels: classes of the picked samples (U,).
-        wanted: M; the result has at most U C pairs.
+    If the outputs have positions, the pairs are random, and spread evenly over the inputs. `picked` and `labels` (U,)
+    are places and classes of the picked samples, class by class. `wanted` is M; the result has at most U C pairs.
     """
     if problem.tangent.positions is not None:
         every = [torch.full((batches.size(group),), output_width(problem.tangent, group)) for group in inputs]
@@ -211,14 +205,9 @@ def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Te
 
 
 def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Returns centres c (count, D) with small `Σ_n min_k ‖x_n - c_k‖²`, by Lloyd's iteration.
+    """Returns centres c (count, D) of points x (n, D) with small `Σ_n min_k ‖x_n - c_k‖²`, by Lloyd's iteration.
 
     The initial centres come from greedy k-means++ (Arthur and Vassilvitskii 2007). A centre without points stays.
-
-    Args:
-        points: x (n, D), floating-point.
-        count: number of centres, at most n.
-        generator: a CPU generator.
 
     Cost: time O(n D count) per step, at most 100 steps, and O(n D count log count) for the start; memory O(n D).
     """
