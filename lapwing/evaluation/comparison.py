@@ -159,7 +159,9 @@ def compare(
     _check(posteriors, score, repeats, fit_seconds)
     check_flag("compare", "sample_weights", sample_weights)
     check_progress(progress)
-    network = _network_of(next(iter(posteriors.values())))
+    first = next(iter(posteriors.values()))
+    around = first[0] if isinstance(first, tuple) else first
+    network = around.model if isinstance(around, Posterior) else around
     data = Data(loader, network, sample_weights)
     batches.check_loader(data.loader, "compare")
     foreign_sets = _foreign_sets(foreign, data, network)
@@ -239,11 +241,6 @@ class _Candidate:
     forward: Callable[[Any], Tensor]
     device: torch.device | None
     alone: bool
-
-
-def _network_of(candidate: Candidate) -> nn.Module:
-    first = candidate[0] if isinstance(candidate, tuple) else candidate
-    return first.model if isinstance(first, Posterior) else first
 
 
 def _candidates(posteriors: Mapping[str, Candidate], data: Data) -> dict[str, _Candidate]:
