@@ -302,11 +302,6 @@ def test_coverage_names_every_parameter_once_and_says_why_not(name: str) -> None
         assert line.block in str(report)
 
 
-def test_the_coverage_of_a_network_is_that_of_its_survey() -> None:
-    tangent = surveyed("custom_parameter")
-    assert lw.coverage(tangent.model, ZOO["custom_parameter"].inputs(4, 0), EVERY) == tangent.coverage
-
-
 class Transferred(nn.Module):
     """A trunk that runs within `torch.no_grad()`, and a head."""
 
@@ -475,18 +470,6 @@ def test_a_weight_used_otherwise_on_a_later_batch_is_refused(case: str) -> None:
     assert RecordingPlan.from_json(json.loads(json.dumps(tangent.plan.to_json())), tangent.blocks) == tangent.plan
 
 
-def test_parameters_are_the_networks_own() -> None:
-    model = ZOO["tied"].build()
-    tangent = Tangent.survey(model, ZOO["tied"].inputs(3, 0))
-    own = {id(value) for value in model.parameters()}
-    assert {id(value) for value in tangent.parameters.values()} == own
-    assert {id(value) for value in tangent.state().values()} == own
-    batch_norm = ZOO["cnn_bn_inplace"].build()
-    names = set(Tangent.survey(batch_norm, ZOO["cnn_bn_inplace"].inputs(3, 0)).state())
-    assert {"1.running_mean", "1.running_var"} < names
-    assert "1.num_batches_tracked" not in names
-
-
 def shared_and_tied() -> nn.Module:
     """A layer in two places, a weight in two layers, a place without a module."""
     twice = nn.Linear(4, 4)
@@ -547,16 +530,6 @@ def test_a_sample_above_the_budget_is_warned_of(caplog):
     assert "pass memory=134217728" in caplog.text
 
 
-def test_one_large_image_is_not_warned_of(caplog):
-    """Its patches are over 16 MiB, those of a strip of positions are not."""
-    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3), nn.Flatten(2)).eval()
-    x = torch.randn(2, 1, 160, 160)
-    with caplog.at_level("INFO", "lapwing"):
-        Tangent.survey(model, x, EVERY, lambda network, batch: network(batch).mean((1, 2))[:, None], memory=SMALL)
-    assert "One sample of Sequential needs about 33 MiB (C = 1)" in caplog.text
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-
-
 class Positions(nn.Module):
     """A table of positions read once for the whole batch, and joined to the tokens in different ways."""
 
@@ -598,32 +571,20 @@ def test_a_table_of_positions(join: str, family: str, samples: int) -> None:
         torch.testing.assert_close(record[block.name].rows(), block.join(shaped))
 
 
+@pytest.mark.parametrize("flag", ["sparse", "scale_grad_by_freq"])
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_as_dense_ones(layer: type[nn.Module]) -> None:
-    def rows(sparse: bool) -> Tensor:
+def test_flags_of_tables_do_not_change_the_derivative(layer: type[nn.Module], flag: str) -> None:
+    """Sparse gradients, and gradients that are scaled by frequency in training."""
+
+    def rows(value: bool) -> Tensor:
         torch.manual_seed(0)
-        table = layer(7, 4, sparse=sparse)
-        middle = [nn.Flatten()] if layer is nn.Embedding else []
-        model = nn.Sequential(table, *middle, nn.Linear(4 * (5 if middle else 1), 3)).double().eval()
-        tokens = torch.arange(20).reshape(4, 5) % 7
-        record = Tangent.survey(model, tokens, EVERY).record(tokens)
-        assert all(value.grad is None for value in model.parameters())
-        return record.rows()
-
-    assert torch.equal(rows(True), rows(False))
-
-
-@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
-def test_gradients_scaled_by_frequency_are_not_the_derivative(layer: type[nn.Module]) -> None:
-    """The flag divides gradients in training; J is the derivative of the outputs all the same."""
-
-    def rows(flag: bool) -> Tensor:
-        torch.manual_seed(0)
-        table = layer(7, 4, scale_grad_by_freq=flag)
+        table = layer(7, 4, **{flag: value})
         middle = [nn.Flatten()] if layer is nn.Embedding else []
         model = nn.Sequential(table, *middle, nn.Linear(4 * (5 if middle else 1), 3)).double().eval()
         tokens = torch.arange(20).reshape(4, 5) % 3
-        return Tangent.survey(model, tokens, EVERY).record(tokens).rows()
+        record = Tangent.survey(model, tokens, EVERY).record(tokens)
+        assert all(value.grad is None for value in model.parameters())
+        return record.rows()
 
     assert torch.equal(rows(True), rows(False))
 
@@ -647,31 +608,6 @@ def test_hooks_on_activations_do_not_change_the_derivative() -> None:
     assert torch.equal(rows, plain)
 
 
-class Actor(nn.Module):
-    """Two heads, one of which the outputs do not depend on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.policy, self.value = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        hidden = torch.tanh(self.trunk(x))
-        return {"logits": self.policy(hidden), "value": self.value(hidden)}
-
-
-def test_a_head_beside_the_outputs_is_not_the_last_layer_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = Actor().double().eval(), torch.randn(5, 4, dtype=torch.float64)
-    assert [block.name for block in Tangent.survey(model, x, lw.last_layer).blocks] == ["policy"]
-    assert not caplog.records
-    tangent = Tangent.survey(model, x, EVERY)
-    assert "2 of the parameters to treat (value.weight, value.bias)" in caplog.text
-    (line,) = [line for line in tangent.coverage.lines if "no output of the first batch" in line.reason][:1]
-    assert line.block.startswith("value")
-    truth = oracle.jacobian(model, x, forward=lambda model, x: model(x)["logits"])
-    assert torch.allclose(tangent.record(x).rows().square().sum(-1), truth.square().sum(-1))
-    assert torch.allclose(tangent.record(x)["policy"].rows().square().sum(-1), truth[..., 30:51].square().sum(-1))
-
-
 class AlongTheBatch(nn.Module):
     """A recurrence over what should be independent samples; the first one does not notice."""
 
@@ -687,30 +623,6 @@ class AlongTheBatch(nn.Module):
 def test_samples_that_leave_the_first_one_alone_are_seen_to_depend_on_each_other(kind: str) -> None:
     with pytest.raises(lw.LapwingError, match=r"changes with the rest of the batch .* batch_first=True"):
         lw.fit(AlongTheBatch(kind).eval(), [(torch.randn(8, 6, 4), torch.arange(8) % 3)])
-
-
-class SharedTable(nn.Module):
-    """A parameter that only the generic family covers, and a table that all samples share, given as an input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.head = nn.Parameter(torch.randn(4, dtype=torch.float64)), nn.Linear(4, 3).double()
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        weights = torch.softmax((x * torch.sigmoid(self.scale)) @ table.flatten(0, -2).T, -1)
-        return self.head(torch.tanh(weights @ table.flatten(0, -2)))
-
-
-def test_a_shared_input_as_long_as_the_batch_is_refused_not_cut() -> None:
-    torch.manual_seed(0)
-    model, x = SharedTable().eval(), torch.randn(8, 4, dtype=torch.float64)
-    table = torch.randn(3, 4, dtype=torch.float64)
-    posterior = lw.fit(model, [((x, table), torch.arange(8) % 3)][:1], lw.Full(), params=lw.matching("scale"),
-                       forward=lambda model, inputs: model(*inputs), prior_precision=1.0)  # fmt: skip
-    four = posterior.latent((x[:4], table)).variance
-    with pytest.raises(lw.LapwingError, match="Pass it in another shape"):
-        _ = posterior.latent((x[:3], table)).variance
-    assert torch.allclose(posterior.latent((x[:3], table[None])).variance, four[:3])
 
 
 def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_parameters_too() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from tests import oracle
+from tests import conformance, oracle
 from tests.zoo import ZOO, Case
 
 CASES = [
@@ -202,11 +202,7 @@ def test_hooks_of_the_user_still_run_and_stay() -> None:
     latent = posterior.latent(x)
     assert {"pre", "post"} <= set(seen)
     torch.testing.assert_close(latent.mean, model(x).detach())
-    names = [name for block in posterior.tangent.blocks for name in block.parameters]
-    sizes = [posterior.tangent.parameters[name].numel() for name in names]
-    parts = zip(names, oracle.jacobian(model, x, names).split(sizes, -1), strict=True)
-    shaped = {name: part.unflatten(-1, posterior.tangent.parameters[name].shape) for name, part in parts}
-    jacobian = torch.cat([block.join(shaped) for block in posterior.tangent.blocks], -1)  # (B, C, P)
+    jacobian = conformance.jacobian(model, x, posterior.tangent.blocks)
     torch.testing.assert_close(latent.covariance, jacobian @ posterior.covariance.to_dense() @ jacobian.mT)
     draws = posterior.latent(x, via=lw.MonteCarlo(draws=3))
     assert draws.draws.shape == (3, 6, 3)
@@ -278,20 +274,6 @@ def test_streamlined_leaves_modes_that_differ_within_a_network(within: nn.Module
     plain = lw.fit(model.eval(), [(x, y)], lw.Diagonal(), params=lw.last_layer, prior_precision=1.0)
     torch.testing.assert_close(found[0], plain.predict(x, via=lw.Streamlined()).probs)
     torch.testing.assert_close(found[1], lw.deploy(plain, x)(x))
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
-def test_weights_that_hooks_make_are_put_back_after_draws() -> None:
-    """Old weight norm keeps the weight of the latest call beside its parameters."""
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 4), torch.arange(8) % 3
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)).eval()
-    with torch.no_grad():
-        model(x)
-    posterior = lw.fit(model, [(x, y)], lw.KFAC(), prior_precision=1.0)
-    own = model[0].weight.detach().clone()
-    posterior.predict(x, via=lw.MonteCarlo(2))
-    assert torch.equal(model[0].weight, own)
 
 
 class Keeping(nn.Module):
@@ -370,20 +352,6 @@ def test_a_table_of_weights_in_a_dict_is_put_back() -> None:
     assert not any(tables)
     torch.testing.assert_close(model(**batch).logits.detach(), expected)
     assert all(tables)
-
-
-def test_hidden_states_of_transformers_are_collected_by_as_many_hooks_as_before() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, num_labels=3,
-        pad_token_id=0, output_hidden_states=True,
-    )  # fmt: skip
-    model, batch = transformers.BertForSequenceClassification(config).eval(), {"input_ids": torch.arange(1, 9)[None]}
-    posterior = lw.fit(model, [{**batch, "labels": torch.tensor([1])}], prior_precision=1.0)
-    for _ in range(2):
-        posterior.predict(batch, via=lw.MonteCarlo(2))
-    assert sum(len(module._forward_hooks) for module in model.modules()) == 0
-    assert len(model(**batch).hidden_states) == 3
 
 
 def test_gradients_of_our_passes_are_not_shown_to_hooks_of_the_network() -> None:
