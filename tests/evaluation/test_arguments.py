@@ -70,37 +70,6 @@ def posterior() -> lw.Posterior:
         return lw.fit(nn.Linear(4, 3).eval(), [(x, y)], lw.Diagonal(), prior_precision=1.0)
 
 
-def posterior_of_images() -> lw.Posterior:
-    x, y = torch.rand(6, 1, 2, 2), Y
-    return lw.fit(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval(), [(x, y)], prior_precision=1.0)
-
-
-def test_posteriors_loaders_and_numbers(posterior: lw.Posterior) -> None:
-    x, y = torch.randn(6, 4), Y
-    refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: lw.compare({"a": posterior}, 3), "The data hold a single number"),
-        (lambda: lw.compare({"a": posterior}, x), r"not Tensor \(6, 4\) float32. Write \(x, y\)"),
-        (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds=x), "fit_seconds is Tensor"),
-        (lambda: lw.compare({"a": posterior}, [(x, y)], x[:0]), "hold no samples"),
-        (lambda: lw.compare({"a": posterior}, [(x, y)], x.to("meta")), "meta device, where it holds no numbers"),
-        (lambda: lw.compare({"a": posterior}, [(x, y)], x.to(torch.float8_e4m3fn)), r"write x.to\(torch.float32\)"),
-        (lambda: lw.compare({"a": posterior}, [(x, y.to_sparse())]), "A tensor of the targets.*sparse_coo"),
-        (lambda: lw.compare({"a": posterior}, [x, y]), r"\[\(x, y\)\] for one batch"),
-        (lambda: lw.compare({"a": posterior}, list), "batches, not <class 'list'>"),
-        (lambda: lw.compare({"a": posterior}, [(x[:0], y[:0])]), "loader of compare has no samples"),
-        (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": "1 s"}), "fit_seconds is {'a': '1 s'}"),
-        (lambda: lw.compare({"a": posterior}, [(x, y)], fit_seconds={"a": 10**400}), "fit_seconds is {'a': 1000"),
-        (lambda: metrics.nll(10**400), "needs a dense tensor of real numbers as log_prob"),
-        (lambda: metrics.expected_calibration_error(P, Y, 10**400), "bins is 1000"),
-        (lambda: lw.compare({1: posterior}, [(x, y)]), "A name of the posteriors is 1"),
-        (lambda: posterior_of_images().predict(torch.rand(5)), r"Sequential, called as model\(x\).*Dimension out of"),
-        (lambda: lw.compare({"net": nn.Linear(4, 1).eval()}, [(torch.randn(6, 4), Y)]), r"shape \(6, 1\)"),
-    ]
-    for action, words in refused:
-        with pytest.raises(lw.LapwingError, match=words):
-            action()
-
-
 def test_several_foreign_sets(posterior: lw.Posterior) -> None:
     sets: dict[str, Any] = {"MNIST": torch.randn(6, 4), "noise": [(9 * torch.randn(5, 4), Y[:5])]}
     held_out = [(torch.randn(6, 4), Y)]

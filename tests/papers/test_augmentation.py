@@ -53,28 +53,6 @@ class TestForm:
 
 
 class TestParts:
-    def test_without_operations_it_is_a_crop_with_a_hole(self):
-        images = torch.rand(60, 3, 32, 32, dtype=torch.float64)
-        found = StrongAugmentation(strength=1.0, operations=0, flip=False)(images)
-        padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
-        shifts = set()
-        for before, after in zip(padded, found, strict=True):
-            matches = {
-                (i, j): torch.isclose(before[:, i : i + 32, j : j + 32], after).all(0)
-                for i in range(9)
-                for j in range(9)
-            }
-            place = max(matches, key=lambda key: int(matches[key].sum()))
-            shifts.add(place)
-            rows, columns = (~matches[place]).nonzero().T
-            height, width = (int(side.max() - side.min()) + 1 for side in (rows, columns))
-            assert len(rows) == height * width  # a full rectangle
-            assert min(height, width) >= 8
-            assert max(height, width) <= 16
-            assert after[:, rows, columns].std(1).max() < 1e-12  # one colour
-        assert len(shifts) > 30
-        assert {i for i, _ in shifts} == {j for _, j in shifts} == set(range(9))
-
     def test_hole_is_filled_with_the_mean_colour(self):
         images = torch.rand(4, 3, 20, 30, dtype=torch.float64)
         centres = torch.tensor([[0.5, 0.5], [0.0, 0.0], [1.0, 1.0], [8 / 30, 0.5]], dtype=torch.float64)
