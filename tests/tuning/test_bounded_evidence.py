@@ -16,25 +16,23 @@ from torch.nn.functional import cross_entropy
 
 import lapwing as lw
 from lapwing.data import batches
-from lapwing.errors import LapwingError
 from lapwing.tuning import BoundedEvidence, Training
 from lapwing.tuning.classifier_width import mean_costs
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.leave_one_out import leave_one_out
 from lapwing.tuning.search import crossing
-from lapwing.tuning.training_samples import spread_batches
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
 
 
-def memorised(dtype=torch.float64, classes=3, steps=300):
+def memorised(classes=3):
     """A network that is sure of random labels, and its data in batches of 20, 10 and 10."""
     torch.manual_seed(0)
-    x, y = torch.randn(40, 4, dtype=dtype), torch.randint(classes, (40,))
-    model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, classes)).to(dtype)
+    x, y = torch.randn(40, 4, dtype=torch.float64), torch.randint(classes, (40,))
+    model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, classes)).double()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(steps):
+    for _ in range(300):
         optimiser.zero_grad()
         cross_entropy(model(x), y).backward()
         optimiser.step()
@@ -116,26 +114,26 @@ def test_memorised_labels_that_choose_the_prior_precision_are_warned_of(classes,
         assert "memorised" not in caplog.text
 
 
-def overfitted(dtype=torch.float64, rows=60, steps=300):
+def overfitted(steps=300):
     """A network that fits a noisy curve too closely, its data in two batches, and other data."""
-    found = copy.deepcopy(trained(dtype, rows, steps))
+    found = copy.deepcopy(trained(steps))
     torch.manual_seed(0)
     return found
 
 
 @cache
-def trained(dtype, rows, steps):
+def trained(steps):
     """The network and data of `overfitted`, trained once for all tests."""
     torch.manual_seed(0)
-    x = torch.randn(rows + 200, 3, dtype=dtype)
-    y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(len(x), 1, dtype=dtype)
-    model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1)).to(dtype)
+    x = torch.randn(260, 3, dtype=torch.float64)
+    y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(260, 1, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1)).double()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(steps):
         optimiser.zero_grad()
-        (model(x[:rows]) - y[:rows]).square().mean().backward()
+        (model(x[:60]) - y[:60]).square().mean().backward()
         optimiser.step()
-    return model.eval(), list(zip(x[:rows].split(40), y[:rows].split(40), strict=True)), (x[rows:], y[rows:])
+    return model.eval(), list(zip(x[:60].split(40), y[:60].split(40), strict=True)), (x[60:], y[60:])
 
 
 def residual(model, loader):
@@ -179,14 +177,6 @@ def test_predictions_are_as_wide_as_left_out_at_the_ratio_of_the_exact_process(m
     assert tuned.predict(x).log_prob(y).mean() > own.predict(x).log_prob(y).mean() + 0.5
 
 
-def test_inputs_in_a_list_are_one_batch():
-    model, loader, _ = overfitted()
-    pairs = [([x[:, :1], x[:, 1:]], y) for x, y in loader]
-    options = {"forward": lambda model, inputs: model(torch.cat(list(inputs), 1))}
-    tuned, plain = lw.fit(model, pairs, lw.Diagonal(), **options), lw.fit(model, loader, lw.Diagonal())
-    assert tuned.noise_variance == pytest.approx(plain.noise_variance, rel=1e-9)
-
-
 @pytest.mark.parametrize("options", [{}, {"prior_precision": 0.5}], ids=["open", "given"])
 def test_the_exact_posterior_is_that_of_the_process_as_wide_as_its_errors(options):
     model, loader, _ = overfitted()
@@ -224,15 +214,6 @@ def test_width_of_unseen_targets_by_the_training_variance():
     assert replace(exact, curve=0.5).unseen(0.2) == 0.2
 
 
-def test_memorised_targets_of_many_samples_are_warned_of(caplog):
-    for rows, steps, warns in ((110, 1500, True), (110, 30, False), (60, 1500, False)):
-        model, loader, _ = overfitted(rows=rows, steps=steps)
-        caplog.clear()
-        posterior = lw.fit(model, loader, lw.KFAC())
-        assert (total(posterior, loader) > 10 * residual(model, loader)) is (steps > 30)
-        assert ("has memorised its training targets" in caplog.text) is warns
-
-
 @pytest.mark.parametrize("name", ["MAX_WEIGHTS", "MAX_MULTIPLY_ADDS"])
 def test_of_too_many_weights_only_the_treated_ones_count(name, monkeypatch, caplog):
     """The kernel of all weights would be too expensive, which is logged."""
@@ -242,28 +223,6 @@ def test_of_too_many_weights_only_the_treated_ones_count(name, monkeypatch, capl
     with caplog.at_level(logging.INFO, "lapwing"):
         assert leave_one_out(posterior, loader).weights == 31
     assert "too many trained weights to use all of them" in caplog.text
-
-
-def test_a_trunk_that_is_refused_is_left_out(caplog):
-    """The user of a last layer need not repair the layers before it."""
-
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.extra, self.head = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-
-        def forward(self, x):
-            hidden = torch.tanh(self.first(x))
-            return self.head(self.extra(hidden) if len(x) <= 4 else hidden)  # the size of the survey
-
-    torch.manual_seed(0)
-    model, x, y = Odd().eval(), torch.randn(40, 3), torch.randn(40, 1)
-    posterior = lw.fit(model, [(x, y)], params=lw.last_layer, tune=None, likelihood="gaussian")
-    with caplog.at_level(logging.INFO, "lapwing"):
-        assert leave_one_out(posterior, [(x, y)]).weights == 9
-    assert "do not count" in caplog.text
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert lw.fit(model, [(x, y)], params=lw.last_layer, likelihood="gaussian").noise_variance > 0
 
 
 def test_frozen_layers_have_not_seen_the_targets():
@@ -286,36 +245,6 @@ def test_predictions_are_never_narrower_than_the_residuals():
         assert exact.precision * exact.noise_variance > narrow.precision * narrow.noise_variance
         width = exact.training_variance / exact.noise_variance * residual(model, [(x, y)])  # 1 + γ/N
         assert 0.9 * width < total(tuned, [(x, y)]) < 1.000001 * width
-
-
-def test_a_network_that_was_not_trained_to_the_end_keeps_even_intervals():
-    """Its linearised model explains noise-free targets, but the network does not: the residuals decide the width."""
-    torch.manual_seed(0)
-    x = torch.randn(500, 4, dtype=torch.float64)
-    y = (x[:, :1] * x[:, 1:2]).tanh() + 0.5 * x[:, 2:3]
-    model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 1)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(40):
-        optimiser.zero_grad()
-        (model(x[:400]) - y[:400]).square().mean().backward()
-        optimiser.step()
-    noise = residual(model.eval(), [(x[:400], y[:400])])
-    for method in (None, lw.Diagonal()):
-        tuned = lw.fit(model, [(x[:400], y[:400])], method)
-        narrow, exact = (leave_one_out(tuned, [(x[:400], y[:400])], residual=low) for low in (0.0, noise))
-        assert narrow.width < 0.5 * noise
-        assert exact.width == pytest.approx(0.5 * noise, rel=0.01)
-        prediction = tuned.predict(x[400:])
-        network = lw.Gaussian(noise).log_prob(model(x[400:]), y[400:]).mean()
-        assert tuned.noise_variance > 0.5 * noise
-        assert prediction.log_prob(y[400:]).mean() > network - 0.02
-
-
-def test_noise_that_was_given_is_kept_and_no_data_are_read():
-    model, loader, _ = overfitted()
-    plain = lw.fit(model, loader, lw.Diagonal(), tune=lw.Evidence(), likelihood=lw.Gaussian(100.0))
-    tuned = BoundedEvidence().tune(plain)
-    assert (tuned.prior_precision, tuned.noise_variance) == (plain.prior_precision, plain.noise_variance)
 
 
 def test_the_width_holds_under_a_given_prior_scaled_data_and_a_temperature():
@@ -457,36 +386,6 @@ def test_outputs_of_other_scales_are_warned_of(scale, caplog):
     assert 0.8 < float(((low <= y) & (y <= high)).float().mean(0).min()) < 1.0
 
 
-def test_batches_change_nothing_of_what_is_left_out(monkeypatch):
-    torch.manual_seed(0)
-    x = torch.randn(30, 4, dtype=torch.float64)
-    x[20:25], x[25:] = x[:5], x[:5]  # five samples three times
-    x[10:13] = x[7:10]  # three twice
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().eval()
-    y = model(2 * x).detach() + x[:, :2].sin()
-    loader = list(zip(x.split([12, 0, 11, 7]), y.split([12, 0, 11, 7]), strict=True))
-    posterior = lw.fit(model, loader, lw.KFAC(), likelihood="gaussian", tune=None)
-    joined = leave_one_out(posterior, loader)
-    monkeypatch.setattr("lapwing.tuning.training_kernel.TABLE", 1)
-    for parts in (loader, [(x, y)]):
-        apart = leave_one_out(posterior, parts)
-        assert vars(apart) == pytest.approx(vars(joined), rel=1e-9)
-
-
-def test_repeated_measurements_are_no_copies():
-    """Their targets differ, so each shows the noise of the others."""
-    torch.manual_seed(0)
-    x = torch.randn(30, 3, dtype=torch.float64).repeat(2, 1)
-    y = x[:, :1] + 0.5 * torch.randn(60, 1, dtype=torch.float64)
-    model = nn.Linear(3, 1).double().eval()
-    posterior = lw.fit(model, [(x, y)], lw.Full(), params=lw.everything, tune=None)
-    assert leave_one_out(posterior, [(x, y)]).width == pytest.approx(0.25, rel=0.3)
-    j, _ = process(model, [(x, y)], [(n, 0) for n in range(60)], 0.0)
-    exact = leave_one_out(posterior, [(x, y)])
-    inverse = torch.linalg.inv(j @ j.T / exact.precision + exact.noise_variance * torch.eye(60).double())
-    assert exact.variance == pytest.approx(float((1 / inverse.diagonal()).mean()), rel=1e-9)
-
-
 def test_training_variance_and_the_part_that_weights_explain_at_most():
     model, loader, _ = overfitted(steps=3000)
     exact = leave_one_out(lw.fit(model, loader, lw.Diagonal(), tune=None), loader)
@@ -507,96 +406,6 @@ def test_learning_curve(factor):
         right = noise + sum(value / (1 + more * value / grid) for value in values) / len(values)
         widths.append(float(grid[(right > grid).sum()]))
     assert learning_curve(values, noise, factor, len(values)) == pytest.approx(widths[0] / widths[1], rel=1e-3)
-
-
-def test_a_part_of_the_data_tells_the_width_of_all(monkeypatch):
-    model, loader, _ = overfitted(rows=400, steps=100)
-    posterior = lw.fit(model, loader, lw.Diagonal(), tune=None)
-    whole = leave_one_out(posterior, loader)
-    monkeypatch.setattr("lapwing.tuning.training_kernel.MAX_ROWS", 100)
-    part = leave_one_out(posterior, loader, 400)
-    assert part.samples == 100
-    assert part.curve < 0.95
-    assert whole.width < part.width < 2 * whole.width
-
-
-def correlated(outputs, copies=1, jitter=0.0):
-    """A network trained for long, on outputs that share their noise or on copies of samples, and other data."""
-    torch.manual_seed(0)
-    slope, x = torch.randn(5, outputs, dtype=torch.float64), torch.randn(400, 5, dtype=torch.float64)
-    y = (x @ slope).sin() + 0.5 * torch.randn(400, 1, dtype=torch.float64)
-    held, x, y = (x[100:], y[100:]), x[:100].repeat(copies, 1), y[:100].repeat(copies, 1)
-    x = x + jitter * torch.randn(x.shape, dtype=x.dtype)
-    model = nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, outputs)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(600):
-        optimiser.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimiser.step()
-    return model.eval(), [(x, y)], held
-
-
-@pytest.mark.parametrize(
-    ("data", "method"),
-    [((2, 1, 0.0), lw.KFAC()), ((1, 3, 0.02), lw.KFAC()), ((1, 2, 0.0), lw.ELLA(rank=20, rows=100))],
-    ids=["shared noise", "jittered copies", "ELLA"],
-)  # fmt: skip
-def test_shared_noise_and_copies_do_not_make_predictions_narrow(data, method):
-    """Another output of the same sample, or a copy, would tell the target that is left out."""
-    model, loader, (x, y) = correlated(*data)
-    plain, tuned = (lw.fit(model, loader, method, tune=t) for t in (lw.Evidence(), BoundedEvidence()))
-    score = tuned.predict(x).log_prob(y).mean()
-    assert score > plain.predict(x).log_prob(y).mean() - 0.05
-    assert score > -3.0 * y.shape[1]
-
-
-def test_a_given_prior_is_kept():
-    model, loader = memorised()
-    given = lw.fit(model, loader, lw.KFAC(), prior_precision=0.01, tune=None)
-    assert BoundedEvidence().tune(given, Training(loader)).prior_precision == 0.01
-
-
-@pytest.mark.parametrize("samples", [1, 7, 20, 25, 40, 1000])
-def test_samples_are_limited_and_spread_over_the_loader(samples):
-    parts = [(torch.arange(start, start + 10.0)[:, None], torch.zeros(10)) for start in range(0, 90, 10)]
-    parts.insert(3, (torch.zeros(0, 1), torch.zeros(0)))
-    posterior = lw.fit(nn.Linear(1, 1).eval(), parts, prior_precision=1.0, tune=None)
-    taken = list(spread_batches(Training(parts), samples, posterior))
-    rows = torch.cat([x for x, *_ in taken]).flatten()
-    assert len(rows) == min(samples, 90) == len(rows.unique())
-    assert all(len(x) == len(y) for x, y, _ in taken)
-    if samples >= 20:
-        assert rows.max() >= 40  # not only the first ones
-    whole = [(torch.arange(90.0)[:, None], torch.zeros(90))]
-    ((x, *_),) = spread_batches(Training(whole), samples, posterior)
-    assert len(x) == min(samples, 90)
-    assert samples == 1 or x.max() >= 90 / 2
-
-
-def test_the_end_of_the_range_is_warned_of(caplog):
-    model, loader = memorised()
-    wide = lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence())
-    with caplog.at_level(logging.WARNING, "lapwing"):
-        tuned = BoundedEvidence(decades=0.2, points=3).tune(wide, Training(loader))
-    assert "decades=4.2" in caplog.text
-    assert tuned.prior_precision == pytest.approx(wide.prior_precision * 10**0.2)
-
-
-def test_bfloat16_and_frozen_layers():
-    model, loader = memorised(torch.float32)
-    model[0].requires_grad_(False)
-    model.bfloat16()
-    loader = [(x.bfloat16(), y) for x, y in loader]
-    wide = lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, tune=lw.Evidence())
-    tuned = BoundedEvidence().tune(wide, Training(loader))
-    assert math.isfinite(tuned.prior_precision)
-    assert tuned.prior_precision > wide.prior_precision
-
-
-def test_no_training_data_is_one_sentence():
-    model, loader = memorised()
-    with pytest.raises(LapwingError, match="Every pass needs the same data"):
-        BoundedEvidence().tune(lw.fit(model, loader, tune=lw.Evidence()))
 
 
 def test_crossing():

@@ -102,16 +102,6 @@ def test_an_early_stopped_posterior_is_saved_and_loaded(tmp_path):
     assert str(fitted.samples) in str(loaded.diagnose())
 
 
-def test_bad_options():
-    held_out = [(torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))]
-    for loader in (3, list(held_out[0])):
-        with pytest.raises(lw.LapwingError, match=r"EarlyStopping needs an iterable.*Write \(x, y\)"):
-            lw.EarlyStopping(loader)
-    problem = setup("mlp")
-    with pytest.raises(lw.LapwingError, match="kept no sums"):
-        lw.EarlyStopping(held_out).tune(problem.fit(lw.KFAC()))
-
-
 def test_open_noise_beside_a_given_prior():
     """Parts of the data have no noise of their own: it is sought on the held-out data."""
     problem = setup("mlp_scalar")

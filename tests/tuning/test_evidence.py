@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 import lapwing as lw
-from lapwing.errors import LapwingError
-from lapwing.tuning.search import ascend, golden_section
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, covering, cut, picked_rows, setup, subspace
 
@@ -180,21 +177,6 @@ def test_linearised_mode_is_the_linearised_networks_evidence(name, form):
 WEIGHTED = [(4, 1.0), (1, 3.0), (4, 3.0)]
 
 
-@pytest.mark.parametrize(("factor", "tau"), WEIGHTED)
-@pytest.mark.parametrize("name", ["mlp_scalar", "conv1d"])
-def test_linearised_mode_of_weighted_data(name, factor, tau):
-    """`p(y|f)^k`, k = N/(n τ), is Gaussian in y with noise σ²/k, but for the normalisations."""
-    problem, k = setup(name), factor / tau
-    J, y = problem.J.flatten(0, 1), problem.y.flatten()
-    mean = problem.f.flatten() + J @ (0.1 - problem.theta)
-    observed = J @ J.T / 0.7 + NOISE / k * torch.eye(len(J)).double()
-    constant = 0.5 * len(J) * (math.log(2 * math.pi * NOISE / k) - k * math.log(2 * math.pi * NOISE))
-    wanted = MultivariateNormal(mean, observed).log_prob(y) + constant
-    options = {"prior_precision": 0.7, "prior_mean": 0.1, "data_size": 9 * factor, "temperature": tau}
-    found = problem.fit(lw.Full(), **options).log_marginal_likelihood(linearised_mode=True, loader=problem.loader)
-    assert found == pytest.approx(float(wanted), rel=1e-9)
-
-
 @pytest.mark.parametrize(("factor", "tau"), [(1, 1.0), *WEIGHTED])
 def test_linearised_mode_of_classes(factor, tau):
     """`1/2 gᵀΣg` is added, `g = k Σ_n J_nᵀ(onehot(y_n) - p_n) - δ(θ̂ - μ0)`, k = N/(n τ)."""
@@ -229,12 +211,6 @@ def test_lower_bound_grows_to_fulls_evidence(name, residual):
         assert bounds[0] < full - 0.1
         assert bounds[-1] == pytest.approx(full, rel=1e-9)
         assert own[-1] == pytest.approx(full, rel=1e-9)
-
-
-def test_lower_bound_needs_a_fit_that_prepared_it():
-    problem = setup("mlp")
-    with pytest.raises(LapwingError, match="tune"):
-        problem.fit(lw.ELLA(rank=2, rows=8), tune=None).log_marginal_likelihood(lower_bound=True)
 
 
 # --- tuning ----------------------------------------------------------------------------------------------------------
@@ -360,33 +336,6 @@ def test_gradients_of_the_evidence(method):
         close(ours, evidence(1.7 * precision, 0.3, lower_bound=bound).detach(), 1e-10)
 
 
-def test_ascents_end_at_the_top_or_at_an_end_of_the_box():
-    top = torch.tensor([0.3, -2.0], dtype=torch.float64)
-    start = torch.zeros(2, dtype=torch.float64)
-
-    def hill(point: Tensor) -> Tensor:
-        return -((point - top).square() * torch.tensor([1.0, 30.0])).sum() + 0.1 * point.prod()
-
-    best = ascend(hill, start, (-5, -5), (5, 5))
-    assert all(hill(best) >= hill(best + step) for step in 1e-3 * torch.eye(2).double().repeat(2, 1))
-    assert float(ascend(hill, start, (-5, -1), (5, 5))[1]) == -1
-    assert torch.equal(ascend(lambda point: point.sum() * math.nan, start, (-5, -5), (5, 5)), start)
-
-
-@pytest.mark.parametrize("tuning", [lw.Evidence(per_layer=True), lw.BoundedEvidence()], ids=repr)
-def test_tunings_are_the_same_in_inference_mode(tuning):
-    torch.manual_seed(0)
-    x, y = torch.randn(16, 3), torch.randn(16, 1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).eval()
-    posterior, training = lw.fit(model, [(x, y)], lw.KFAC(), tune=None), lw.tuning.Training([(x, y)])
-    open_ = replace(posterior, prior=replace(posterior.prior, fixed=False), noise_fixed=False)
-    with torch.inference_mode():
-        inside = tuning.tune(open_, training)
-    outside = tuning.tune(open_, training)
-    assert inside.prior_precision == outside.prior_precision
-    assert inside.noise_variance == outside.noise_variance
-
-
 @pytest.mark.slow
 def test_a_fit_does_not_import_the_compiler():
     code = (
@@ -394,16 +343,6 @@ def test_a_fit_does_not_import_the_compiler():
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("top", [-3.2, 0.123456, 3.9])
-def test_golden_sections_find_the_top(top):
-    assert golden_section(lambda x: -((x - top) ** 2), -5, 5, 11) == pytest.approx(top, abs=1e-5)
-    assert golden_section(lambda x: x, -5, 5, 11) == 5
-    assert golden_section(lambda x: -x, -5, 5, 11) == -5
-    assert golden_section(lambda x: math.nan if x < -4 else -((x - top) ** 2), -5, 5, 11) == pytest.approx(
-        top, abs=1e-5
-    )
 
 
 @pytest.mark.parametrize("unit", [1e-9, 1e5])
@@ -443,34 +382,3 @@ def test_an_evidence_without_a_maximum_is_warned_of_once(caplog):
     (record,) = [record for record in caplog.records if "no maximum" in record.message]
     assert "it ends at 1e+10" in record.message
     assert posterior.prior_precision == pytest.approx(1e10, rel=0.2)
-
-
-@pytest.mark.parametrize(("method", "unit"), [(lw.KFAC(), 1e5), (lw.Full(), 1e4)], ids=["KFAC", "Full"])
-def test_the_ascent_by_layers_comes_back_into_the_range(method, unit, caplog):
-    """A step may overshoot an end of the range, where the slope would be 0."""
-    torch.manual_seed(0)
-    x = torch.randn(60, 3, dtype=torch.float64)
-    y = x @ torch.randn(3, 1, dtype=torch.float64)
-    torch.manual_seed(1)
-    y = y + 0.003 * torch.randn(60, 1, dtype=torch.float64)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=300)
-
-    def loss():
-        optimiser.zero_grad()
-        value = (model(x) - y).square().mean()
-        value.backward()
-        return value
-
-    for _ in range(5):
-        optimiser.step(loss)
-    found = []
-    for scale in (1.0, unit):
-        with torch.no_grad():
-            for parameter in model[2].parameters():
-                parameter.mul_(scale)
-        tuned = lw.fit(model.eval(), [(x, scale * y)], method, params=lw.everything, tune=lw.Evidence(per_layer=True))
-        found.append([math.log(value) for value in tuned.prior.precision.tolist()])
-    found[1][1] += 2 * math.log(unit)
-    assert found[1] == pytest.approx(found[0], abs=0.05)
-    assert not [record for record in caplog.records if "no maximum" in record.message]

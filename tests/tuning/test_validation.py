@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -62,12 +61,6 @@ def test_the_best_candidate_is_chosen():
     assert held_out_scores(free, [free.prior_precision], held_out)[0] >= max(scores) - 1e-3
 
 
-def test_targets_that_are_too_large_are_refused():
-    network, data = torch.nn.Linear(4, 1).eval(), (torch.randn(9, 4), 1e30 * torch.randn(9, 1))
-    with pytest.raises(lw.LapwingError, match=r"the targets are too large\. Standardise them"):
-        lw.fit(network, data, lw.Diagonal(), validation=data)
-
-
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.ELLA(5, 12, "prior")], ids=repr)
 @pytest.mark.parametrize("prior", [None, 2.0])
 def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
@@ -110,39 +103,6 @@ def test_an_underconfident_network_is_warned_of_instead_of_the_edge(classes, dty
         assert ("Linear is underconfident on the held-out data" in caplog.text) is unsure
         assert posterior.logit_temperature >= 1
         assert not (unsure and "edge of its range" in caplog.text)
-
-
-@pytest.mark.parametrize(
-    ("decades", "told"),
-    [
-        (
-            (0.0, 2.0),
-            r"the widest spread in the range; tune=lw.Validation\(loader, decades=\(-3, 5\)\) searches further\.",
-        ),
-        (
-            (9.0, 11.0),
-            r"3 candidates differ by less than 0.0001 nats, so the choice matters little\.",
-        ),
-        ((-4.0, 2.0), None),
-    ],
-)
-def test_a_choice_at_the_edge_of_the_range_is_warned_of(decades, told, caplog):
-    """An overconfident network, whose best prior precision is between 0.001 and 10 if T is given."""
-    torch.manual_seed(0)
-    x = torch.randn(300, 3, dtype=torch.float64)
-    y = (x[:, 0] + torch.randn(300, dtype=torch.float64) > 0).long()
-    model = torch.nn.Linear(3, 2).double().eval()
-    with torch.no_grad():
-        model.weight.copy_(2 * torch.tensor([[-1.1, 0.4, 0.3], [1.1, -0.4, -0.3]]))
-    held_out = [(x[200:], y[200:])]
-    tuning = lw.Validation(held_out, decades=decades, points=3 if told else 11)
-    with caplog.at_level("WARNING", "lapwing"):
-        likelihood = lw.Categorical(logit_temperature=2.0)
-        assert lw.fit(model, [(x[:5], y[:5])], lw.Full(), likelihood=likelihood, tune=tuning).logit_temperature == 2.0
-    shown = [record.getMessage() for record in caplog.records if "edge of its range" in record.getMessage()]
-    assert len(shown) == (told is not None)
-    if told is not None:
-        assert re.search(told, shown[0])
 
 
 def overconfident(scale=4.0, outputs=3):
@@ -313,26 +273,6 @@ def test_streamlined_and_deployed_networks_follow_the_temperature():
     x, _ = held_out[0]
     check_way(plain, warm, x, lw.Streamlined())
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
-
-
-@pytest.mark.parametrize(
-    ("likelihood", "tuned"),
-    [
-        ("categorical", "prior precision [^,]+, logit temperature [^,]+"),
-        ("gaussian", "prior precision [^,]+, noise variance [^,]+"),
-        (lw.Poisson(), "prior precision [^,]+"),
-    ],
-    ids=repr,
-)
-def test_the_choice_is_logged(likelihood, tuned, caplog):
-    torch.manual_seed(0)
-    x, y = torch.randn(40, 3), torch.arange(40) % 3
-    y = y if likelihood == "categorical" else y[:, None].float()
-    model, data = torch.nn.Linear(3, 3 if y.ndim == 1 else 1).eval(), (x[:20], y[:20])
-    with caplog.at_level("INFO", "lapwing"):
-        lw.fit(model, data, lw.Diagonal(), likelihood=likelihood, validation=(x[20:], y[20:]))
-    (text,) = [one.getMessage() for one in caplog.records if ": prior" in one.getMessage()]
-    assert re.fullmatch(f"Validation of [^:]+: {tuned}", text)
 
 
 def test_a_likelihood_without_a_temperature():

@@ -76,20 +76,6 @@ def test_training_data_are_noticed(caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tune": lw.Evidence()}, r"validation= and tune=Evidence exclude each other.*Leave one of them out\."),
-        ({"validation": 3}, "The data hold a single number"),
-        ({"validation": []}, "yields no batch"),
-    ],
-)
-def test_messages(options, message):
-    model, x, y = data()
-    with pytest.raises(lw.LapwingError, match=message):
-        lw.fit(model, [(x[:40], y[:40])], **{"validation": (x[40:], y[40:]), **options})
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda x, y: (x, y + 5), r"held-out data do not fit. Categorical accepts labels 0 to 2"),
