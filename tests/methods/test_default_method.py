@@ -72,24 +72,6 @@ def test_the_default_is_logged_and_covers(caplog):
     assert 0.8 < ((low <= y) & (y <= high)).float().mean() < 0.97
 
 
-@pytest.mark.parametrize(("frozen", "passes"), [(False, 1), (True, 3)])
-def test_the_default_of_a_classifier_is_logged_with_its_cost(frozen, passes, caplog):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
-    model[2].requires_grad_(not frozen)
-    data = (torch.randn(20, 3), torch.arange(20) % 3)
-    with caplog.at_level(logging.INFO, "lapwing"):
-        lw.fit(model, [data])
-    (line,) = [one.getMessage() for one in caplog.records if "the default" in one.getMessage()]
-    assert "write lw.fit(model, loader, lw.KFAC()" in line
-    assert f"takes about {passes} forward passes of the data" in line
-    assert f"keeps {lw.plan(model, [data]).kept_bytes:,} bytes" in line
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "lapwing"):
-        lw.fit(model, [data], lw.KFAC())
-    assert "the default" not in caplog.text
-
-
 def test_given_options_are_used():
     model, loader, _ = trained()
     assert lw.fit(model, loader, params=lw.last_layer).tangent.size == 21
@@ -109,13 +91,6 @@ def test_frozen_weights_are_left_out_and_the_last_layer_remains(caplog):
         assert lw.fit(model, loader).tangent.size == 21
     assert "The last layer alone is treated, since all trained weights cannot be" in caplog.text
     assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_wrong_inputs_log_nothing_about_the_last_layer(caplog):
-    model, loader, _ = trained()
-    with caplog.at_level(logging.INFO, "lapwing"), pytest.raises(lw.LapwingError, match="shapes cannot be multiplied"):
-        lw.fit(model, [(torch.cat([x, x], 1), y) for x, y in loader])
-    assert not caplog.text
 
 
 def test_expensive_weights_are_logged(caplog, monkeypatch):
@@ -188,17 +163,6 @@ def test_trained_weights_below_a_frozen_last_layer_are_treated(caplog):
         model[-1].bias.requires_grad_(True)
         assert set(lw.fit(model, [data]).tangent.parameters) == {f"{len(model) - 1}.{x}" for x in ("weight", "bias")}
         caplog.clear()
-
-
-def test_a_regression_below_a_frozen_last_layer(monkeypatch):
-    model, loader, _ = trained()
-    model[2].requires_grad_(False)
-    assert str(lw.fit(model, loader).method) == "Full(form='auto')"
-    monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 10)
-    monkeypatch.setattr("lapwing.fitting.default_method.MAX_WEIGHTS", 10)
-    posterior = lw.fit(model, loader)
-    assert posterior.method.name == "KFAC"
-    assert list(posterior.tangent.parameters) == ["0.weight", "0.bias"]
 
 
 def test_a_frozen_last_layer_is_treated_where_nothing_that_is_trained_reaches_the_outputs(caplog):

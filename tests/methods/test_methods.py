@@ -506,36 +506,6 @@ def test_sampled_fisher_is_right_in_expectation(monkeypatch):
     assert ((draws.mean(0) - problem.G.diagonal()).abs() <= 5 * error + 1e-12).all()
 
 
-@pytest.mark.parametrize(
-    "method", [lw.Full(form="primal"), lw.Full(form="dual"), lw.ELLA(rank=3, rows=6, residual="prior")]
-)
-def test_sampled_fisher_reaches_every_method(method, monkeypatch):
-    problem = setup("mlp_scalar")
-    exact = problem.fit(method).covariance
-    monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 0)
-    draws = [problem.fit(method, seed=seed).with_prior(1e6).covariance for seed in range(25)]
-    excess = torch.stack([torch.linalg.inv(c.to_dense()).sum() for c in draws])
-    moved = exact.with_prior(torch.full_like(exact.precision, 1e6), exact.scale)
-    wanted = float(torch.linalg.inv(moved.to_dense()).sum())
-    assert abs(float(excess.double().mean()) - wanted) < 5 * float(excess.double().std()) / 5 + 1e-9 * wanted
-
-
-@pytest.mark.slow
-def test_more_than_a_thousand_outputs():
-    """No threshold patched: 1200 classes, last layer, the Fisher sampled."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1200)).eval()
-        x, y = torch.randn(20, 3), torch.randint(1200, (20,))
-    for method in (lw.Diagonal(), lw.KFAC(), lw.EKFAC()):
-        fitted = lw.fit(model, [(x, y)], method, params=lw.last_layer, prior_precision=1.0)
-        variance = fitted.latent(x[:2]).variance
-        assert variance.shape == (2, 1200)
-        assert (variance > 0).all()
-        assert (variance <= (torch.tanh(model[0](x[:2])).square().sum(1, keepdim=True) + 1) * 1.0001).all()
-        assert torch.isfinite(fitted.predict(x[:2]).probs).all()
-
-
 def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
     """A weak prior gives all logits together a huge variance, which must not leak into those that a softmax sees."""
     torch.manual_seed(0)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.jacobian.blocks import split
 from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
-from lapwing.methods import problem as problem_module
 from lapwing.methods.problem import root_positions
-from lapwing.methods.sampled_lla import system as sampled_system
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
-from lapwing.methods.sampled_lla.system import CurvatureProducts, FirstProducts, PositionedRoot, prior_noise
+from lapwing.methods.sampled_lla.system import CurvatureProducts, PositionedRoot
 from lapwing.methods.subset_of_data import chosen_places
 from lapwing.methods.valla import alpha_divergence, moving_points, objective_rows
 from lapwing.methods.valla.alpha_divergence import inner_factor
@@ -67,17 +62,6 @@ def sparse_covariance(J: Tensor, G: Tensor, delta: float = 2.0) -> Tensor:
     """Returns `(δI + J_ZᵀAJ_Z)⁻¹` with the optimal A."""
     span = torch.linalg.pinv(J) @ J
     return torch.linalg.inv(delta * torch.eye(len(G), dtype=F64) + span @ G @ span)
-
-
-def test_chosen_points_are_different_outputs_of_many_inputs():
-    model, loader, x = case("tagger")
-    fitted = lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0)
-    assert fitted.latent(x).variance.shape == model(x).shape
-    again = lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0)
-    assert torch.equal(again.latent(x).variance, fitted.latent(x).variance)
-    assert not torch.equal(
-        lw.fit(model, loader, lw.VaLLA(9), prior_precision=1.0, seed=1).latent(x).variance, fitted.latent(x).variance
-    )
 
 
 def problem_of(
@@ -234,38 +218,6 @@ def test_draws_have_fulls_covariance_whatever_the_batches(params):
 
 
 @pytest.mark.parametrize("params", TREATED)
-def test_a_sampled_root_is_the_same_at_every_pass(params, monkeypatch):
-    monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 2)
-    model, loader, x = case("3x3")
-    method = lw.SampledLLA(30, lw.ConjugateGradients(tolerance=1e-9))
-    fitted = lw.fit(model, loader, method, params=params, prior_precision=2.0)
-    assert fitted.history["residuals"].max() <= 1e-9
-    again = lw.fit(model, loader, method, params=params, prior_precision=2.0)
-    close(again.latent(x).variance, fitted.latent(x).variance, 1e-6)
-    inputs, labels = torch.randn(9, 2, 3, 4, dtype=F64), torch.randint(CLASSES, (9, 3, 4))
-    shuffled = DataLoader(TensorDataset(inputs, labels), 3, shuffle=True)
-    with pytest.raises(lw.LapwingError, match="shuffle=False"):
-        lw.fit(model, shuffled, method, params=params, prior_precision=2.0)
-
-
-def test_noise_of_positions_is_the_same_wherever_chunks_end(monkeypatch):
-    monkeypatch.setattr(sampled_system, "AT_ONCE", 5)
-    model, loader, _ = case("1x1")
-    problem = problem_of(model, loader[0], lw.last_layer)
-    first_products = FirstProducts(problem, PositionedRoot(problem), dict(prior_noise(problem, 2)))
-
-    def between(first: int, stop: int, start: int = 7) -> Tensor:
-        record: Any = SimpleNamespace(cotangents=3, samples=stop - first, sizes=(3, 4), dtype=F64)
-        return first_products._noise(record, start, first)
-
-    whole = between(0, 36)
-    assert len(whole.unique()) == whole.numel() == 36 * 3 * 2
-    for ends in ((0, 12, 24, 36), (0, 1, 4, 5, 17, 30, 36)):
-        assert torch.equal(torch.cat([between(*pair) for pair in pairwise(ends)]), whole)
-    assert torch.equal(between(0, 12, 8), whole[12:24])
-
-
-@pytest.mark.parametrize("params", TREATED)
 def test_the_gradient_of_the_linearised_model_is_the_dense_one(params):
     model, loader, _ = case("transformer")
     x, y = loader[0]
@@ -355,20 +307,6 @@ def test_an_optimal_subspace_of_all_rows_is_full(name, params):
     )
     at = lw.OptimalSubspace(10, lw.Full(), residual="prior", at=x)
     assert lw.fit(model, loader, at, params=params).predict(x).probs.isfinite().all()
-
-
-@pytest.mark.parametrize("by", ["validation", "evidence"])
-def test_the_scale_factor_is_that_of_single_positions(by):
-    model, loader, _ = case("transformer")
-    mine = lw.fit(model, loader, lw.Diagonal(), params=lw.last_layer, prior_precision=2.0)
-    way = lw.scale_factor(mine, loader, lw.Linearized(), by=by)
-    plain = [(model.features(x).detach()[y != -100], y[y != -100]) for x, y in loader]
-    single = lw.fit(model.head, plain, lw.Diagonal(), prior_precision=2.0)
-    wanted = lw.scale_factor(single, plain, lw.Linearized(), by=by)
-    if by == "validation":
-        assert way.factor == pytest.approx(wanted.factor, rel=1e-3)
-    else:  # expectations by the same draws for other rows
-        assert way.factor == pytest.approx(wanted.factor, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["transformer", "3x3"])

@@ -122,18 +122,3 @@ def test_above_a_thousand_classes_the_last_layer_is_exact(method, caplog):
         (structure,) = posterior.covariance.structures.values()
         close(structure.eigenvalues, ((probs * (1 - probs)).T @ features.square()).flatten())
     assert "sampled" not in caplog.text
-
-
-def test_a_layer_that_gives_the_outputs_of_some_batches_alone_is_refused():
-    class Sometimes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, CLASSES)
-
-        def forward(self, x):
-            out, far = self.layer(x), x[:, :1] > 9
-            return torch.where(far, 2 * out, out) if far.any() else out
-
-    data = [(torch.randn(4, 4), torch.arange(4)), (torch.full((3, 4), 10.0), torch.arange(3))]
-    with pytest.raises(lw.LapwingError, match=r"layer\.weight gave the outputs .* and not on this one"):
-        lw.fit(Sometimes().eval(), data, lw.KFAC(), params=lw.last_layer, tune=None)

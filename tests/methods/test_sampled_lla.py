@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,19 +141,6 @@ def test_seeds():
     assert torch.equal(first, again)
     assert (first - other).abs().max() > 0.1 * first.abs().max()
     close(other, solved(problem, 4, seed=4), 1e-8)
-
-
-def test_positions_have_numbers_of_their_own():
-    drawn = {
-        float(torch.randn((), generator=generator_at(seed, n, s)))
-        for seed in (0, 1)
-        for n in range(500)
-        for s in (0, 2)
-    }
-    assert len(drawn) == 2000
-    values = torch.tensor([float(torch.randn((), generator=generator_at(0, n, 0))) for n in range(4000)])
-    assert abs(float(values.mean())) < 5 / 4000**0.5
-    assert abs(float((values[1:] * values[:-1]).mean())) < 5 / 4000**0.5
 
 
 def test_bfloat16_network():
@@ -300,16 +286,6 @@ def test_em_finds_the_maximum_of_the_evidence(name):
     assert len(twice.history["precision"]) == 2
 
 
-def test_em_starts_from_a_preconditioner():
-    problem = setup("mlp", samples=40)
-    solver = lw.ConjugateGradients(tolerance=1e-6, preconditioner=lw.Full())
-    fitted = problem.fit(lw.SampledLLA(400, solver), prior_precision=None, tune=None)
-    assert len(fitted.history["precision"]) <= 2  # its evidence is the one that is sought
-    assert fitted.prior_precision == pytest.approx(
-        problem.fit(MANY, prior_precision=None, tune=None).prior_precision, rel=0.03
-    )
-
-
 def test_em_by_block():
     problem = setup("mlp", samples=40)
     full = problem.fit(lw.Full(), prior_precision=None, tune=lw.Evidence(per_layer=True))
@@ -415,37 +391,4 @@ def test_g_prior_is_isotropic_over_scaled_features(name):
     sampled_from(many, sigma)
 
 
-@pytest.mark.parametrize("preconditioner", [None, lw.KFAC()])
-def test_em_under_the_g_prior(preconditioner):
-    problem = setup("mlp", samples=40)
-    solver = lw.ConjugateGradients(tolerance=1e-6, preconditioner=preconditioner)
-    fitted = problem.fit(lw.SampledLLA(400, solver, 20, "g"), prior_precision=None, tune=None)
-    g, delta = features(problem), torch.tensor(fitted.prior_precision).double()
-    gamma = (problem.G @ torch.linalg.inv(problem.G + torch.diag(delta * g))).trace()
-    wanted = float(gamma / (g * problem.theta.square()).sum())
-    assert fitted.prior_precision == pytest.approx(wanted, rel=0.06)
-
-
 # --- refusals and warnings -------------------------------------------------------------------------------------------
-
-
-def test_a_residual_above_the_tolerance_is_logged(caplog):
-    problem = setup("cnn_bn_inplace")
-    with caplog.at_level(logging.WARNING, "lapwing"):
-        fitted = problem.fit(lw.SampledLLA(2, lw.ConjugateGradients(2, 1e-8)), tune=None)
-    assert fitted.history["iterations"].tolist() == [2.0]
-    assert fitted.history["residuals"].max() > 1e-8
-    assert "iterations=4" in caplog.text
-
-
-def test_draws_that_do_not_fit():
-    net, x = nn.Linear(300, 300), torch.randn(4, 300)
-    with pytest.raises(lw.LapwingError, match="take fewer draws"):
-        lw.fit(net, [(x, x)], lw.SampledLLA(64), memory=2**24)
-
-
-def test_a_preconditioner_needs_a_prior():
-    problem = setup("mlp")
-    solver = lw.ConjugateGradients(preconditioner=lw.SampledLLA(2))
-    with pytest.raises(lw.LapwingError, match=r"lw\.KFAC"):
-        problem.fit(lw.SampledLLA(2, solver), tune=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -134,50 +134,3 @@ def test_a_state_is_written_and_read_in_the_middle_of_a_pass(method: lw.Method) 
     results = [finish(method, problem, partial(run, written=written)) for written in (False, True)]
     covariances = [getattr(result, "covariance", result).to_dense() for result in results]
     torch.testing.assert_close(*covariances, rtol=0, atol=0)
-
-
-METHODS_OF_WEIGHTS = [lw.Diagonal(), lw.Full(form="primal"), lw.SubsetOfWeights(5, "magnitude")]
-
-
-class Root:
-    """A Fisher root from a function of the outputs of one batch."""
-
-    def __init__(self, columns: int, function: Callable[[Tensor], Tensor]) -> None:
-        self.columns, self.function = columns, function
-
-    def __call__(self, outputs: Tensor) -> Tensor:
-        return self.function(outputs)
-
-
-@pytest.mark.parametrize("method", METHODS_OF_WEIGHTS, ids=str)
-def test_a_weighted_sample_counts_as_copies(method: lw.Method) -> None:
-    """The weight's root multiplies the Fisher root."""
-    model, x, y, _ = data("mlp")
-    weights = torch.tensor([1, 2, 3, 1, 1, 2, 4, 1])
-    problem = problem_of(model, x, y, lw.Categorical())
-    copies = x.repeat_interleave(weights, 0), y.repeat_interleave(weights)
-    expected = finish(method, problem, whole(problem, *copies))
-    factors = weights.sqrt()[:, None, None]
-    root = Root(problem.root.columns, lambda outputs: problem.root(outputs) * factors)
-    weighted = replace(problem, root=root)
-    torch.testing.assert_close(finish(method, weighted, whole(weighted, x, y)).to_dense(), expected.to_dense())
-
-
-@pytest.mark.parametrize("method", METHODS_OF_WEIGHTS, ids=str)
-def test_outputs_at_positions_are_a_root_with_a_block_for_each(method: lw.Method) -> None:
-    """A network with outputs (B, T, C) is one with T C outputs, whose Λ is block-diagonal."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
-    x, y = torch.randn(6, 2, 4).double(), torch.zeros(6, 2, dtype=torch.int64)
-    likelihood = lw.Categorical()
-    apart = problem_of(model, x.flatten(0, 1), y.flatten(), likelihood)
-    expected = finish(method, apart, whole(apart, x.flatten(0, 1), y.flatten()))
-    problem = problem_of(model, x, y, likelihood, forward=lambda network, inputs: network(inputs).flatten(1))
-
-    def root(outputs: Tensor) -> Tensor:
-        blocks = likelihood.fisher_root(outputs.reshape(-1, 3)).unflatten(0, (-1, 2))  # (B, T, C, R)
-        return torch.stack([torch.block_diag(*sample) for sample in blocks])
-
-    positions = replace(problem, root=Root(6, root))
-    found = finish(method, positions, whole(positions, x, y)).to_dense()
-    torch.testing.assert_close(found, expected.to_dense())

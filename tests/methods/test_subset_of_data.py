@@ -16,7 +16,6 @@ from tests import oracle
 from tests.conformance import EVERY, Setup, close, cut, psd, setup
 from tests.methods.test_methods import FEW, MethodConformance, OnFewNetworks
 from tests.methods.test_subspaces import Forgiving
-from tests.zoo import ZOO
 
 
 def places_of(method: lw.SubsetOfData, samples: int, seed: int = 0) -> Tensor:
@@ -145,12 +144,6 @@ def test_implicit_directions(name, ratios, monkeypatch):
     assert evidence[0] == pytest.approx(evidence[1], rel=1e-5)
 
 
-def test_too_small_a_budget_names_the_size(monkeypatch):
-    within(2000, monkeypatch)
-    with pytest.raises(lw.LapwingError, match=r"SubsetOfData\(size=9\) needs .* ask for a smaller size"):
-        setup("mlp").fit(lw.SubsetOfData(500))
-
-
 class TestChoice:
     labels = torch.tensor([3] * 50 + [0] * 5 + [7] * 45)
 
@@ -176,21 +169,6 @@ class TestChoice:
         places = chosen_places(30, 6, torch.Generator().manual_seed(0), problem.y)
         assert problem.y[places].bincount().max() - problem.y[places].bincount().min() <= 1
         close(fitted.covariance.to_dense(), alone(problem, places).covariance.to_dense(), 1e-8)
-        bernoulli = Setup(ZOO["mlp_scalar"], EVERY, 30)
-        y = torch.arange(30) % 10 == 0
-        fitted = lw.fit(
-            bernoulli.model,
-            [(bernoulli.x, y)],
-            lw.SubsetOfData(6, "balanced"),
-            likelihood="bernoulli",
-            prior_precision=1.0,
-        )
-        assert psd(fitted.covariance.to_dense())
-        assert fitted.statistics["log_likelihood"] > -20
-
-    def test_balanced_needs_labels(self):
-        with pytest.raises(lw.LapwingError, match="needs targets that are class labels.*sampling='uniform'"):
-            setup("deep_linear").fit(lw.SubsetOfData(3, "balanced"))
 
     @pytest.mark.parametrize("method", [lw.SubsetOfData(6, "balanced"), lw.SubsetOfData(6)])
     def test_a_shuffling_loader(self, method, monkeypatch):

@@ -189,22 +189,6 @@ def test_basis_equals_identity_columns(name):
     close(basis.prior_gram(delta), torch.einsum("b,bkl->kl", delta, grams))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("residual", [None, "prior"])
-def test_lower_precision(dtype, residual):
-    problem = setup("mlp")
-    model = problem.case.build().to(dtype)
-    method = SubsetOfWeights(9, "magnitude", residual)
-    fitted = lw.fit(model, [(problem.x.to(dtype), problem.y)], method, params=EVERY, prior_precision=2.0)
-    exact = Setup(problem.case)
-    exact.model = problem.case.build().to(dtype).double()
-    exact.x = problem.x.to(dtype).double()
-    V = torch.eye(len(exact.theta)).double()[fitted.covariance.basis.picked]
-    wanted = subspace_covariance(V, exact.G, torch.full_like(exact.theta, 2.0), residual == "prior")
-    close(fitted.covariance.to_dense().double(), wanted, 1e-5 if dtype == torch.float32 else 0.05)
-    assert torch.isfinite(fitted.predict(problem.test.to(dtype)).probs).all()
-
-
 def test_large_networks_cost_no_rows(monkeypatch):
     """2.6 million weights, 300 of them: neither rows nor Gram matrices by block are made."""
     with torch.random.fork_rng(devices=[]):
@@ -219,18 +203,6 @@ def test_large_networks_cost_no_rows(monkeypatch):
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_more_weights_than_there_are():
-    problem = setup("mlp")
-    with pytest.raises(lw.LapwingError, match=r"size=84.*the 83 treated ones.*SubsetOfWeights\(size=83\)"):
-        problem.fit(SubsetOfWeights(84))
-
-
-def test_matrices_beyond_the_budget():
-    model = nn.Linear(2000, 1).eval()
-    with pytest.raises(lw.LapwingError, match="1500 x 1500 matrices"):
-        lw.fit(model, [(torch.randn(3, 2000), torch.randn(3, 1))], SubsetOfWeights(1500), memory=2**24)
 
 
 def test_a_posterior_over_other_weights():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import lapwing as lw
-from lapwing.covariance import ExplicitBasis, ImplicitBasis
+from lapwing.covariance import ImplicitBasis
 from lapwing.network.generic import jvp
 from lapwing.tangent import record
 from papers.common.augmentation import StrongAugmentation
@@ -155,16 +155,6 @@ def test_every_row_implicit_with_residual_is_full(delta):
     assert implicit.log_marginal_likelihood(lower_bound=True) == pytest.approx(evidence, rel=1e-5)
     moved = implicit.with_prior(7.0).latent(test).covariance
     close(moved, full.with_prior(7.0).latent(test).covariance, 1e-5)
-
-
-def test_implicit_is_explicit_for_fewer_directions():
-    model, loader, test = wide_problem()
-    found = {}
-    for memory, kind in ((None, ExplicitBasis), (2**24, ImplicitBasis)):
-        fitted = lw.fit(model, loader, lw.ELLA(30, 38), prior_precision=0.5, memory=memory)
-        assert type(fitted.covariance.basis) is kind
-        found[kind] = fitted.latent(test, joint=True).covariance
-    close(found[ImplicitBasis], found[ExplicitBasis], 1e-5)
 
 
 # --- a thousand outputs -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.covariance import ExplicitBasis, ImplicitBasis, LowRank, Subspace
-from lapwing.covariance.dense import concatenate, cut
+from lapwing.covariance import ExplicitBasis, ImplicitBasis, LowRank
 from lapwing.methods import subspace
 from lapwing.methods.rows import choose, choose_rows
-from lapwing.posterior.evidence import log_joint_gradient
 from lapwing.tangent import Tangent
-from tests.conformance import close, psd, setup
+from tests.conformance import close, setup
 
 FEW = ("mlp", "grouped_strided_conv", "tied", "gpt2", "mlp_scalar")
 
@@ -52,12 +49,6 @@ class TestChoiceOfRows:
         assert torch.equal(outputs, self.labels[samples])
         assert len(samples.unique()) == 30
 
-    def test_needs_labels(self):
-        with pytest.raises(lw.LapwingError, match="sampling='uniform'"):
-            choose_rows(problem_of(torch.full((9,), -1), 3), 3, "label")
-        with pytest.raises(lw.LapwingError, match="from 0 to 2"):
-            choose_rows(problem_of(torch.arange(9), 3), 3, "label")
-
     def test_one_logit_has_two_classes(self):
         labels = torch.tensor([0] * 20 + [1] * 4)
         samples, outputs = choose_rows(problem_of(labels, 1), 8, "balanced")
@@ -69,14 +60,6 @@ class TestChoiceOfRows:
         assert len(found.unique()) == 500
         assert float(found.double().mean()) == pytest.approx(5e11, rel=0.2)
         assert torch.equal(found, choose(10**12, 500, torch.Generator().manual_seed(3)))
-
-    @pytest.mark.parametrize("sampling", ["balanced", "label"])
-    def test_fits_on_real_rows(self, sampling):
-        problem = setup("cnn_bn_inplace")
-        method = lw.ELLA(rank=4, rows=6, sampling=sampling)
-        fitted = problem.fit(method)
-        assert psd(fitted.covariance.to_dense())
-        assert fitted.covariance.rank == 4
 
 
 @pytest.mark.parametrize(
@@ -151,19 +134,6 @@ class TestRanks:
         assert large.with_rank(3).rank == 3
         assert large.with_rank(99).rank == 6
 
-    def test_bound_grows_with_the_rank_to_fulls_evidence(self):
-        problem = setup("mlp")
-        posterior = problem.fit(lw.ELLA(rank=10**6, rows="all"))
-        full = problem.fit(lw.Full()).log_marginal_likelihood()
-        covariance = posterior.covariance
-        assert isinstance(covariance, Subspace)
-        bounds = [
-            replace(posterior, covariance=covariance.with_rank(k)).log_marginal_likelihood(lower_bound=True)
-            for k in range(1, covariance.rank + 1)
-        ]
-        assert all(a <= b + 1e-9 for a, b in pairwise(bounds))
-        assert bounds[-1] == pytest.approx(full, rel=1e-9)
-
     def test_evidence_keeps_the_fewest_within_the_gap(self):
         problem = setup("mlp")
         method = lw.ELLA(rank=12, rows=20)
@@ -228,27 +198,6 @@ class TestHardCases:
             place = (problem.x == x).flatten(1).all(1).nonzero()[0, 0]
             assert int(problem.y[place]) == output
 
-    @pytest.mark.parametrize("implicit", [False, True])
-    @pytest.mark.parametrize("residual", [None, "prior"])
-    def test_products_with_any_leading_dimensions(self, implicit, residual, monkeypatch):
-        problem = setup("bilinear" if implicit else "gpt2")
-        if implicit:
-            monkeypatch.setattr(
-                "lapwing.methods.ella.span_of_anchors", with_budget(subspace.span_of_anchors, 16 * 6**2)
-            )
-        for method in (lw.ELLA(4, 6, residual), lw.SubsetOfWeights(5, "magnitude", residual)):
-            fitted = problem.fit(method)
-            sigma = fitted.covariance.to_dense()
-            for shape in ((), (1,), (2, 3)):
-                v = torch.randn(*shape, len(sigma), generator=torch.Generator().manual_seed(1)).double()
-                found = fitted.covariance.mv(cut(fitted.tangent.blocks, v))
-                close(concatenate(fitted.tangent.blocks, found), v @ sigma, 1e-7)
-            assert fitted.covariance.dtype == torch.float64
-            value = fitted.log_marginal_likelihood(linearised_mode=True, loader=problem.loader)
-            g = concatenate(fitted.tangent.blocks, log_joint_gradient(fitted, problem.loader))
-            assert value == pytest.approx(fitted.log_marginal_likelihood() + float(g @ sigma @ g) / 2, rel=1e-6)
-            assert fitted.latent(problem.test, via=lw.MonteCarlo(3)).draws.shape[0] == 3
-
     @pytest.mark.parametrize("method", [lw.ELLA(3, 6), lw.ELLA(3, 6, "prior"), lw.OptimalSubspace(3, lw.KFAC(), "all")])
     def test_outputs_without_gradient(self, method):
         """No row spans anything: a posterior without directions, variance 0 or the prior's."""
@@ -261,20 +210,6 @@ class TestHardCases:
         total = sum(float(v.sum()) for v in fitted.covariance.diagonal().values())
         assert total == (15 / 2 if method.residual else 0)
 
-    def test_sampled_inputs_do_not_keep_their_batches(self):
-        problem = setup("mlp")
-        found = []
-        original = subspace.span_of_anchors
-
-        def watched(given, anchors, rank, residual):
-            found.append(anchors.inputs[0])
-            return original(given, anchors, rank, residual)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lapwing.methods.ella.span_of_anchors", watched)
-            problem.fit(lw.ELLA(rank=2, rows=1))
-        assert found[0].untyped_storage().nbytes() == found[0].numel() * 8
-
     def test_more_rows_than_weights(self, monkeypatch):
         monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
         problem = setup("mlp_scalar", samples=60)
@@ -284,17 +219,6 @@ class TestHardCases:
         close(V @ V.T, torch.eye(len(V)).double())
         assert len(V) == torch.linalg.matrix_rank(rows)
         close(tall @ V.T @ V, tall, 1e-7)
-
-    def test_messages(self):
-        problem = setup("mlp_scalar")
-        with pytest.raises(lw.LapwingError, match="leave nothing to sample"):
-            lw.ELLA(rows="all", sampling="label")
-        with pytest.raises(lw.LapwingError, match="has no rank"):
-            problem.fit(lw.KFAC(), tune=lw.Evidence(rank_gap=1.0))
-        with pytest.raises(lw.LapwingError, match="ranks="):
-            problem.fit(lw.ELLA(3, 6), prior_precision=None, tune=lw.Validation(problem.loader, ranks=5))
-        with pytest.raises(lw.LapwingError, match="at=x"):
-            problem.fit(lw.OptimalSubspace(3, "prior", at=problem.x[:0]))
 
 
 def one_dimension(width: int, samples: int) -> tuple[torch.nn.Module, list[tuple[Tensor, Tensor]]]:

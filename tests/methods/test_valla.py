@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data import batches
 from lapwing.methods.passes import Batch
-from lapwing.methods.valla.points import balanced_shares, cluster_centres, inducing_points, movable
-from lapwing.tangent import Anchors, Tangent
+from lapwing.methods.valla.points import cluster_centres, inducing_points, movable
+from lapwing.tangent import Anchors
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, cut, jacobian, psd, setup, subspace_covariance
 from tests.conformance import subspace as span_of
@@ -224,25 +224,7 @@ def test_the_seed_repeats(fit):
     assert not torch.allclose(first, other, rtol=1e-3)
 
 
-def test_the_span_may_stay_implicit():
-    """Where M P exceeds the budget the directions are never written out; the result is the same, and is saved."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 500), nn.Tanh(), nn.Linear(500, 400), nn.Tanh(), nn.Linear(400, 2)).eval()
-    x, y = torch.randn(60, 40), torch.randint(2, (60,))
-    method = lw.VaLLA(30, fit=lw.ClosedForm())
-    wide, narrow = (lw.fit(model, [(x, y)], method, prior_precision=1.0, memory=m) for m in (2**30, 2**24))
-    assert type(narrow.covariance.basis).__name__ == "ImplicitBasis"
-    torch.testing.assert_close(narrow.latent(x[:4]).variance, wide.latent(x[:4]).variance, rtol=1e-4, atol=1e-4)
-
-
 # --- the points ------------------------------------------------------------------------------------------------------
-
-
-def test_shares():
-    assert balanced_shares([50, 5, 45], 12) == [4, 4, 4]
-    assert balanced_shares([50, 2, 45], 12) == [5, 2, 5]
-    assert balanced_shares([3, 1], 10) == [3, 1]
-    assert balanced_shares([5], 0) == [0]
 
 
 def classes(count: int, sort: bool = False) -> tuple[Tensor, Tensor]:
@@ -301,18 +283,6 @@ class TestChoiceOfPoints:
         assert fitted.samples == 1000
         assert fitted.data_factor == 6
 
-    def test_a_sorted_loader_is_warned_of(self, caplog):
-        x, y = classes(9000, sort=True)
-        problem = self.problem()
-        with caplog.at_level(logging.WARNING, "lapwing"):
-            problem.fit(lw.VaLLA(4), loader=[(x[i : i + 500], y[i : i + 500]) for i in range(0, 9000, 500)], tune=None)
-        assert [r for r in caplog.records if "hold 1 of 3 classes" in r.getMessage()]
-        caplog.clear()
-        x, y = classes(300)
-        with caplog.at_level(logging.WARNING, "lapwing"):
-            problem.fit(lw.VaLLA(4), loader=[(x, y)], tune=None)
-        assert not [r for r in caplog.records if "classes" in r.getMessage()]
-
     @pytest.mark.parametrize("name", ["gpt2", "tied", "embedding_bag_of_tokens"])
     def test_discrete_inputs_are_samples(self, name, caplog):
         problem = setup(name)
@@ -322,16 +292,6 @@ class TestChoiceOfPoints:
         assert len(told) == 1
         assert psd(fitted.covariance.to_dense())
         assert not movable(points_of(problem, lw.VaLLA(5)))
-
-    def test_texts_of_several_lengths(self):
-        case = setup("gpt2")
-        batches = [case.loader[0]]
-        shorter = {key: value[:, :4] for key, value in case.loader[1].items() if key != "labels"}
-        batches.append({**shorter, "labels": case.loader[1]["labels"]})
-        anchors = points_of(case, lw.VaLLA(24), batches)
-        assert len(anchors.inputs) == 2
-        assert len(anchors) == 24  # eight samples, three outputs
-        assert len(anchors.rows(torch.float64)) == 24
 
 
 class TestClusters:
@@ -351,20 +311,6 @@ class TestClusters:
         assert nearest.bincount(minlength=count).min() > 0
         close(centres, torch.stack([points[nearest == k].mean(0) for k in range(count)]), 1e-10)
 
-    def test_distances_by_parts(self, monkeypatch):
-        points = self.points()
-        whole = cluster_centres(points, 5, torch.Generator().manual_seed(0))
-        monkeypatch.setattr("lapwing.methods.valla.points.AT_ONCE", 35)
-        close(cluster_centres(points, 5, torch.Generator().manual_seed(0)), whole, 1e-12)
-
-    def test_no_step_makes_it_worse(self, monkeypatch):
-        points, costs = self.points(), []
-        for steps in range(12):
-            monkeypatch.setattr("lapwing.methods.valla.points.STEPS", steps)
-            costs.append(self.cost(points, cluster_centres(points, 9, torch.Generator().manual_seed(1))))
-        assert all(after <= before * (1 + 1e-12) for before, after in pairwise(costs))
-        assert costs[-1] < 0.95 * costs[0]
-
     def test_as_good_as_scikit_learn(self):
         from sklearn.cluster import KMeans
 
@@ -380,86 +326,3 @@ class TestClusters:
         centres = cluster_centres(points, 4, torch.Generator().manual_seed(0))
         assert torch.cdist((centres / size).double(), (points / size).double()).amin(1).max() < 1e-6
         assert torch.cdist((points / size).double(), (centres / size).double()).amin(1).max() < 1e-6
-
-    def test_the_same_seed_gives_the_same_centres(self):
-        points = self.points()
-        first, second = (cluster_centres(points, 5, torch.Generator().manual_seed(3)) for _ in range(2))
-        assert torch.equal(first, second)
-
-
-class TestBadInput:
-    def test_given_points(self):
-        problem = setup("mlp")
-        x = problem.x[:3]
-        for outputs in (torch.zeros(2, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64), [0]):
-            with pytest.raises(lw.LapwingError, match="InducingPoints"):
-                lw.InducingPoints(x, outputs)
-        with pytest.raises(lw.LapwingError, match="InducingPoints"):
-            lw.InducingPoints(x[:0])
-        for inputs, found in (
-            (x[:, :2], r"\(3, 2\)"),
-            (x.float(), "float32"),
-            (x * torch.nan, "NaN or infinite"),
-        ):
-            with pytest.raises(lw.LapwingError, match=found):
-                problem.fit(lw.VaLLA(lw.InducingPoints(inputs)))
-        with pytest.raises(lw.LapwingError, match="0 to 3.*0 to 2"):
-            problem.fit(lw.VaLLA(lw.InducingPoints(x, torch.tensor([0, 3, 1]))))
-
-    def test_a_repr_is_short(self):
-        text = repr(lw.VaLLA(lw.InducingPoints(torch.randn(50, 3), torch.zeros(50, dtype=torch.int64))))
-        assert "Tensor (50, 3) float32" in text
-        assert len(text) < 200
-
-
-def test_given_points_are_not_changed():
-    problem = setup("mlp_scalar")
-    x = problem.x[:3].clone().requires_grad_()
-    before = x.detach().clone()
-    problem.fit(lw.VaLLA(lw.InducingPoints(x)))
-    assert torch.equal(x.detach(), before)
-    assert x.grad is None
-
-
-def test_the_pool_fits_the_budget():
-    """A pool larger than the budget is cut short, never below the points asked for."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3000, 2)).eval()
-    x, y = torch.randn(1500, 3000), torch.randint(2, (1500,))
-    loader = [(x[i : i + 300], y[i : i + 300]) for i in range(0, 1500, 300)]
-    tangent = Tangent.survey(model, x[:5], memory=2**24)
-    asked = SimpleNamespace(tangent=tangent, seed=0, generator=lambda: torch.Generator().manual_seed(0))
-    choosing = inducing_points(asked, 10, "data")
-    step = next(choosing)
-    state = step.init()
-    for i, (inputs, targets) in enumerate(loader):
-        step.update(state, Batch(tangent, inputs, targets, 300 * i))
-    assert sum(value.nbytes for value in state.leaves.values()) < 2**24 + 2 * x[:300].nbytes
-
-
-def test_steps_end_with_one_pass_over_the_data():
-    problem = setup("mlp_scalar")
-    shown = []
-
-    class Loader(list):
-        def __iter__(self):
-            for batch in super().__iter__():
-                shown.append(len(batch[1]))
-                yield batch
-
-    points = lw.InducingPoints(problem.x[:4])
-    found = problem.fit(lw.VaLLA(points, fit=lw.NaturalGradient(1000)), loader=Loader(problem.loader))
-    assert len(shown) == 1 + 3 + 1  # the survey's, the steps, and the one by which they know
-    exact = problem.fit(lw.VaLLA(points, fit=lw.ClosedForm()))
-    close(found.covariance.to_dense(), exact.covariance.to_dense(), 1e-10)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_scripted_networks_move_their_points_too():
-    """Under vmap a scripted network loses the graph to its inputs; rows are then taken one by one."""
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 4), torch.arange(8) % 3
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
-    method = lw.VaLLA(inducing_points=3, fit=lw.VariationalBound(steps=3))
-    own, scripted = (lw.fit(m, [(x, y)], method, params=lw.everything) for m in (model, torch.jit.script(model)))
-    torch.testing.assert_close(scripted.latent(x).variance, own.latent(x).variance, rtol=1e-3, atol=1e-4)

@@ -119,23 +119,6 @@ def test_the_divergence_for_gaussian_noise(alpha):
     close(found, kl - 90 / 5 * expected, 1e-8)
 
 
-def test_the_divergence_for_classes_is_the_log_of_the_predicted_probability():
-    case = setup("mlp")
-    anchors = points_of(case, lw.VaLLA(4))
-    steps = alpha_divergence.AlphaSteps(lw.AlphaDivergence(), problem_of(case), anchors, None)
-    state = steps.init()
-    found = steps.objective(state, state.values, Batch(case.tangent, case.x, case.y, 0), torch.Generator())
-    fitted = case.fit(lw.VaLLA(_given(anchors), fit=lw.AlphaDivergence(steps=1, learning_rate=1e-12)))
-    kl = divergence(inner_factor(rows_at(case, anchors) @ rows_at(case, anchors).T / 2, torch.eye(4).double()))
-    wanted = kl - fitted.predict(case.x).log_prob(case.y).sum()
-    close(found, wanted, 1e-6)
-    assert float(fitted.history["objective"][0]) == pytest.approx(float(wanted), abs=1e6)
-
-
-def _given(anchors: Anchors) -> lw.InducingPoints:
-    return lw.InducingPoints(anchors.inputs[0][anchors.samples], anchors.outputs)
-
-
 # --- optima ----------------------------------------------------------------------------------------------------------
 
 
@@ -243,13 +226,6 @@ def test_early_stopping_returns_the_best_not_the_last():
     assert float(found) == pytest.approx(float(scores[best]), rel=1e-6)
 
 
-def test_bad_validation():
-    model, x, y = toy()
-    for held_out, found in (([], "without batches"), ([(x * torch.nan, y)], "NaN"), ([(x, y * torch.nan)], "NaN")):
-        with pytest.raises(lw.LapwingError, match=found):
-            lw.fit(model, [(x, y)], lw.VaLLA(3, fit=lw.AlphaDivergence(steps=2, validation=held_out)))
-
-
 # --- divergence ------------------------------------------------------------------------------------------------------
 
 
@@ -258,13 +234,6 @@ def test_divergence_raises(fit):
     model, x, y = toy()
     with pytest.raises(lw.LapwingError, match=r"diverged: .* at step \d+ after .*learning_rate=100000\)"):
         lw.fit(model, [(x, y)], lw.VaLLA(5, fit=fit(steps=50, learning_rate=1e6)))
-
-
-def test_many_classes_that_do_not_fit_raise():
-    model = torch.nn.Linear(3, 400).eval()
-    x, y = torch.randn(8, 3), torch.randint(400, (8,))
-    with pytest.raises(lw.LapwingError, match=r"AlphaDivergence with 400 outputs needs 39 MiB .*NaturalGradient"):
-        lw.fit(model, [(x, y)], lw.VaLLA(4, fit=lw.AlphaDivergence(steps=2)), memory=2**24)
 
 
 # --- everything else -------------------------------------------------------------------------------------------------
