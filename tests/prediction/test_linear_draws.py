@@ -11,7 +11,6 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.covariance import Latent, LinearDraws
-from lapwing.network.generic import direction_groups
 from lapwing.prediction import linearized, weight_draws
 from tests.conformance import Setup, close, jacobian, sampled_from
 from tests.zoo import ZOO
@@ -80,19 +79,6 @@ def test_all_draws_of_sampled_lla_are_its_covariance_where_few_fit_the_budget():
     setup, posterior = fitted("sampled_lla")
     object.__setattr__(posterior.tangent, "memory", 2 * 2 * posterior.tangent.size * 8)  # two draws at once
     close(posterior.latent(setup.test, via=lw.Linearized(draws=64)).covariance, posterior.latent(setup.test).covariance)
-
-
-def test_groups_of_directions_have_memory_of_their_own_and_are_copied_once():
-    both = torch.randn(19, 3, 5)
-    directions = {"weight": both[..., :4], "bias": both[..., 4]}
-    groups = direction_groups(directions)
-    assert [len(group["bias"]) for group in groups] == [8, 8, 3]
-    for name, wanted in directions.items():
-        assert torch.cat([group[name] for group in groups]).equal(wanted)
-    for group in groups:
-        assert all(value.is_contiguous() and value.storage_offset() == 0 for value in group.values())
-        (again,) = direction_groups(group)
-        assert all(again[name].data_ptr() == value.data_ptr() for name, value in group.items())
 
 
 def test_chunks_of_inputs_and_of_draws_change_nothing_but_the_random_numbers(monkeypatch):
@@ -183,16 +169,6 @@ def test_variances_are_differentiable_in_the_inputs():
     assert not posterior.latent(setup.test, via=lw.Linearized(draws=3)).variance.requires_grad
 
 
-def test_half_precision_and_one_output():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(torch.bfloat16).eval()
-    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    posterior = lw.fit(model, [(x, x[:, :1].float())], lw.Diagonal(), prior_precision=1.0)
-    latent = posterior.latent(x, via=lw.Linearized(draws=400))
-    assert latent.variance.dtype == torch.float32
-    exact = posterior.latent(x).variance
-    assert ((latent.variance - exact).abs() < 6 * latent.standard_error + 0.05 * exact).all()
-
-
 class _Once(torch.autograd.Function):
     """An operation without forward mode, whose backward pass has no derivative."""
 
@@ -239,9 +215,3 @@ def test_the_default_way_of_many_outputs(many, caplog):
     assert isinstance(uncertain, Latent)
     last = setup.fit(lw.KFAC(), params=lw.last_layer)
     assert isinstance(last.latent(setup.test), Latent)
-
-
-def test_uncertain_inputs_are_refused():
-    setup, posterior = fitted("diagonal")
-    with pytest.raises(lw.LapwingError, match=r"Linearized\(draws=8\) does not take lw.Uncertain inputs. Write via="):
-        posterior.latent(lw.Uncertain(setup.test, 0.1 * torch.ones_like(setup.test)), via=lw.Linearized(draws=8))

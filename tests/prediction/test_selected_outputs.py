@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import lapwing as lw
-from lapwing.covariance import Latent
 from tests.conformance import Setup, close
 from tests.zoo import ZOO
 
@@ -156,41 +154,7 @@ def test_gradients_in_the_inputs():
     close(gradient, wanted)
 
 
-def test_half_precision_orders_ties_the_same_way():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 50)).to(torch.bfloat16).eval()
-    x = torch.randn(30, 4).to(torch.bfloat16)
-    posterior = lw.fit(model, [(x, torch.arange(30))], lw.Diagonal(), prior_precision=1.0)
-    latent = posterior.latent(x, via=lw.Linearized(outputs=20))
-    close(latent.variance, posterior.latent(x).variance.gather(1, latent.outputs), 1e-5)
-
-
 @pytest.mark.parametrize("outputs", [0, -1, True, 2.5, [], [1, 1], [-1], "ab", [0.5], {1, 2}])
 def test_what_is_no_number_or_list_of_outputs(outputs):
     with pytest.raises(lw.LapwingError, match=r"needs a number of outputs, at least 1, or a list of different outputs"):
         lw.Linearized(outputs=outputs)
-
-
-def test_other_refusals():
-    setup, posterior = fitted("diagonal")
-    with pytest.raises(lw.LapwingError, match=r"There is no output 3: the network has 3, counted from 0"):
-        posterior.latent(setup.test, via=lw.Linearized(outputs=[0, 3]))
-    with pytest.raises(lw.LapwingError, match=r"not both"):
-        lw.Linearized(draws=4, outputs=2)
-    with pytest.raises(lw.LapwingError, match=r"List the outputs"):
-        posterior.latent(setup.test, via=lw.Linearized(outputs=2), joint=True)
-    with pytest.raises(lw.LapwingError, match=r"one output is selected. Write via=lw.Linearized\(outputs=10\)"):
-        posterior.predict(setup.test, via=lw.Linearized(outputs=1))
-    with pytest.raises(lw.LapwingError, match=r"cannot be deployed"):
-        lw.deploy(posterior, setup.test, via=lw.Linearized(outputs=2))
-    with pytest.raises(
-        lw.LapwingError, match=r"compares all outputs with the targets, and via=Linearized\(outputs=2\)"
-    ):
-        lw.scale_factor(posterior, setup.loader, via=lw.Linearized(outputs=2))
-    with pytest.raises(lw.LapwingError, match="selects some"):  # all of them, in another order than the targets
-        lw.scale_factor(
-            posterior, setup.loader, via=lw.Linearized(outputs=list(range(posterior.tangent.outputs))[::-1])
-        )
-    assert lw.Linearized(outputs=torch.tensor([1, 2])) == lw.Linearized(outputs=(1, 2))
-    assert isinstance(posterior.latent(setup.test, via=lw.Linearized(outputs=9)), Latent)
-    assert posterior.latent(setup.test, via=lw.Linearized(outputs=9)).mean.shape == (3, 3)

@@ -106,16 +106,6 @@ def test_part_of_the_parameters_equals_loops(patterns, mode):
     torch.testing.assert_close(latent.covariance, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_module_after_the_last_linear_layer_keeps_covariances():
-    x = torch.randn(4, 4, dtype=F64)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid()).double()
-    tangent = survey(model, x)
-    covariance = build(tangent, "kronecker")
-    J = tangent.record(x).rows()
-    latent = Streamlined().latent(tangent, covariance, x, joint=False)
-    torch.testing.assert_close(latent.covariance, J @ covariance.to_dense() @ J.mT)
-
-
 def test_inputs_and_model_are_left_alone():
     x = torch.randn(3, 4, dtype=F64)
     layers = (nn.Linear(4, 4), nn.Linear(4, 5), nn.ELU(inplace=True), nn.PReLU(), nn.Linear(5, 2))

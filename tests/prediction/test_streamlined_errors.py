@@ -10,7 +10,7 @@ from lapwing import tangent as tn
 from lapwing.covariance import DenseCovariance
 from lapwing.errors import LapwingError
 from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, build, mlp, psd, survey
+from tests.prediction.streamlined_oracle import F64, build, psd
 from tests.zoo import ZOO
 
 
@@ -56,32 +56,3 @@ def test_shared_weights_are_named(name, mode):
     names = {"tied": "embedding.weight", "shared_module": "shared.weight", "functional_reuse": "fc.weight"}
     case = ZOO[name]
     refuse(case.build(), case.inputs(3, 0), f"share the treated parameter {names[name]}", way=Streamlined(mode))
-
-
-def test_treated_weights_that_do_not_reach_the_outputs_are_named():
-    case = ZOO["attention"]
-    refuse(
-        case.build(),
-        case.inputs(3, 0),
-        "No treated parameter of PreNormAttention reaches its outputs",
-        tn.matching("query.*"),
-    )
-
-
-def test_options_are_checked():
-    x = torch.randn(3, 4, dtype=F64)
-    tangent = survey(mlp(), x)
-    covariance = build(tangent, "kronecker")
-    with pytest.raises(LapwingError, match=r"Diagonal mode has no covariance of the two sides.*Streamlined\('full'\)"):
-        Streamlined(residual="correlated")
-    with pytest.raises(LapwingError, match="no covariances between matched activations"):
-        Streamlined("full", activations="moments")
-    with pytest.raises(LapwingError, match="joint=True via lw.Streamlined"):
-        Streamlined().latent(tangent, covariance, x, joint=True)
-    with pytest.raises(LapwingError, match="NaN"):
-        Streamlined().latent(tangent, covariance, x / 0 * 0, joint=False)
-    tangent = survey(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).double(), x)
-    covariance = build(tangent, "kronecker")
-    tangent.model.train()
-    with pytest.raises(LapwingError, match=r"model.eval\(\)"):
-        Streamlined().latent(tangent, covariance, x, joint=False)

@@ -103,21 +103,6 @@ def test_a_rule_from_outside_says_what_its_positions_share(label: object, exact:
     assert (difference < 1e-10) == exact
 
 
-@pytest.mark.usefixtures("table")
-def test_targets_that_are_not_overloads_and_slopes_without_elementwise_calls_are_refused() -> None:
-    for target in ("squareplus.default", torch.relu, squareplus, torch.ops.lapwing_test.squareplus):
-        with pytest.raises(LapwingError, match="is not an overload. Pass torch.ops."):
-            register_operation(Operation(Kind.ELEMENTWISE), TARGET, target)
-    assert TARGET not in OPERATIONS  # none is registered if one is refused
-    with pytest.raises(LapwingError, match=r"A slope needs Kind\.ELEMENTWISE, and the operation has Kind\.OTHER"):
-        register_operation(Operation(slope=lambda a, y, name: y), TARGET)
-
-
-def test_a_rule_without_a_label_is_refused() -> None:
-    with pytest.raises(LapwingError, match="A moment rule needs a label"):
-        Operation(Kind.OTHER, lambda site, arguments: arguments["self"])
-
-
 def test_calls_without_an_entry_use_the_tags_of_torch() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -10,8 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from lapwing import tangent as tn
-from lapwing.covariance import Blockwise
-from lapwing.covariance.structures import DiagonalBlock
 from lapwing.errors import LapwingError
 from lapwing.network.eager import without_compiled
 from lapwing.prediction.linearized import Linearized
@@ -89,26 +87,6 @@ def test_one_transposed_convolution_is_exact(name, kind):
     expected = Linearized().latent(tangent, covariance, x, joint=False)
     torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).variance, expected.variance)
     torch.testing.assert_close(Streamlined("full").latent(tangent, covariance, x).covariance, expected.covariance)
-
-
-def test_transposed_and_plain_convolutions_agree_on_uncertain_inputs():
-    """With stride 1 a transposed convolution is the plain one of its kernels in reverse."""
-    torch.manual_seed(0)
-    plain, turned = nn.Conv2d(4, 3, 3, padding=1), nn.ConvTranspose2d(4, 3, 3, padding=1)
-    turned.load_state_dict({"weight": plain.weight.flip(-1, -2).transpose(0, 1), "bias": plain.bias})
-    first, last, x = nn.Conv2d(2, 4, 3), nn.Linear(3, 2), torch.rand(3, 2, 6, 6, dtype=F64)
-    results = []
-    for layer in (plain, turned):
-        model = nn.Sequential(first, nn.ReLU(), layer, mean_of_pixels(), last).double().eval()
-        tangent = tn.Tangent.survey(model, x, tn.matching("*"))
-        covariance = Blockwise(
-            tangent.blocks, {b.name: DiagonalBlock(torch.ones(b.size, dtype=F64)) for b in tangent.blocks},
-            torch.arange(1, 4, dtype=F64), 1.0,
-        )  # fmt: skip
-        results.append(Streamlined().latent(tangent, covariance, x).covariance)
-        results.append(Streamlined("full").latent(tangent, covariance, x).covariance)
-    torch.testing.assert_close(results[0], results[2])
-    torch.testing.assert_close(results[1], results[3])
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
@@ -229,25 +207,6 @@ def test_samples_anywhere_give_the_same(kind):
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
 
 
-def test_gates_are_the_same_at_all_positions():
-    """Squeeze and excitation: the gate has no positions, so what it multiplies moves as one."""
-
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return (x * torch.sigmoid(self.gate(x.mean((2, 3))))[:, :, None, None]).mean((2, 3))
-
-    torch.manual_seed(0)
-    model, x = Gated().double().eval(), torch.rand(4, 3, 5, 5, dtype=F64)
-    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
-    covariance = build(tangent, "diagonal")
-    expected = Linearized().latent(tangent, covariance, x, joint=False).variance
-    torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).variance, expected)
-
-
 # ---- products and gates
 
 
@@ -316,28 +275,6 @@ def test_heads_that_share_values_equal_repeated_ones(attention, positions):
         cross_attended(function, positions, 2, attention=attention) for function in (shared_values, repeated_values)
     ]
     torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
-
-
-def test_products_with_weights_written_as_sums():
-    class Written(nn.Module):
-        def __init__(self, weight_first):
-            super().__init__()
-            self.first, self.weight, self.weight_first = nn.Linear(4, 3), nn.Parameter(torch.randn(5, 3)), weight_first
-
-        def forward(self, x):
-            h = self.first(x)
-            if self.weight_first:
-                return torch.einsum("oi,bti->bto", self.weight, h).mean(1)
-            return torch.einsum("bti,oi->bto", h, self.weight).mean(1)
-
-    results = []
-    for weight_first in (True, False):
-        torch.manual_seed(0)
-        model, x = Written(weight_first).double().eval(), torch.rand(3, 6, 4, dtype=F64)
-        tangent = tn.Tangent.survey(model, x, tn.matching("*"))
-        torch.manual_seed(1)
-        results.append(Streamlined().latent(tangent, covariance_of(tangent), x).variance)
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(

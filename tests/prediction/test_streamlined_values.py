@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lapwing import tangent as tn
 from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, build, surveyed
+from tests.prediction.streamlined_oracle import F64, surveyed
 from tests.prediction.test_streamlined_networks import covariance_of
 from tests.prediction.test_streamlined_options import propagate
 from tests.zoo import ZOO
@@ -80,17 +79,3 @@ def test_networks_keep_means_and_do_not_depend_on_the_batch(name):
     assert ((latent.variance / plain.variance).log().abs() < 2).all()
     some = {k: t[:1] for k, t in x.items()} if isinstance(x, dict) else x[:1]
     torch.testing.assert_close(way.latent(tangent, covariance, some).covariance, latent.covariance[:1])
-
-
-def test_a_network_without_attention_gets_one_warning(caplog):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double().eval(), torch.randn(3, 3, dtype=F64)
-    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
-    covariance = build(tangent, "diagonal")
-    expected = Streamlined().latent(tangent, covariance, x).variance
-    caplog.clear()
-    for _ in range(2):
-        found = Streamlined(attention="features").latent(tangent, covariance, x)
-        torch.testing.assert_close(found.variance, expected)
-    (record,) = [record for record in caplog.records if record.name == "lapwing"]
-    assert "scaled_dot_product_attention" in record.getMessage()
