@@ -216,19 +216,6 @@ def test_functions_that_onnx_lacks(tmp_path: Path) -> None:
     assert_same(onnx_outputs(path, x[:3]), posterior, x[:3], lw.Streamlined(), "latent", 1e-5)
 
 
-def test_onnx_export_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    posterior, inputs = fitted("mlp")
-    predictor = lw.deploy(posterior, inputs(2))
-
-    def failing(*arguments: Any, **options: Any) -> None:
-        raise torch.onnx.OnnxExporterError("no such call\nmore")
-
-    monkeypatch.setattr(torch.onnx, "export", failing)
-    with pytest.raises(lw.LapwingError, match=r"torch\.onnx cannot write .*: no such call\. .*torch\.export"):
-        predictor.to_onnx(tmp_path / "network.onnx", inputs(2))
-
-
 @pytest.mark.parametrize("length", [4, 9])
 def test_texts_of_other_lengths(length: int) -> None:
     posterior, predictor = deployed("bert", "latent")
@@ -246,61 +233,6 @@ def test_zoo_in_double_precision(name: str) -> None:
         assert_same(
             predictor(case.inputs(size, 5)), posterior, case.inputs(size, 5), lw.Streamlined(), "prediction", 1e-11
         )
-
-
-class Sequence(nn.Module):
-    """Tokens, with the sequence first within: samples and positions share a dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(9, 6), nn.LayerNorm(6)
-        self.attention, self.head = nn.MultiheadAttention(6, 2), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.embed(x)).transpose(0, 1)
-        h = h + self.attention(h, h, h, need_weights=False)[0]
-        return self.head(torch.tanh(h).mean(0))
-
-
-def test_far_wider_than_linearised_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(20, 4), torch.arange(20) % 3
-    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Tanh())], nn.Linear(4, 3)).eval()
-    posterior = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=100.0)
-    lw.deploy(posterior, x)
-    assert "Streamlined variances" not in caplog.text
-    wide = posterior.with_prior(1e-3)
-    lw.deploy(wide, x)
-    ratio = wide.latent(x[:2], via=lw.Streamlined()).variance.mean() / wide.latent(x[:2]).variance.mean()
-    assert ratio > 100
-    assert f"Streamlined variances are {float(ratio):.1e} times the linearised ones" in caplog.text
-    assert "lw.scale_factor(posterior, loader, lw.Streamlined())" in caplog.text
-
-
-def test_examples_that_are_all_the_same() -> None:
-    """One sample of equal tokens does not show the dimension of the samples."""
-    model, x = Sequence().double().eval(), torch.randint(9, (7, 5))
-    posteriors = [lw.fit(model, [(x, torch.arange(7) % 3)], lw.Diagonal(), prior_precision=30.0) for _ in range(2)]
-    predictor = lw.deploy(posteriors[0], torch.zeros(1, 5, dtype=torch.long))
-    assert_same(predictor(x), posteriors[1], x, lw.Streamlined(), "prediction", 1e-11)
-
-
-def test_a_batch_of_one_size() -> None:
-    class Each(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(5, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(torch.stack([self.one(sample).tanh() for sample in x]))
-
-    x = torch.randn(4, 5)
-    posterior = lw.fit(Each().eval(), [(x, torch.arange(4) % 3)], params=lw.last_layer)
-    with pytest.raises(lw.LapwingError, match="one batch size only"):
-        lw.deploy(posterior, x)
-    for size in (4, 2, 1):  # read anew for each
-        found, wanted = posterior.latent(x[:size], via=lw.Streamlined()), posterior.latent(x[:size])
-        torch.testing.assert_close(found.covariance, wanted.covariance)
 
 
 # ---- posteriors, ways, likelihoods
@@ -456,32 +388,6 @@ def test_two_tensors() -> None:
 
 
 # ---- bad input
-
-
-def test_ways_that_cannot_be_deployed() -> None:
-    posterior, inputs = fitted("mlp")
-    with pytest.raises(lw.LapwingError, match=r"takes a posterior first, not Sequential"):
-        lw.deploy(posterior.model, inputs(2))  # type: ignore[arg-type]
-    for via in (lw.Streamlined("full"), lw.MonteCarlo(5), "streamlined"):
-        with pytest.raises(lw.LapwingError, match=r"via=.* cannot be deployed\. .*via=lw\.Streamlined\(\)"):
-            lw.deploy(posterior, inputs(2), via=via)  # type: ignore[arg-type]
-    with pytest.raises(
-        lw.LapwingError, match=r"lw\.Linearized\(\) deploys .* one linear layer at the end.*via=lw\.Streamlined\(\)"
-    ):
-        lw.deploy(posterior, inputs(2), via=lw.Linearized())
-
-
-def test_links_outputs_and_calls_that_cannot_be_deployed() -> None:
-    case = ZOO["lstm"]
-    data = [(case.inputs(3, 0), case.targets(3, 0))]
-    posterior = lw.fit(case.build(), data, lw.Diagonal(), likelihood=lw.Gaussian(0.1), prior_precision=30.0)
-    with pytest.raises(lw.LapwingError, match=r"aten\.lstm.*no moment rule.*params=lw\.matching"):
-        lw.deploy(posterior, data[0][0])
-    posterior, inputs = fitted("mlp")
-    with pytest.raises(lw.LapwingError, match=r"SampledLink.*no closed form.*link=Probit\(\) or link=LaplaceBridge"):
-        lw.deploy(posterior, inputs(2), link=lw.SampledLink(5))
-    with pytest.raises(lw.LapwingError, match=r"outputs='both'\) is not an option"):
-        lw.deploy(posterior, inputs(2), outputs="both")  # type: ignore[arg-type]
 
 
 def test_inputs_of_another_form() -> None:

@@ -163,17 +163,6 @@ def test_subspaces_of_all_rows_or_weights_are_the_whole(name, params):
         close(lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance, wanted, 1e-7)
 
 
-def test_ella_by_the_gram_matrix_of_its_rows(tmp_path, monkeypatch):
-    model, loader, x = case("transformer")
-    written = lw.fit(model, loader, lw.ELLA(rank=4, rows=12), prior_precision=1.0)
-    monkeypatch.setattr("lapwing.methods.subspace._fit", lambda *_: False)
-    other = lw.fit(model, loader, lw.ELLA(rank=4, rows=12), prior_precision=1.0)
-    close(other.latent(x).covariance, written.latent(x).covariance, 1e-6)
-    other.save(tmp_path / "posterior.safetensors")
-    again = lw.load(tmp_path / "posterior.safetensors", model)
-    close(again.latent(x).covariance, other.latent(x).covariance)
-
-
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.Full(form="primal")])
 def test_weights_of_samples_and_classes_count_at_every_position(method):
     model, loader, x = case("transformer")
@@ -409,17 +398,6 @@ def test_objects_with_logits_and_dicts_of_tokens():
     assert lw.fit(Dict(1).to(F64).eval(), [(images, pixels)]).predict(images).probs.shape == (3, CLASSES, 4, 5)
 
 
-def test_the_network_and_its_modes_are_as_before():
-    model, loader, x = case("3x3")
-    model.trunk.requires_grad_(False)
-    before = {name: (value.clone(), value.requires_grad) for name, value in model.state_dict(keep_vars=True).items()}
-    lw.fit(model, loader).predict(x)
-    for name, value in model.state_dict(keep_vars=True).items():
-        assert torch.equal(value, before[name][0])
-        assert value.requires_grad == before[name][1]
-        assert value.grad is None
-
-
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_draws_of_linearised_outputs(name):
     model, loader, x = case(name)
@@ -432,14 +410,6 @@ def test_draws_of_linearised_outputs(name):
     assert posterior.predict(x, via=lw.Linearized(draws=8)).entropy().shape == posterior.predict(x).entropy().shape
 
 
-def test_half_precision_and_thousands_of_classes():
-    head = nn.Linear(4, 1500).bfloat16().eval()
-    x, y = torch.randn(3, 5, 4).bfloat16(), torch.randint(1500, (3, 5))
-    posterior = lw.fit(head, [(x, y)], prior_precision=1.0)
-    assert posterior.predict(x).probs.shape == (3, 5, 1500)
-    assert posterior.predict(x).entropy().dtype == torch.float32
-
-
 def test_compare_counts_positions():
     model, loader, _ = case("3x3")
     table = compare({"KFAC": lw.fit(model, loader)}, loader[:1], foreign=loader[1][0])
@@ -450,34 +420,6 @@ def test_compare_counts_positions():
     assert "AUROC" in table["KFAC"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda x, y: (x, y.mT), "one for each position"),
-        (lambda x, y: (x, y[:, :-1]), "one for each position|Pass one"),
-        (lambda x, y: (x, y.clamp_min(0) + 5), "accepts labels 0 to 2"),
-    ],
-)
-def test_targets_that_do_not_fit_are_refused(change, said):
-    model, loader, _ = case("3x3")
-    for params in (lw.last_layer, lw.everything):
-        with pytest.raises(lw.LapwingError, match=said):
-            lw.fit(model, [change(*loader[0])], lw.KFAC(), params=params)
-
-
-def test_what_does_not_take_positions_says_so():
-    model, loader, x = case("3x3")
-    posterior = lw.fit(model, loader)
-    with pytest.raises(lw.LapwingError, match="joint"):
-        posterior.latent(x, joint=True)
-    with pytest.raises(lw.LapwingError, match="positions"):
-        lw.deploy(posterior, x)
-    with pytest.raises(lw.LapwingError, match="Predict each batch"):
-        lw.fit(model, loader).predict(loader)
-    value = posterior.log_marginal_likelihood(linearised_mode=True, loader=loader)
-    assert value > posterior.log_marginal_likelihood()
-
-
 def test_labels_of_which_none_counts():
     model, loader, _ = case("3x3")
     none = [(x, torch.full_like(y, -100)) for x, y in loader]
@@ -486,23 +428,3 @@ def test_labels_of_which_none_counts():
     with pytest.raises(lw.LapwingError, match="None of the held-out labels counts"):
         lw.fit(model, loader, validation=none)
     assert lw.fit(model, [loader[0], none[1]]).samples == 5
-
-
-def test_the_plan_of_a_fit_over_positions():
-    model, loader, _ = case("3x3")
-    for params in (lw.last_layer, lw.everything):
-        assert lw.plan(model, loader, lw.KFAC(), params=params).passes >= 1
-
-
-def test_a_prediction_at_positions_in_other_units():
-    torch.manual_seed(0)
-    model = nn.Conv2d(2, 2, 3, padding=1).to(F64).eval()
-    x, y = torch.randn(3, 2, 4, 5, dtype=F64), torch.randn(3, 2, 4, 5, dtype=F64)
-    mean, std = torch.tensor([1.0, 2.0]).to(F64), torch.tensor([3.0, 0.5]).to(F64)
-    prediction = lw.fit(model, [(x, y)], likelihood=lw.Gaussian(0.3), prior_precision=1.0).predict(x)
-    scaled, shift, scale = prediction.scaled(mean, std), mean[:, None, None], std[:, None, None]
-    close(scaled.mean, shift + scale * prediction.mean)
-    close(scaled.interval(0.9)[0], shift + scale * prediction.interval(0.9)[0])
-    close(scaled.log_prob(shift + scale * y), prediction.log_prob(y) - std.log().sum())
-    close(scaled.prediction.std, prediction.std)
-    assert scaled.sample(2).shape == (2, 3, 2, 4, 5)
