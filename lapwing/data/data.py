@@ -1,9 +1,9 @@
-"""Data behind the door: what a user passed, as batches that every pass reads again, on one process or several."""
+"""`Data`: the user's data as batches that every pass reads again, in one process or several."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
-    TensorDataset,
 )
 
 from .. import ranks
@@ -30,18 +29,19 @@ from .loaders import equal_batches, first_batch, known_size, sampler_size
 log = logging.getLogger("lapwing")
 
 SHARE_OUT = "Let the data set share them out by torch.utils.data.get_worker_info(), or use num_workers=1."
+"""Advice if each worker of a loader shows all samples."""
 
 
 class Data:
     """Training or held-out data: an iterable of batches that can be read several times.
 
-    Over several processes these are the data of this rank, and the joined data are those of all ranks, in order. A
-    `DistributedSampler` repeats samples so that all ranks have equally many. `Data` leaves these out: sample k of rank
-    r is number `r + k R` of the sampler's order, or no sample if that order is shorter.
+    Over several processes these are the data of this rank. The joined data are the data of all ranks, in order. A
+    `DistributedSampler` repeats samples until all ranks have the same number, and `Data` leaves the repeated samples
+    out: sample k of rank r is number `r + k R` of the sampler's order, or no sample if that order is shorter.
 
     Args:
-        given: data as the user passed them: see `as_loader`.
-        network: network whose weights give the dtype of arrays.
+        given: the user's data, in any form that `as_loader` accepts.
+        network: network whose weights decide the dtype of arrays.
         sample_weights: whether the batches hold sample weights. Then `Data` yields `batches.Weighted`.
 
     Attributes:
@@ -88,10 +88,10 @@ class Data:
 
     @cached_property
     def first(self) -> Any:
-        """The first batch of the joined data, on every rank. Collective the first time.
+        """First batch of the joined data, on every rank. The first access is collective.
 
         Raises:
-            LapwingError: if the loader is none, can be read only once, or shows no sample.
+            LapwingError: if the data are not a loader, can be read only once, or hold no sample.
         """
         if not ranks.several():
             first = first_batch(self.loader)
@@ -112,36 +112,33 @@ class Data:
         return first
 
     def first_of_rank(self) -> list[Tensor]:
-        """Returns the tensors of the first batch of this rank; none if it has no batch.
+        """Returns the tensors of the first batch of this rank, or an empty list if it has no batch.
 
         Raises:
             LapwingError: if the loader shows another first batch the second time.
         """
         once, again = (batches.tensors(next(iter(self), ())) for _ in range(2))
-        if len(again) != len(once) or not all(
-            one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
-            for one, other in zip(once, again, strict=True)
-        ):
+        if not equal_batches(once, again):
             raise LapwingError(
-                "The loader shows other samples the second time, and a checkpoint counts on their order. Pass "
+                "The loader shows other samples the second time, and a checkpoint needs the same order. Pass "
                 "shuffle=False; the fit does not depend on the order."
             )
         return once
 
     @property
     def known_size(self) -> int | None:
-        """The number of samples of all ranks, or None if it is unknown before the data are read in one process."""
+        """Number of samples of all ranks; None if one process has to read its data to count them."""
         return sum(map(sum, self.sizes)) if ranks.several() else known_size(self.loader)
 
     @property
     def expected_size(self) -> int | None:
-        """`known_size`, or else the number of samples that a sampler draws, which a `collate_fn` may change."""
+        """`known_size`, or if it is None, the number of samples that the sampler draws; a `collate_fn` may change it."""
         known = self.known_size
         return sampler_size(self.loader) if known is None and isinstance(self.loader, DataLoader) else known
 
     @cached_property
     def sizes(self) -> list[list[int]]:
-        """The sizes of the batches of each rank. Collective the first time; reads a loader that has no length."""
+        """Sizes of the batches of each rank. The first access is collective, and reads a loader of unknown size."""
         loader, count = self.loader, known_size(self.loader) if isinstance(self.loader, DataLoader) else None
         if count is None:
             sizes = [size for size in (batches.size(batches.split(batch)[0]) for batch in self) if size]
@@ -153,40 +150,32 @@ class Data:
 
     @property
     def before(self) -> list[int]:
-        """The sizes of the batches of the ranks before this one; none in one process."""
+        """Sizes of the batches of the ranks before this one; an empty list in one process."""
         earlier = self.sizes[: ranks.rank()] if ranks.several() else []
         return [size for part in earlier for size in part]
 
     def on_first_rank(self) -> Any:
-        """Returns the joined data as a list of batches on rank 0, and an empty list on the others.
-
-        In one process it returns the data themselves.
-        """
+        """Returns the joined data as a list on rank 0, an empty list on other ranks, and `self` in one process."""
         return ranks.gathered_on_first("the held-out data", list(self)) if ranks.several() else self
 
     def overlaps(self, other: Data) -> bool:
-        """Whether two data sets are the same, share memory, or begin with the same samples."""
-        firsts = [batches.split(one.first) for one in (self, other)]
-        same = self.loader is other.loader or (
-            self._shows_all and other._shows_all and self.loader.dataset is other.loader.dataset
-        )
-        parts = [one._tensors(first) for one, first in zip((self, other), firsts, strict=True)]
-        return any(ranks.gathered("held-out data", same)) or _share_memory(*parts) or _same_rows(*firsts)
+        """Whether two data sets have the same loader, show the same data set, or begin with the same samples."""
+        same = ranks.gathered("held-out data", self._source is other._source)
+        mine, theirs = (batches.split(one.first, torch.device("cpu")) for one in (self, other))
+        rows = slice(0, min(batches.size(mine[0]), batches.size(theirs[0])))
+        return any(same) or equal_batches(batches.take(mine, rows), batches.take(theirs, rows))
 
     @property
-    def _shows_all(self) -> bool:
-        """Whether a data loader shows its whole data set, in any order."""
-        return isinstance(self.loader, DataLoader) and type(self.loader.sampler) in (RandomSampler, SequentialSampler)
-
-    def _tensors(self, first: Any) -> Sequence[Tensor]:
-        """Returns the tensors of a data set that is shown whole, or else those of the first batch."""
-        whole = self._shows_all and isinstance(self.loader.dataset, TensorDataset)
-        return self.loader.dataset.tensors if whole else batches.tensors(first)
+    def _source(self) -> Any:
+        """The data set of a data loader that shows all of it, in any order; otherwise the loader."""
+        loader = self.loader
+        whole = isinstance(loader, DataLoader) and type(loader.sampler) in (RandomSampler, SequentialSampler)
+        return loader.dataset if whole else loader
 
     def warn_of_unseen(self, shown: int | None) -> None:
-        """Warns if a data loader shows fewer samples than its data set has, or each of them once for each worker.
+        """Warns if a data loader shows fewer samples than its data set has, or shows each once per worker.
 
-        Over several processes each loader shows its share, so nothing is checked.
+        Over several processes each loader shows its share, so it is not checked. `shown` is n; None checks nothing.
         """
         loader = self.loader
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -199,48 +188,28 @@ class Data:
             two = list(islice(loader, 2)) if streams else []
             if len(two) == 2 and equal_batches(*two):
                 log.warning(
-                    "Two workers of the loader begin with the same batch: each sample may count once a worker. %s",
+                    "Two workers of the loader begin with the same batch: each sample may count once per worker. %s",
                     SHARE_OUT,
                 )  # fmt: skip
             return
         if shown < total:
             chosen = isinstance(getattr(loader.batch_sampler, "sampler", None), SubsetRandomSampler)
             log.log(
-                logging.INFO if chosen else logging.WARNING,  # such a sampler says which samples are meant
+                logging.INFO if chosen else logging.WARNING,  # the user chose the samples of such a sampler
                 "The loader shows %d of the %d samples of its data set, and the posterior is that of %d. Pass "
                 "data_size=%d if the network was trained on all of them.", shown, total, shown, total,
             )  # fmt: skip
         elif isinstance(loader.dataset, IterableDataset) and shown == total * loader.num_workers > total:
             log.warning(
-                "The loader shows %d samples, each of the %d of its data set once a worker. %s",
+                "The loader shows %d samples, each of the %d of its data set once per worker. %s",
                 shown, total, SHARE_OUT,
             )  # fmt: skip
 
 
 def _unrepeated(loader: Any) -> int | None:
-    """Returns the number of samples of a loader that its `DistributedSampler` does not repeat; None for all."""
+    """Returns the number of samples that a `DistributedSampler` does not repeat; None without such a sampler."""
     batch_sampler = getattr(loader, "batch_sampler", None) if isinstance(loader, DataLoader) else None
     sampler = batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return None
     return max(0, -((sampler.rank - len(sampler.dataset)) // sampler.num_replicas))  # type: ignore[arg-type]
-
-
-def _share_memory(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether inputs and targets share memory, as if one table was shuffled for training."""
-    return len(one) == len(other) and all(
-        a.device == b.device and not a.is_meta
-        and a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
-        for a, b in zip(one, other, strict=True)
-    )  # fmt: skip
-
-
-def _same_rows(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    """Whether the shorter of two batches is the beginning of the longer one."""
-    count = min(batches.size(one[0]), batches.size(other[0]))
-    rows = [[tensor[:count] for tensor in batches.tensors(batch)] for batch in (one, other)]
-    if any(tensor.is_meta for tensors in rows for tensor in tensors):
-        return False
-    rows = [[tensor.cpu() for tensor in tensors] for tensors in rows]
-    kinds = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in rows]
-    return kinds[0] == kinds[1] and all(torch.equal(*pair) for pair in zip(*rows, strict=True))

@@ -1,4 +1,4 @@
-"""What comes out of a loader: its size, the first batch, all batches, checked."""
+"""Loaders: their size, their first batch, and checks of their batches."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from . import batches
 
 
 def equal_batches(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same numbers."""
-    first, second = batches.tensors(one), batches.tensors(other)
-    return len(first) == len(second) and all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second, strict=True))
+    """Whether two batches hold equal tensors. NaN equals NaN."""
+    first, second = ([x.cpu().nan_to_num() for x in batches.tensors(batch)] for batch in (one, other))
+    return [x.dtype for x in first] == [x.dtype for x in second] and all(map(torch.equal, first, second))
 
 
 def first_batch(loader: Any) -> Any:
-    """Returns the first batch, and makes sure that the loader begins again.
+    """Returns the first batch of a loader that can be read several times.
 
     Raises:
-        LapwingError: for no loader, for one that can be gone through once only, and for one without samples.
+        LapwingError: if this is not a loader, can be read only once, or has no samples.
     """
     batches.check_loader(loader, "A fit")
     iterator = iter(loader)
-    if not isinstance(loader, DataLoader) and iter(loader) is iterator:  # one with lasting workers keeps and resets it
+    # with `persistent_workers` a DataLoader returns the same iterator, reset
+    if not isinstance(loader, DataLoader) and iter(loader) is iterator:
         raise LapwingError(
-            f"The loader, of type {type(loader).__name__}, can be gone through once only, and every pass needs the "
-            "same data. Pass a DataLoader or a list of batches, not a generator."
+            f"The loader, of type {type(loader).__name__}, can be read only once, and every pass needs the same "
+            "data. Pass a DataLoader or a list of batches, not a generator."
         )
     for batch in iterator:
         if isinstance(loader, IterableDataset) and not _is_batch(batch):
             raise LapwingError(
-                f"The data set, of type {type(loader).__name__}, yields {batches.describe(batch)}, which is no batch. "
-                "Pass torch.utils.data.DataLoader(dataset, batch_size=100), which joins its samples."
+                f"The data set, of type {type(loader).__name__}, yields {batches.describe(batch)}, which is not a "
+                "batch. Pass torch.utils.data.DataLoader(dataset, batch_size=100), which joins its samples."
             )
         if batches.size(batches.split(batch)[0]) == 0:
             raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")
@@ -49,7 +50,7 @@ def first_batch(loader: Any) -> Any:
 
 
 def _is_batch(item: Any) -> bool:
-    """Whether an item of a data set holds as many inputs as targets."""
+    """Whether an item of a data set is a batch: it has the same number of inputs and targets."""
     try:
         inputs, targets = batches.split(item)
         return hasattr(targets, "__len__") and batches.size(inputs) == len(targets)
@@ -58,9 +59,9 @@ def _is_batch(item: Any) -> bool:
 
 
 def known_size(loader: Any) -> int | None:
-    """Returns how many samples a loader is sure to show, without going through it; None where it does not say.
+    """Returns the number of samples of a loader without reading it, or None if it is unknown.
 
-    Lists and tuples of batches say, and a `DataLoader` that keeps to its sampler and joins samples as torch does.
+    It is known for lists and tuples of batches, and for a `DataLoader` with torch's own iterator and `collate_fn`.
     """
     if type(loader) in (list, tuple):
         return sum(batches.size(batches.split(batch)[0]) for batch in loader)
@@ -70,19 +71,19 @@ def known_size(loader: Any) -> int | None:
 
 
 def sampler_size(loader: DataLoader) -> int | None:
-    """Returns how many samples a loader draws; None where its sampler does not say."""
-    taken = loader.batch_sampler
-    if type(taken) is not BatchSampler:
+    """Returns the number of samples that the sampler of a loader draws, or None if it is unknown."""
+    drawn = loader.batch_sampler
+    if type(drawn) is not BatchSampler:
         return None
     try:
-        count = len(taken.sampler)  # type: ignore[arg-type]  # `loader.sampler` is unused where this one was given
-    except (TypeError, NotImplementedError):  # over an iterable data set, or a sampler that has no end
+        count = len(drawn.sampler)  # type: ignore[arg-type]  # `loader.sampler` is unused if the user gave this one
+    except (TypeError, NotImplementedError):  # an iterable data set, or a sampler without an end
         return None
-    return count - count % taken.batch_size if taken.drop_last else count
+    return count - count % drawn.batch_size if drawn.drop_last else count
 
 
 def other_size(shown: int, to: str, before: int | None) -> LapwingError:
-    """Returns the error of a loader that shows another number of samples than before, or none after a first batch."""
+    """Returns the error for a loader that shows another number of samples than before; `before` None: a batch."""
     first = "a batch" if before is None else f"{before}"
     return LapwingError(
         f"The loader showed {first} at first and shows {shown} samples {to}. Every pass needs the same data. Pass a "
@@ -91,22 +92,22 @@ def other_size(shown: int, to: str, before: int | None) -> LapwingError:
 
 
 def check_progress(progress: Any) -> None:
-    """Raises for a `progress` that is neither True, False nor None."""
+    """Raises unless `progress` is True, False or None."""
     if progress is not None and not isinstance(progress, bool):
         raise LapwingError(
-            f"progress={shown(progress)} is neither True, for a bar, nor False, nor None, for a bar on a terminal. "
-            "Write progress=False."
+            f"progress={shown(progress)} is not True, False, or None, for a bar only on a terminal. Write "
+            "progress=False."
         )
 
 
 def check_seed(seed: Any) -> None:
-    """Raises for a seed that is not a whole number from 0 to 2**63 - 1."""
+    """Raises unless a seed is a whole number from 0 to 2**63 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
         raise LapwingError(f"seed={shown(seed)} is not a whole number from 0 to 2**63 - 1. Write seed=0.")
 
 
 def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
-    """Yields inputs, targets and sample weights of batches that are not empty, on the network's device."""
+    """Yields the inputs, targets and sample weights of non-empty batches, on the device of the network."""
     device = next(network.parameters()).device
     for number, raw in enumerate(loader, 1):
         inputs, targets = batches.split(raw, device)

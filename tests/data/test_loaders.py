@@ -185,7 +185,7 @@ class Twice(IterableDataset):
 def test_samples_that_each_worker_shows_are_said(caplog: pytest.LogCaptureFixture) -> None:
     loader = DataLoader(Twice(), batch_size=5, num_workers=2)
     assert lw.fit(network(), loader, tune=None).samples == 40
-    assert "shows 40 samples, each of the 20 of its data set once a worker" in caplog.text
+    assert "shows 40 samples, each of the 20 of its data set once per worker" in caplog.text
 
 
 class WithoutLength(IterableDataset):
