@@ -1,16 +1,16 @@
-"""Checkpoints of a fit: the states of its passes in a file, so that a fit that was killed can go on.
+"""Checkpoints of a fit: the states of its passes in a file, so that a killed fit can continue.
 
-A method is a generator that gets the finished state of each pass. A checkpoint holds these states, and the unfinished
-state of a sum pass. To go on, the generator runs again: finished passes are answered from the file, and the unfinished
-pass skips the batches that it has added. Everything between passes and after them, tuning included, is computed again.
+A method is a generator that receives the finished state of each pass. A checkpoint holds these states, and the state of
+an unfinished sum pass. To continue, the generator runs again: finished passes are answered from the file, and the
+unfinished pass skips the batches that its state contains. Everything between and after passes is computed again,
+including the tuning.
 
-The file is written only between batches and after passes, never after an exception. Of several processes rank 0 writes
-it, after passes only, when the state is the same on all ranks.
+The file is written only between batches and after passes, and never after an exception. Over several processes rank 0
+writes it, only after passes, because then the state is the same on all ranks.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -18,21 +18,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import ranks
 from ..data.data import Data
 from ..errors import LapwingError, shown
 from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from .fingerprints import differences, fingerprint_of
-from .runner_state import RunnerState, SavedPass
+from .runner_state import RunnerState
 
 log = logging.getLogger("lapwing")
 
-FORMAT = 3
+FORMAT = 4
 """Version of the contents of a checkpoint."""
 
 SECONDS = 60.0
-"""Time between two checkpoints of a pass, if `every` is None."""
+"""Minimum time between two writes of the file within a pass, if `every` is None."""
+
+Saved = tuple[str, dict[str, Tensor]]
+"""Label of a pass, and copies of the tensors of its state."""
 
 
 class Checkpoint:
@@ -40,7 +44,7 @@ class Checkpoint:
 
     Args:
         path: path of the file.
-        every: number of batches between two checkpoints of a pass; None writes one a minute.
+        every: number of batches between two writes of the file within a pass; None writes it once a minute.
 
     Raises:
         LapwingError: if the path or the number cannot be used.
@@ -55,8 +59,8 @@ class Checkpoint:
         self._target = place_of(path)[0]
         self.path, self._every = os.fspath(path), every
         self._fit: dict[str, Any] = {}
-        self._passes: list[SavedPass] = []  # finished in this call or an earlier one
-        self._left: list[SavedPass] = []  # from the file, not yet used
+        self._passes: list[Saved] = []  # finished in this call or an earlier one
+        self._left: list[Saved] = []  # from the file, not yet used
         self._batches, self._time = 0, time.monotonic()
 
     def open(self, data: Data, described: Mapping[str, Any]) -> None:
@@ -71,37 +75,36 @@ class Checkpoint:
                 damaged or belongs to another fit.
         """
         first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
-        self._fit = json.loads(json.dumps({**described, "the first batch": first}))
+        self._fit = {**described, "the first batch": first}
         self._left = ranks.on_first("the checkpoint", self._read)
 
-    def _read(self) -> list[SavedPass]:
-        """Returns the passes of the file, none if there is no file."""
+    def _read(self) -> list[Saved]:
+        """Returns the passes of the file, or an empty list if it does not exist."""
         check_writable(self._target)
         remove_temporaries(self._target)
         if not self._target.exists():
             return []
-        passes = []
         try:
             tensors, header = read_safetensors(self._target)
             kept = header["checkpoint"]
             if kept["version"] != FORMAT:
                 raise ValueError
             different = differences(self._fit, kept["fit"])
-            for number, (label, on_cpu) in enumerate(kept["passes"]):
-                start = f"{number}/"
-                parts = {path.removeprefix(start): t for path, t in tensors.items() if path.startswith(start)}
-                passes.append(SavedPass(label, parts, on_cpu))
+            passes: list[Saved] = [(label, {}) for label in kept["passes"]]
+            for path, tensor in tensors.items():
+                number, _, name = path.partition("/")
+                passes[int(number)][1][name] = tensor
         except (LapwingError, KeyError, TypeError, ValueError) as error:
             raise self._damaged() from error
         if different:
             raise LapwingError(
                 f"The checkpoint {self.path} is of another fit, which differs in {', '.join(sorted(different))}. Pass "
-                "what was passed to that fit, or delete the file to begin anew."
+                "what was passed to that fit, or delete the file to begin again."
             )
         return passes
 
     def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
-        """Returns the saved state of the next pass, or `fresh` if the file has no further pass.
+        """Returns the saved state of the next pass, or `fresh` if the file has no more passes.
 
         Args:
             label: label of the pass.
@@ -111,27 +114,24 @@ class Checkpoint:
         if not self._left:
             return fresh
         saved = self._left.pop(0)
-        if saved.label != label:
+        if saved[0] != label:
             raise self._damaged()
-        try:
-            state = saved.restored(fresh, device)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise self._damaged() from error
+        state = _restored(saved[1], fresh, device)
         if state.finished:
             self._passes.append(saved)
-        log.info("The fit goes on from %s, after %d batches of '%s'.", self.path, state.batches, label)
+        log.info("The fit continues from %s, after %d batches of '%s'.", self.path, state.batches, label)
         return state
 
     def after_batch(self, label: str, state: RunnerState) -> None:
-        """Writes the file if it is time. Several processes write it after passes only."""
+        """Writes the file if it is due. Over several processes it is written only after passes."""
         self._batches += 1
         due = self._batches >= self._every if self._every is not None else time.monotonic() - self._time >= SECONDS
         if due and not ranks.several():
-            self._write([*self._passes, SavedPass.of(label, state)])
+            self._write([*self._passes, (label, _copied(state))])
 
     def after_pass(self, label: str, state: RunnerState) -> None:
         """Writes the file."""
-        self._passes.append(SavedPass.of(label, state))
+        self._passes.append((label, _copied(state)))
         if ranks.rank() == 0:
             self._write(self._passes)
 
@@ -139,7 +139,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Removes the file of a fit that has ended, or else logs where it is."""
+        """Removes the file if the fit has ended; otherwise logs its path."""
         if ranks.rank():
             return
         if kind is None:
@@ -148,22 +148,37 @@ class Checkpoint:
             except OSError as error:
                 log.warning("The fit has ended, and its checkpoint cannot be removed: %s. Delete it.", error)
         elif self._target.exists():
-            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to go on.", self.path)
+            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to continue.", self.path)
 
     def _damaged(self) -> LapwingError:
         return LapwingError(
-            f"The file {self.path} is no checkpoint of this version, or is damaged. Pass another path, or delete it "
-            "to begin anew."
+            f"The file {self.path} is not a checkpoint of this version, or is damaged. Pass another path, or delete "
+            "it to begin again."
         )
 
-    def _write(self, passes: list[SavedPass]) -> None:
-        """Writes the file. The fit goes on if that fails."""
-        tensors = {
-            f"{number}/{path}": tensor for number, saved in enumerate(passes) for path, tensor in saved.tensors.items()
-        }
-        kept = {"version": FORMAT, "fit": self._fit, "passes": [[saved.label, saved.on_cpu] for saved in passes]}
+    def _write(self, passes: list[Saved]) -> None:
+        """Writes the file. The fit continues if that fails."""
+        tensors = {f"{i}/{path}": tensor for i, (_, flat) in enumerate(passes) for path, tensor in flat.items()}
+        kept = {"version": FORMAT, "fit": self._fit, "passes": [label for label, _ in passes]}
         try:
             write_safetensors(self._target, tensors, {"checkpoint": kept})
         except LapwingError as error:
-            log.warning("The checkpoint was not written, and the fit goes on. %s", error)
+            log.warning("The checkpoint was not written, and the fit continues. %s", error)
         self._batches, self._time = 0, time.monotonic()
+
+
+def _copied(state: RunnerState) -> dict[str, Tensor]:
+    """Copies the tensors of a state to the CPU, under `cpu/path` if they are there already, or else `device/path`."""
+    return {
+        f"{'cpu' if tensor.device.type == 'cpu' else 'device'}/{path}": tensor.detach().to("cpu", copy=True)
+        for path, tensor in state.tensors().items()
+    }
+
+
+def _restored(saved: Mapping[str, Tensor], fresh: RunnerState, device: torch.device) -> RunnerState:
+    """Returns the state with copies of the tensors that `_copied` returned, on the devices of the fit."""
+    flat = {}
+    for key, tensor in saved.items():
+        place, _, path = key.partition("/")
+        flat[path] = tensor.to("cpu" if place == "cpu" else device, copy=True)
+    return fresh.with_tensors(flat)

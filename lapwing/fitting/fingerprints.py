@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from .. import ranks
 from ..errors import LapwingError
@@ -16,10 +17,10 @@ from ..network.stamp import fingerprint
 
 
 def fingerprint_of(value: Any) -> Any:
-    """Returns a value as JSON: numbers and texts as they are, tensors by sums, other objects by their type.
+    """Returns a value as JSON: numbers and strings unchanged, tensors as sums, other objects as the name of their type.
 
-    It holds no address, so it is the same in another process. Held-out data, the field `loader` of a tuning, are left
-    out.
+    It contains no address, so it is the same in another process. The field `loader` of a tuning, its held-out data, is
+    left out.
     """
     if isinstance(value, Tensor):
         return [list(value.shape), str(value.dtype), *fingerprint(value).nan_to_num().tolist()]
@@ -46,28 +47,26 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return type(one) is type(other) and bool(one == other)
+    (first, nest), (second, other_nest) = tree_flatten(one), tree_flatten(other)
+    return nest == other_nest and all(
+        math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) if isinstance(a, float) and isinstance(b, float) else a == b
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def check_same_network(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raises if the weights differ between ranks, or if every call of the network is collective."""
+    """Raises if the weights differ between ranks, or if the network is a DistributedDataParallel."""
     if not ranks.several():
         return
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise LapwingError(
-            "The model is a DistributedDataParallel, whose calls wait for one another, and each process calls it as "
-            "often as its share needs. Pass the network inside: model.module."
+            "The model is a DistributedDataParallel, whose calls wait for each other, but the processes of a fit make "
+            "different numbers of calls. Pass the network inside: model.module."
         )
     every = ranks.gathered("the weights", fingerprint_of(state))
     for other, prints in enumerate(every):
         for name in differences(every[0], prints)[:1]:
             raise LapwingError(
-                f"The network of process {other} has other weights than that of process 0: {name} differs. Load the "
-                "state dict of one process in all of them (training in parallel leaves batch norm's statistics apart)."
+                f"The network of process {other} has other weights than the network of process 0: {name} differs. Load "
+                "one state dict in all processes (parallel training lets the statistics of batch norm diverge)."
             )

@@ -1,6 +1,6 @@
-"""Runs a method's passes over a loader: the one place that holds states and counts batches. `fit` calls it.
+"""Runs the passes of a method over the data. Only this file holds the states of passes and counts batches.
 
-All that it needs to go on after an interruption is a `RunnerState`; `checkpoint.py` brings that into a file.
+A `RunnerState` holds everything that it needs to continue after an interruption; `checkpoint.py` writes it to a file.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Advance = Callable[[], Any]
 
 
 class Runner:
-    """Reads the data for each pass of a method, and sums the likelihood's statistics once on the way.
+    """Reads the data for each pass of a method. The first pass over all samples also sums likelihood statistics.
 
     Args:
         data: training data.
         prefixes: number of covariances of the first samples (a half, a quarter, ...) to keep.
-        data_size: N, if the user gave it; then n is not counted, since a stream may have no end.
-        checkpoint: file from which an interrupted fit goes on, or None.
+        data_size: N, if the user gave it; then n is not counted, because a stream may be endless.
+        checkpoint: checkpoint of the fit, or None.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Runner:
 
     @property
     def whole(self) -> bool:
-        """Whether the summary covers all samples; it does not if a method's steps ended before the data did."""
+        """Whether the summary covers all samples; False if the steps of a method ended before the data."""
         return self._at.whole
 
     def labels(self) -> Tensor:
-        """Returns the n class labels, -1 for other targets. The first call reads the loader."""
+        """Returns the n class labels, -1 for targets of other kinds. The first call reads the data."""
         if self._labels is None:
             parts = [torch.zeros(0, dtype=torch.int64)]
             for batch in tracked(self._data, "labels"):
@@ -68,18 +68,18 @@ class Runner:
         return self._labels
 
     def shown(self) -> int | None:
-        """Returns n, the number of samples of the data, without reading them; None if it is unknown."""
+        """Returns n, the number of samples, without reading the data; None if it is unknown."""
         return self._at.size or self._data.expected_size
 
     def count(self) -> int:
-        """Returns n. If the loader does not say, it is the samples so far if N is given, or else counted."""
+        """Returns n. If it is unknown, returns the number of samples read so far if N is given, or else counts them."""
         known = self.shown()
         if known is None and self._data_size is not None and self._at.summary.samples:
             return self._at.summary.samples
         return len(self.labels()) if known is None else known
 
     def summary(self) -> DataSummary:
-        """Returns the likelihood's sums over the samples that the passes have read."""
+        """Returns the likelihood statistics of the samples that the passes have read."""
         return self._at.summary
 
     def prefixes(self) -> dict[int, tuple[Covariance, dict[str, Tensor]]]:
@@ -90,7 +90,7 @@ class Runner:
     def run(self, method: Method, problem: Problem) -> FitResult:
         """Runs all passes; returns the method's result."""
         passes = method.passes(problem)
-        answers: list[State | None] = [None]  # whose states live no longer than the method needs them
+        answers: list[State | None] = [None]  # `pop` leaves the method the only reference to a state
         while True:
             try:
                 step = passes.send(answers.pop())
@@ -115,7 +115,7 @@ class Runner:
                 self._checkpoint = None
         before, drawn = self._at, problem.root.generator.get_state()
 
-        def through() -> None:  # again from the start, with shorter chunks, if the device runs out of memory
+        def through() -> None:  # if the device runs out of memory, this is called again with shorter chunks
             problem.root.generator.set_state(drawn)
             self._at = self._begin(step, before, problem)
             if not self._at.finished:
@@ -132,7 +132,7 @@ class Runner:
         return self._answer(step)
 
     def _begin(self, step: Pass, before: RunnerState, problem: Problem) -> RunnerState:
-        """Returns the state at the start of a pass, or the state that a checkpoint has of it."""
+        """Returns the state at the start of a pass, or the state in the checkpoint."""
         at = replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False)
         if self._checkpoint is None:
             return at
@@ -145,7 +145,7 @@ class Runner:
         return at
 
     def _collects(self, step: Pass) -> bool:
-        """Whether a pass sums the likelihood's statistics: the first one that reads all samples."""
+        """Whether a pass sums the likelihood statistics: the first pass that reads all samples does."""
         return not self._at.whole and (isinstance(step, IteratePass) or step.limit is None)
 
     def _sum(self, step: SumPass[Any], problem: Problem, advance: Advance) -> None:
@@ -164,29 +164,29 @@ class Runner:
             self._check_size(at.start, f"to the pass '{step.label}'")
 
     def _iterate(self, step: IteratePass[Any], problem: Problem, advance: Advance) -> None:
-        at, state, taken, rounds, collects = self._at, self._at.sums.state, 0, 0, self._collects(step)
+        at, state, done, rounds, collects = self._at, self._at.sums.state, 0, 0, self._collects(step)
         if collects:
             at.summary = at.sums.summary
         generator = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
-        while taken < step.steps and not step.converged(state):
+        while done < step.steps and not step.converged(state):
             at.batches = at.start = 0
             for batch in self._batches(step, problem, advance, rounds=rounds):
                 step.step(state, batch, generator)
-                taken += 1
+                done += 1
                 if collects and not rounds:
                     at.summary.add(problem.likelihood, **batch.rows())
-                if taken == step.steps or step.converged(state):
+                if done == step.steps or step.converged(state):
                     advance()
                     return
             self._check_size(at.start, f"to the pass '{step.label}'")
             at.whole, rounds = True, rounds + 1
 
     def _stops(self) -> list[int]:
-        """Returns the numbers of samples after which sums are kept: n, a half, a quarter, ... of them."""
+        """Returns the numbers of samples after which sums are kept: n, n/2, n/4, ..."""
         return sorted({max(1, len(self.labels()) >> i) for i in range(self._parts + 1)}) if self._parts else []
 
     def _keep(self, samples: int, step: SumPass[Any], collects: bool) -> None:
-        """Keeps what this rank has summed over the first samples."""
+        """Keeps the sums of this rank over the first samples."""
         sums = self._at.sums
         kept = {f"{samples}/{name}": value.clone() for name, value in sums.summary.statistics.items()}
         sums.statistics |= kept if collects else {}
@@ -202,19 +202,19 @@ class Runner:
             if collects and not at.sums.any_counted:
                 raise LapwingError(
                     "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass "
-                    "labels of classes, or another likelihood=lw.Categorical(ignore_index=...); of targets some that "
-                    "are not NaN."
+                    "class labels, another likelihood=lw.Categorical(ignore_index=...), or targets of which some are "
+                    "not NaN."
                 )
             at.whole |= collects
             at.statistics |= at.sums.statistics
-        at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint gives them back
+        at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
         at.finished = True
         if self._checkpoint is not None:
             at.generator = problem.root.generator.get_state()
             self._checkpoint.after_pass(step.label, at)
 
     def _join(self, step: SumPass[Any], problem: Problem, collects: bool) -> None:
-        """Puts the sums of all ranks in the place of the sums of this rank."""
+        """Replaces the sums of this rank by the sums over all ranks."""
         at, stops = self._at, self._stops()
         for stop in stops:
             if stop > self._before + at.start:  # all samples of this rank are among the first ones
@@ -236,7 +236,7 @@ class Runner:
 
     @property
     def _before(self) -> int:
-        """The number of samples of the ranks before this one."""
+        """Number of samples of the ranks before this one."""
         return sum(self._data.before)
 
     def _limit(self, step: Pass) -> int | None:
@@ -247,7 +247,7 @@ class Runner:
     def _batches(
         self, step: Pass, problem: Problem, advance: Advance, stops: Iterable[int] = (), rounds: int = 0
     ) -> Iterator[Batch]:
-        """Yields the batches that are not done, as far as the pass needs them, cut at the stops."""
+        """Yields the remaining batches that the pass needs, cut at the stops."""
         at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
         if at.start == limit:
             return
@@ -279,14 +279,14 @@ class Runner:
                 self._checkpoint.after_batch(step.label, at)
 
     def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
-        """Returns which targets count, None for all; notes whether any counts."""
+        """Returns which targets count, None for all; sets `any_counted`."""
         counted, sums = problem.likelihood.labelled(targets), self._at.sums
         if not sums.any_counted:
             sums.any_counted = bool((~targets.isnan() if counted is None else counted).any())
         return counted
 
     def _check_size(self, samples: int, to: str) -> None:
-        """Notes n the first time; raises if the data have no sample, or another number. A share may be empty."""
+        """Sets n the first time; raises if the data have no sample, or another number. The share of a rank may be empty."""
         at, several = self._at, ranks.several()
         expected = sum(self._data.sizes[ranks.rank()]) if several else at.size or samples
         if samples != expected or not (samples or several):

@@ -1,4 +1,4 @@
-"""The state of a fit: what `runner.py` needs to go on, and how a checkpoint holds it."""
+"""The state of a fit, from which `runner.py` continues. Checkpoints save it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..methods.state import DataSummary, State, joined_by
 
 @dataclass
 class PassSums(State):
-    """What a pass adds over data. Over several ranks these are the sums of this rank, until the pass ends.
+    """Sums of a pass over data. Over several ranks these are the sums of this rank until the pass ends.
 
     Attributes:
         state: state of the pass.
@@ -31,7 +31,7 @@ class PassSums(State):
 
 @dataclass
 class RunnerState(State):
-    """What the runner needs to go on from here, besides the states of earlier passes.
+    """State of the runner in one pass. Together with the states of earlier passes it determines the rest of the fit.
 
     Attributes:
         sums: sums of the pass.
@@ -54,32 +54,3 @@ class RunnerState(State):
     size: int = 0
     whole: bool = False
     finished: bool = False
-
-
-@dataclass(frozen=True)
-class SavedPass:
-    """A runner state as a checkpoint holds it.
-
-    Attributes:
-        label: label of the pass.
-        tensors: path -> tensor, on the CPU.
-        on_cpu: paths of the tensors that the fit keeps on the CPU; the others go to the network's device.
-    """
-
-    label: str
-    tensors: dict[str, Tensor] = field(repr=False)
-    on_cpu: list[str]
-
-    @classmethod
-    def of(cls, label: str, state: RunnerState) -> SavedPass:
-        """Copies a state."""
-        flat = state.tensors()
-        copies = {path: tensor.detach().to("cpu", copy=True) for path, tensor in flat.items()}
-        return cls(label, copies, [path for path, tensor in flat.items() if tensor.device.type == "cpu"])
-
-    def restored(self, fresh: RunnerState, device: torch.device) -> RunnerState:
-        """Returns the state, from the state at the start of the same pass. Its tensors are copies."""
-        kept = set(self.on_cpu)
-        return fresh.with_tensors({
-            path: tensor.to("cpu" if path in kept else device, copy=True) for path, tensor in self.tensors.items()
-        })  # fmt: skip

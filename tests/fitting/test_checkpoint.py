@@ -194,7 +194,7 @@ def test_an_interruption_leaves_the_latest_checkpoint(tmp_path: Path, caplog: py
     with pytest.raises(Killed):
         lw.fit(model, Loader(every, 8), lw.EKFAC(), checkpoint=tmp_path / "fit")
     assert [path.name for path in tmp_path.iterdir()] == ["fit"]
-    assert f"Call lw.fit again with checkpoint='{tmp_path / 'fit'}' to go on." in caplog.text
+    assert f"Call lw.fit again with checkpoint='{tmp_path / 'fit'}' to continue." in caplog.text
     with caplog.at_level(logging.INFO, "lapwing"):
         lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit")
     assert "after 3 batches of 'Kronecker factors'" in caplog.text
@@ -295,7 +295,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     damaged.append(whole.replace(b"Kronecker", b"Cronecker"))
     for content in damaged:
         (tmp_path / "fit").write_bytes(content)
-        with pytest.raises(lw.LapwingError, match="is no checkpoint of this version, or is damaged. Pass another path"):
+        with pytest.raises(lw.LapwingError, match="is not a checkpoint of this version, or is damaged. Pass another path"):
             lw.fit(model, every, lw.KFAC(), checkpoint=tmp_path / "fit")
     (tmp_path / "fit").write_bytes(whole)
     with pytest.raises(lw.LapwingError, match="is a checkpoint of a fit that has not ended"):
@@ -325,7 +325,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(lw.LapwingError, match="every=0"):
         lw.fit(model, every, checkpoint=tmp_path / "fit", every=0)
     lw.fit(model, every, checkpoint=tmp_path / "fit", every=np.int64(1))
-    with pytest.raises(lw.LapwingError, match="every=3 says how often a checkpoint is written, and there is none"):
+    with pytest.raises(lw.LapwingError, match="every=3 needs a checkpoint"):
         lw.fit(model, every, every=3)
 
 
@@ -340,7 +340,7 @@ def test_a_disk_without_room_does_not_end_the_fit(
     expected = lw.fit(model, every, lw.EKFAC())
     monkeypatch.setattr(checkpoint, "write_safetensors", full)
     check_same(lw.fit(model, every, lw.EKFAC(), checkpoint=tmp_path / "fit", every=1), expected)
-    assert "The checkpoint was not written, and the fit goes on. No space is left." in caplog.text
+    assert "The checkpoint was not written, and the fit continues. No space is left." in caplog.text
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_fit(

@@ -62,7 +62,7 @@ def check_errors(here: dict[str, str], there: dict[str, str]) -> None:
     for name in ("while it loads", "held-out data"):
         assert failed in here[name]
         assert there[name] == "OSError: the disk is gone"
-    assert "process 1 has other weights than that of process 0: 0.weight differs" in here["other weights"]
+    assert "process 1 has other weights than the network of process 0: 0.weight differs" in here["other weights"]
     assert differs + "method is KFAC(" in here["method"]
     assert differs + "prior_precision is 2.0 in process 0 and 1 in process 1." in there["prior_precision"]
     assert differs + "tune is Validation(" in here["tune"]
