@@ -1,4 +1,4 @@
-"""What people pass as data: batches, loaders, arrays and frames, the shares of several processes, progress bars.
+"""Data of the user: batches, loaders, arrays and frames, the shares of several processes, and progress bars.
 
-It imports `ranks`, `linalg` and `errors`, and no network. Begin with `batches.py` (what a batch is), then `loaders.py`.
+This room imports only `ranks`, `linalg` and `errors`. Begin with `batches.py`, then `loaders.py` and `data.py`.
 """

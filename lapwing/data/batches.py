@@ -1,4 +1,4 @@
-"""What a batch is: pairs, dictionaries and Hugging Face batches, taken apart, cut and checked."""
+"""Batches: splits pairs, dictionaries and Hugging Face batches into inputs and targets, cuts and checks them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..errors import LapwingError, shown
 from ..linalg import is_finite
 
 Forward = Callable[[nn.Module, Any], Any]
-"""`forward(model, inputs)`, in place of `model(inputs)`."""
+"""`forward(model, inputs)`, which replaces `model(inputs)`."""
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 WEIGHT_KEYS = ("sample_weights", "weights")
 
 
 class Weighted(NamedTuple):
-    """A batch with a weight for each sample: what `weighted` makes of a loader's.
+    """A batch with a weight for each sample, as `weighted` returns it.
 
     Attributes:
-        inputs: B samples.
-        targets: their targets.
-        weights: w (B,), at least 0; None for ones.
+        inputs: inputs of B samples.
+        targets: targets of the samples.
+        weights: w (B,), at least 0; None means 1.
     """
 
     inputs: Any
@@ -38,11 +38,11 @@ _DTYPES = frozenset({
     torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
     torch.complex128,
 })  # fmt: skip
-"""Those that torch computes with: not 8-bit floats, nor quantized numbers."""
+"""Dtypes that torch computes with. 8-bit floats and quantized dtypes are missing."""
 
 
 def describe(value: Any) -> str:
-    """Names a value by its structure and shapes, for error messages: `tuple(Tensor (8, 3) float32, ...)`."""
+    """Returns the structure and shapes of a value, for error messages: `tuple(Tensor (8, 3) float32, ...)`."""
     if isinstance(value, Tensor):
         return f"Tensor {'nested' if value.is_nested else tuple(value.shape)} {short(value.dtype)}"
     if isinstance(value, Mapping):
@@ -54,21 +54,18 @@ def describe(value: Any) -> str:
 
 
 def check_dense(x: Tensor, subject: str) -> None:
-    """Raises for a tensor that torch does not compute with as with any other. Every check of a user's tensor has this.
+    """Raises if a tensor is nested, sparse, quantized, an 8-bit float, or on the meta device.
 
     Args:
-        x: the tensor.
-        subject: what the message calls it: "A tensor of the targets".
-
-    Raises:
-        LapwingError: for a nested, sparse, 8-bit or quantized tensor, and for one on the meta device.
+        x: tensor of the user.
+        subject: name of the tensor in the message, such as "A tensor of the targets".
     """
     if x.is_nested:
         raise LapwingError(f"{subject} is nested. Pass a dense one, x.to_padded_tensor(0.0).")
     if x.is_meta:
         raise LapwingError(
-            f"{subject}, of shape {tuple(x.shape)}, is on the meta device, where it holds no numbers. Pass one that "
-            "holds them."
+            f"{subject}, of shape {tuple(x.shape)}, is on the meta device, where it holds no numbers. Pass one on "
+            "a real device."
         )
     if x.layout != torch.strided:
         raise LapwingError(
@@ -82,13 +79,13 @@ def check_dense(x: Tensor, subject: str) -> None:
 
 
 def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
-    """Separates what a loader yields into inputs and targets, and moves both to a device where one is given.
+    """Splits a batch of a loader into inputs and targets, and moves both to the device, if one is given.
 
-    Accepted: `(inputs, targets)`; `(input_1, ..., input_k, targets)`; a mapping with one of the keys labels, label,
-    targets, target, y (Hugging Face batches included).
+    A batch is `(inputs, targets)`, `(input_1, ..., input_k, targets)`, or a mapping with one of the keys labels, label,
+    targets, target, y, such as a Hugging Face batch.
 
     Raises:
-        LapwingError: for a structure that is not one of these, and for targets of more rows than there are samples.
+        LapwingError: if the batch has another structure, or more targets than samples.
     """
     inputs, targets = _pair(batch)
     if isinstance(targets, Tensor):
@@ -103,13 +100,13 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
 
 
 def weighted(batch: Any) -> Weighted:
-    """Separates what a loader yields into inputs, targets and sample weights.
+    """Splits a batch of a loader into inputs, targets and sample weights.
 
-    Accepted: `(inputs, targets, weights)`; `(input_1, ..., input_k, targets, weights)`; a mapping with one of the keys
-    sample_weights, weights beside that of the targets.
+    A batch is `(inputs, targets, weights)`, `(input_1, ..., input_k, targets, weights)`, or a mapping with one of the
+    keys sample_weights, weights in addition to the key of the targets.
 
     Raises:
-        LapwingError: for a structure that is not one of these, and weights that are not B finite numbers of at least 0.
+        LapwingError: if the batch has another structure, or its weights are not B finite numbers of at least 0.
     """
     weights: Any = None
     if isinstance(batch, Mapping):
@@ -141,14 +138,14 @@ def weighted(batch: Any) -> Weighted:
 
 
 def weights_of(batch: Any, device: torch.device | None = None) -> Tensor | None:
-    """Returns the sample weights (B,) of what `weighted` made; None for any other batch."""
+    """Returns the sample weights (B,) of a `Weighted` batch; None for any other batch."""
     if not isinstance(batch, Weighted) or batch.weights is None:
         return None
     return plain(batch.weights, device)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    """Returns what a loader yields as inputs and targets, unchecked."""
+    """Returns the inputs and the targets of a batch, unchecked."""
     if isinstance(batch, Weighted):
         return batch.inputs, batch.targets
     if isinstance(batch, Mapping):
@@ -162,7 +159,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(heads, Mapping) and heads and all(isinstance(targets, Tensor) for targets in heads.values()):
         one = shown(next(iter(heads)))
         raise LapwingError(
-            f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. Where "
+            f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. If "
             f"each head of the network has a target, fit one head at a time: [(x, y[{one}]) for x, y in loader], with "
             "forward=lambda model, inputs: model(inputs)[...] for the outputs of that head."
         )
@@ -175,10 +172,10 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def inputs_of(batch: Any) -> Any:
-    """Returns a batch's inputs for prediction: labels, where there are any, are dropped from pairs and dictionaries.
+    """Returns the inputs of a batch for prediction, without the labels of a pair or a dictionary.
 
     Raises:
-        LapwingError: for a structure that is not one of these.
+        LapwingError: if the batch is not a tensor, a tuple, a list or a mapping.
     """
     if isinstance(batch, Tensor):
         return batch
@@ -197,17 +194,17 @@ def inputs_of(batch: Any) -> Any:
 
 
 def is_loader(x: Any) -> bool:
-    """Tells a loader (a list or another iterable of batches) from one batch of inputs (a tensor, tuple or mapping)."""
+    """Whether x is a loader (a list or another iterable of batches) and not one batch (a tensor, tuple or mapping)."""
     return not isinstance(x, (Tensor, Mapping, tuple, type)) and hasattr(x, "__iter__")
 
 
 def is_array(x: Any) -> bool:
-    """Whether x is an array, a frame or a series of another library: what converts itself to a NumPy array."""
+    """Whether x is an array, frame or series of another library, which converts itself to a NumPy array."""
     return not isinstance(x, (Tensor, type)) and (hasattr(x, "to_numpy") or hasattr(x, "__array__"))
 
 
 def check_loader(loader: Any, purpose: str) -> None:
-    """Raises for what is not a loader, inputs without targets and a list of tensors included."""
+    """Raises unless an object is a loader. A list of tensors is not a loader."""
     one_batch = type(loader) in (tuple, list) and any(isinstance(part, Tensor) or is_array(part) for part in loader)
     other = isinstance(loader, (Tensor, Mapping, str, bytes, type)) or is_array(loader)
     if hasattr(loader, "get_train_dataloader"):
@@ -227,20 +224,20 @@ def _tree(inputs: Any) -> Any:
 
 
 def tensors(inputs: Any) -> list[Tensor]:
-    """Lists the tensors in an input structure."""
+    """Returns the tensors of a structure of inputs."""
     if isinstance(inputs, Tensor):
         return [inputs]
     return [leaf for leaf in pytree.tree_leaves(_tree(inputs)) if isinstance(leaf, Tensor)]
 
 
 def plain(inputs: Any, device: torch.device | None = None) -> Any:
-    """Returns inputs as ordinary tensors on a device: the same object where they are that already.
+    """Returns inputs as ordinary tensors on a device, or the same object if they already are.
 
-    Copies stand in place of tensors made in `torch.inference_mode()`, which no graph can hold, and of tensors on
-    another device. Every batch, of a loader or of the user's, enters by this function.
+    It copies tensors that were made in `torch.inference_mode()`, which autograd cannot record, and tensors on another
+    device. Every batch passes through this function.
 
     Raises:
-        LapwingError: for tensors on the meta device.
+        LapwingError: if a tensor is on the meta device.
     """
     if not any(leaf.is_inference() or device not in (None, leaf.device) for leaf in tensors(inputs)):
         return inputs
@@ -251,12 +248,12 @@ def _ordinary(x: Tensor, device: torch.device | None) -> Tensor:
     if device is not None and x.device != device:
         if x.is_meta:
             check_dense(x, "A tensor of the batch")
-        x = x.to(device, non_blocking=device.type == "cuda")  # to the CPU that would not wait for the numbers
+        x = x.to(device, non_blocking=device.type == "cuda")  # a copy to the CPU would not wait for the values
     return x.clone() if x.is_inference() else x
 
 
 def size(inputs: Any) -> int:
-    """Returns B, the number of samples: the first dimension of the first tensor with one."""
+    """Returns B, the number of samples: the first dimension of the first tensor that has a dimension."""
     for leaf in tensors(inputs):
         if leaf.is_nested or leaf.layout != torch.strided:
             check_dense(leaf, "A tensor of the inputs")
@@ -265,14 +262,14 @@ def size(inputs: Any) -> int:
     raise LapwingError(
         f"The inputs, {describe(inputs)}, hold no tensor whose first dimension is the batch. Pass such a tensor "
         "(torch.as_tensor(x) makes one), alone or within tuples, lists and dicts, and let forward=lambda model, "
-        "inputs: model(...) turn it into what the network takes."
+        "inputs: model(...) turn it into the arguments of the network."
     )
 
 
 def take(inputs: Any, rows: slice | Tensor) -> Any:
-    """Returns the samples `rows` of every tensor whose first dimension is the batch, and of lists of as many texts.
+    """Returns the samples `rows` of a batch.
 
-    The rest is passed on as it is.
+    It cuts tensors whose first dimension is B, and lists of B strings. Everything else is shared by all samples.
     """
     count = size(inputs)
 
@@ -284,23 +281,22 @@ def take(inputs: Any, rows: slice | Tensor) -> Any:
             return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
         if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != count:
             return leaf
-        check_dense(leaf, "A tensor of the inputs that has one row a sample")
+        check_dense(leaf, "A tensor of the inputs that has one row per sample")
         return leaf[rows]
 
     return pytree.tree_map(cut, _tree(inputs), is_leaf=texts)
 
 
 def check_lists(inputs: Any) -> None:
-    """Raises for a list as long as a first batch, of neither texts nor tensors: its entries may be one a sample."""
+    """Raises for a list of B entries, unless it holds strings or tensors: each entry could belong to one sample."""
     count = size(inputs)
 
     def look(value: Any) -> bool:
-        neither = isinstance(value, list) and bool(value) and not any(isinstance(one, (str, Tensor)) for one in value)
-        if neither and len(value) == count > 1:
+        if isinstance(value, list) and len(value) == count > 1 and not isinstance(value[0], (str, Tensor)):
             raise LapwingError(
-                f"The inputs, {describe(inputs)}, hold a list of {count} entries beside {count} samples: its entries "
-                "may belong to one sample each, or to all. Write torch.tensor(numbers) for the former, tuple(entries) "
-                "for the latter."
+                f"The inputs, {describe(inputs)}, hold a list of {count} entries and have {count} samples: each entry "
+                "may belong to one sample, or to all. Write torch.tensor(numbers) for the former, tuple(entries) for "
+                "the latter."
             )
         return False
 
@@ -308,13 +304,13 @@ def check_lists(inputs: Any) -> None:
 
 
 def shared(inputs: Any) -> tuple[bool, ...]:
-    """Says of each tensor whether all samples share it: its first dimension is not the batch."""
+    """Returns for each tensor whether all samples share it: its first dimension is not B."""
     count = size(inputs)
     return tuple(not leaf.ndim or leaf.shape[0] != count for leaf in tensors(inputs))
 
 
 def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:
-    """Yields consecutive slices of at most `length` samples, with their inputs; whole batches are passed unsliced."""
+    """Yields consecutive slices of at most `length` samples and their inputs. It does not cut a short batch."""
     count = size(inputs)
     for start in range(0, count, length):
         rows = slice(start, min(start + length, count))
@@ -327,28 +323,28 @@ def short(dtype: torch.dtype) -> str:
 
 
 def check_finite(inputs: Any, where: str) -> None:
-    """Raises for NaN or infinite inputs, and for tensors that torch does not compute with."""
+    """Raises if inputs are NaN or infinite, or torch does not compute with them; `where` names them."""
     for leaf in tensors(inputs):
-        if leaf.is_nested or leaf.layout == torch.strided:  # a sparse one may be shared by all samples
+        if leaf.is_nested or leaf.layout == torch.strided:  # a sparse tensor may be shared by all samples
             check_dense(leaf, f"A tensor of {where}")
         if leaf.is_floating_point() and not is_finite(leaf):
             bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
             first = int(bad.nonzero()[0]) if bad.ndim else 0
             raise LapwingError(
                 f"A tensor of {where}, of shape {tuple(leaf.shape)}, has NaN or infinite values in {int(bad.sum())} "
-                f"samples (first: sample {first}). Pass finite numbers: drop or impute the others, for instance by "
+                f"samples (first: sample {first}). Pass finite numbers: drop these samples or impute them, for instance by "
                 "x = x.nan_to_num()."
             )
 
 
 def check_outputs(outputs: Tensor, where: str) -> None:
-    """Raises for NaN or infinite outputs."""
+    """Raises if outputs are NaN or infinite; `where` names their inputs."""
     if not is_finite(outputs):
         check_rows(~torch.isfinite(outputs).all(-1), where)
 
 
 def check_rows(bad: Tensor, where: str) -> None:
-    """Raises for samples whose outputs are NaN or infinite, as `bad` (B,) says."""
+    """Raises if the outputs of some samples are NaN or infinite: those where `bad` (B,) is True."""
     if bad.any():
         raise LapwingError(
             f"The outputs at {where} are NaN or infinite for {int(bad.sum())} of {len(bad)} samples (first: sample "

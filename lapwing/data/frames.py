@@ -1,4 +1,4 @@
-"""Data as people have them: arrays, frames and data sets, made into loaders of tensors."""
+"""Loaders of tensors, made from arrays, frames and data sets."""
 
 from __future__ import annotations
 
@@ -18,27 +18,24 @@ from . import batches
 from .batches import is_array
 
 BATCH = 100
-"""Samples of a batch where lapwing cuts the data. A batch above the memory budget is cut again, sample by sample."""
+"""Number of samples per batch if lapwing cuts the data. Batches that exceed the memory budget are cut again."""
 
 
 def as_loader(data: Any, network: Any) -> Any:
-    """Returns a loader for training or held-out data in any of the usual forms, and what is none of them as it is.
+    """Returns a loader for training or held-out data.
 
-    - A tuple `(x, y)`, `(x_1, ..., x_k, y)` or a dict with one of the label keys, of tensors, arrays or frames, is
+    - A tuple `(x, y)` or `(x_1, ..., x_k, y)`, or a dict with one of the label keys, of tensors, arrays or frames, is
       one data set. It is cut into batches, in order.
-    - A map-style `Dataset` is batched in order.
-    - A list or tuple of batches may hold arrays in place of tensors.
+    - A map-style `Dataset` is cut into batches, in order.
+    - A list or tuple of batches may hold arrays instead of tensors.
+    - Other data are returned unchanged.
 
-    Arrays of floats take the dtype of the network's weights, and a single array of inputs (B,) becomes a column (B, 1).
+    Arrays of floats get the dtype of the network's weights, and a single array of inputs (B,) becomes a column (B, 1).
     Tensors are never converted.
 
-    Args:
-        data: what the user passed.
-        network: whose weights give the dtype.
-
     Raises:
-        LapwingError: for a number, a list of numbers, a network, a Lightning data module, arrays that hold no numbers,
-            lengths that differ, no samples, and samples of a data set that cannot be joined.
+        LapwingError: if the data are a number, a list of numbers, a network or a Lightning data module, if arrays hold
+            no numbers or differ in length, or if there are no samples.
     """
     if isinstance(data, DataLoader):
         return data
@@ -68,29 +65,25 @@ def as_loader(data: Any, network: Any) -> Any:
 
 
 def check_data(data: Any, purpose: str) -> None:
-    """Raises for what `as_loader` makes no loader of."""
+    """Raises unless the data are a loader, or `as_loader` can make a loader of them."""
     if not (_is_map_style(data) or _is_whole(data)):
         batches.check_loader(data, purpose)
 
 
 def as_inputs(x: Any, network: Any) -> Any:
-    """Returns inputs for prediction, or a loader of them, as tensors in place of arrays and frames.
-
-    Raises:
-        LapwingError: as `as_loader`.
-    """
+    """Returns inputs for prediction, or a loader of them, with tensors instead of arrays and frames."""
     if isinstance(x, (tuple, Mapping)):
         return _tensors(x, _dtype(network), column=False)
     return with_tensors(x, network) if is_array(x) else as_loader(x, network)
 
 
 def with_tensors(batch: Any, network: Any) -> Any:
-    """Returns a batch with tensors in place of arrays; the same object where there are none."""
+    """Returns a batch with tensors instead of arrays; the same object if it has no arrays."""
     return batch if isinstance(batch, Tensor) else _tensors(batch, _dtype(network))
 
 
 def as_targets(y: Any, device: torch.device) -> Any:
-    """Returns targets for a prediction, on its device, as tensors in place of arrays and frames."""
+    """Returns the targets of a prediction on its device, as tensors instead of arrays and frames."""
     _check_no_numbers(y)
     wide = torch.float64 if double_device(device) == device else torch.float32
     return batches.plain(_tensor(y, wide) if is_array(y) else y, device)
@@ -111,7 +104,7 @@ def _is_map_style(data: Any) -> bool:
 
 
 def _check_no_numbers(x: Any) -> None:
-    """Raises for a number, and for a list of numbers or of such lists: the first entry decides."""
+    """Raises for a number and for a nested list of numbers. The first entry decides."""
     entry = x
     while isinstance(entry, list) and entry:
         entry = entry[0]
@@ -121,7 +114,7 @@ def _check_no_numbers(x: Any) -> None:
 
 
 def _is_whole(data: Any) -> bool:
-    """Whether data are one data set, with its targets: a tuple that ends in an array or tensor, or a dict of them."""
+    """Whether data are one data set with its targets: a tuple that ends in an array or tensor, or a dict of them."""
     if isinstance(data, Mapping):
         label = next((key for key in batches.LABEL_KEYS if key in data), None)
         return label is not None and len(data) > 1 and (isinstance(data[label], Tensor) or is_array(data[label]))
@@ -133,7 +126,7 @@ def _holds_arrays(batch: Any) -> bool:
 
 
 def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
-    """Returns the batches of one data set, whose tensors are views of it."""
+    """Returns the batches of one data set. Their tensors are views of it."""
     if isinstance(data, tuple):
         column = len(data) == 2 and is_array(data[0])
         data = tuple([_tensor(part, dtype) if is_array(part) else part for part in data])
@@ -150,7 +143,7 @@ def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
 
 
 def _tensors(data: Any, dtype: torch.dtype | None, column: bool = True) -> Any:
-    """Returns a batch with tensors in place of arrays; one of inputs may be a column."""
+    """Returns a batch with tensors instead of arrays; with `column`, inputs (B,) become (B, 1)."""
     if is_array(data):
         return _column(_tensor(data, dtype))
     if column and isinstance(data, (tuple, list)) and len(data) == 2 and is_array(data[0]):
@@ -162,16 +155,12 @@ def _tensors(data: Any, dtype: torch.dtype | None, column: bool = True) -> Any:
 
 
 def _column(x: Tensor) -> Tensor:
-    """Returns floats (B,) as B samples of one input (B, 1); whole numbers may be tokens."""
+    """Returns floats (B,) as a column (B, 1). Integers stay, since they may be tokens."""
     return x[:, None] if x.ndim == 1 and x.is_floating_point() else x
 
 
 def _tensor(x: Any, dtype: torch.dtype | None) -> Tensor:
-    """Returns an array or a frame as a tensor; floats take the dtype.
-
-    Raises:
-        LapwingError: for what holds no numbers.
-    """
+    """Returns an array or a frame as a tensor; floats get the dtype."""
     array = np.asarray(x.to_numpy() if hasattr(x, "to_numpy") else x)
     if array.dtype.kind not in "biufc" and hasattr(x, "columns"):
         array = _numeric(x)
@@ -180,17 +169,13 @@ def _tensor(x: Any, dtype: torch.dtype | None) -> Tensor:
             f"The {type(x).__name__} of shape {array.shape} has the dtype {array.dtype}, which holds no numbers. "
             "Pass numbers, x.astype('float32'), and labels that are names as numpy.unique(y, return_inverse=True)[1]."
         )
-    array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])  # torch warns of arrays that none may write
+    array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])  # torch warns about read-only arrays
     values = torch.from_numpy(array)
     return values.to(dtype or values.dtype) if values.is_floating_point() else values
 
 
 def _numeric(frame: Any) -> Any:
-    """Returns the numbers of a frame whose columns have different dtypes.
-
-    Raises:
-        LapwingError: for columns that hold something else, by name.
-    """
+    """Returns the numbers of a frame whose columns have different dtypes; raises if some columns hold no numbers."""
     kinds = zip(frame.columns, frame.dtypes, strict=True)
     other = [f"{name!r} ({dtype})" for name, dtype in kinds if getattr(dtype, "kind", "O") not in "biuf"]
     if other:
@@ -207,7 +192,7 @@ def _numeric(frame: Any) -> Any:
 
 
 class _Collate:
-    """Joins samples of a data set as torch does, after arrays and numbers of them took the network's dtype."""
+    """Joins samples of a data set as torch does; arrays and Python floats get the dtype first."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype

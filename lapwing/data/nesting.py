@@ -37,9 +37,9 @@ def flatten(inputs: Any) -> tuple[list[Tensor], str]:
         if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
             return ["dict", *([key, part(inner)] for key, inner in value.items())]
         raise LapwingError(
-            f"A {type(value).__name__} within {describe(inputs)} cannot be kept beside the posterior. Pass tensors, "
-            "numbers and texts, in tuples, lists and dicts, and make what the network takes of them in "
-            "forward=lambda model, inputs: model(...)."
+            f"A {type(value).__name__} within {describe(inputs)} cannot be kept with the posterior. Pass tensors, "
+            "numbers and strings, in tuples, lists and dicts, and let forward=lambda model, inputs: model(...) turn "
+            "them into the arguments of the network."
         )
 
     return leaves, json.dumps(part(inputs))

@@ -100,7 +100,7 @@ def test_a_list_of_as_many_numbers_as_samples_is_refused_in_the_first_batch() ->
 
     torch.manual_seed(0)
     model, x, y = Scaling().eval(), torch.randn(6, 3), torch.arange(6) % 2
-    with pytest.raises(lw.LapwingError, match=r"a list of 6 entries beside 6 samples.* torch.tensor\(numbers\)"):
+    with pytest.raises(lw.LapwingError, match=r"a list of 6 entries and have 6 samples.* torch.tensor\(numbers\)"):
         lw.fit(model, [((x, [2.0] * 6), y)], prior_precision=1.0)
     posterior = lw.fit(model, [((x, [2.0] * 4), y)], lw.KFAC(), prior_precision=1.0)
     whole = posterior.latent((x, [2.0] * 4)).variance
