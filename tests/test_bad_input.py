@@ -310,7 +310,7 @@ def test_an_empty_loader(posterior: lw.Posterior) -> None:
 
 
 def test_generators() -> None:
-    parts = "gone through once only", "Pass a DataLoader or a list"
+    parts = "read only once", "Pass a DataLoader or a list"
     for once in (iter([(X, Y)]), ((X, Y) for _ in range(2)), zip([X], [Y], strict=True), map(tuple, [(X, Y)])):
         refused(lambda once=once: fit(once), type(once).__name__, *parts)
     inner = Stream()

@@ -17,7 +17,7 @@ from ..tuning import Tuning
 
 
 def check_data_size(data_size: int, count: int) -> None:
-    """Raises for N below the number of samples that the loader shows."""
+    """Raises if N is below the number of samples that the loader shows."""
     if data_size < count:
         raise LapwingError(
             f"data_size={data_size} is below the {count} samples that the loader shows. Leave data_size out, or give "
@@ -26,21 +26,21 @@ def check_data_size(data_size: int, count: int) -> None:
 
 
 def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, held_out: bool) -> None:
-    """Raises where method, network, likelihood and tuning do not go together, once the network is surveyed.
+    """Raises if the method, the network, the likelihood and the tuning do not fit together.
 
     Args:
-        method: of the fit.
-        shape: of the network and the likelihood.
-        tune: the tuning; None where there is none.
-        inputs: of the first batch.
-        held_out: whether the tuning is by `validation=`.
+        method: method of the fit.
+        shape: surveyed network and the likelihood.
+        tune: tuning of the fit, or None.
+        inputs: inputs of the first batch.
+        held_out: whether the user passed `validation=`.
     """
     tangent, likelihood = shape.tangent, shape.likelihood
     method.check(tangent, likelihood)
     if held_out and method.chooses_temperature:
         name = type(method).__name__
         raise LapwingError(
-            f"{name} takes its temperature from the data of the fit, and validation= is not used. Write lw.fit(model, "
+            f"{name} tunes its temperature on the data of the fit, and validation= is not used. Write lw.fit(model, "
             f"held_out, lw.{name}())."
         )
     if tune is not None:
@@ -50,13 +50,13 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any,
 
 
 def check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
-    """Raises for a noise variance that the weights' dtype cannot express."""
+    """Raises if the dtype of the weights cannot express the noise variance."""
     if likelihood.noise_variance is not None:
         check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
 def _check_outputs(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> None:
-    """Raises for outputs that are probabilities where the likelihood takes logits."""
+    """Raises if the outputs are probabilities but the likelihood expects logits."""
     if likelihood.activation is not None:
         weight = next(iter(tangent.parameters.values()))
         outputs = tangent.outputs_of(batches.plain(batches.take(inputs, slice(0, 16)), tangent.device))
@@ -65,7 +65,7 @@ def _check_outputs(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> Non
 
 
 def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
-    """Raises where the network does not take inputs, or the likelihood their targets."""
+    """Raises if the network does not accept the inputs, or the likelihood does not accept their targets."""
     inputs, targets = batches.split((inputs, targets), tangent.device)
     tangent.check(inputs)
     outputs = tangent.outputs_of(inputs)

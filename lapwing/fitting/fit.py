@@ -1,4 +1,4 @@
-"""fit(): checks the options, reads the data, surveys the network, runs a method's passes, and tunes what is None."""
+"""fit(): checks the options, reads the data, surveys the network, runs the passes of a method, and tunes."""
 
 from __future__ import annotations
 
@@ -73,64 +73,66 @@ def fit(
     every: int | None = None,
     progress: bool | None = None,
 ) -> Posterior:
-    """Fits a Gaussian `N(θ̂, Σ)` over the weights of a trained network, which is not changed.
+    """Fits a Gaussian `N(θ̂, Σ)` over the weights of a trained network. The network does not change.
 
-    If `torch.distributed` is initialised with several ranks, each rank calls `lw.fit` with a loader of its share of the
-    data. All ranks return the posterior of the joined data: docs/scaling.md.
+    If `torch.distributed` is initialised with several processes, each of them calls `lw.fit` with a loader of its share
+    of the data. All of them return the posterior of the joined data: see docs/scaling.md.
 
     Args:
-        model: the trained network, in eval mode. Outputs (B, C), or with positions: (B, T, C), (B, C, H, W) or
-            (B, C, D, H, W), with targets (B, T), (B, H, W), (B, D, H, W), or of the shape of the outputs.
-        loader: the training data: an iterable of (inputs, targets) batches that can be read several times; a pair
-            (x, y) of tensors, NumPy arrays or pandas frames; or a map-style Dataset. Pairs and data sets are cut into
-            batches of 100, in order. Arrays of floats take the weights' dtype; tensors do not.
-        method: the structure of Σ and how it is fitted. Where `params` is None too, None means in a regression `Full`
-            over all trained weights where that is cheap, KFAC over them where there are at most a million, and else
-            KFAC of the last layer, as for a classifier. With `validation` a classifier has KFAC over all weights where
-            that is cheap and held-out data prefer it. Where the last layer is frozen and others are trained, as with
-            adapters, KFAC treats these. A last layer of more than 1 000 outputs has Diagonal. The log names it, its
-            passes and its bytes. With other `params` None means KFAC.
-        likelihood: "categorical", "gaussian" or an instance; None infers it from the targets' dtype, and
-            refuses floats that are labels all the same.
-        params: which parameters to treat; None means everything that is trained where there is a method.
-        prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}; None is tuned.
-        prior_mean: μ0, a number for all weights or {parameter: tensor} (others 0).
-        prior: a former posterior, for continual learning. Its data count on: `Σ⁻¹ = s G(new data) + Σ_former⁻¹`, at the
-            weights of a copy of its network that was trained further, with `posterior.penalty(model)` in the loss. It
-            decides all other options but `sample_weights`, `forward`, `memory`, `checkpoint` and `progress`. Exact for
-            Full and Diagonal; of KFAC the factors add, an approximation (Ritter, Botev and Barber 2018).
-        tune: how what is None is tuned: `BoundedEvidence()` and `Evidence()` without held-out data, with them
-            `Validation(loader)` or `EarlyStopping(loader)`; None for δ = 1 and σ² the mean squared residual.
-        validation: held-out data in any form of `loader`, that the network was not trained on. They tune by
-            `Validation` what is None: δ, and σ² or a classifier's logit temperature. The best calibration needs them, a
-            few hundred samples. In place of `tune`.
-        data_size: N where the loader shows only n of N training points: G and the likelihood are scaled by N/n.
-        weight_decay: γ, sets `δ = N γ`.
-        temperature: τ, `Σ = (G/τ + Δ)⁻¹`; above 1 widens.
-        sample_weights: whether the last entry of a batch, `(x, y, w)`, or the key sample_weights of a dict, is a weight
-            (B,) of at least 0 for each sample: Λ and log p(y|f) are multiplied by it, in tuning over training data too.
-            A weight of 3 is a sample shown three times, 0 one left out. n and `data_size` count samples, not weights.
-        forward: `forward(model, inputs)` where `model(x)`, `model(*x)` or `model(**x)` does not do.
-        memory: budget in bytes, 1 GiB when None; up to twice as much is held beside the posterior and the network's own
-            activations. One layer is never cut: its Kronecker factor of n inputs takes 12 n² bytes while it is
-            decomposed in float64, and the workspace of LAPACK 16 n²; tuning takes one number per candidate and weight.
-        seed: of every random choice.
-        checkpoint: the path of a file. Killed at any moment and called again with the same arguments, the fit goes on
-            from there, to the same posterior: equal bit by bit on the same device, with as many threads. The loader
-            must repeat its order. While the file is written one more of its tensors is in memory. When the
-            fit has ended, it removes the file: save the posterior then.
-        every: write the checkpoint after so many batches; None writes it at most once a minute.
-        progress: show a bar; None shows one on a terminal or in a notebook.
+        model: trained network, in eval mode. Its outputs are (B, C), or have positions: (B, T, C), (B, C, H, W) or
+            (B, C, D, H, W). Targets at positions are (B, T), (B, H, W), (B, D, H, W), or have the shape of the outputs.
+        loader: training data: an iterable of (inputs, targets) batches that can be read several times, a pair (x, y) of
+            tensors, NumPy arrays or pandas frames, or a map-style Dataset. Pairs and data sets are cut into batches of
+            100, in order. Arrays of floats get the dtype of the weights; tensors keep theirs.
+        method: method of the fit, which decides the structure of Σ. None chooses one, and the log names it with its
+            passes and bytes. A regression gets `Full` over all trained weights if that is cheap, KFAC over all of them
+            if they are at most a million, and otherwise KFAC over the last layer. A classifier gets KFAC over the last
+            layer, or over all weights if `validation` is given, that is cheap, and the held-out data prefer it. A last
+            layer with more than 1 000 outputs gets Diagonal. If the last layer is frozen and other layers are trained,
+            as with adapters, KFAC treats those. With `params`, None means KFAC.
+        likelihood: "categorical", "gaussian" or an instance. None infers it from the dtype of the targets, and raises
+            if the targets are labels stored as floats.
+        params: parameters to treat. None means all trained ones if `method` is given.
+        prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}. None tunes it.
+        prior_mean: μ0: a number for all weights, or {parameter: tensor}, with 0 for the rest.
+        prior: former posterior, for continual learning: `Σ⁻¹ = s G(new data) + Σ_former⁻¹`. `model` is then a copy of
+            its network that was trained further with `posterior.penalty(model)` in the loss. The former posterior
+            decides all options except `sample_weights`, `forward`, `memory`, `checkpoint`, `every` and `progress`. The
+            sum is exact for Full and Diagonal; for KFAC the factors add, an approximation (Ritter, Botev and Barber
+            2018).
+        tune: how to tune δ and σ² if they are not given. `BoundedEvidence()` and `Evidence()` need no held-out data;
+            `Validation(loader)` and `EarlyStopping(loader)` do. None means δ = 1 and σ² the mean squared residual.
+        validation: held-out data, in any form that `loader` accepts, on which the network was not trained; a few
+            hundred samples give the best calibration. `Validation` tunes δ, and σ² or the logit temperature of a
+            classifier, on them. Excludes `tune`.
+        data_size: N, if the loader yields only n of N training samples. G and the log likelihood are scaled by N/n.
+        weight_decay: γ, which sets `δ = N γ`.
+        temperature: τ in `Σ = (G/τ + Δ)⁻¹`. A value above 1 widens the posterior.
+        sample_weights: whether batches are `(x, y, w)`, or dicts with the key sample_weights, with weights w (B,) of at
+            least 0. A weight multiplies Λ and log p(y|f) of its sample, also when training data tune: 3 counts a sample
+            three times, and 0 leaves it out. n and `data_size` count samples, not weights.
+        forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are not the right call.
+        memory: memory budget in bytes; None means 1 GiB. A fit uses up to twice this, plus the posterior and the
+            activations. Single layers are never cut: a Kronecker factor of n inputs needs 12 n² bytes while it is
+            decomposed in float64, plus 16 n² for LAPACK. Tuning needs one number per candidate and weight.
+        seed: seed of all random choices.
+        checkpoint: path of a file from which a killed fit continues: call `lw.fit` again with the same arguments, and a
+            loader that repeats its order. The posterior is the same; on the same device and with as many threads it is
+            bit-identical. The file is written after each pass, and within passes that sum over data once a minute or
+            every `every` batches. Until the fit ends, it keeps copies of finished states in the memory of the CPU.
+            Then it removes the file, so save the posterior.
+        every: number of batches between two writes of the checkpoint within a pass; None writes once a minute.
+        progress: whether to show a bar; None shows it on a terminal and in a notebook.
 
     Returns:
-        An immutable posterior.
+        A posterior, which never changes.
 
     Raises:
-        LapwingError: for bad input, says what is wrong and what to do; the network stays as it was.
+        LapwingError: if an argument or the data cannot be used; the message says what to write.
 
-    Cost: the method's passes over the data, each about 1 + C passes of the network; see the method. Then the tuning's,
-        which exceeds that where there are many weights and few data: see `BoundedEvidence`. With `validation` and
-        without a method a classifier is fitted twice, if it has at most 20 outputs.
+    Cost: the method's passes over the data, each about 1 + C passes of the network, plus the tuning. The tuning costs
+        more than the passes if there are many weights and few data: see `BoundedEvidence`. With `validation` and no
+        `method`, a classifier with at most 20 outputs is fitted twice.
 
     Example:
         >>> import torch, lapwing as lw
@@ -157,15 +159,17 @@ def fit(
             file.open(data.training, setup.described())
         with file or nullcontext():
             posterior = tuned_posterior(setup, run(setup))
-            other = fit_of_all_weights(setup, posterior)
-        if options.data_size is None:
+            of_all_weights = fit_of_all_weights(setup, posterior)
+        if options.data_size is None and data.training.expected_size is None:
             data.training.warn_of_unseen(setup.runner.shown())
-        return posterior if other is None else preferred(posterior, other, data.joined_held_out)
+        if of_all_weights is None:
+            return posterior
+        return preferred(posterior, of_all_weights, data.joined_held_out)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the passes of a fit begin with.
+    """A surveyed fit, before its passes.
 
     Attributes:
         options: options of the fit.
@@ -184,9 +188,9 @@ class Setup:
     checkpoint: Checkpoint | None
 
     def described(self) -> dict[str, Any]:
-        """Returns fingerprints of everything but the data that decides the states of the passes.
+        """Returns fingerprints of all that decides the states of the passes, except the data.
 
-        Of the tuning only the sums count that it needs, so that a fit may go on with another tuning.
+        They hold only the sums that the tuning needs, so a fit may continue with another tuning.
         """
         tangent, likelihood = self.problem.tangent, self.problem.likelihood
         surveyed = {
@@ -214,10 +218,10 @@ class Fitted:
 
 
 def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
-    """Surveys the network, chooses the method if the user named none, and checks that everything goes together.
+    """Surveys the network, chooses the method if the user named none, and checks that all parts fit together.
 
     Raises:
-        LapwingError: for a network, a method or a tuning that cannot be used, or a fit that exceeds the memory.
+        LapwingError: if the network, method or tuning cannot be used, or if the fit exceeds the memory.
     """
     runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
     method, tangent, reason = method_and_tangent(
@@ -240,7 +244,7 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
 
 
 def run(setup: Setup) -> Fitted:
-    """Runs the passes of a fit's method; returns the posteriors that they give."""
+    """Runs the passes of a method; returns the posteriors before tuning."""
     started = time.perf_counter()
     result = setup.runner.run(setup.method, setup.problem)
     posterior, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
@@ -248,7 +252,7 @@ def run(setup: Setup) -> Fitted:
 
 
 def tuned_posterior(setup: Setup, fitted: Fitted) -> Posterior:
-    """Tunes what the user left open; returns the posterior, checked."""
+    """Tunes the prior precision and noise variance that the user did not give; returns the checked posterior."""
     before, tune, posterior = time.perf_counter(), setup.data.tune, fitted.posterior
     training = Training(setup.data.training, fitted.parts, setup.runner.count())
     if fitted.chose_prior:
@@ -275,7 +279,7 @@ def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training
 
 
 def fit_of_all_weights(setup: Setup, last: Posterior) -> Posterior | None:
-    """Returns the fit of all weights of a classifier, for held-out data to compare with the fit of its last layer.
+    """Fits all weights of a classifier, so that held-out data can compare them with the last layer.
 
     Returns None if the user named the method or the parameters, or if all weights cost too much or cannot be treated.
     """

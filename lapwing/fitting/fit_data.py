@@ -56,7 +56,7 @@ class FitData:
         """Reads the first batches.
 
         Raises:
-            LapwingError: for data that cannot be used, or a `data_size` below the number of samples.
+            LapwingError: if the data cannot be used, or if `data_size` is below the number of samples.
         """
         training, held_out = Data(loader, model, options.sample_weights), None
         inputs, targets = batches.split(training.first)
@@ -72,7 +72,7 @@ class FitData:
 
     @property
     def prefixes(self) -> int:
-        """The number of first parts of the data of which the tuning needs posteriors."""
+        """Number of first parts of the data (a half, a quarter, ...) whose posteriors the tuning needs."""
         return 0 if self.tune is None else self.tune.prefixes
 
     def reads_evidence(self, prior: Prior) -> bool:
@@ -101,7 +101,7 @@ class FitData:
         return self.tune.loader if isinstance(self.tune, Validation) and self.held_out is not None else ()
 
     def warn(self, options: FitOptions) -> None:
-        """Warns of data that make the error bars wrong, and logs that a likelihood has only a pseudo-evidence."""
+        """Warns about data that make the error bars wrong, and logs if a likelihood has only a pseudo-evidence."""
         if self.held_out is not None:
             _warn_of_held_out(self.held_out, self.training)
         if self.likelihood.plain is not self.likelihood:
@@ -109,12 +109,14 @@ class FitData:
                 "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a "
                 "pseudo-evidence", self.likelihood,
             )  # fmt: skip
+        if options.data_size is None:
+            self.training.warn_of_unseen(self.training.expected_size)
         if options.forward is None:
             _warn_of_own_tokens(self.inputs, self.targets, self.likelihood)
 
 
 def with_joined_data(tune: Tuning | None, model: Any) -> Tuning | None:
-    """Returns the tuning with the held-out data of all ranks, on rank 0; on other ranks without data."""
+    """Returns the tuning with the held-out data of all ranks on rank 0, and without data on other ranks."""
     if not ranks.several() or not isinstance(tune, (EarlyStopping, Validation)):
         return tune
     held_out = tune.loader if isinstance(tune.loader, Data) else Data(tune.loader, model)
@@ -125,16 +127,16 @@ def _warn_of_held_out(held_out: Data, training: Data) -> None:
     """Warns if held-out data are the training data, or are few."""
     if held_out.overlaps(training):
         log.warning(
-            "The validation data are the training data. The network fits these better than any others, so that its "
-            "error bars come out too narrow and its probabilities too sure. Pass data that it was not trained on: "
+            "The validation data are the training data. The network fits these better than new data, so its error bars "
+            "become too narrow and its probabilities overconfident. Pass data on which it was not trained: "
             "validation=(x_val, y_val)."
         )
     count = held_out.expected_size
     has_maps = getattr(batches.split(held_out.first)[1], "ndim", 1) >= 3
     if count is not None and count < FEW and not has_maps:
         log.warning(
-            "%d held-out samples are too few to tell how wide predictions are. Pass a few hundred, or leave "
-            "validation= out, so that the training data tell it.", count,
+            "%d held-out samples are too few to tune the width of predictions. Pass a few hundred, or leave "
+            "validation= out, so that the training data tune it.", count,
         )  # fmt: skip
 
 
@@ -147,7 +149,7 @@ def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> No
     own = tokens.to(targets.device) == targets
     if own.any() and (own if counted is None else own[counted]).all():
         log.warning(
-            "The labels are the input_ids, so that each token is fitted to itself. For a causal language model, which "
+            "The labels are the input_ids, so each token is fitted to itself. For a causal language model, which "
             "predicts the token that follows, write lw.fit(model, NextTokens(loader)) with "
             "lapwing.integrations.huggingface.NextTokens."
         )

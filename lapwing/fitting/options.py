@@ -23,7 +23,7 @@ from ..tuning import BoundedEvidence, Tuning
 from .fingerprints import differences, fingerprint_of
 
 DEFAULT_TUNING = BoundedEvidence()
-"""The tuning if the user names none. A method that chooses its own prior leaves it out without a warning."""
+"""The tuning if the user names none. A method that chooses its own prior ignores it without a warning."""
 
 WITH_PRIOR = ("prior", "sample_weights", "forward", "memory", "checkpoint", "every", "progress")
 """Options that a user may pass together with `prior=`."""
@@ -57,7 +57,7 @@ class FitOptions(Options):
     prior: Posterior | None = option(None, instance_of("a posterior of a former fit", Posterior), write="posterior")
     tune: Tuning | None = option(DEFAULT_TUNING, TUNING, write="lw.BoundedEvidence()")
     validation: Any = field(default=None, repr=False)
-    data_size: int | None = option(None, _whole(1, "the number of training samples"), write="len(dataset)")
+    data_size: int | None = option(None, _whole(1, "a whole number of training samples"), write="len(dataset)")
     weight_decay: float | None = option(None, positive(), write="1e-4")
     temperature: float = option(1.0, positive())
     sample_weights: bool = False
@@ -90,7 +90,7 @@ class FitOptions(Options):
             )
         if self.every is not None and self.checkpoint is None:
             raise LapwingError(
-                f"every={self.every} says how often a checkpoint is written, and there is none. Write "
+                f"every={self.every} needs a checkpoint, which it writes after that many batches. Write "
                 "checkpoint='fit.safetensors', or leave every out."
             )
         given = [
@@ -110,7 +110,7 @@ class FitOptions(Options):
 
     @property
     def compares(self) -> bool:
-        """Whether held-out data choose between the last layer and all weights, if the likelihood is a classifier's."""
+        """Whether held-out data choose between the last layer and all weights of a classifier."""
         return self.method is None and self.params is None and self.validation is not None
 
     def precision(self, count: Callable[[], int]) -> float | Mapping[str, float] | None:
@@ -118,9 +118,9 @@ class FitOptions(Options):
         return self.prior_precision if self.weight_decay is None else (self.data_size or count()) * self.weight_decay
 
     def described(self) -> dict[str, Any]:
-        """Returns fingerprints of all options that decide the fit, as JSON: equal in each process and in each call.
+        """Returns fingerprints of the options that decide the fit, as JSON, equal in all processes and calls.
 
-        Held-out data count only by their presence, since each process has its own.
+        Only the presence of held-out data is compared, since each process has different ones.
         """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values |= {name: values[name] is not None for name in ("validation", "checkpoint")}

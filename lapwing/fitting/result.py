@@ -1,4 +1,4 @@
-"""From what a method returns to posteriors: tuned, equal on all ranks, and refused if not finite."""
+"""Posteriors from the results of methods: tuned, equal on all ranks, and checked."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ log = logging.getLogger("lapwing")
 def posteriors_of(
     runner: Runner, method: Method, problem: Problem, result: FitResult
 ) -> tuple[Posterior, tuple[Posterior, ...]]:
-    """Returns the posterior of all data, and those of its first parts, with the prior and noise that the method chose.
+    """Returns the posterior of all data and the posteriors of its first parts, before tuning.
+
+    They have the prior precision, the noise variance and the logit temperature that the method chose.
 
     Raises:
-        LapwingError: for a data size below the number of samples that the loader shows.
+        LapwingError: if `data_size` is below the number of samples that the loader shows.
     """
     tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
     if result.noise_variance is not None:
@@ -61,14 +63,15 @@ def posteriors_of(
         factor *= problem.data_size / count
     whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
     parts = sorted(runner.prefixes().items())
-    unscaled = parts if whole.data_factor > 1 else parts[:-1]  # all of the data is a part where `whole` is scaled
+    unscaled = parts if whole.data_factor > 1 else parts[:-1]  # the last part is all data, without N/n
     return whole, tuple(posterior(*kept, samples, 1.0) for samples, kept in unscaled)
 
 
 def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
-    """Returns the tuned posterior. Of several processes rank 0 tunes, with the training samples of all of them.
+    """Returns the tuned posterior.
 
-    Over several processes the tuning's held-out data are those of all, on rank 0: see `with_joined_data`.
+    Over several processes rank 0 tunes, with the training samples of all processes. Their held-out data are already on
+    rank 0: see `with_joined_data`.
     """
     whole = training
     if ranks.several():
@@ -84,7 +87,7 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
 
 
 def checked(posterior: Posterior) -> Posterior:
-    """Returns the result of a fit, refused where it is not finite; warns where rounding decides some variances."""
+    """Returns the posterior; raises if it is not finite, and warns if some variances are rounding noise."""
     posterior = _as_on_first(posterior)
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
     if not all(is_finite(values) for values in tensors):
@@ -96,20 +99,18 @@ def checked(posterior: Posterior) -> Posterior:
     check_noise(posterior.likelihood, posterior.tangent)
     if posterior.covariance.rounded():
         log.warning(
-            "The curvature of %s spans more digits than its sums resolve beside a prior precision of %.3g: variances "
-            "in directions of least curvature are rounding noise. Scale the inputs to about 1, raise the prior "
-            "precision, or fit the network in float64 with model.double().",
+            "The sums of the curvature of %s have too few digits for a prior precision of %.3g: variances in directions "
+            "of least curvature are rounding noise. Scale the inputs to about 1, raise the prior precision, or fit the "
+            "network in float64 with model.double().",
             posterior.method, posterior.prior.precision.min().item(),
         )  # fmt: skip
     return posterior
 
 
 def _as_on_first(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
-    """Returns the posterior with the numbers, the rank and the samples that rank 0 has chosen.
+    """Returns the posterior with the values, the rank and the samples that rank 0 chose.
 
-    Args:
-        posterior: posterior of this rank.
-        parts: posteriors of the first samples, of which rank 0 may have chosen one.
+    `parts` are posteriors of the first samples, of which rank 0 may have chosen one.
     """
     if not ranks.several():
         return posterior

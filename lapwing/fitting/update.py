@@ -1,4 +1,4 @@
-"""Further data for a posterior: at the same weights (`Posterior.update`), or after further training (`prior=`)."""
+"""Adds further data to a posterior: at the same weights (`Posterior.update`), or after further training (`prior=`)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .runner import Runner
 def updated(
     posterior: Posterior, loader: Any, tune: Tuning | None, sample_weights: bool, progress: bool | None
 ) -> Posterior:
-    """Returns the posterior of the former data and of the data in a loader: see `Posterior.update`."""
+    """Returns the posterior of the former data plus the data of a loader: see `Posterior.update`."""
     if tune is not None and not isinstance(tune, (Evidence, Validation)):
         raise LapwingError(
-            f"update(tune={shown(tune)}) is not an option, since the former data are not there. Write "
-            "tune=lw.Evidence() or tune=lw.Validation(loader), or leave it out to keep the prior and the noise."
+            f"update(tune={shown(tune)}) is not an option, since it needs the former data. Write tune=lw.Evidence() or "
+            "tune=lw.Validation(loader), or leave it out to keep the prior and the noise."
         )
     check_progress(progress)
     check_flag("posterior.update", "sample_weights", sample_weights)
@@ -54,17 +54,17 @@ def updated(
 def continued(
     options: FitOptions, former: Posterior, model: Any, loader: Any, checkpoint: Checkpoint | None
 ) -> Posterior:
-    """Returns the posterior of further data at further trained weights, under a former posterior: see `lw.fit`.
+    """Returns the posterior of further data with a former posterior as the prior: see `lw.fit`.
 
     Args:
         options: options of the fit.
         former: the former posterior.
         model: network that was trained further.
-        loader: the further data.
+        loader: further data.
         checkpoint: checkpoint of the fit, or None.
 
     Raises:
-        LapwingError: for another network, or a covariance that cannot be continued.
+        LapwingError: if the network has other layers, or the former covariance cannot be a prior.
     """
     former._check_network()
     _check_invertible(former)
@@ -83,26 +83,26 @@ def continued(
 
 
 def _with_data(posterior: Posterior, tangent: Tangent, data: Data, checkpoint: Checkpoint | None = None) -> Posterior:
-    """Returns the posterior with a network, and with the curvature and the statistics of further data added.
+    """Returns the posterior with the curvature and the statistics of further data added.
 
     Args:
         posterior: posterior of the former data.
-        tangent: network at which the further data are linearised.
-        data: the further data.
+        tangent: surveyed network, at whose weights the further data are linearised.
+        data: further data.
         checkpoint: checkpoint of the fit, or None.
 
     Raises:
-        LapwingError: for curvatures that do not add, and bad data.
+        LapwingError: if the curvatures do not add, or the data cannot be used.
     """
     if posterior.data_factor != 1:
         raise LapwingError(
-            f"The posterior stands for {posterior.data_factor:g} times the data of its fit, and further data have no "
-            "place in that. Fit to all data at once, with data_size=."
+            f"The posterior counts each sample of its fit {posterior.data_factor:g} times, so further data cannot be "
+            "added. Fit to all data at once, with data_size=."
         )
     likelihood = posterior.likelihood
     runner = Runner(data, checkpoint=checkpoint)
     check_same_network(tangent.model, tangent.state())
-    seed = posterior.samples  # other draws than for the former data
+    seed = posterior.samples  # differs from the seed for the former data
     generator = torch.Generator(tangent.device).manual_seed(seed + ranks.rank())
     problem = Problem(
         tangent=tangent, likelihood=likelihood, root=FisherRoot(likelihood, tangent.outputs, generator),
@@ -119,19 +119,19 @@ def _with_data(posterior: Posterior, tangent: Tangent, data: Data, checkpoint: C
 
 
 def _check_invertible(former: Posterior) -> None:
-    """Raises if a covariance has no inverse, or is a subspace, which lacks the directions of further data."""
+    """Raises if the covariance has no inverse, or is a subspace, which lacks the directions of further data."""
     covariance = former.covariance
     zeros = {b.name: torch.zeros(b.size, dtype=covariance.dtype, device=covariance.device) for b in covariance.blocks}
     precision_product(covariance, zeros, former.method)
     if has_rank(covariance) and covariance.continued_by == "basis":
         raise LapwingError(
-            f"The posterior by {former.method} keeps the directions of its own data, and further data have others. Fit "
-            "lw.KFAC(), lw.Diagonal() or lw.Full()."
+            f"The posterior by {former.method} has only the directions of its own data, and further data have other "
+            "directions. Fit lw.KFAC(), lw.Diagonal() or lw.Full()."
         )
 
 
 def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any) -> Tangent:
-    """Returns the network that was trained further, with the parameters of the former fit."""
+    """Surveys the network that was trained further, with the parameters of the former fit."""
     if isinstance(model, torch.nn.Module):
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if not present.issuperset(former.parameters):
@@ -148,5 +148,5 @@ def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any) -> 
 def _other_network(model: Any, former: Tangent) -> LapwingError:
     return LapwingError(
         f"{type(model).__name__} has other layers than the network of the former posterior, "
-        f"{type(former.model).__name__} with {former.outputs} outputs. Train a copy of that one further."
+        f"{type(former.model).__name__} with {former.outputs} outputs. Train a copy of that network further."
     )

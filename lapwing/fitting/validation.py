@@ -1,4 +1,4 @@
-"""What `lw.fit` does with `validation=`: held-out data tune, and choose between the last layer and all weights."""
+"""Choice between the last layer and all weights of a classifier, by the held-out data of `validation=`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .default_method import is_affordable_for_kfac
 log = logging.getLogger("lapwing")
 
 OUTPUTS = 20
-"""All weights are tried where there are at most so many outputs: a prediction takes a backward pass for each."""
+"""Maximum number of outputs for which all weights are tried. A prediction needs a backward pass for each output."""
 
 MULTIPLY_ADDS = 2**37
-"""And where the rows of all samples take at most so many: some ten seconds."""
+"""Maximum number of multiply-adds for the Jacobian rows of all samples: about ten seconds."""
 
 GAIN = 2e-3
-"""All weights must gain so many nats a held-out sample, since their predictions cost more."""
+"""Minimum gain, in nats per held-out sample, for which all weights are preferred. Their predictions cost more."""
 
 
 def all_weights(tangent: Tangent, inputs: Any, samples: int) -> Tangent | None:
-    """Returns all weights of a classifier where they are tried beside the last layer; None where they are not.
+    """Surveys all weights of a classifier; returns None if they cannot be treated or cost too much.
 
     Args:
-        tangent: of the last layer.
-        inputs: of the first batch.
+        tangent: surveyed network, with the last layer treated.
+        inputs: inputs of the first batch.
         samples: N.
     """
-    if tangent.positions is not None:  # each takes a backward pass an output
+    if tangent.positions is not None:  # each position needs a backward pass per output
         return None
     try:
         whole = Tangent.survey(tangent.model, inputs, everything, tangent.forward, tangent.memory, warn=False)
@@ -45,13 +45,13 @@ def all_weights(tangent: Tangent, inputs: Any, samples: int) -> Tangent | None:
     work = samples * whole.outputs * whole.plan.work(whole.blocks)
     if is_affordable_for_kfac(whole, OUTPUTS) and work <= MULTIPLY_ADDS:
         return whole
-    log.info("The last layer alone is treated, since all %d weights cost too much.", whole.size)
+    log.info("Only the last layer is treated, since all %d weights cost too much.", whole.size)
     return None
 
 
 def log_impossible(error: LapwingError) -> None:
     """Logs why all weights of a classifier cannot be treated."""
-    log.info("The last layer alone is treated, since all trained weights cannot be: %s", error)
+    log.info("Only the last layer is treated, since all trained weights cannot be: %s", error)
 
 
 def preferred(last: Posterior, whole: Posterior, held_out: Any) -> Posterior:
@@ -74,7 +74,7 @@ def preferred(last: Posterior, whole: Posterior, held_out: Any) -> Posterior:
     gain, deviation = ranks.on_first("all weights", gain_of_all)
     better = gain > max(GAIN, deviation)
     log.info(
-        "%s is treated: on held-out data all weights gain %.2g nats a sample, with a standard error of %.2g.",
-        f"All of {whole.tangent.size} weights" if better else "The last layer alone", gain, deviation,
+        "%s treated: on held-out data all weights gain %.2g nats per sample, with a standard error of %.2g.",
+        f"All {whole.tangent.size} weights are" if better else "Only the last layer is", gain, deviation,
     )  # fmt: skip
     return whole if better else last

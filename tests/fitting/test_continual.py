@@ -176,7 +176,7 @@ def test_what_a_former_posterior_refuses() -> None:
     for method in (lw.ELLA(rank=4, rows="all"), lw.SampledLLA(draws=2)):
         with pytest.raises(lw.LapwingError, match="no inverse without a factorisation"):
             lw.fit(model, (x, y), method, prior_precision=1.0).penalty(other)
-    with pytest.raises(lw.LapwingError, match="directions of its own data"):
+    with pytest.raises(lw.LapwingError, match="only the directions of its own data"):
         lw.fit(other, (x, y), prior=lw.fit(model, (x, y), METHODS["ella"], prior_precision=1.0))
     with pytest.raises(lw.LapwingError, match="EKFAC is not a sum"):
         lw.fit(other, (x, y), prior=lw.fit(model, (x, y), lw.EKFAC(), prior_precision=1.0))

@@ -8,7 +8,6 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.covariance import PriorCovariance
-from lapwing.data.data import Data
 from lapwing.errors import LapwingError
 from tests import oracle
 from tests.conformance import close, pack, setup
@@ -168,10 +167,6 @@ def test_bad_weights_are_refused(w, message):
         lw.fit(model, [batch], prior_precision=1.0, sample_weights=True)
     assert not model.training
     assert all(value.grad is None for value in model.parameters())
-
-
-def test_data_have_the_length_of_their_loader():
-    assert len(Data([1, 2, 3], None, True)) == 3
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.KFAC(weight_sharing="reduce")], ids=repr)
