@@ -332,8 +332,8 @@ def check_finite(inputs: Any, where: str) -> None:
             first = int(bad.nonzero()[0]) if bad.ndim else 0
             raise LapwingError(
                 f"A tensor of {where}, of shape {tuple(leaf.shape)}, has NaN or infinite values in {int(bad.sum())} "
-                f"samples (first: sample {first}). Pass finite numbers: drop these samples or impute them, for instance by "
-                "x = x.nan_to_num()."
+                f"samples (first: sample {first}). Pass finite numbers: drop these samples or impute them, for "
+                "instance by x = x.nan_to_num()."
             )
 
 

@@ -132,7 +132,7 @@ class Data:
 
     @property
     def expected_size(self) -> int | None:
-        """`known_size`, or if it is None, the number of samples that the sampler draws; a `collate_fn` may change it."""
+        """`known_size`, or if that is None, the number of samples that the sampler draws, before any `collate_fn`."""
         known = self.known_size
         return sampler_size(self.loader) if known is None and isinstance(self.loader, DataLoader) else known
 

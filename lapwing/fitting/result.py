@@ -99,9 +99,9 @@ def checked(posterior: Posterior) -> Posterior:
     check_noise(posterior.likelihood, posterior.tangent)
     if posterior.covariance.rounded():
         log.warning(
-            "The sums of the curvature of %s have too few digits for a prior precision of %.3g: variances in directions "
-            "of least curvature are rounding noise. Scale the inputs to about 1, raise the prior precision, or fit the "
-            "network in float64 with model.double().",
+            "The sums of the curvature of %s have too few digits for a prior precision of %.3g: variances in "
+            "directions of least curvature are rounding noise. Scale the inputs to about 1, raise the prior precision, "
+            "or fit the network in float64 with model.double().",
             posterior.method, posterior.prior.precision.min().item(),
         )  # fmt: skip
     return posterior

@@ -286,7 +286,7 @@ class Runner:
         return counted
 
     def _check_size(self, samples: int, to: str) -> None:
-        """Sets n the first time; raises if the data have no sample, or another number. The share of a rank may be empty."""
+        """Sets n the first time; raises if the data have no sample, or another number. Shares of ranks may be empty."""
         at, several = self._at, ranks.several()
         expected = sum(self._data.sizes[ranks.rank()]) if several else at.size or samples
         if samples != expected or not (samples or several):

@@ -295,7 +295,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     damaged.append(whole.replace(b"Kronecker", b"Cronecker"))
     for content in damaged:
         (tmp_path / "fit").write_bytes(content)
-        with pytest.raises(lw.LapwingError, match="is not a checkpoint of this version, or is damaged. Pass another path"):
+        with pytest.raises(
+            lw.LapwingError, match="is not a checkpoint of this version, or is damaged. Pass another path"
+        ):
             lw.fit(model, every, lw.KFAC(), checkpoint=tmp_path / "fit")
     (tmp_path / "fit").write_bytes(whole)
     with pytest.raises(lw.LapwingError, match="is a checkpoint of a fit that has not ended"):
