@@ -30,9 +30,6 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
         probs: class probabilities (N, C), rows summing to 1.
         labels: integer classes (N,) in 0..C-1.
 
-    Raises:
-        LapwingError: if shapes, dtypes or values are not as above.
-
     Example:
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])).item()
         0.5
@@ -79,9 +76,6 @@ def negative_log_likelihood(probs: Tensor, labels: Tensor) -> Tensor:
         probs: class probabilities (N, C), rows summing to 1.
         labels: integer classes (N,) in 0..C-1.
 
-    Raises:
-        LapwingError: if shapes, dtypes or values are not as above.
-
     Example:
         >>> round(negative_log_likelihood(torch.tensor([[0.25, 0.75]]), torch.tensor([1])).item(), 4)
         0.2877
@@ -98,9 +92,6 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
     Args:
         probs: class probabilities (N, C), rows summing to 1.
         labels: integer classes (N,) in 0..C-1.
-
-    Raises:
-        LapwingError: if shapes, dtypes or values are not as above.
 
     Example:
         >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0])).item()
@@ -190,9 +181,6 @@ def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         variance: predictive variances of y (not of the latent function), positive, shape of `mean`.
         y: targets, shape of `mean`.
 
-    Raises:
-        LapwingError: if shapes or values are not as above.
-
     Example:
         >>> round(gaussian_nll(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
         0.9189
@@ -209,9 +197,6 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
     Args:
         mean: predictive means (N,) or (N, C).
         y: targets, shape of `mean`.
-
-    Raises:
-        LapwingError: if shapes or values are not as above.
 
     Example:
         >>> rmse(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 3.0])).item() ** 2
@@ -232,9 +217,6 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
         std: predictive standard deviations of y, positive, shape of `mean`.
         y: targets, shape of `mean`.
 
-    Raises:
-        LapwingError: if shapes or values are not as above.
-
     Example:
         >>> round(crps_gaussian(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
         0.2337
@@ -253,9 +235,6 @@ def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
         lower: lower ends (N,) or (N, C); -inf is allowed.
         upper: upper ends, shape of `lower` and nowhere below it; +inf is allowed.
         y: targets, shape of `lower`.
-
-    Raises:
-        LapwingError: if shapes or values are not as above.
 
     Example:
         >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 2.0])).item()
