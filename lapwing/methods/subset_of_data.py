@@ -33,8 +33,6 @@ class SubsetOfData(Method):
     Args:
         size: n, the maximum number of points.
         sampling: "uniform", or "balanced" for equally many points of each class.
-        rescale: whether to multiply curvature and likelihood by N/n. Then the posterior may be too narrow. By default
-            the subset counts as n points, as published.
 
     Raises:
         LapwingError: if an option is invalid, or if the Gram matrix of the rows exceeds the budget.
@@ -47,14 +45,13 @@ class SubsetOfData(Method):
     Example:
         >>> import lapwing as lw
         >>> lw.SubsetOfData(size=500)
-        SubsetOfData(size=500, sampling='uniform', rescale=False)
+        SubsetOfData(size=500, sampling='uniform')
     """
 
     accepts_further_data: ClassVar[bool] = False
 
     size: int = option(500, at_least(1))
     sampling: Literal["uniform", "balanced"] = "uniform"
-    rescale: bool = False
 
     def allows_early_stopping(self) -> bool:
         """Returns False: no curvature of the other points is summed."""
@@ -82,7 +79,7 @@ class SubsetOfData(Method):
             try:
                 step = passes.send(state)
             except StopIteration as stop:
-                return FitResult(stop.value, summary=summary, data_factor=whole / len(places) if self.rescale else 1.0)
+                return FitResult(stop.value, summary=summary)
             assert isinstance(step, SumPass)
             subset = yield _OnSubset(step, places, problem)
             state, before, summary = subset.inner, summary.statistics, subset.summary

@@ -21,7 +21,7 @@ from tests.posterior.test_lifecycle import EVERY, METHODS, data
 
 STEPS = [
     lw.VaLLA(3), lw.VaLLA(3, lw.NaturalGradient(steps=6, rate=0.3)), lw.VaLLA(3, lw.VariationalBound(steps=6)),
-    lw.MeanField(steps=6), lw.SubsetOfData(4), lw.SubsetOfData(6, "balanced", rescale=True),
+    lw.MeanField(steps=6), lw.SubsetOfData(4), lw.SubsetOfData(6, "balanced"),
     lw.TemperatureScaling(),
     lw.SampledLLA(2, lw.ConjugateGradients(iterations=2, tolerance=0.5), em_steps=2, linearised_mode=True),
     lw.SampledLLA(2, lw.ConjugateGradients(4, preconditioner=lw.Diagonal()), em_steps=1, prior="g", per_block=True),

@@ -51,17 +51,11 @@ class SubsetConformance(MethodConformance):
 
     def sigma(self, problem, G, delta, fitted):
         factor = float(G.trace() / problem.G.trace())
-        if self.method.rescale:
-            factor *= problem.samples / self.method.size
         return oracle.laplace_covariance(factor * curvature_of(problem, places_of(self.method, problem.samples)), delta)
 
 
 class TestSubset(SubsetConformance):
     method = lw.SubsetOfData(4)
-
-
-class TestRescaledSubset(OnFewNetworks, SubsetConformance):
-    method = lw.SubsetOfData(4, rescale=True)
 
 
 class TestAllOfTheData(OnFewNetworks, MethodConformance):
@@ -100,17 +94,15 @@ def test_equals_full_on_the_subset(name, noise):
 
 
 @pytest.mark.parametrize("name", ["mlp", "deep_linear"])
-def test_evidence_of_a_rescaled_subset_is_that_of_its_data_size(name):
-    """The likelihood and the curvature of the same points, both N/n times; `data_size` and τ on top of it."""
-    problem, method = setup(name), lw.SubsetOfData(3, rescale=True)
-    for options, size in (({}, 9), ({"data_size": 45}, 45), ({"temperature": 2.0}, 9)):
+def test_data_size_of_a_subset_is_that_of_all_its_data(name):
+    """`data_size=5 N` counts the n points as 5 n."""
+    problem, method = setup(name), lw.SubsetOfData(3)
+    for options, size in (({"data_size": 45}, 15), ({"temperature": 2.0}, 3)):
         mine = problem.fit(method, prior_precision=None, **options)
         theirs = alone(problem, places_of(method, 9), prior_precision=None, **{**options, "data_size": size})
         assert mine.data_factor == pytest.approx(size / 3)
         assert mine.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-6)
         assert mine.log_marginal_likelihood() == pytest.approx(theirs.log_marginal_likelihood(), rel=1e-8)
-    whole = problem.fit(lw.SubsetOfData(1000, rescale=True)).log_marginal_likelihood()
-    assert whole == pytest.approx(problem.fit(lw.Full()).log_marginal_likelihood(), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
