@@ -1,4 +1,4 @@
-"""A program of moments as one flat graph of ATen calls, with folded constants and copied weights."""
+"""Exports the moments of a network as one flat graph of ATen calls, with folded constants and copied weights."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import ranks
@@ -21,11 +20,10 @@ from ..data.progress import show_progress
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..methods import KFAC, FisherRoot, FitShape, Method, Problem
-from ..methods.problem import root_positions
 from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..posterior.prior import Prior
-from ..tangent import LastLayer, Predicate, Tangent
+from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint
@@ -236,9 +234,10 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
     check_same_network(tangent.model, tangent.state())
     data.check_held_out(tangent)
     problem = Problem(
-        tangent=tangent, likelihood=data.likelihood, root=_root(tangent, data.likelihood, options.seed), prior=prior,
-        traces_wanted=data.reads_evidence(prior), seed=options.seed, labels=runner.labels, count=runner.count,
-        summary=runner.summary, temperature=options.temperature, data_size=options.data_size,
+        tangent=tangent, likelihood=data.likelihood, root=FisherRoot.of(tangent, data.likelihood, options.seed +
+        ranks.rank()), prior=prior, traces_wanted=data.reads_evidence(prior), seed=options.seed,
+        labels=runner.labels, count=runner.count, summary=runner.summary, temperature=options.temperature,
+        data_size=options.data_size,
     )  # fmt: skip
     return Setup(options, data, method, problem, runner, checkpoint)
 
@@ -294,9 +293,3 @@ def fit_of_all_weights(setup: Setup, last: Posterior) -> Posterior | None:
     except LapwingError as error:
         log_impossible(error)
         return None
-
-
-def _root(tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:
-    """Returns the root of the Fisher information; each rank draws its own columns."""
-    generator = torch.Generator(tangent.device).manual_seed((seed + ranks.rank()) % 2**63)
-    return FisherRoot(likelihood, tangent.outputs, generator, root_positions(tangent))

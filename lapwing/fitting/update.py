@@ -103,9 +103,8 @@ def _with_data(posterior: Posterior, tangent: Tangent, data: Data, checkpoint: C
     runner = Runner(data, checkpoint=checkpoint)
     check_same_network(tangent.model, tangent.state())
     seed = posterior.samples  # differs from the seed for the former data
-    generator = torch.Generator(tangent.device).manual_seed(seed + ranks.rank())
     problem = Problem(
-        tangent=tangent, likelihood=likelihood, root=FisherRoot(likelihood, tangent.outputs, generator),
+        tangent=tangent, likelihood=likelihood, root=FisherRoot.of(tangent, likelihood, seed + ranks.rank()),
         prior=posterior.prior, traces_wanted=bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any()),
         seed=seed, labels=runner.labels, count=runner.count, summary=runner.summary,
         temperature=posterior.temperature,
@@ -113,8 +112,9 @@ def _with_data(posterior: Posterior, tangent: Tangent, data: Data, checkpoint: C
     result = runner.run(Update(posterior.covariance, posterior.method), problem)
     summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
     whole = replace(
-        posterior, tangent=tangent, covariance=result.covariance, samples=summary.samples, statistics=summary.statistics
-    )
+        posterior, tangent=tangent, covariance=result.covariance, samples=summary.samples,
+        statistics=summary.statistics, method=replace(posterior.method, first_samples=None),
+    )  # fmt: skip
     return whole.at(posterior.prior.precision, posterior.noise_variance)
 
 

@@ -21,7 +21,7 @@ _distributions = import_module("gpytorch.distributions")  # a dependency of BoTo
 _to_linear_operator = import_module("linear_operator").to_linear_operator
 
 ROWS = 64
-"""Maximum number of inputs of a joint prediction. Their covariance also holds pairs of different batches, unused."""
+"""Number of inputs of one joint prediction, or q if that is larger. Covariances of different batches are dropped."""
 
 
 class LaplaceModel(_model.Model, _model.FantasizeMixin):

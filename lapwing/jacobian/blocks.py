@@ -1,4 +1,4 @@
-"""A block: the parameters that one layer treats jointly, and their layout as one flat vector."""
+"""A block: the parameters of one layer, or of several layers that share one, and their layout as one vector."""
 
 from __future__ import annotations
 

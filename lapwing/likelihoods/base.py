@@ -1,7 +1,7 @@
 """The likelihood protocol: the functions of p(y | f) that fitting, tuning and prediction call.
 
 A new likelihood without a noise variance extends `NoiselessLikelihood` with a name and four functions; one with a noise
-variance extends `Likelihood`. Both classes are abstract. Their subclasses are final, and frozen dataclasses.
+variance extends `Likelihood`. Both classes are abstract. Likelihoods are frozen dataclasses.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from .state import BlockSums, State
 
 @dataclass(frozen=True)
 class KFAC(Method):
-    """Kronecker-factored Laplace, `Σ = (Γ ⊗ A/(# τ) + δI)⁻¹` for each layer, inverted exactly in the eigenbasis.
+    """Kronecker-factored Laplace, `Σ = (s Γ ⊗ A/# + δI)⁻¹` with `s = N/(n σ² τ)`, exact in the eigenbasis.
 
     `A = Σ a aᵀ` over layer inputs (the bias is a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
     Fisher root applied. There is no damping by √δ: δ is added to the eigenvalues `γ_j α_i` themselves.

@@ -107,6 +107,12 @@ class FisherRoot:
         self.columns = self.rank = root_columns(likelihood, outputs, positions, generator.device)
         self._logged = False
 
+    @classmethod
+    def of(cls, tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:
+        """Returns the root for a network, with a generator of its own."""
+        generator = torch.Generator(tangent.device).manual_seed(seed % 2**63)
+        return cls(likelihood, tangent.outputs, generator, root_positions(tangent))
+
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns the root at outputs (B, C), or (B, T C)."""
         count, drawn = outputs.shape[1] // self._outputs, self.samples(outputs)
@@ -194,7 +200,7 @@ class Problem:
 
     @property
     def scale(self) -> Scale:
-        """The scale of a new covariance, with n = N; `fit` sets n and N when it knows them."""
+        """A provisional scale, n = N = 1, and σ² = 1 if it is open; `Posterior.scale` replaces it later."""
         return Scale(1, 1, self.temperature, self.likelihood.noise_variance)
 
     def noise_variance(self) -> float | None:

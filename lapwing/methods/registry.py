@@ -1,4 +1,4 @@
-"""The list of all methods, wings included."""
+"""The methods that `lw.plan(model, loader, "all")` plans, wings included."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ METHODS: tuple[Method, ...] = (
     Diagonal(), KFAC(), EKFAC(), Full(), ELLA(), OptimalSubspace(), SubsetOfWeights(size=100), VaLLA(), SubsetOfData(),
     SampledLLA(), MeanField(),
 )  # fmt: skip
-"""The methods of `lw.fit`, each with its default options: `lw.plan(model, loader, "all")` plans them."""
+"""Each method with its default options. `lw.SWAG` is made without `lw.fit`, and `TemperatureScaling` has no Σ."""

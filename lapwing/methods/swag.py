@@ -124,7 +124,7 @@ class SWAG:
             progress: whether to show a bar; None shows one on a terminal.
 
         Returns:
-            An immutable posterior. It has no prior (`prior_precision` is 0) and no evidence.
+            An immutable posterior. It has no prior (`prior_precision` is None) and no evidence.
 
         Raises:
             LapwingError: if there are fewer than two snapshots, if they are of another network, or if the input is

@@ -1,7 +1,8 @@
 """The gate: checks the memory budget, the network and each batch once, before the tangent uses them.
 
-A network must have weights, no layer that `refusals.py` refuses, and do on every batch what it did on the first.
-`sample_axis.py` checks that its layers hold the samples on the same dimension. Inputs that have passed are `Checked`.
+A network must have weights and no layer that `refusals.py` refuses, and must do on every batch what it did on the
+first. `sample_axis.py` checks that its layers hold the samples on the same dimension. Inputs that have passed are
+`Checked`.
 """
 
 from __future__ import annotations

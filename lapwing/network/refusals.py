@@ -114,7 +114,7 @@ def is_quantized(layer: nn.Module) -> Refusal | None:
 
 
 def check_layers(model: nn.Module, last_layer: bool = True) -> None:
-    """Raises if a layer is in training mode, writes itself or is quantized; lists all such layers.
+    """Raises if a layer such as dropout is in training mode, writes itself or is quantized; lists all such layers.
 
     Args:
         model: the network.

@@ -364,10 +364,11 @@ class Posterior:
     ) -> Posterior:
         """Returns the posterior of the former data plus further data, at the same weights.
 
-        `G = G_1 + G_2`, and the statistics of the likelihood add too, so the result equals one fit to all data. The
-        mean stays: if the new data should move it, train the network further and fit again. The directions of a
-        subspace stay too, although a new fit would choose them from all data. The prior precision, the noise variance
-        and the logit temperature stay as well, even if they were tuned.
+        `G = G_1 + G_2`, and the statistics of the likelihood add too, so for Diagonal, KFAC and Full the result equals
+        one fit to all data, to rounding, unless the Fisher information is drawn (more than 1 000 outputs). The mean
+        stays: if the new data should move it, train the network further and fit again. The directions of a subspace
+        stay too, although a new fit would choose them from all data. The prior precision, the noise variance and the
+        logit temperature stay as well, even if they were tuned.
 
         Args:
             loader: only the further data, in any form that `lw.fit` accepts.
@@ -379,7 +380,8 @@ class Posterior:
             A new posterior; this one is unchanged.
 
         Raises:
-            LapwingError: if the curvature is not such a sum (EKFAC, VaLLA, ...), if the fit scaled its data by
+            LapwingError: if the curvature is not such a sum (EKFAC, VaLLA, SubsetOfData, SWAG, MeanField, SampledLLA,
+                TemperatureScaling), if the fit scaled its data by
                 `data_size=`, if the input is invalid, or if the weights have changed since the fit.
 
         Cost: one pass over the further data, and the decomposition of the sums. In float32 the sums of KFAC are

@@ -56,8 +56,8 @@ class BoundedEvidence(Tuning):
         >>> import torch, lapwing as lw
         >>> x, y = torch.randn(32, 4), torch.arange(32) % 3
         >>> model = torch.nn.Linear(4, 3).eval()
-        >>> wide = lw.fit(model, [(x, y)]).prior_precision
-        >>> lw.fit(model, [(x, y)], tune=lw.BoundedEvidence()).prior_precision >= wide
+        >>> evidence = lw.fit(model, [(x, y)], tune=lw.Evidence()).prior_precision
+        >>> lw.fit(model, [(x, y)], tune=lw.BoundedEvidence()).prior_precision >= evidence
         True
     """
 

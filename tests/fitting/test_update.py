@@ -172,3 +172,20 @@ def test_what_an_update_refuses() -> None:
         next(model.parameters()).add_(1.0)
     with pytest.raises(lw.LapwingError, match="was written"):
         posterior.update(second)
+
+
+def test_an_update_over_positions_draws_as_often_as_a_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Of more than 1 000 outputs over positions the Fisher information takes several draws per input."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Tanh(), torch.nn.Conv2d(2, 2, 3)).eval()
+    x, y = torch.randn(4, 1, 32, 32), torch.randint(2, (4, 28, 28))
+    with caplog.at_level("INFO", "lapwing"):
+        lw.fit(model, [(x, y)], lw.Diagonal(), params=lw.everything, prior_precision=1.0).update([(x, y)])
+    first, again = [text for text in caplog.messages if "Fisher information is sampled" in text]
+    assert first == again
+
+
+def test_an_update_after_early_stopping_forgets_the_first_samples() -> None:
+    model, first, second, x = parts("mlp")
+    held_out = lw.EarlyStopping([(x, torch.arange(len(x)) % 3)])
+    posterior = lw.fit(model, first, lw.ELLA(rank=4, rows=8), tune=held_out)
+    assert posterior.update(second).method.first_samples is None
