@@ -233,11 +233,11 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
     prior = Prior.read(tangent, options.precision(runner.count), options.prior_mean)
     check_same_network(tangent.model, tangent.state())
     data.check_held_out(tangent)
+    root = FisherRoot.of(tangent, data.likelihood, options.seed + ranks.rank())  # each rank draws its own columns
     problem = Problem(
-        tangent=tangent, likelihood=data.likelihood, root=FisherRoot.of(tangent, data.likelihood, options.seed +
-        ranks.rank()), prior=prior, traces_wanted=data.reads_evidence(prior), seed=options.seed,
-        labels=runner.labels, count=runner.count, summary=runner.summary, temperature=options.temperature,
-        data_size=options.data_size,
+        tangent=tangent, likelihood=data.likelihood, root=root, prior=prior, traces_wanted=data.reads_evidence(prior),
+        seed=options.seed, labels=runner.labels, count=runner.count, summary=runner.summary,
+        temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip
     return Setup(options, data, method, problem, runner, checkpoint)
 
