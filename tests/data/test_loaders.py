@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -31,22 +29,6 @@ DATA = TensorDataset(X, Y)
 
 def network(outputs: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).eval()
-
-
-# --- no place to write -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("progress", [None, True])
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_fit_where_there_is_no_stderr(progress: bool | None, closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO() if closed else None
-    if stream is not None:
-        stream.close()
-    monkeypatch.setattr(sys, "stderr", stream)
-    assert lw.fit(network(), [(X, Y)], progress=progress).samples == 20
-    lw.fit(network(), [(X, Y)], lw.MeanField(steps=1), progress=progress)
-    variances = {"2.bias": torch.full((3,), 0.1)}
-    lw.MeanField.from_variances(network(), variances, [(X, Y)], progress=progress)
-    states = [network().state_dict() for _ in range(3)]
-    lw.SWAG.from_snapshots(states, [(X, Y)], model=network(), progress=progress)
 
 
 # --- a stream without end --------------------------------------------------------------------------------------------
@@ -128,12 +110,6 @@ METHODS = [
 def test_loaders_that_shrink_or_grow_are_refused(method: lw.Method | None, by: int, real: bool) -> None:
     with pytest.raises(lw.LapwingError, match=r"at first and shows \d+ samples to .* Every pass needs the same data"):
         lw.fit(network(1 if real else 3), Shrinking(REAL if real else Y, by), method)
-
-
-def test_tuning_takes_part_of_a_large_loader_without_complaint() -> None:
-    tune = lw.BoundedEvidence(samples=6)
-    assert lw.fit(network(), DataLoader(DATA, batch_size=3), lw.KFAC(), tune=tune).samples == 20
-    assert lw.fit(network(1), [(X[i : i + 3], REAL[i : i + 3]) for i in range(0, 20, 3)], tune=tune).samples == 20
 
 
 # --- fewer samples than the data set has -----------------------------------------------------------------------------

@@ -56,8 +56,11 @@ def test_bars_by_default_only_on_a_terminal_and_in_a_notebook(
     fit()
     monkeypatch.setattr(sys, "stderr", type("Writer", (), {"write": lambda self, text: None})())  # no isatty
     fit()
-    monkeypatch.setattr(sys, "stderr", None)
-    fit(progress=True)
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        fit(progress=True)
     assert not bars
     monkeypatch.undo()
     shell = type("Shell", (), {"config": {"IPKernelApp": {}}})

@@ -119,17 +119,6 @@ def test_every_tuning_goes_on_to_the_same_posterior(options: dict[str, Any], tmp
     check_same(interrupted(model, every, tmp_path / "fit", 5, 8, 10, 12, **options), lw.fit(model, every, **options))
 
 
-def test_a_regression_with_weights_and_missing_targets(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    x, y, w = torch.randn(12, 3), torch.randn(12, 2), torch.rand(12)
-    y[5, 0] = torch.nan
-    every = list(zip(x.split(5), y.split(5), w.split(5), strict=True))
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
-    options = {"method": lw.KFAC(), "sample_weights": True, "likelihood": lw.Gaussian(missing=True)}
-    expected = lw.fit(model, every, **options)
-    check_same(interrupted(model, every, tmp_path / "fit", 4, 5, 6, **options), expected)
-
-
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.SampledLLA(2, em_steps=0)], ids=str)
 def test_many_outputs_are_sampled_by_the_same_generator(method: lw.Method, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -137,15 +126,6 @@ def test_many_outputs_are_sampled_by_the_same_generator(method: lw.Method, tmp_p
     every = list(zip(x.split(2), y.split(2), strict=True))
     options = {"method": method, "prior_precision": 1.0, "tune": None}
     check_same(interrupted(model, every, tmp_path / "fit", 5, 9, **options), lw.fit(model, every, **options))
-
-
-def test_half_precision_and_output_positions(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).bfloat16().eval()
-    x, y = torch.randn(7, 2, 3).bfloat16(), torch.randint(3, (7, 2))
-    y[2] = -100
-    every = list(zip(x.split(3), y.split(3), strict=True))
-    check_same(interrupted(model, every, tmp_path / "fit", 4, 5), lw.fit(model, every))
 
 
 def test_a_former_posterior_is_continued(tmp_path: Path) -> None:

@@ -144,15 +144,6 @@ def fisher(model: nn.Module, x: Tensor) -> Tensor:
     return rows.T @ rows
 
 
-def test_kfac_adds_the_factors_of_both() -> None:
-    case = ZOO["mlp"]
-    model, x, y = case.build(), case.inputs(9, 0), case.targets(9, 0)
-    posterior = lw.fit(model, (x[:5], y[:5]), lw.KFAC(), prior_precision=2.0)
-    same = copy.deepcopy(model)  # at equal weights the factors' sums are those of one fit
-    expected = lw.fit(model, (x, y), lw.KFAC(), prior_precision=2.0)
-    close(lw.fit(same, (x[5:], y[5:]), prior=posterior).latent(x).covariance, expected.latent(x).covariance, 1e-10)
-
-
 def test_what_a_former_posterior_refuses() -> None:
     case = ZOO["mlp"]
     model, x, y = case.build(), case.inputs(9, 0), case.targets(9, 0)

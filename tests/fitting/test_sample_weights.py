@@ -190,12 +190,3 @@ def test_further_data_with_weights(name, method, tmp_path):
         close(after.latent(problem.test).covariance, wanted.latent(problem.test).covariance, 1e-7)
     with pytest.raises(LapwingError, match="holds no sample weights"):
         former.update([pack(problem.x, problem.y)], sample_weights=True)
-
-
-@pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC()], ids=repr)
-def test_further_data_of_weighted_classes(method):
-    problem = setup("mlp")
-    options = {"likelihood": lw.Categorical(class_weights=[0.2, 1.0, 5.0])}
-    parts = [(problem.x[part], problem.y[part]) for part in (slice(0, 4), slice(4, 9))]
-    wanted = problem.fit(method, loader=parts, **options)
-    check_same(problem.fit(method, loader=parts[:1], **options).update(parts[1:]), wanted, problem.test)

@@ -113,7 +113,7 @@ def test_tuned_numbers_are_kept_unless_they_are_tuned_again() -> None:
     assert given.update(second, tune=lw.Evidence()).prior_precision == 3.0
 
 
-def test_regression_classes_and_many_outputs() -> None:
+def test_a_regression_at_a_temperature() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(30, 3), torch.randn(30, 1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double().eval()
@@ -128,15 +128,6 @@ def test_regression_classes_and_many_outputs() -> None:
         temperature=2.0,
     )
     same(posterior.update((data[0][20:], data[1][20:])), expected, x.double())
-    wide = torch.nn.Linear(3, 1001).eval()
-    sampled = lw.fit(wide, (x, torch.arange(30)), lw.Diagonal(), prior_precision=1.0)
-    assert sampled.update((x, torch.arange(30))).samples == 60
-    half = torch.nn.Linear(3, 4).bfloat16().eval()
-    labels = torch.arange(30) % 4
-    both = lw.fit(half, (x.bfloat16(), labels), lw.KFAC(), prior_precision=1.0)
-    some = lw.fit(half, (x[:20].bfloat16(), labels[:20]), lw.KFAC(), prior_precision=1.0)
-    variance = some.update((x[20:].bfloat16(), labels[20:])).latent(x.bfloat16()).variance
-    torch.testing.assert_close(variance, both.latent(x.bfloat16()).variance, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize(
