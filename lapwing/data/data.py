@@ -196,8 +196,8 @@ class Data:
             chosen = isinstance(getattr(loader.batch_sampler, "sampler", None), SubsetRandomSampler)
             log.log(
                 logging.INFO if chosen else logging.WARNING,  # the user chose the samples of such a sampler
-                "The loader shows %d of the %d samples of its data set, and the posterior is that of %d. Pass "
-                "data_size=%d if the network was trained on all of them.", shown, total, shown, total,
+                "The loader shows %d of the %d samples of its data set, and the posterior counts only these. Pass "
+                "data_size=%d if the network was trained on all of them.", shown, total, total,
             )  # fmt: skip
         elif isinstance(loader.dataset, IterableDataset) and shown == total * loader.num_workers > total:
             log.warning(

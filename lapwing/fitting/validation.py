@@ -62,7 +62,7 @@ def preferred(last: Posterior, whole: Posterior, held_out: Any) -> Posterior:
     Args:
         last: posterior of the last layer.
         whole: posterior of all weights.
-        held_out: held-out data; over several processes, those of all processes on rank 0.
+        held_out: held-out data; over several processes, the data of all processes, on rank 0.
     """
 
     def gain_of_all() -> tuple[float, float]:
