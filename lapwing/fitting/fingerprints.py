@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -17,12 +18,12 @@ from ..network.stamp import fingerprint
 
 
 def fingerprint_of(value: Any) -> Any:
-    """Returns a value as JSON: numbers and strings unchanged, tensors as sums, other objects as the name of their type.
+    """Returns a value as JSON: numbers and strings unchanged, tensors as sums, other objects by their type.
 
     It contains no address, so it is the same in another process. The field `loader` of a tuning, its held-out data, is
     left out.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout == torch.strided:
         return [list(value.shape), str(value.dtype), *fingerprint(value).nan_to_num().tolist()]
     if value is None or isinstance(value, (bool, str)):
         return value

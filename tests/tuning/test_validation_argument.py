@@ -130,3 +130,19 @@ def test_held_out_data_choose_between_the_last_layer_and_all_weights(monkeypatch
     assert chosen.prior_precision == every.prior_precision
     monkeypatch.setattr(validation, "OUTPUTS", 2)
     assert lw.fit(model, loader, validation=held_out).tangent.size == last.tangent.size
+
+
+def test_held_out_data_and_checkpoints_with_a_sparse_matrix_that_all_samples_share(tmp_path):
+    class Mixing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(37, 3)
+
+        def forward(self, x, matrix):
+            return self.head((matrix @ x.mT).mT)
+
+    torch.manual_seed(0)
+    x, y, matrix = torch.randn(60, 37), torch.arange(60) % 3, torch.eye(37).to_sparse()
+    training, held_out = [((x[:30], matrix), y[:30])], [((x[30:], matrix), y[30:])]
+    posterior = lw.fit(Mixing().eval(), training, validation=held_out, checkpoint=tmp_path / "fit")
+    assert posterior.samples == 30
