@@ -153,10 +153,10 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 
 
 LINES = {
-    "__init__": 90, "environment": 80, "errors": 160, "options": 216, "linalg": 470, "ranks": 240, "data": 1110,
-    "jacobian": 2510, "network": 3330, "tangent": 1300, "covariance": 2980, "likelihoods": 3440, "prediction": 5170,
-    "posterior": 1490, "methods": 6170, "tuning": 2120, "fitting": 2175, "deployment": 930, "evaluation": 1030,
-    "integrations": 830, "__main__": 10,
+    "__init__": 90, "environment": 80, "errors": 160, "options": 220, "linalg": 460, "ranks": 240, "data": 1070,
+    "jacobian": 2470, "network": 3280, "tangent": 1270, "covariance": 2910, "likelihoods": 3280, "prediction":
+    5170, "posterior": 1490, "methods": 5910, "tuning": 2040, "fitting": 2080, "deployment": 900, "evaluation":
+    1000, "integrations": 830, "__main__": 10,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""
 

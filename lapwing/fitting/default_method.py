@@ -1,4 +1,4 @@
-"""What `lw.fit` treats where neither a method nor parameters are named, by its price."""
+"""The default of `lw.fit`: the method and the parameters if the user names neither, chosen by their cost."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
 from ..tuning.leave_one_out import MAX_EXPLICIT_WEIGHTS, MAX_WEIGHTS
 
 FULL_NUMBERS = 2**20
-"""`Full` where its basis or its covariance has at most so many numbers: a prediction reads them for each output."""
+"""Maximum number of entries of the basis or covariance of `Full`; a prediction reads them for each output."""
 
 FULL_MULTIPLY_ADDS = 2**33
-"""`Full` where its fit takes at most so many: a second or two."""
+"""Maximum number of multiply-adds of a fit for which `Full` is the default: one to two seconds."""
 
 KFAC_OUTPUTS = 10
-"""KFAC where there are at most so many outputs: a fit and a prediction take a backward pass for each."""
+"""Maximum number of outputs for KFAC over all weights: a fit and a prediction take a backward pass for each."""
 
 FOR_ALL_WEIGHTS = "For all weights write lw.fit(model, loader, lw.KFAC())."
-"""What the log says where the last layer alone is treated."""
+"""End of the log line if only the last layer is treated."""
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
-    """Returns the method over all weights of a tangent, or None where they cost too much.
+    """Returns the method for all weights of a tangent, or None if they cost too much.
 
     Args:
-        tangent: of all trained weights.
-        likelihood: of the fit.
+        tangent: tangent that treats all trained weights.
+        likelihood: likelihood of the fit.
         samples: N.
     """
     if not _is_regression(likelihood):
@@ -48,7 +48,7 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
 
 
 def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
-    """Whether KFAC may treat all weights unasked: at most as many as the tuning looks at, and so many outputs."""
+    """Whether KFAC over all weights may be the default: the tuning reads them all, and there are few outputs."""
     affordable = tangent.size <= MAX_WEIGHTS and tangent.explicit_size <= MAX_EXPLICIT_WEIGHTS
     return affordable and tangent.outputs <= outputs
 
@@ -57,17 +57,17 @@ def method_and_tangent(
     model: nn.Module, survey: Callable[..., Tangent], method: Method | None, params: Predicate | LastLayer | None,
     likelihood: Likelihood, count: Callable[[], int],
 ) -> tuple[Method, Tangent, str | None]:  # fmt: skip
-    """Returns the method of a fit, the network with the weights that it treats, and what the log says of a default.
+    """Returns the method, the tangent with the treated weights, and the log line about a default.
 
-    That is which one was taken, why, and how to ask for another; None where the user named a method. Of a classifier
-    the last layer is treated: without held-out data the spread of all its weights is not known well enough.
+    The line names the default, the reason, and how to choose another; it is None if the user named a method. For a
+    classifier only the last layer is treated: without held-out data the spread of all weights is too uncertain.
 
     Args:
         model: the network.
-        survey: `Tangent.survey` of it, on the first batch.
-        method: the user's, or None.
-        params: the user's, or None.
-        likelihood: of the fit.
+        survey: surveys the network on the first batch: `Tangent.survey`.
+        method: the user's method, or None.
+        params: the user's selection of parameters, or None.
+        likelihood: likelihood of the fit.
         count: returns N.
     """
     reason = None
@@ -92,9 +92,9 @@ def method_and_tangent(
 def default_fit(
     model: nn.Module, survey: Callable[..., Tangent], likelihood: Likelihood, count: Callable[[], int]
 ) -> tuple[Method, Tangent, str] | str:
-    """Returns the method and all trained weights, where they are the default, and why; else why the last layer is.
+    """Returns the method, the tangent of all trained weights, and the reason; or the reason for the last layer.
 
-    They are in a regression where that is cheap, and wherever the last layer is frozen, as it is below adapters.
+    All trained weights are the default of a cheap regression, and of networks with a frozen last layer, as with LoRA.
     """
     frozen = _frozen_last_layer(model, survey)
     if not frozen and not _is_regression(likelihood):
@@ -103,7 +103,7 @@ def default_fit(
         tangent = survey(params=everything, warn=False)
     except LapwingError as error:  # frozen weights, quantized layers, ...
         survey(params=last_layer, warn=False)  # raises for what is wrong with inputs
-        return f"The last layer alone is treated, since all trained weights cannot be: {error}"
+        return f"Only the last layer is treated, because all trained weights cannot be: {error}"
     method = None if tangent.positions is not None else default_method(tangent, likelihood, count())
     if method is not None:
         return method, tangent, (
@@ -112,14 +112,14 @@ def default_fit(
         )  # fmt: skip
     if frozen:
         return KFAC(), tangent, (
-            f"KFAC over all {tangent.size} trained weights, the default where the last layer is frozen. For that "
+            f"KFAC over all {tangent.size} trained weights, the default if the last layer is frozen. For that "
             f"layer, {', '.join(frozen)}, write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)."
         )  # fmt: skip
-    return f"The last layer alone is treated, since all {tangent.size} weights cost too much. {FOR_ALL_WEIGHTS}"
+    return f"Only the last layer is treated, because all {tangent.size} weights cost too much. {FOR_ALL_WEIGHTS}"
 
 
 def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tuple[str, ...]:
-    """Returns the names of the last layer's parameters where they are frozen and others are trained, else none."""
+    """Returns the names of the last layer's parameters if only these are frozen; else an empty tuple."""
     trained = [parameter.requires_grad for parameter in parameters_of(checked_network(model)).values()]
     if all(trained) or not any(trained):
         return ()

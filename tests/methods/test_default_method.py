@@ -89,7 +89,7 @@ def test_frozen_weights_are_left_out_and_the_last_layer_remains(caplog):
     model.requires_grad_(False)
     with caplog.at_level(logging.INFO, "lapwing"):
         assert lw.fit(model, loader).tangent.size == 21
-    assert "The last layer alone is treated, since all trained weights cannot be" in caplog.text
+    assert "Only the last layer is treated, because all trained weights cannot be" in caplog.text
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -156,7 +156,7 @@ def test_trained_weights_below_a_frozen_last_layer_are_treated(caplog):
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert set(posterior.tangent.parameters) == trained
         last = f"{len(model) - 1}.weight, {len(model) - 1}.bias"
-        assert caplog.text.count("where the last layer is frozen") == 1  # all weights are not fitted again
+        assert caplog.text.count("if the last layer is frozen") == 1  # all weights are not fitted again
         assert f"For that layer, {last}, write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)" in caplog.text
         assert "The last layer of" not in caplog.text
         assert lw.plan(model, [data]).parameters == posterior.tangent.size
@@ -178,4 +178,4 @@ def test_a_frozen_last_layer_is_treated_where_nothing_that_is_trained_reaches_th
     with caplog.at_level(logging.INFO, "lapwing"):
         posterior = lw.fit(Beside().eval(), [(torch.randn(20, 3), torch.arange(20) % 5)])
     assert list(posterior.tangent.parameters) == ["head.weight", "head.bias"]
-    assert "The last layer alone is treated, since all trained weights cannot be" in caplog.text
+    assert "Only the last layer is treated, because all trained weights cannot be" in caplog.text
