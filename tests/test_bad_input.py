@@ -595,7 +595,7 @@ def test_targets_of_several_heads_and_samples_one_by_one() -> None:
             return iter(self.labels) if isinstance(self.labels[0], dict) else zip(X, self.labels, strict=True)
 
     for labels in (Y, Y.tolist(), X[:, :1], [{"x": X[0], "y": 1}]):
-        refused(lambda labels=labels: fit(Samples(labels)), "Samples", "no batch", "DataLoader(dataset, batch_size")
+        refused(lambda labels=labels: fit(Samples(labels)), "Samples", "not a batch", "DataLoader(dataset, batch_size")
     assert fit(DataLoader(Samples(Y), batch_size=4)).samples == 8
 
 

@@ -23,11 +23,9 @@ def advice_on_memory(method: Method, footprint: Footprint, shape: FitShape) -> s
     On a CPU all memory that this process may use counts, since other processes may give theirs back. On a GPU the free
     memory counts.
     """
-    tangent, available, where = shape.tangent, memory_limit(), "this process may use"
-    if tangent.device.type == "cuda":
-        cached = torch.cuda.memory_reserved(tangent.device) - torch.cuda.memory_allocated(tangent.device)
-        available, where = torch.cuda.mem_get_info(tangent.device)[0] + cached, "the GPU has free"
-    if footprint.peak <= max(available, tangent.memory):
+    tangent = shape.tangent
+    available, where = _available(tangent.device) if footprint.peak > tangent.memory else (tangent.memory, "")
+    if footprint.peak <= available:
         refusals = [need.refusal(tangent.memory) for need in footprint.needs]
         return next((refusal for refusal in refusals if refusal is not None), None)
     instead = "Treat fewer weights: write params=lw.last_layer."
@@ -40,3 +38,11 @@ def advice_on_memory(method: Method, footprint: Footprint, shape: FitShape) -> s
         f"{shown(method)} needs {footprint.peak / 2**30:.3g} GiB for {tangent.size} weights, and {where} "
         f"{available / 2**30:.3g} GiB. {instead}"
     )
+
+
+def _available(device: torch.device) -> tuple[int, str]:
+    """Returns the memory of a device in bytes, and its subject in a message."""
+    if device.type != "cuda":
+        return memory_limit(), "this process may use"
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached, "the GPU has free"
