@@ -32,7 +32,6 @@ def main() -> None:
 
     refused("lw.compare", lambda: lw.compare({"VaLLA": posterior}, [(x, y)], repeats=1))
     refused("auroc", lambda: lw.evaluation.metrics.auroc(torch.rand(5), torch.rand(5)))
-    refused("a plot", lambda: lw.evaluation.sensitivity(posterior, x[:3], steps=2).plot())
     refused("ONNX", lambda: lw.deploy(posterior, x).to_onnx("network.onnx", x))
 
 
