@@ -16,6 +16,7 @@ from ..linalg import is_finite
 from ..methods import FitResult, Method, Problem
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
+from ..tangent.retry import retried
 from ..tuning import Training, Tuning
 from ..tuning.training_samples import spread_batches
 from .checks import check_data_size, check_noise
@@ -80,7 +81,7 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
             rows = list(spread_batches(training, limit, posterior, data.before))
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
-    best = posterior if ranks.rank() else posterior.tangent.retried(lambda: tune.tune(posterior, whole))
+    best = posterior if ranks.rank() else retried(posterior.tangent, lambda: tune.tune(posterior, whole))
     if best is not posterior:
         best = replace(best, method=replace(best.method, tuning=repr(tune)))
     return _as_on_first(best, training.prefixes)

@@ -25,6 +25,7 @@ from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, Likel
 from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
+from ..tangent.retry import retried
 from .checkpoint import Checkpoint
 from .runner_state import PassSums, RunnerState
 
@@ -126,7 +127,7 @@ class Runner:
                     else:
                         self._iterate(step, problem, advance)
 
-        problem.tangent.retried(through)
+        retried(problem.tangent, through)
         if not self._at.finished:
             self._end(step, problem)
         return self._answer(step)

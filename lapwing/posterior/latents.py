@@ -19,6 +19,7 @@ from ..network.tracing import wants_gradient
 from ..prediction import DefaultWay, Uncertain, Way
 from ..prediction.uncertain import placed, separate
 from ..tangent import Tangent
+from ..tangent.retry import retried
 
 
 def latent_of(
@@ -66,7 +67,7 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
             "out."
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
-        latent = tangent.retried(lambda: via.latent(tangent, covariance, inputs, joint))
+        latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))
     if tangent.positions is not None:
         if not has_positions(latent):
             raise LapwingError(

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,10 +24,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class ChunkLimit:
-    """Limit of the samples in a chunk, set when the device has run out of memory.
+    """What a call knows about the memory of its device.
 
     Attributes:
-        samples: maximum number of samples in a chunk.
+        samples: maximum number of samples in a chunk, set when memory has run out.
         latest: number of samples in the latest chunk; 0 before the first.
     """
 
@@ -34,31 +35,43 @@ class ChunkLimit:
     latest: int = 0
 
 
-def retried(tangent: Tangent, limit: ChunkLimit, compute: Callable[[], Result]) -> Result:
+_LIMIT: ContextVar[ChunkLimit | None] = ContextVar("chunk_limit", default=None)
+
+
+def chunk_limit() -> ChunkLimit:
+    """Returns the limit of the running fit, prediction or update; outside of these a new one, without a limit."""
+    return _LIMIT.get() or ChunkLimit()
+
+
+def retried(tangent: Tangent, compute: Callable[[], Result]) -> Result:
     """Returns `compute()`. If memory runs out, halves the chunk length and calls it again.
 
     If memory runs out with a single sample, or before any chunk, torch's error is raised: see `memory_errors`.
     """
-    network, before = type(tangent.model).__name__, limit.samples
-    limit.latest = 0
+    limit = chunk_limit()
+    limit.latest, before = 0, limit.samples
     while True:
         try:
             return compute()
         except (MemoryError, RuntimeError) as error:
             length = min(limit.latest, limit.samples)  # some chunks ignore the limit
             if not is_out_of_memory(error) or length <= 1:
-                limit.samples = before  # shorter chunks cannot help: restore the limit for other inputs
+                limit.samples = before  # shorter chunks cannot help
                 raise
         limit.samples = length // 2
         log.warning(
             "%s ran out of memory with %d samples of %s at once. lapwing begins again with %d.",
-            tangent.device, length, network, length // 2,
+            tangent.device, length, type(tangent.model).__name__, limit.samples,
         )  # fmt: skip
 
 
 @contextlib.contextmanager
 def memory_errors(what: str, instead: str) -> Iterator[None]:
-    """Raises a LapwingError that names the step and a remedy if memory runs out; also a decorator."""
+    """Raises a LapwingError that names the step and a remedy if memory runs out; also a decorator.
+
+    Chunks that `retried` has made shorter stay short until the end of the block.
+    """
+    token = _LIMIT.set(chunk_limit())
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -73,3 +86,5 @@ def memory_errors(what: str, instead: str) -> Iterator[None]:
             f"{what} ran out of memory: a tensor{amount} did not fit into {limit}, in addition to the memory in use. "
             f"{instead}"
         ) from error
+    finally:
+        _LIMIT.reset(token)

@@ -34,7 +34,7 @@ from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording, run, wants_gradient
 from .at_positions import RandomCotangents, by_position, direct_records, direct_use
 from .record import Record
-from .retry import ChunkLimit, Result, retried
+from .retry import chunk_limit
 
 log = logging.getLogger("lapwing")
 
@@ -55,6 +55,7 @@ class Tangent:
         coverage: the family that covers each block, with a reason for generic blocks.
         outputs: C.
         memory: budget in bytes for one chunk.
+        sample_axis: checks that layers hold the samples where the survey found them; remembers the shapes that passed.
     """
 
     model: nn.Module
@@ -64,6 +65,7 @@ class Tangent:
     coverage: Coverage
     outputs: int
     memory: int
+    sample_axis: SampleAxisCheck = field(default_factory=SampleAxisCheck, repr=False, compare=False)
 
     @classmethod
     @outside_modes
@@ -234,7 +236,7 @@ class Tangent:
         checked, dtype = self.check(inputs), dtype or self.dtype
         differentiable = wants_gradient(checked.inputs)
         recording, uses = self.recording(checked, late)
-        self._sample_axis.check(recording, uses, type(self.model).__name__)
+        self.sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
         u: Any = cotangents
         if callable(cotangents):
@@ -251,7 +253,7 @@ class Tangent:
 
     def recording(self, checked: Checked, late: list[Tensor] | None = None) -> tuple[Recording, Uses]:
         """Runs the network on a chunk, and finds the uses of each block; `late` is as in `check_recording`."""
-        named, self._limit.latest = self.parameters, checked.samples
+        chunk_limit().latest, named = checked.samples, self.parameters
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
@@ -264,18 +266,6 @@ class Tangent:
         if not all(use.reached for use in noted):  # leave out uses without a gradient
             uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         return recording, uses
-
-    @cached_property
-    def _limit(self) -> ChunkLimit:
-        return ChunkLimit()
-
-    def retried(self, compute: Callable[[], Result]) -> Result:
-        """Returns `compute()`, with shorter chunks if memory runs out: see `retried`."""
-        return retried(self, self._limit, compute)
-
-    @cached_property
-    def _sample_axis(self) -> SampleAxisCheck:
-        return SampleAxisCheck()
 
     def records(
         self,
@@ -342,7 +332,7 @@ class Tangent:
         try:
             record = self.record(checked, cotangents, dtype, late)
         except SampleAxisMoved as error:
-            self._sample_axis.warn_once(error)
+            self.sample_axis.warn_once(error)
         else:
             yield slice(0, checked.samples), record
             return
@@ -356,7 +346,7 @@ class Tangent:
     ) -> int:
         """Returns the number of samples that fit the memory budget, at least one. `cotangents` may be R."""
         fitting = self.memory // self.bytes_per_sample(cotangents, dtype, scratch_per_sample)
-        return max(1, min(fitting, self._limit.samples))
+        return max(1, min(fitting, chunk_limit().samples))
 
     def _warn_of_memory(self) -> None:
         """Warns if one output at one position exceeds the budget. Logs if a whole sample exceeds it.
