@@ -29,7 +29,7 @@ from .runner_state import RunnerState
 
 log = logging.getLogger("lapwing")
 
-FORMAT = 4
+FORMAT = 5
 """Version of the contents of a checkpoint."""
 
 SECONDS = 60.0

@@ -63,9 +63,10 @@ def posteriors_of(
         check_data_size(problem.data_size, count)
         factor *= problem.data_size / count
     whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
-    parts = sorted(runner.prefixes().items())
-    unscaled = parts if whole.data_factor > 1 else parts[:-1]  # the last part is all data, without N/n
-    return whole, tuple(posterior(*kept, samples, 1.0) for samples, kept in unscaled)
+    parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.prefixes.items()]
+    if parts and factor > 1:
+        parts.append(posterior(result.covariance, summary.statistics, summary.samples, 1.0))
+    return whole, tuple(parts)
 
 
 def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:

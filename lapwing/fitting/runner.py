@@ -5,9 +5,10 @@ A `RunnerState` holds everything that it needs to continue after an interruption
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from operator import length_hint
 from typing import Any
 
@@ -38,9 +39,12 @@ class Runner:
 
     Args:
         data: training data.
-        prefixes: number of covariances of the first samples (a half, a quarter, ...) to keep.
+        prefixes: number of first parts of the data (a half, a quarter, ...) whose covariances to compute.
         data_size: N, if the user gave it; then n is not counted, because a stream may be endless.
         checkpoint: checkpoint of the fit, or None.
+
+    Attributes:
+        prefixes: n -> covariance and likelihood statistics of the first n samples.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class Runner:
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
         self._labels: Tensor | None = None
         self._at = RunnerState()
-        self._covariance_at: dict[int, Covariance] = {}
+        self.prefixes: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}
 
     @property
     def whole(self) -> bool:
@@ -83,11 +87,6 @@ class Runner:
         """Returns the likelihood statistics of the samples that the passes have read."""
         return self._at.summary
 
-    def prefixes(self) -> dict[int, tuple[Covariance, dict[str, Tensor]]]:
-        """Returns n -> covariance and likelihood statistics of the first n samples."""
-        statistics = _by_number(self._at.statistics)
-        return {n: (covariance, statistics[n]) for n, covariance in self._covariance_at.items() if n in statistics}
-
     def run(self, method: Method, problem: Problem) -> FitResult:
         """Runs all passes; returns the method's result."""
         passes = method.passes(problem)
@@ -104,7 +103,7 @@ class Runner:
             del step
 
     def _run(self, step: Pass, problem: Problem) -> State:
-        """Runs a pass, or the rest of it; returns its state."""
+        """Runs a pass; returns its state. Then computes the covariances of the first samples, if they are needed."""
         if ranks.several() and (isinstance(step, IteratePass) or step.in_iteration):
             raise LapwingError(
                 f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use "
@@ -114,6 +113,22 @@ class Runner:
             ranks.overwrite(f"the basis of the pass '{step.label}'", step.basis_tensors())
             if step.in_iteration:
                 self._checkpoint = None
+        generator = problem.root.generator
+        drawn = generator.get_state()
+        state = self._sums(step, problem).state
+        if isinstance(step, CurvaturePass) and step.limit is None and self._parts:
+            after, count = generator.get_state(), self._at.size
+            for samples in sorted({max(1, count >> i) for i in range(1, self._parts + 1)} - {count}):
+                part = copy.copy(step)
+                part.limit = samples
+                generator.set_state(drawn)  # the draws of these samples in the whole pass
+                sums = self._sums(part, problem)
+                self.prefixes[samples] = part.finish(sums.state), sums.summary.statistics
+            generator.set_state(after)
+        return state
+
+    def _sums(self, step: Pass, problem: Problem) -> PassSums:
+        """Runs a pass over the data, or the rest of it."""
         before, drawn = self._at, problem.root.generator.get_state()
 
         def through() -> None:  # if the device runs out of memory, this is called again with shorter chunks
@@ -130,7 +145,8 @@ class Runner:
         retried(problem.tangent, through)
         if not self._at.finished:
             self._end(step, problem)
-        return self._answer(step)
+        sums, self._at.sums = self._at.sums, PassSums()
+        return sums
 
     def _begin(self, step: Pass, before: RunnerState, problem: Problem) -> RunnerState:
         """Returns the state at the start of a pass, or the state in the checkpoint."""
@@ -146,21 +162,18 @@ class Runner:
         return at
 
     def _collects(self, step: Pass) -> bool:
-        """Whether a pass sums the likelihood statistics: the first pass that reads all samples does."""
+        """Whether the fit needs the likelihood statistics of a pass: of the first pass that reads all samples."""
         return not self._at.whole and (isinstance(step, IteratePass) or step.limit is None)
 
     def _sum(self, step: SumPass[Any], problem: Problem, advance: Advance) -> None:
-        at, stops, collects = self._at, self._stops(), self._collects(step)
+        at, collects = self._at, self._collects(step)
         if collects:
             at.summary = at.sums.summary
         with torch.no_grad():
-            for batch in self._batches(step, problem, advance, stops):
+            for batch in self._batches(step, problem, advance):
                 step.update(at.sums.state, batch)
-                if collects:
-                    at.summary.add(problem.likelihood, **batch.rows())
-                samples = batch.start + batch.count
-                if samples in stops:
-                    self._keep(samples, step, collects)
+                if collects or (self._parts and isinstance(step, CurvaturePass)):
+                    at.sums.summary.add(problem.likelihood, **batch.rows())
         if at.start != self._limit(step):
             self._check_size(at.start, f"to the pass '{step.label}'")
 
@@ -171,7 +184,7 @@ class Runner:
         generator = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
         while done < step.steps and not step.converged(state):
             at.batches = at.start = 0
-            for batch in self._batches(step, problem, advance, rounds=rounds):
+            for batch in self._batches(step, problem, advance, rounds):
                 step.step(state, batch, generator)
                 done += 1
                 if collects and not rounds:
@@ -182,24 +195,14 @@ class Runner:
             self._check_size(at.start, f"to the pass '{step.label}'")
             at.whole, rounds = True, rounds + 1
 
-    def _stops(self) -> list[int]:
-        """Returns the numbers of samples after which sums are kept: n, n/2, n/4, ..."""
-        return sorted({max(1, len(self.labels()) >> i) for i in range(self._parts + 1)}) if self._parts else []
-
-    def _keep(self, samples: int, step: SumPass[Any], collects: bool) -> None:
-        """Keeps the sums of this rank over the first samples."""
-        sums = self._at.sums
-        kept = {f"{samples}/{name}": value.clone() for name, value in sums.summary.statistics.items()}
-        sums.statistics |= kept if collects else {}
-        if isinstance(step, CurvaturePass):
-            sums.prefixes |= {f"{samples}/{path}": value.clone() for path, value in sums.state.tensors().items()}
-
     def _end(self, step: Pass, problem: Problem) -> None:
         """Joins the sums of all ranks, and saves the finished pass."""
         at, collects = self._at, self._collects(step)
         if isinstance(step, SumPass):
             if ranks.several():
-                self._join(step, problem, collects)
+                label, tensors, joins = f"the pass '{step.label}'", at.sums.tensors(), at.sums.joins()
+                at.sums = at.sums.with_tensors(ranks.joined(label, tensors, joins, problem.tangent.device))
+                at.summary = at.sums.summary if collects else at.summary
             if collects and not at.sums.any_counted:
                 raise LapwingError(
                     "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass "
@@ -207,33 +210,11 @@ class Runner:
                     "not NaN."
                 )
             at.whole |= collects
-            at.statistics |= at.sums.statistics
         at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
         at.finished = True
         if self._checkpoint is not None:
             at.generator = problem.root.generator.get_state()
             self._checkpoint.after_pass(step.label, at)
-
-    def _join(self, step: SumPass[Any], problem: Problem, collects: bool) -> None:
-        """Replaces the sums of this rank by the sums over all ranks."""
-        at, stops = self._at, self._stops()
-        for stop in stops:
-            if stop > self._before + at.start:  # all samples of this rank are among the first ones
-                self._keep(stop, step, collects)
-        joins = at.sums.joins()
-        joins |= {f"prefixes/{stop}/{path}": j for stop in stops for path, j in at.sums.state.joins().items()}
-        sums = ranks.joined(f"the pass '{step.label}'", at.sums.tensors(), joins, problem.tangent.device)
-        at.sums = at.sums.with_tensors(sums)
-        if collects:
-            at.summary = at.sums.summary
-
-    def _answer(self, step: Pass) -> State:
-        """Returns the finished state of a pass, and keeps the covariances of the first samples."""
-        sums, self._at.sums = self._at.sums, PassSums()
-        if isinstance(step, CurvaturePass):
-            for samples, flat in _by_number(sums.prefixes).items():
-                self._covariance_at[samples] = step.finish(step.init().with_tensors(flat))
-        return sums.state
 
     @property
     def _before(self) -> int:
@@ -245,10 +226,8 @@ class Runner:
         limit = step.limit if isinstance(step, SumPass) else None
         return None if limit is None else max(0, limit - self._before)
 
-    def _batches(
-        self, step: Pass, problem: Problem, advance: Advance, stops: Iterable[int] = (), rounds: int = 0
-    ) -> Iterator[Batch]:
-        """Yields the remaining batches that the pass needs, cut at the stops."""
+    def _batches(self, step: Pass, problem: Problem, advance: Advance, rounds: int = 0) -> Iterator[Batch]:
+        """Yields the remaining batches that the pass needs."""
         at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
         if at.start == limit:
             return
@@ -258,20 +237,19 @@ class Runner:
             problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
             if at.size and not ranks.several() and at.start + samples > at.size:
                 self._check_size(at.start + samples, f"to the pass '{step.label}'")
-            start = at.start
-            end = samples if limit is None else min(samples, limit - start)
-            cuts = sorted({0, end, *(stop - before - start for stop in stops if 0 < stop - before - start < end)})
-            for low, high in pairwise(cuts):
-                rows = slice(low, high)
-                part = inputs if high - low == samples else batches.take(inputs, rows)
-                some = None if weights is None else weights[rows]
-                counted = self._counted(targets[rows], problem)
+            if limit is not None and at.start + samples > limit:
+                samples = limit - at.start
+                rows = slice(0, samples)
+                inputs, targets = batches.take(inputs, rows), targets[rows]
+                weights = None if weights is None else weights[rows]
+            if samples:
+                counted = self._counted(targets, problem)
                 yield Batch(
-                    problem.tangent, part, targets[rows], before + start + low,
-                    None if problem.tangent.positions is None else counted, weights=some,
+                    problem.tangent, inputs, targets, before + at.start,
+                    None if problem.tangent.positions is None else counted, weights=weights,
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=rounds,
                 )  # fmt: skip
-            at.start, at.batches = start + end, at.batches + 1
+            at.start, at.batches = at.start + samples, at.batches + 1
             advance()
             if at.start == limit:
                 return
@@ -293,12 +271,3 @@ class Runner:
         if samples != expected or not (samples or several):
             raise other_size(samples, to, expected or None)
         at.size = sum(map(sum, self._data.sizes)) if several else samples
-
-
-def _by_number(flat: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Returns number -> name -> tensor, of tensors by `number/name`."""
-    every: dict[int, dict[str, Tensor]] = {}
-    for path, tensor in flat.items():
-        number, _, name = path.partition("/")
-        every.setdefault(int(number), {})[name] = tensor
-    return every

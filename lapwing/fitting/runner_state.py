@@ -17,15 +17,11 @@ class PassSums(State):
     Attributes:
         state: state of the pass.
         summary: the likelihood's statistics, if this pass collects them.
-        prefixes: states of the first n samples: `n/path` -> tensor.
-        statistics: likelihood statistics of the first n samples: `n/name` -> tensor.
         any_counted: whether any target counted.
     """
 
     state: State = field(default_factory=State)
     summary: DataSummary = field(default_factory=DataSummary)
-    prefixes: dict[str, Tensor] = field(default_factory=dict)
-    statistics: dict[str, Tensor] = field(default_factory=dict)
     any_counted: bool = joined_by(torch.logical_or, False)
 
 
@@ -36,7 +32,6 @@ class RunnerState(State):
     Attributes:
         sums: sums of the pass.
         summary: likelihood statistics of the samples that the passes have read.
-        statistics: likelihood statistics of the first n samples: `n/name` -> tensor.
         generator: state of the random generator of the Fisher root; None before it is saved.
         batches: number of batches of the pass that are done.
         start: number of samples of these batches.
@@ -47,7 +42,6 @@ class RunnerState(State):
 
     sums: PassSums = field(default_factory=PassSums)
     summary: DataSummary = field(default_factory=DataSummary)
-    statistics: dict[str, Tensor] = field(default_factory=dict)
     generator: Tensor | None = None
     batches: int = 0
     start: int = 0

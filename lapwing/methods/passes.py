@@ -206,7 +206,7 @@ class SumPass(ABC, Generic[S]):
 class CurvaturePass(SumPass[S]):
     """The final pass of a method, whose state is the curvature of the samples so far.
 
-    So early stopping can form the covariance of the first n samples for several n in one pass.
+    Early stopping repeats it for the first n samples, with several n.
     """
 
     @abstractmethod
