@@ -156,7 +156,7 @@ def fit(
         if file is not None:
             file.open(data.training, setup.described())
         with file or nullcontext():
-            posterior = tuned_posterior(setup, run(setup))
+            posterior = run_and_tune(setup)
             of_all_weights = fit_of_all_weights(setup, posterior)
         if options.data_size is None and data.training.expected_size is None:
             data.training.warn_of_unseen(setup.runner.shown())
@@ -198,23 +198,6 @@ class Setup:
         return {**self.options.described(), **fingerprint_of(surveyed)}
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Posteriors after the passes, before tuning.
-
-    Attributes:
-        posterior: posterior of all data.
-        parts: posteriors of the first samples, for early stopping.
-        chose_prior: whether the method chose the prior, or its covariance has none.
-        started: time at which the passes began.
-    """
-
-    posterior: Posterior
-    parts: tuple[Posterior, ...]
-    chose_prior: bool
-    started: float
-
-
 def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
     """Surveys the network, chooses the method if the user named none, and checks that all parts fit together.
 
@@ -242,30 +225,25 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
     return Setup(options, data, method, problem, runner, checkpoint)
 
 
-def run(setup: Setup) -> Fitted:
-    """Runs the passes of a method; returns the posteriors before tuning."""
+def run_and_tune(setup: Setup) -> Posterior:
+    """Runs the passes of the method, and tunes what the user did not give; returns the checked posterior."""
     started = time.perf_counter()
     result = setup.runner.run(setup.method, setup.problem)
     posterior, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
-    return Fitted(posterior, parts, result.precision is not None or not has_prior(result.covariance), started)
-
-
-def tuned_posterior(setup: Setup, fitted: Fitted) -> Posterior:
-    """Tunes the prior precision and noise variance that the user did not give; returns the checked posterior."""
-    before, tune, posterior = time.perf_counter(), setup.data.tune, fitted.posterior
-    training = Training(setup.data.training, fitted.parts, setup.runner.count())
-    if fitted.chose_prior:
-        return checked(_with_prior_of_method(setup, posterior, training))
+    tune, training = setup.data.tune, Training(setup.data.training, parts, setup.runner.count())
+    before = time.perf_counter()
+    if result.precision is not None or not has_prior(result.covariance):
+        return checked(_with_prior_of_method(setup, posterior, training), parts)
     if tune is None:
         return checked(posterior if posterior.tuned else posterior.with_defaults())
-    posterior = checked(tuned(tune, posterior, training))
-    log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - fitted.started)
+    posterior = checked(tuned(tune, posterior, training), parts)
+    log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
     return posterior
 
 
 def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training) -> Posterior:
     """Returns the posterior of a method that chooses its own prior, with its logit temperature or noise tuned."""
-    tune, name = setup.data.tune, type(setup.method).__name__
+    tune = setup.data.tune
     open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
     if isinstance(tune, Validation) and (open_noise or posterior.logit_temperature == 1):
         return tuned(tune, posterior, replace(training, shown=None))
@@ -273,7 +251,7 @@ def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training
         return tuned(tune, posterior, training)
     if not setup.problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
         unused = "validation=" if setup.data.held_out is not None else f"tune={type(tune).__name__}"
-        log.warning("%s chooses its own prior: %s was not used.", name, unused)
+        log.warning("%s chooses its own prior: %s was not used.", type(setup.method).__name__, unused)
     return posterior
 
 
@@ -288,8 +266,7 @@ def fit_of_all_weights(setup: Setup, last: Posterior) -> Posterior | None:
     if all_weights(last.tangent, data.inputs, setup.runner.count()) is None:
         return None
     try:
-        wide = survey(replace(options, method=KFAC()), data, setup.checkpoint)
-        return tuned_posterior(wide, run(wide))
+        return run_and_tune(survey(replace(options, method=KFAC()), data, setup.checkpoint))
     except LapwingError as error:
         log_impossible(error)
         return None

@@ -70,10 +70,9 @@ def posteriors_of(
 
 
 def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
-    """Returns the tuned posterior.
+    """Returns the tuned posterior, over several processes on rank 0: see `checked`.
 
-    Over several processes rank 0 tunes, with the training samples of all processes. Their held-out data are already on
-    rank 0: see `with_joined_data`.
+    Rank 0 tunes with training samples of all processes. Their held-out data are already there: see `with_joined_data`.
     """
     whole = training
     if ranks.several():
@@ -83,14 +82,15 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
     best = posterior if ranks.rank() else retried(posterior.tangent, lambda: tune.tune(posterior, whole))
-    if best is not posterior:
-        best = replace(best, method=replace(best.method, tuning=repr(tune)))
-    return _as_on_first(best, training.prefixes)
+    return best if best is posterior else replace(best, method=replace(best.method, tuning=repr(tune)))
 
 
-def checked(posterior: Posterior) -> Posterior:
-    """Returns the posterior; raises if it is not finite, and warns if some variances are rounding noise."""
-    posterior = _as_on_first(posterior)
+def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
+    """Returns the posterior of rank 0; raises if it is not finite, and warns if some variances are rounding noise.
+
+    `parts` are posteriors of the first samples, of which rank 0 may have chosen one.
+    """
+    posterior = _as_on_first(posterior, parts)
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
     if not all(is_finite(values) for values in tensors):
         raise LapwingError(
@@ -109,11 +109,8 @@ def checked(posterior: Posterior) -> Posterior:
     return posterior
 
 
-def _as_on_first(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
-    """Returns the posterior with the values, the rank and the samples that rank 0 chose.
-
-    `parts` are posteriors of the first samples, of which rank 0 may have chosen one.
-    """
+def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:
+    """Returns the posterior with the values, the rank and the samples that rank 0 chose."""
     if not ranks.several():
         return posterior
     precision, noise, temperature, data, rank, method = ranks.sent("the numbers that were tuned", (

@@ -119,9 +119,9 @@ class EarlyStopping(_OnHeldOutData):
     """Chooses n, the number of training points in the curvature, and δ by the held-out log likelihood.
 
     Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹`, where `S_n` sums over the first n points. A small n
-    gives a wide posterior if the model is misspecified and the posterior of all data is too narrow. All pairs (n, δ) are
-    compared, not only the first n at which the score falls. Without validation data, pass strongly augmented training
-    images.
+    gives a wide posterior if the model is misspecified and the posterior of all data is too narrow. All pairs (n, δ)
+    are compared, not only the first n at which the score falls. Without validation data, pass strongly augmented
+    training images.
 
     Args:
         loader: held-out data in any form that `lw.fit` accepts.
@@ -138,7 +138,8 @@ class EarlyStopping(_OnHeldOutData):
 
     Cost: memory of `prefixes` curvatures (K x K for subspaces). The last pass of the fit is repeated for the first half
     of the data, the first quarter, and so on, so it takes up to twice as long. One pass over the loader, contracted
-    once for subspaces and once per prefix for other methods. The first samples of the training loader should be a random subset.
+    once for subspaces and once per prefix for other methods. The first samples of the training loader should be a
+    random subset.
 
     Example:
         >>> import torch, lapwing as lw
