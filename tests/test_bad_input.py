@@ -261,7 +261,7 @@ def test_targets_of_the_wrong_dtype() -> None:
 
 def test_inputs_targets_or_weights_elsewhere(posterior: lw.Posterior) -> None:
     away = X.to("meta")
-    parts = "(8, 4)", "meta device", "no numbers"
+    parts = "(8, 4)", "on meta", "dense tensor"
     refused(lambda: fit([(away, Y)]), *parts)
     refused(lambda: fit([(X, Y), (away, Y)]), *parts)
     for via in [*VIAS, lw.Streamlined()]:
@@ -728,7 +728,7 @@ def test_options_that_exclude_each_other() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_that_are_not_dense() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)])
-    refused(lambda: fit([(nested, Y[:2])]), "nested", "x.to_padded_tensor(0.0)")
+    refused(lambda: fit([(nested, Y[:2])]), "Tensor nested", "x.to_padded_tensor(0.0)")
     refused(lambda: fit([(X.to_sparse(), Y)]), "(8, 4)", "sparse_coo", "x.to_dense()")
     refused(lambda: fit([(X, Y.to_sparse())]), "targets", "sparse_coo", "x.to_dense()")
 

@@ -33,14 +33,6 @@ class Weighted(NamedTuple):
     weights: Tensor | None = None
 
 
-_DTYPES = frozenset({
-    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
-    torch.complex128,
-})  # fmt: skip
-"""Dtypes that torch computes with. 8-bit floats and quantized dtypes are missing."""
-
-
 def describe(value: Any) -> str:
     """Returns the structure and shapes of a value, for error messages: `tuple(Tensor (8, 3) float32, ...)`."""
     if isinstance(value, Tensor):
@@ -54,27 +46,12 @@ def describe(value: Any) -> str:
 
 
 def check_dense(x: Tensor, subject: str) -> None:
-    """Raises if a tensor is nested, sparse, quantized, an 8-bit float, or on the meta device.
-
-    Args:
-        x: tensor of the user.
-        subject: name of the tensor in the message, such as "A tensor of the targets".
-    """
-    if x.is_nested:
-        raise LapwingError(f"{subject} is nested. Pass a dense one, x.to_padded_tensor(0.0).")
-    if x.is_meta:
+    """Raises unless a tensor is dense and of numbers that torch computes with; `subject` names it in the message."""
+    eight_bits = x.is_quantized or (x.is_floating_point() and x.dtype.itemsize == 1)
+    if x.is_nested or x.is_meta or x.layout != torch.strided or eight_bits:
         raise LapwingError(
-            f"{subject}, of shape {tuple(x.shape)}, is on the meta device, where it holds no numbers. Pass one on "
-            "a real device."
-        )
-    if x.layout != torch.strided:
-        raise LapwingError(
-            f"{subject}, of shape {tuple(x.shape)}, has the layout {x.layout}. Pass a dense one, x.to_dense()."
-        )
-    if x.dtype not in _DTYPES:
-        raise LapwingError(
-            f"{subject}, of shape {tuple(x.shape)}, has the dtype {short(x.dtype)}. Pass it in float32 or another "
-            "dtype that torch computes with."
+            f"{subject}, {describe(x)} with layout {x.layout} on {x.device}, is no dense tensor of ordinary numbers. "
+            "Pass one: x.to_dense() of a sparse tensor, x.to_padded_tensor(0.0) of a nested one, x.float() of 8 bits."
         )
 
 

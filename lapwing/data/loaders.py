@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -100,12 +99,6 @@ def check_progress(progress: Any) -> None:
             f"progress={shown(progress)} is not True, False, or None, for a bar only on a terminal. Write "
             "progress=False."
         )
-
-
-def check_seed(seed: Any) -> None:
-    """Raises unless a seed is a whole number from 0 to 2**63 - 1."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
-        raise LapwingError(f"seed={shown(seed)} is not a whole number from 0 to 2**63 - 1. Write seed=0.")
 
 
 def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor | None]]:

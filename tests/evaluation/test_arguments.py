@@ -36,9 +36,9 @@ WRONG = {
     "complex": (torch.zeros(6, 3, dtype=torch.complex64), "Tensor (6, 3) complex64"),
 }
 UNREADABLE = {
-    "sparse": (torch.eye(3).to_sparse(), "of shape (3, 3), has the layout torch.sparse_coo"),
-    "without data": (torch.zeros(6, 3, device="meta"), "of shape (6, 3), is on the meta device"),
-    "eight bits": (torch.ones(6, 3).to(torch.float8_e4m3fn), "of shape (6, 3), has the dtype float8_e4m3fn"),
+    "sparse": (torch.eye(3).to_sparse(), "Tensor (3, 3) float32 with layout torch.sparse_coo"),
+    "without data": (torch.zeros(6, 3, device="meta"), "Tensor (6, 3) float32 with layout torch.strided on meta"),
+    "eight bits": (torch.ones(6, 3).to(torch.float8_e4m3fn), "Tensor (6, 3) float8_e4m3fn"),
 }
 
 

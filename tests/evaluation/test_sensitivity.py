@@ -164,7 +164,7 @@ class TestRefusals:
             ({"x": self.x}, "hold 0 uncertain ones"),
             (lw.Uncertain(self.x, covariance=torch.eye(4, dtype=F64)), "uncertain ones with variances"),
             (lw.Uncertain(self.x, 0.0), "variances of 0"),
-            ((u, torch.nested.nested_tensor([self.x[0], self.x[1]])), "is nested"),
+            ((u, torch.nested.nested_tensor([self.x[0], self.x[1]])), "Tensor nested"),
             (self.x[:0], "no samples"),
             (torch.ones(3, 4, dtype=torch.long), "Integer inputs"),
             (self.x / 0, "NaN or infinite"),
