@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from graphlib import TopologicalSorter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,13 @@ SUMMED_FIRST = frozenset(("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmu
 ELEMENTWISE = frozenset(("Mul", "Div", "Pow", "Lerp", "Addcmul", "Addcdiv"))
 """Nodes that multiply entry by entry. One learned number is then a scale; several numbers are no layer of their own."""
 
-RESCALING = frozenset(
-    ("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm",
-     "PreluKernel")
-)  # fmt: skip
-"""Norms and activations, whose weights count as constants."""
+RESCALING = frozenset(("NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm", "PreluKernel"))
+"""Norms and activations that `torch.vmap` runs, unseen by the recording. Their weights count as constants too."""
+
+NONE = frozenset[str]()
+
+PRODUCT = ""
+"""Stands among the names of the last layers if some of them are multiplied by one another on the way."""
 
 
 def output_layers(
@@ -74,16 +76,15 @@ def output_layers(
         if value.is_floating_point() or value.is_complex()
     }
     tensors = batches.tensors(inputs)
-    origins = _Origins([*parameters.values(), *leaves.values()], tensors)
+    origins = _Origins(leaves.values(), tensors)
     with torch.enable_grad(), origins:
         first = first_call(model, forward, parameters, leaves, inputs)
     outputs = first.outputs
     if outputs.grad_fn is None:
         raise _refused_without_gradient(model, kind)
-    owners = {id(tensor): name for named in (parameters, leaves) for name, tensor in named.items()}
-    reached = {owners[id(leaf)] for leaf in graph_leaves(outputs, tensors)[0] if id(leaf) in owners}
-    last = _last_layers(outputs.grad_fn, tensors, origins, owners, parameters)
-    names = tuple(name for name in parameters if name in last.layers & reached)  # an energy's bias has no force
+    reached = set(map(id, graph_leaves(outputs, tensors)[0]))
+    last = _last_layers(outputs.grad_fn, tensors, origins, leaves)
+    names = tuple(name for name in leaves if name in last and id(leaves[name]) in reached)  # an energy's bias is not
     for prefix, module in modules_of(model):
         if isinstance(module, torch.jit.ScriptModule) and any(name.startswith(prefix) for name in names):
             what = f"The part {prefix[:-1]} of {kind}" if prefix else "The network"
@@ -92,7 +93,7 @@ def output_layers(
                 "weights: write lw.fit(model, loader, lw.Diagonal(), params=lw.everything), or fit the network before "
                 "you script or trace it."
             )
-    if last.product:
+    if PRODUCT in last:
         raise LapwingError(
             f"The outputs of {kind} are a product of what several of its weights give, so no layer is the last. Name "
             f"the weights to treat: write {_matching_line(set(names), parameters)}."
@@ -156,77 +157,47 @@ def _tensors(values: Any) -> list[Tensor]:
     return tensors
 
 
-class _Last(NamedTuple):
-    """The last layers of one node's result.
-
-    Attributes:
-        layers: names of the parameters in the first layers on each path back from the node.
-        product: whether some of them are multiplied by one another on the way.
-    """
-
-    layers: frozenset[str] = frozenset()
-    product: bool = False
-
-
-def _joined(parts: Iterable[_Last]) -> _Last:
-    """Returns the last layers of a sum of several results."""
-    parts = list(parts)
-    return _Last(frozenset().union(*(part.layers for part in parts)), any(part.product for part in parts))
-
-
-def _multiplied(parts: Iterable[_Last]) -> _Last:
-    """Returns the last layers of a product of several results."""
-    parts = [part for part in parts if part.layers]
-    whole = _joined(parts)
-    return whole._replace(product=whole.product or len({part.layers for part in parts}) > 1)
-
-
 def _last_layers(
-    root: Node,
-    inputs: Sequence[Tensor],
-    origins: _Origins,
-    owners: Mapping[int, str],
-    parameters: Mapping[str, Tensor],
-) -> _Last:
-    """Returns the last layers of the outputs.
+    root: Node, inputs: Sequence[Tensor], origins: _Origins, leaves: Mapping[str, Tensor]
+) -> frozenset[str]:
+    """Returns the names of the parameters in the last layers of the outputs, and `PRODUCT` if layers are multiplied.
 
     Args:
         root: the node of the outputs.
         inputs: the tensors of the inputs, which may have a graph of their own.
         origins: the nodes that depend on the inputs, and the gradients that the network takes.
-        owners: id of a leaf -> name of its parameter.
-        parameters: name -> parameter.
+        leaves: name -> leaf of the graph.
     """
-    branches: dict[Node, list[Node | None]] = {tensor.grad_fn: [] for tensor in inputs if tensor.grad_fn is not None}
+    graph: dict[Node, list[Node]] = {tensor.grad_fn: [] for tensor in inputs if tensor.grad_fn is not None}
     left = [root]
     while left:
         node = left.pop()
-        if node not in branches:
-            branches[node] = origins.gradients.get(node, [branch for branch, _ in node.next_functions])
-            left += filter(None, branches[node])
-    graph = {node: [branch for branch in after if branch is not None] for node, after in branches.items()}
-    depending, last = set(origins.nodes), dict[Node, _Last]()
+        if node not in graph:
+            branches = origins.gradients.get(node, [branch for branch, _ in node.next_functions])
+            graph[node] = [branch for branch in branches if branch is not None]
+            left += graph[node]
+    owners = {id(leaf): frozenset((name,)) for name, leaf in leaves.items()}
+    depending, last = set(origins.nodes), dict[Node | None, frozenset[str]]({None: NONE})
     for node in TopologicalSorter(graph).static_order():
-        if depending.isdisjoint((node, *graph[node])):  # a weight, or computed from weights only
-            name = owners.get(id(getattr(node, "variable", None)))
-            weight = _Last(frozenset((name,) if name else ()))
-            last[node] = _joined([weight, *(last[branch] for branch in graph[node])])
-            continue
-        depending.add(node)
         kind = "" if node in origins.gradients else type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-        if kind in JOINING or depending.isdisjoint(graph[node]):
-            last[node] = _joined(last[branch] for branch in graph[node])
-            continue
-        added = [branch for branch in branches[node][:1] if branch is not None and kind in SUMMED_FIRST]
+        dependent = depending.intersection(graph[node])
+        added: Sequence[Node | None] = ()
+        if kind in JOINING or not dependent:  # also a weight, and what is computed from weights only
+            added = graph[node]
+        elif kind in SUMMED_FIRST:
+            added = (node.next_functions[0][0],)
         factors = [branch for branch in graph[node] if branch not in added]
-        weights = _joined(last[branch] for branch in factors if branch not in depending)
-        single = [parameters[name].numel() for name in weights.layers] == [1]
+        weights = NONE.union(*(last[branch] for branch in factors if branch not in dependent))
+        single = [leaves[name].numel() for name in weights] == [1]
         if kind in RESCALING or (kind in ELEMENTWISE and single):
-            weights = _Last()
-        result = weights
-        if kind in ELEMENTWISE or not weights.layers:
-            result = _multiplied([weights, *(last[branch] for branch in factors if branch in depending)])
-        last[node] = _joined([result, *(last[branch] for branch in added)])
+            weights = NONE
+        parts = {weights}
+        if kind in ELEMENTWISE or not weights:
+            parts.update(last[branch] for branch in factors if branch in dependent)
+        product = (PRODUCT,) if len(parts - {NONE}) > 1 else ()
+        own = owners.get(id(getattr(node, "variable", None)), NONE)
+        last[node] = own.union(product, *parts, *(last[branch] for branch in added))
+        depending.update((node,) if dependent else ())
     return last[root]
 
 
