@@ -246,7 +246,7 @@ def size(inputs: Any) -> int:
 def take(inputs: Any, rows: slice | Tensor) -> Any:
     """Returns the samples `rows` of a batch.
 
-    It cuts tensors whose first dimension is B, and lists of B strings. Everything else is shared by all samples.
+    It cuts dense tensors whose first dimension is B, and lists of B strings. Everything else is shared by all samples.
     """
     count = size(inputs)
 
@@ -256,10 +256,7 @@ def take(inputs: Any, rows: slice | Tensor) -> Any:
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, list):
             return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
-        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != count:
-            return leaf
-        check_dense(leaf, "A tensor of the inputs that has one row per sample")
-        return leaf[rows]
+        return leaf[rows] if isinstance(leaf, Tensor) and not _is_shared(leaf, count) else leaf
 
     return pytree.tree_map(cut, _tree(inputs), is_leaf=texts)
 
@@ -281,9 +278,14 @@ def check_lists(inputs: Any) -> None:
 
 
 def shared(inputs: Any) -> tuple[bool, ...]:
-    """Returns for each tensor whether all samples share it: its first dimension is not B."""
+    """Returns for each tensor whether all samples share it."""
     count = size(inputs)
-    return tuple(not leaf.ndim or leaf.shape[0] != count for leaf in tensors(inputs))
+    return tuple(_is_shared(leaf, count) for leaf in tensors(inputs))
+
+
+def _is_shared(leaf: Tensor, count: int) -> bool:
+    """Whether all of B samples share a tensor: it is sparse, or its first dimension is not B."""
+    return leaf.layout != torch.strided or not leaf.ndim or leaf.shape[0] != count
 
 
 def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:

@@ -143,6 +143,7 @@ def test_held_out_data_and_checkpoints_with_a_sparse_matrix_that_all_samples_sha
 
     torch.manual_seed(0)
     x, y, matrix = torch.randn(60, 37), torch.arange(60) % 3, torch.eye(37).to_sparse()
-    training, held_out = [((x[:30], matrix), y[:30])], [((x[30:], matrix), y[30:])]
+    training, held_out = [((x[:37], matrix), y[:37])], [((x[37:], matrix), y[37:])]  # as many samples as rows
     posterior = lw.fit(Mixing().eval(), training, validation=held_out, checkpoint=tmp_path / "fit")
-    assert posterior.samples == 30
+    assert posterior.samples == 37
+    assert posterior.predict((x[:37], matrix)).probs.shape == (37, 3)
