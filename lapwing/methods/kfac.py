@@ -55,8 +55,8 @@ class KFAC(Method):
         return (yield from run_curvature_pass(self._factor_pass(problem)))
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
-        """Returns block name -> "factored", "diagonal" or "dense"."""
-        return {block.name: "factored" if block.matrix is not None else self.uncovered for block in tangent.blocks}
+        """Returns block name -> "kronecker", "diagonal" or "dense"."""
+        return {block.name: "kronecker" if block.matrix is not None else self.uncovered for block in tangent.blocks}
 
     def _need(self, tangent: Tangent) -> MemoryNeed:
         kinds = self._kinds(tangent)
@@ -77,8 +77,7 @@ class KFAC(Method):
                 entries.append(groups * (outputs if block.matrix.one_hot else max(outputs, inputs)) ** 2)
             elif kinds[block.name] == "dense":
                 entries.append(2 * block.size**2)
-        names = {name: "kronecker" if kind == "factored" else kind for name, kind in kinds.items()}
-        kept = shape.stored(Blockwise, {"kinds": names})
+        kept = shape.stored(Blockwise, {"kinds": kinds})
         peak = kept + max(shape.chunk(), DECOMPOSITION_BYTES * max(entries))
         return Footprint(kept, peak, shape.pass_length, needs=(self._need(shape.tangent),))
 
@@ -137,7 +136,7 @@ class Factors(State):
 
 
 class _FactorPass(CurvaturePass[Factors]):
-    """Sums A, Γ and # of the factored blocks, and the diagonals or dense matrices of the other blocks."""
+    """Sums A, Γ and # of the Kronecker-factored blocks, and the diagonals or dense matrices of the other blocks."""
 
     label = "Kronecker factors"
 
@@ -194,7 +193,7 @@ class _FactorPass(CurvaturePass[Factors]):
 
 
 class _SecondMoments(CurvaturePass[BlockSums]):
-    """Sums `Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) for each factored block."""
+    """Sums `Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) for each Kronecker-factored block."""
 
     label = "second moments in KFAC's eigenbasis"
 
