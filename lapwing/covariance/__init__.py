@@ -6,7 +6,7 @@ It imports `tangent` and lower packages. Begin with `base.py` (the protocol of a
 
 from __future__ import annotations
 
-from .base import COVARIANCES, Covariance, PriorCovariance, has_prior, register
+from .base import COVARIANCES, Covariance, PriorCovariance, has_prior, register_covariance
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
@@ -25,5 +25,5 @@ __all__ = [
     "DiagonalBlock", "Draws", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "KroneckerFactors",
     "Latent", "LatentDraws", "LayerBlock", "LinearDraws", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual",
     "PriorCovariance", "SelectedLatent", "Structure", "Subspace", "Term", "has_factor",
-    "has_positions", "has_prior", "has_rank", "is_selected", "register",
+    "has_positions", "has_prior", "has_rank", "is_selected", "register_covariance",
 ]  # fmt: skip

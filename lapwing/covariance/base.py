@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 COVARIANCES: dict[str, type[Covariance]] = {}
-"""Class name -> class, for all classes that a file may name. `register` fills it; a file never causes an import."""
+"""Class name -> class, for all classes that a file may name. A file never causes an import."""
 
 Registered = TypeVar("Registered", bound="type[Covariance]")
 
 
-def register(kind: Registered) -> Registered:
+def register_covariance(kind: Registered) -> Registered:
     """Registers a class of covariances, so that files can hold it: a decorator of the class.
 
     A file names the class, which needs `entries` and `from_tensors`. `lw.load` finds it if the module that defines it
@@ -39,7 +39,8 @@ def register(kind: Registered) -> Registered:
     """
     if not (isinstance(kind, type) and issubclass(kind, Covariance)):
         raise LapwingError(
-            f"register takes a class that extends Covariance, not {shown(kind)}. Write @register above the class."
+            f"register_covariance takes a class that extends Covariance, not {shown(kind)}. Write "
+            "@register_covariance above the class."
         )
     other = COVARIANCES.get(kind.__name__, kind)
     if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
@@ -59,6 +60,17 @@ def precision_spec(tangent: Tangent) -> TensorSpec:
 def same_ratios(precision: Tensor, other: Tensor) -> bool:
     """Whether two prior precisions (n_blocks,) are equal up to a factor."""
     return torch.allclose(precision / precision[0], other / other[0], rtol=1e-12, atol=0)
+
+
+def join_blocks(blocks: tuple[Block, ...], vectors: Vectors) -> Tensor:
+    """Joins the blocks of a vector into (..., P)."""
+    return torch.cat([vectors[block.name] for block in blocks], -1)
+
+
+def split_blocks(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
+    """Splits (..., P) into blocks."""
+    parts = flat.split([block.size for block in blocks], -1)
+    return {block.name: part for block, part in zip(blocks, parts, strict=True)}
 
 
 class Covariance(ABC):
@@ -124,9 +136,9 @@ class Covariance(ABC):
         """Returns all tensors that make up the covariance, by name, for saving."""
 
     @classmethod
+    @abstractmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
         """Returns the shape and dtype of each of `tensors()`, given `extra()`."""
-        raise NotImplementedError(f"{cls.__name__} does not state the tensors of its files")
 
     @classmethod
     @abstractmethod
@@ -149,9 +161,7 @@ class Covariance(ABC):
     def to_dense(self) -> Tensor:
         """Returns Σ (P, P), blocks in order. Memory O(P²)."""
         eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
-        parts = eye.split([block.size for block in self.blocks], -1)
-        columns = self.mv({block.name: part for block, part in zip(self.blocks, parts, strict=True)})
-        return torch.cat([columns[block.name] for block in self.blocks], -1)
+        return join_blocks(self.blocks, self.mv(split_blocks(self.blocks, eye)))
 
     @property
     def dtype(self) -> torch.dtype:

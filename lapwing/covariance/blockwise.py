@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..jacobian.jacobian import Reads, Weighting
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
-from .base import PriorCovariance, precision_spec, register
+from .base import PriorCovariance, precision_spec, register_covariance
 from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
@@ -26,7 +26,7 @@ STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBloc
 """Kind -> class, to read files."""
 
 
-@register
+@register_covariance
 class Blockwise(PriorCovariance):
     """`Σ = blockdiag_b (s U_b diag(λ_b) U_bᵀ + δ_b I)⁻¹`, exact in each block's eigenbasis.
 

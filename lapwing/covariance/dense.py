@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..jacobian.jacobian import Reads
 from ..linalg import RESOLVED, cholesky, eigen_in_place
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
-from .base import PriorCovariance, precision_spec, register, same_ratios
+from .base import PriorCovariance, join_blocks, precision_spec, register_covariance, same_ratios, split_blocks
 from .layer_block import FactorLayer, LayerBlock
 from .terms import Term, cross_covariance, factored_or_dense, of_both
 
@@ -26,18 +26,7 @@ def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
     return values.repeat_interleave(counts)
 
 
-def concatenate(blocks: tuple[Block, ...], vectors: Vectors) -> Tensor:
-    """Joins the blocks of a vector into (..., P)."""
-    return torch.cat([vectors[block.name] for block in blocks], -1)
-
-
-def cut(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
-    """Cuts (..., P) into blocks."""
-    parts = flat.split([block.size for block in blocks], -1)
-    return {block.name: part for block, part in zip(blocks, parts, strict=True)}
-
-
-@register
+@register_covariance
 class DenseCovariance(PriorCovariance):
     """`Σ = Δ^(-1/2) U diag(1/(s λ + 1)) Uᵀ Δ^(-1/2)` from the eigenpairs of `Δ^(-1/2) G Δ^(-1/2)`.
 
@@ -96,13 +85,13 @@ class DenseCovariance(PriorCovariance):
         return 2 * cholesky(eye + matrix).diagonal().log().sum()
 
     def mv(self, vectors: Vectors) -> Vectors:
-        rotated = (concatenate(self.blocks, vectors) * self._prior_root) @ self._basis
+        rotated = (join_blocks(self.blocks, vectors) * self._prior_root) @ self._basis
         return self._back(rotated * self._weights)
 
     def precision_mv(self, vectors: Vectors) -> Vectors:
         """Returns `(s G + Δ) v`."""
-        flat = concatenate(self.blocks, vectors)
-        return cut(self.blocks, self.scale * (flat @ self.curvature) + flat * self._prior_root.pow(-2))
+        flat = join_blocks(self.blocks, vectors)
+        return split_blocks(self.blocks, self.scale * (flat @ self.curvature) + flat * self._prior_root.pow(-2))
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) U √w z`."""
@@ -111,10 +100,10 @@ class DenseCovariance(PriorCovariance):
 
     def _back(self, rotated: Tensor) -> Vectors:
         """Returns `Δ^(-1/2) U v`."""
-        return cut(self.blocks, F.linear(rotated, self._basis) * self._prior_root)
+        return split_blocks(self.blocks, F.linear(rotated, self._basis) * self._prior_root)
 
     def diagonal(self) -> Vectors:
-        return cut(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
+        return split_blocks(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
 
     def output_covariances(
         self, record: Record, candidates: Sequence[Self], reads: Reads
@@ -136,7 +125,7 @@ class DenseCovariance(PriorCovariance):
 
     def layer_block(self, name: str) -> LayerBlock:
         root = self._prior_root[:, None] * self._basis * self._weights.sqrt()  # Σ = R Rᵀ
-        return FactorLayer(cut(self.blocks, root.T)[name].reshape(-1, *self.block(name).matrix_shape[1:]))
+        return FactorLayer(split_blocks(self.blocks, root.T)[name].reshape(-1, *self.block(name).matrix_shape[1:]))
 
     def tensors(self) -> dict[str, Tensor]:
         values, vectors, at = self._eigen

@@ -24,7 +24,7 @@ from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
-from .base import Covariance, PriorCovariance, precision_spec, register, same_ratios
+from .base import Covariance, PriorCovariance, precision_spec, register_covariance, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .terms import FactoredTerm, Term, cross_covariance, of_both
@@ -200,7 +200,7 @@ def has_rank(covariance: Covariance) -> TypeIs[Subspace]:
     return covariance.has_rank
 
 
-@register
+@register_covariance
 class LowRank(Subspace):
     """`Σ = W̃ᵀ diag(1/(s h + 1)) W̃`: variance 0 outside the subspace. Arguments as for `Subspace`."""
 

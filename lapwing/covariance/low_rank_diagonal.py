@@ -12,13 +12,13 @@ from torch import Tensor
 from ..jacobian.jacobian import Weighting
 from ..linalg import total
 from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
-from .base import Covariance, precision_spec, register
+from .base import Covariance, precision_spec, register_covariance
 from .layer_block import FactorLayer, LayerBlock
 from .structures import weighted
 from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both
 
 
-@register
+@register_covariance
 class LowRankPlusDiagonal(Covariance):
     """`Σ = D + FᵀF` with a diagonal D (P,) and a factor F (K, P) that crosses blocks.
 
@@ -110,7 +110,7 @@ class LowRankPlusDiagonal(Covariance):
         return cls(tangent.blocks, variances, factor, tensors.get("precision"))
 
 
-@register
+@register_covariance
 class Draws(Covariance):
     """`Σ = (1/S) Σ_k z_k z_kᵀ` from draws `z_k ~ N(0, Ψ)` at one prior, which cannot be changed.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..jacobian.jacobian import Reads
 from ..linalg import RESOLVED, cholesky
 from ..tangent import Block, Record, Tangent, Vectors
-from .base import register, same_ratios
+from .base import register_covariance, same_ratios
 from .basis import Basis, ExplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .low_rank import Subspace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-@register
+@register_covariance
 class LowRankWithResidual(Subspace):
     """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `Subspace`.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from .blocks import Matrix
 from .jacobian import BlockJacobian, Rows
-from .layers import Use, register
+from .layers import Use, register_reader
 from .outer import Outer
 from .shared_outer import SharedOuter
 
-__all__ = ["BlockJacobian", "Matrix", "Outer", "Rows", "SharedOuter", "Use", "register"]
+__all__ = ["BlockJacobian", "Matrix", "Outer", "Rows", "SharedOuter", "Use", "register_reader"]

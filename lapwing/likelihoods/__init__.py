@@ -15,7 +15,7 @@ from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit
 from .logits import LogitLikelihood
 from .poisson import CountPrediction, Poisson
 from .predictions import DiscretePrediction, MixturePrediction, Prediction, RealPrediction
-from .registry import register, resolve
+from .registry import register_likelihood, resolve
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [
@@ -24,5 +24,5 @@ __all__ = [
     "HeteroscedasticPrediction", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood", "MixturePrediction",
     "NoiselessLikelihood", "Poisson", "Prediction", "Probit", "Quadrature", "RealPrediction",
     "RegressionPrediction", "SampledLink", "aligned_targets", "apply_weights", "check_real_targets",
-    "curvature_weights", "latent_draws", "register", "resolve",
+    "curvature_weights", "latent_draws", "register_likelihood", "resolve",
 ]  # fmt: skip

@@ -59,7 +59,7 @@ class Likelihood(Options, ABC):
     """
 
     name: ClassVar[str]
-    """Name for users, such as "categorical"; `lapwing.likelihoods.register` registers the class under it."""
+    """Name for users, such as "categorical"; `lapwing.likelihoods.register_likelihood` registers the class under it."""
     links: ClassVar[tuple[type[Link], ...]] = (SampledLink,)
     """The link classes that `predict` accepts, the default first."""
     activation: ClassVar[str | None] = None

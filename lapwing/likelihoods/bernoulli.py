@@ -20,11 +20,11 @@ from .base import Integrals, Likelihood
 from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
 from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
-from .registry import register
+from .registry import register_likelihood
 from .targets import aligned_targets, check_binary_targets
 
 
-@register
+@register_likelihood
 @dataclass(frozen=True, repr=False)
 class Bernoulli(LogitLikelihood):
     """`y_c ~ Bernoulli(σ(f_c))`, independently for each of C outputs; Λ = diag(p(1 - p)).

@@ -22,11 +22,11 @@ from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLi
 from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
 from .quadrature import binary_log_power_mean
-from .registry import register
+from .registry import register_likelihood
 from .targets import check_class_probabilities, check_labels, is_soft, which_count
 
 
-@register
+@register_likelihood
 @dataclass(frozen=True, repr=False)
 class Categorical(LogitLikelihood):
     """`y ~ softmax(f)` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.

@@ -16,7 +16,7 @@ from ..options import POSITIVE_NUMBERS, option
 from .base import Integrals, Likelihood, apply_weights
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import known_covariance, known_residuals
-from .registry import register
+from .registry import register_likelihood
 from .regression import RegressionPrediction
 from .targets import aligned_targets, check_real_targets
 
@@ -33,7 +33,7 @@ def _variances(value: Any) -> float | tuple[float, ...]:
 _VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 
 
-@register
+@register_likelihood
 @dataclass(frozen=True, repr=False)
 class Gaussian(Likelihood):
     """`y ~ N(f, σ² I)` with one σ² for all C outputs; Λ = I / σ², which is I at unit noise.

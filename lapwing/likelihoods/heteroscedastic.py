@@ -19,14 +19,14 @@ from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_quantile
 from .predictions import RealPrediction, check_level
-from .registry import register
+from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets
 
 NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a log variance, and its half width in standard deviations."""
 
 
-@register
+@register_likelihood
 @dataclass(frozen=True)
 class HeteroscedasticGaussian(NoiselessLikelihood):
     """`y_k ~ N(m_k, exp(s_k))` for outputs (B, 2K), first K means m and then K log variances s; Λ = diag(exp(-s), 1/2).

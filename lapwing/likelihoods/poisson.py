@@ -16,7 +16,7 @@ from ..linalg import check_draws, doubled, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .predictions import RealPrediction, check_level
-from .registry import register
+from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
 
 NODES, REACH = 65, 8.0
@@ -29,7 +29,7 @@ LEAST_VARIANCE = 1e-12
 """Constant added to variances, so that the derivative of the square root is finite."""
 
 
-@register
+@register_likelihood
 @dataclass(frozen=True)
 class Poisson(NoiselessLikelihood):
     """`y_c ~ Poisson(exp(f_c))`, independently for each of C outputs; Λ = diag(exp(f)).

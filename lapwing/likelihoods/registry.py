@@ -31,8 +31,8 @@ def options_of(likelihood: Likelihood) -> dict[str, Any]:
     }
 
 
-def register(kind: Kind) -> Kind:
-    """Registers a class of likelihoods by its `name`: write `@register` above the class.
+def register_likelihood(kind: Kind) -> Kind:
+    """Registers a class of likelihoods by its `name`: write `@register_likelihood` above the class.
 
     After the import of the module, `lw.fit(..., likelihood="name")` and `lw.load` find the class. A file stores the
     name and all fields of the likelihood, which must be numbers, strings or tuples of them.
@@ -42,8 +42,8 @@ def register(kind: Kind) -> Kind:
     """
     if not (isinstance(kind, type) and issubclass(kind, Likelihood) and is_dataclass(kind)):
         raise LapwingError(
-            f"register needs a frozen dataclass that extends Likelihood, not {shown(kind)}. Write @register above "
-            "@dataclass(frozen=True)."
+            f"register_likelihood needs a frozen dataclass that extends Likelihood, not {shown(kind)}. Write "
+            "@register_likelihood above @dataclass(frozen=True)."
         )
     _check_name(kind)
     other = REGISTERED.get(kind.name, kind)  # same module and class name if a notebook cell runs again

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
-from ..covariance.dense import cut
+from ..covariance.base import split_blocks
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import add_squares, mirrored
@@ -138,8 +138,8 @@ class AllRows(CurvaturePass[DenseSum]):
 
     def finish(self, state: DenseSum) -> LowRankWithResidual:
         problem, blocks = self._problem, self._problem.tangent.blocks
-        basis = ExplicitBasis(cut(blocks, orthonormal_span(state.matrix, problem.tangent.memory)))
-        parts = cut(blocks, state.matrix)
+        basis = ExplicitBasis(split_blocks(blocks, orthonormal_span(state.matrix, problem.tangent.memory)))
+        parts = split_blocks(blocks, state.matrix)
         projected = basis.inner(parts)  # (NC, K)
         traces = torch.stack([part.square().sum() for part in parts.values()])
         curvature = projected.T @ projected  # G = Uᵀ M U exactly, no second pass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import Covariance, ExplicitBasis
-from ..covariance.dense import cut
+from ..covariance.base import split_blocks
 from ..data import batches
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
@@ -124,7 +124,7 @@ class OptimalSubspace(Method):
             total = problem.zeros(len(anchors), len(anchors), dtype=torch.float64)
             for slots, rows in all_rows or anchors.row_chunks(dtype):
                 weighted = rows.clone() if all_rows else rows
-                _weight(problem, approximate, cut(blocks, weighted))
+                _weight(problem, approximate, split_blocks(blocks, weighted))
                 for columns, unweighted in all_rows or anchors.row_chunks(dtype):
                     total[slots[:, None], columns] = doubled(weighted @ unweighted.T)
             return total
@@ -135,8 +135,8 @@ class OptimalSubspace(Method):
             _weight(problem, approximate, directions)
         else:  # orthonormalised before they become float32: Ψ may make them nearly dependent
             rows = coefficients @ all_rows[0][1]
-            _weight(problem, approximate, cut(blocks, rows))
-            directions = cut(blocks, torch.linalg.qr(rows.T)[0].T)
+            _weight(problem, approximate, split_blocks(blocks, rows))
+            directions = split_blocks(blocks, torch.linalg.qr(rows.T)[0].T)
         return {name: placed(vectors.to(dtype), tangent.device) for name, vectors in directions.items()}
 
     def footprint(self, shape: FitShape) -> Footprint | None:

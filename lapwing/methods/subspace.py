@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
-from ..covariance.dense import cut, expand
+from ..covariance.base import split_blocks
+from ..covariance.dense import expand
 from ..linalg import RANK_CUT, doubled, eigen_in_place, orthonormal_rows, placed
 from ..tangent import Anchors
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
@@ -101,7 +102,7 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
         root = expand(tangent.blocks, ratios).rsqrt().to(dtype)
         root = placed(root, tangent.device)
         directions = orthonormal_span(anchors.rows(dtype).mul_(root), tangent.memory, rank)
-        return ExplicitBasis(cut(tangent.blocks, directions.mul_(root.to(directions.device)).to(root)))
+        return ExplicitBasis(split_blocks(tangent.blocks, directions.mul_(root.to(directions.device)).to(root)))
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
     problem.require(_need(len(anchors)))

@@ -17,7 +17,7 @@ from ..covariance import (
     KroneckerBlock,
     LowRankWithResidual,
 )
-from ..covariance.dense import concatenate
+from ..covariance.base import join_blocks
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
 from ..posterior import MethodInfo
@@ -96,7 +96,7 @@ class _MoreRows(AllRows):
 
     def finish(self, state: DenseSum) -> LowRankWithResidual:
         values, vectors = symmetric_eigen(self._former_curvature)
-        former = (vectors * values.sqrt()).T @ concatenate(self._problem.tangent.blocks, self._former.vectors).double()
+        former = (vectors * values.sqrt()).T @ join_blocks(self._problem.tangent.blocks, self._former.vectors).double()
         return super().finish(DenseSum(torch.cat([former, state.matrix])))
 
 
@@ -106,7 +106,7 @@ def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onwa
     structure: Any
     for name, structure in covariance.structures.items():
         if structure.kind == KroneckerBlock.kind:
-            factors, kinds[name] = structure.factors, "factored"
+            factors, kinds[name] = structure.factors, structure.kind
             alpha, gamma, outputs = factors.input_eigenvalues, factors.output_eigenvalues, doubled(factors.outputs)
             like = structure.eigenvalues
             before.Gamma[name] = ((outputs * gamma[:, None]) @ outputs.mT).to(like)

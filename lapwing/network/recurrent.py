@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..jacobian.layers import Use, Watched, register
+from ..jacobian.layers import Use, Watched, register_reader
 from ..jacobian.layers.linear import LinearUse
 
 Intercept = Callable[[Callable, tuple, dict], Any]
@@ -83,7 +83,7 @@ def _read_product(args: tuple, kwargs: dict, watched: Watched) -> Use:
     return LinearUse(states, weight, bias, False)
 
 
-register(_read_product, _noted_product)
+register_reader(_read_product, _noted_product)
 
 
 class _Steps:

@@ -32,7 +32,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     if COVARIANCES.get(kind.__name__) is not kind:
         raise LapwingError(
             f"The covariance class {kind.__name__} is not registered, so a file cannot name it. Decorate it with "
-            "@lapwing.covariance.register."
+            "@lapwing.covariance.register_covariance."
         )
     tangent = posterior.tangent
     forward = tangent.positions.forward if tangent.positions else tangent.forward

@@ -23,7 +23,7 @@ from lapwing.covariance import (
     PriorCovariance,
     kronecker,
 )
-from lapwing.covariance.dense import concatenate, cut
+from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.latent import Latent
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.covariance.terms import concatenate as join_terms
@@ -119,22 +119,22 @@ class StructureConformance:
         assert covariance.size == len(sigma)
         close(covariance.to_dense(), sigma)
         assert psd(covariance.to_dense())
-        close(concatenate(covariance.blocks, covariance.diagonal()), sigma.diagonal())
+        close(join_blocks(covariance.blocks, covariance.diagonal()), sigma.diagonal())
         vectors = random(3, len(sigma))
-        moved = covariance.mv(cut(covariance.blocks, vectors))
+        moved = covariance.mv(split_blocks(covariance.blocks, vectors))
         assert list(moved) == [block.name for block in problem.blocks]
-        close(concatenate(covariance.blocks, moved), vectors @ sigma)
+        close(join_blocks(covariance.blocks, moved), vectors @ sigma)
 
     @on_two_kinds_of_block
     def test_samples(self, problem, built):
         covariance, sigma = built
         draws = covariance.sample(DRAWS, torch.Generator().manual_seed(0))
-        sampled_from(concatenate(covariance.blocks, draws), sigma)
+        sampled_from(join_blocks(covariance.blocks, draws), sigma)
         again = covariance.sample(7, torch.Generator().manual_seed(3))
         same = covariance.sample(7, torch.Generator().manual_seed(3))
         other = covariance.sample(7, torch.Generator().manual_seed(4))
         assert all(torch.equal(again[name], same[name]) for name in again)
-        assert not torch.equal(concatenate(covariance.blocks, again), concatenate(covariance.blocks, other))
+        assert not torch.equal(join_blocks(covariance.blocks, again), join_blocks(covariance.blocks, other))
 
     def test_output_covariances(self, problem, built):
         covariance, sigma = built
@@ -206,7 +206,7 @@ class StructureConformance:
                 covariance.with_prior(precision * 7, 3.0).with_prior(precision, scale),
             ):
                 close(moved.to_dense(), self.oracle(problem, precision, scale))
-                close(concatenate(moved.blocks, moved.diagonal()), self.oracle(problem, precision, scale).diagonal())
+                close(join_blocks(moved.blocks, moved.diagonal()), self.oracle(problem, precision, scale).diagonal())
         close(covariance.to_dense(), self.oracle(problem, self.precision(problem), self.scale))  # unchanged
 
     @on_three_uses
@@ -415,7 +415,7 @@ class SubspaceConformance(StructureConformance):
         W, G = self.directions(problem), self.curvature(problem)
         traces = torch.stack([G[where, where].trace() for where in problem.slices.values()])
         return self.structure(
-            problem.blocks, ExplicitBasis(cut(problem.blocks, W)), W @ G @ W.T, traces, precision, scale
+            problem.blocks, ExplicitBasis(split_blocks(problem.blocks, W)), W @ G @ W.T, traces, precision, scale
         )
 
 
@@ -449,7 +449,7 @@ class TestFromRows(PrecisionConformance):
     def make(self, problem, precision, scale):
         (U, values), G = self.rows(problem), self.curvature(problem)
         traces = torch.stack([G[where, where].trace() for where in problem.slices.values()])
-        rows = ExplicitBasis(cut(problem.blocks, U))
+        rows = ExplicitBasis(split_blocks(problem.blocks, U))
         return LowRankWithResidual.from_rows(problem.blocks, rows, torch.diag(values), traces, precision, scale)
 
 

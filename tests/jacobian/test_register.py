@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.jacobian import BlockJacobian, Matrix, Outer, Rows, Use, register
+from lapwing.jacobian import BlockJacobian, Matrix, Outer, Rows, Use, register_reader
 from lapwing.jacobian.jacobian import SumOfUses
 from lapwing.jacobian.layers import READERS, BatchAxis
 from lapwing.tangent import Block, Tangent
@@ -86,8 +86,8 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    register(lambda args, kwargs, watched: None if kwargs else QuadraticUse(*args), quadratic)
-    register(lambda args, kwargs, watched: None if kwargs else LowRankUse(*args), low_rank)
+    register_reader(lambda args, kwargs, watched: None if kwargs else QuadraticUse(*args), quadratic)
+    register_reader(lambda args, kwargs, watched: None if kwargs else LowRankUse(*args), low_rank)
     yield
     del READERS[quadratic], READERS[low_rank]
 

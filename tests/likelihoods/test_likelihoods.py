@@ -27,7 +27,7 @@ from lapwing.likelihoods import (
     aligned_targets,
     check_real_targets,
     latent_draws,
-    register,
+    register_likelihood,
     resolve,
 )
 from lapwing.likelihoods.registry import REGISTERED
@@ -295,7 +295,7 @@ def test_resolve():
 def test_a_registered_likelihood_is_found_by_its_name(monkeypatch):
     monkeypatch.setitem(REGISTERED, Counts.name, Counts)
     assert resolve("counts") == Counts()
-    assert register(Counts) is Counts  # again, as a notebook does
+    assert register_likelihood(Counts) is Counts  # again, as a notebook does
     model = torch.nn.Linear(2, 1).double().eval()
     x = torch.randn(9, 2, dtype=F64)
     fitted = lw.fit(model, [(x, torch.poisson(x[:, :1].exp()))], lw.Diagonal(), likelihood="counts", tune=None)
@@ -326,7 +326,7 @@ def test_register_refuses_other_objects():
         (int, "a frozen dataclass that extends Likelihood"),
     ):
         with pytest.raises(LapwingError, match=message):
-            register(kind)
+            register_likelihood(kind)
     assert list(REGISTERED)[:3] == ["bernoulli", "categorical", "gaussian"]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.covariance.dense import concatenate
+from lapwing.covariance.base import join_blocks
 from lapwing.methods.mean_field.fine_tuning import divergence, drawn_outputs, per_sample_axes
 from lapwing.tangent import Tangent
 from tests import oracle
@@ -260,7 +260,7 @@ def test_any_network_can_be_tuned(name):
     assert not torch.allclose(linearized.mean, before, rtol=1e-9, atol=0)
     assert (linearized.variance > 0).all()
     assert drawn.log_prob(ZOO[name].targets(3, 2)).isfinite().all()
-    diagonal = concatenate(posterior.tangent.blocks, posterior.covariance.diagonal())
+    diagonal = join_blocks(posterior.tangent.blocks, posterior.covariance.diagonal())
     assert diagonal.shape == (posterior.tangent.size,)
     assert ((diagonal > 0.045**2) & (diagonal < 0.055**2)).all()
 
@@ -269,7 +269,7 @@ def test_linearised_and_streamlined_predictions_equal_dense_ones():
     model, batches, test = loader_of("mlp")
     posterior = lw.fit(model, batches, SHORT, params=EVERY)
     blocks = posterior.tangent.blocks
-    sigma = torch.diag(concatenate(blocks, posterior.covariance.diagonal()))
+    sigma = torch.diag(join_blocks(blocks, posterior.covariance.diagonal()))
     close(posterior.latent(test).covariance, oracle.output_covariance(jacobian(posterior.model, test, blocks), sigma))
     assert posterior.latent(test, via=lw.Streamlined()).variance.isfinite().all()
     last = lw.fit(model, batches, SHORT, params=lw.last_layer)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import Covariance
+from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.basis import CoordinateBasis
-from lapwing.covariance.dense import concatenate, cut
 from lapwing.methods.subset_of_weights import SubsetOfWeights
 from tests import oracle
 from tests.conformance import EVERY, Setup, close, setup, subspace_covariance
@@ -143,9 +143,9 @@ class Variances(Covariance):
         self.blocks, self._values = blocks, values
 
     def diagonal(self) -> Any:
-        return cut(self.blocks, self._values)
+        return split_blocks(self.blocks, self._values)
 
-    mv = sample = output_covariance = joint_output_covariance = layer_block = tensors = from_tensors = None
+    mv = sample = output_covariance = joint_output_covariance = layer_block = tensors = entries = from_tensors = None
 
 
 @pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "tied"])
@@ -176,13 +176,13 @@ def test_basis_equals_identity_columns(name):
     problem = setup(name)
     basis = basis_of(problem)
     W = torch.eye(len(problem.theta)).double()[basis.picked]
-    close(concatenate(problem.blocks, basis.rows()), W)
+    close(join_blocks(problem.blocks, basis.rows()), W)
     close(basis.project(problem.tangent.record(problem.test)), problem.J_test @ W.T)
     u = torch.randn(3, problem.case.outputs, 2).double()
     close(basis.project(problem.tangent.record(problem.test, u)), u.mT @ problem.J_test @ W.T)
     c, v = torch.randn(4, 13).double(), torch.randn(4, len(problem.theta)).double()
-    close(concatenate(problem.blocks, basis.combine(c)), c @ W)
-    close(basis.inner(cut(problem.blocks, v)), v @ W.T)
+    close(join_blocks(problem.blocks, basis.combine(c)), c @ W)
+    close(basis.inner(split_blocks(problem.blocks, v)), v @ W.T)
     grams = torch.stack([W[:, where] @ W[:, where].T for where in problem.slices.values()])
     close(basis.grams, grams)
     delta = torch.rand(len(problem.blocks)).double()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.covariance.dense import concatenate, cut
+from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.low_rank_diagonal import LowRankPlusDiagonal
 from lapwing.methods.swag import SWAG
 from tests import oracle
@@ -37,8 +37,8 @@ class PlainConformance(StructureConformance):
 
     def make(self, problem, precision, scale):
         size = problem.tangent.size
-        factor = cut(problem.blocks, random(self.rank, size))
-        return LowRankPlusDiagonal(problem.blocks, cut(problem.blocks, spectrum(size)), factor)
+        factor = split_blocks(problem.blocks, random(self.rank, size))
+        return LowRankPlusDiagonal(problem.blocks, split_blocks(problem.blocks, spectrum(size)), factor)
 
     def oracle(self, problem, precision, scale):
         size = problem.tangent.size
@@ -153,7 +153,7 @@ def test_posterior_equals_dense_formulas(name, rank):
     names, order = columns(posterior)
     mean, sigma = dense_swag(states, names, rank)
     mean, sigma = torch.from_numpy(mean)[order], torch.from_numpy(sigma)[order][:, order]
-    close(concatenate(posterior.tangent.blocks, posterior.tangent.mean()), mean, 1e-12)
+    close(join_blocks(posterior.tangent.blocks, posterior.tangent.mean()), mean, 1e-12)
     close(posterior.covariance.to_dense(), sigma)
 
     average = problem.case.build()

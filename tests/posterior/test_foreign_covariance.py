@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.covariance import COVARIANCES, Covariance, LayerBlock, register
+from lapwing.covariance import COVARIANCES, Covariance, LayerBlock, register_covariance
 from lapwing.covariance.terms import FactoredTerm, Term
 from lapwing.tangent import Record, Tangent, TensorSpec, Vectors
 
@@ -78,7 +78,7 @@ def names() -> Iterator[None]:
 
 @pytest.mark.usefixtures("names")
 def test_a_registered_class_is_saved_and_loaded(posterior: lw.Posterior, tmp_path: Path) -> None:
-    assert register(SameEverywhere) is SameEverywhere
+    assert register_covariance(SameEverywhere) is SameEverywhere
     posterior.save(tmp_path / "p")
     again = lw.load(tmp_path / "p", posterior.model)
     assert type(again.covariance) is SameEverywhere
@@ -89,10 +89,10 @@ def test_a_registered_class_is_saved_and_loaded(posterior: lw.Posterior, tmp_pat
 
 @pytest.mark.usefixtures("names")
 def test_a_class_that_is_not_registered(posterior: lw.Posterior, tmp_path: Path) -> None:
-    with pytest.raises(lw.LapwingError, match="SameEverywhere is not registered.*@lapwing.covariance.register"):
+    with pytest.raises(lw.LapwingError, match="not registered.*@lapwing.covariance.register_covariance"):
         posterior.save(tmp_path / "p")
     assert not list(tmp_path.iterdir())
-    register(SameEverywhere)
+    register_covariance(SameEverywhere)
     posterior.save(tmp_path / "p")
     del COVARIANCES["SameEverywhere"]
     with pytest.raises(lw.LapwingError, match="class 'SameEverywhere', which is not registered. Import the module"):
@@ -101,14 +101,14 @@ def test_a_class_that_is_not_registered(posterior: lw.Posterior, tmp_path: Path)
 
 @pytest.mark.usefixtures("names")
 def test_a_name_belongs_to_one_class() -> None:
-    register(SameEverywhere)
-    register(SameEverywhere)  # as when a notebook runs a cell again
+    register_covariance(SameEverywhere)
+    register_covariance(SameEverywhere)  # as when a notebook runs a cell again
     for kind in (3, int):
-        with pytest.raises(lw.LapwingError, match="register takes a class that extends Covariance"):
-            register(kind)
+        with pytest.raises(lw.LapwingError, match="register_covariance takes a class that extends Covariance"):
+            register_covariance(kind)
     taken = type("Blockwise", (SameEverywhere,), {})
     with pytest.raises(lw.LapwingError, match=r"Blockwise belongs to a covariance of lapwing\.covariance\.blockwise"):
-        register(taken)
+        register_covariance(taken)
     assert COVARIANCES["Blockwise"] is not taken
 
 

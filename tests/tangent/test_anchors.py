@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.covariance.dense import cut
+from lapwing.covariance.base import split_blocks
 from lapwing.tangent import Anchors, Tangent
 from tests.conformance import Setup, close, setup
 
@@ -58,12 +58,12 @@ def test_rows_gram_combinations_and_products(case):
         close(rows, J[slots])
     close(anchors.gram(weights(problem), torch.float64), (J * diagonal(problem)) @ J.T)
     coefficients = torch.randn(3, len(anchors), generator=torch.Generator().manual_seed(0)).double()
-    for name, vectors in cut(blocks, coefficients @ J).items():
+    for name, vectors in split_blocks(blocks, coefficients @ J).items():
         close(anchors.combine(coefficients)[name], vectors)
     record = problem.tangent.record(problem.test)
     close(anchors.products(record, weights(problem)), problem.J_test @ (J * diagonal(problem)).T)
     vectors = torch.randn(2, J.shape[1], generator=torch.Generator().manual_seed(1)).double()
-    close(anchors.inner(cut(blocks, vectors)), vectors @ J.T)
+    close(anchors.inner(split_blocks(blocks, vectors)), vectors @ J.T)
 
 
 def test_outputs_of_one_sample_that_do_not_fit_together():

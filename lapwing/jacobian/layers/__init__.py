@@ -6,6 +6,6 @@ Begin with `use.py`: the protocol of a family, and how it is registered.
 from __future__ import annotations
 
 from . import conv, embedding, linear, norm  # noqa: F401 (each registers its functions)
-from .use import READERS, BatchAxis, Use, Watched, register
+from .use import READERS, BatchAxis, Use, Watched, register_reader
 
-__all__ = ["READERS", "BatchAxis", "Use", "Watched", "register"]
+__all__ = ["READERS", "BatchAxis", "Use", "Watched", "register_reader"]

@@ -15,7 +15,7 @@ from ..blocks import Matrix
 from ..outer import Outer
 from ..shared_outer import SharedOuter
 from ..strips import Box, Strip, at, boxes
-from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register, with_bias_column
+from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register_reader, with_bias_column
 
 
 def unfold(
@@ -285,5 +285,5 @@ def _transposed_conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return TransposedConvUse(inputs, weight, named.get("bias"), stride, pairs, dilation, named.get("groups", 1))
 
 
-register(_transposed_conv, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-register(_conv, torch.conv1d, torch.conv2d, torch.conv3d)
+register_reader(_transposed_conv, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+register_reader(_conv, torch.conv1d, torch.conv2d, torch.conv3d)

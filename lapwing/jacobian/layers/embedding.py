@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ...linalg import total
 from ..blocks import Matrix
 from ..jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting
-from .use import BatchAxis, Use, Watched, by_name, register
+from .use import BatchAxis, Use, Watched, by_name, register_reader
 
 
 class OneHot(MatrixJacobian):
@@ -169,4 +169,4 @@ def _embedding(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return EmbeddingUse(named["input"], weight, None if padding is None else padding % weight.shape[0])
 
 
-register(_embedding, F.embedding)
+register_reader(_embedding, F.embedding)

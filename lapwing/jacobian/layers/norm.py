@@ -17,7 +17,7 @@ from ...linalg import total
 from ..jacobian import Rows
 from ..plain_functions import batch_norm, instance_norm
 from ..strips import at, boxes
-from .use import BatchAxis, Reader, Use, Watched, by_name, register
+from .use import BatchAxis, Reader, Use, Watched, by_name, register_reader
 
 Normalise = Callable[[Tensor], Tensor]
 
@@ -180,11 +180,11 @@ def _elementwise(family: Literal["scale", "shift"]) -> Reader:
     return reader
 
 
-register(_layer_norm, F.layer_norm)
-register(_rms_norm, F.rms_norm)
-register(_group_norm, F.group_norm)
-register(_batch_norm, batch_norm)
-register(_instance_norm, instance_norm)
-register(_prelu, F.prelu, torch.prelu)
-register(_elementwise("scale"), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
-register(_elementwise("shift"), torch.add, torch.Tensor.add, torch.Tensor.__add__)
+register_reader(_layer_norm, F.layer_norm)
+register_reader(_rms_norm, F.rms_norm)
+register_reader(_group_norm, F.group_norm)
+register_reader(_batch_norm, batch_norm)
+register_reader(_instance_norm, instance_norm)
+register_reader(_prelu, F.prelu, torch.prelu)
+register_reader(_elementwise("scale"), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
+register_reader(_elementwise("shift"), torch.add, torch.Tensor.add, torch.Tensor.__add__)

@@ -127,7 +127,7 @@ READERS: dict[object, Reader] = {}
 """Function -> the reader of its calls."""
 
 
-def register(reader: Reader, *functions: object) -> None:
+def register_reader(reader: Reader, *functions: object) -> None:
     """Registers the reader of calls of some functions.
 
     Args:
