@@ -68,10 +68,12 @@ def psd(matrix: Tensor, slack: float = 1e-10) -> bool:
 
 def covering(names: Iterable[str], few: Iterable[str], methods: dict[str, Any], main: str) -> Any:
     """Parametrises a test over `name` and `method`: every network with the main method, a few with every method."""
-    pairs = [(name, key) for key in methods for name in (names if key == main else few)]
-    return pytest.mark.parametrize(
-        ("name", "method"), [pytest.param(name, methods[key], id=f"{name}-{key}") for name, key in pairs]
-    )
+    params = []
+    for key in methods:
+        for case in names if key == main else few:
+            (name,), marks = ((case,), ()) if isinstance(case, str) else (case.values, case.marks)
+            params.append(pytest.param(name, methods[key], id=f"{name}-{key}", marks=marks))
+    return pytest.mark.parametrize(("name", "method"), params)
 
 
 def sampled_from(draws: Tensor, covariance: Tensor, sigmas: float = 5.5) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.deployment import Predictor
 from papers.common.networks import MnistCNN, ResNet20
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 SIZES = (1, 3, 7)
@@ -86,9 +87,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "bert": (bert, texts),
     "gpt2": (gpt2, texts),
 }
-QUICK = ("mlp", "mnist_cnn", "bert")
-ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS if name != "one"]
-FEW = [name if name in QUICK[:2] else pytest.param(name, marks=pytest.mark.slow) for name in NETWORKS if name != "one"]
+QUICK = ("mlp", "mnist_cnn")
+ALL = others_slow([name for name in NETWORKS if name != "one"], QUICK)
+FEW = others_slow([name for name in NETWORKS if name != "one"], ["mlp"])
 
 
 @cache
@@ -216,6 +217,7 @@ def test_functions_that_onnx_lacks(tmp_path: Path) -> None:
     assert_same(onnx_outputs(path, x[:3]), posterior, x[:3], lw.Streamlined(), "latent", 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [4, 9])
 def test_texts_of_other_lengths(length: int) -> None:
     posterior, predictor = deployed("bert", "latent")
@@ -243,7 +245,8 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "outputs"), [*((method, "latent") for method in METHODS), ("kfac", "prediction")])
+@pytest.mark.parametrize("outputs", others_slow(["latent", "prediction"], ["latent"]))
+@pytest.mark.parametrize("method", others_slow(METHODS, ["kfac", "ella"]))
 def test_last_layer_via_linearized(method: str, outputs: str) -> None:
     posterior, inputs = fitted("mlp", METHODS[method], lw.last_layer)
     predictor = lw.deploy(posterior, inputs(2), via=lw.Linearized(), outputs=outputs)
@@ -251,27 +254,28 @@ def test_last_layer_via_linearized(method: str, outputs: str) -> None:
         assert_same(predictor(inputs(size)), posterior, inputs(size), lw.Linearized(), outputs)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", others_slow(METHODS, ["kfac", "ella"]))
 def test_any_structure_streamlined(method: str) -> None:
     posterior, inputs = fitted("mlp", METHODS[method])
     predictor = lw.deploy(posterior, inputs(2), outputs="latent")
     assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "latent", 5e-6)
 
 
-@pytest.mark.parametrize("params", ["4.bias", "4.weight", "2.bias", "0.*"])
+@pytest.mark.parametrize("params", others_slow(["4.bias", "4.weight", "2.bias", "0.*"], ["2.bias"]))
 def test_parts_of_a_network(params: str) -> None:
     posterior, inputs = fitted("mlp", lw.Full(), lw.matching(params))
     predictor = lw.deploy(posterior, inputs(2), outputs="latent")
     assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "latent", 5e-6)
 
 
-@pytest.mark.parametrize("inner", [lw.Streamlined(), lw.Linearized()], ids=["streamlined", "linearized"])
+@pytest.mark.parametrize("inner", [lw.Streamlined(), pytest.param(lw.Linearized(), marks=pytest.mark.slow)], ids=str)
 def test_scaled(inner: Any) -> None:
     posterior, inputs = fitted("mlp", params=lw.last_layer)
     via = lw.Scaled(lw.Scaled(inner, 0.5), 0.3)
     assert_same(lw.deploy(posterior, inputs(2), via)(inputs(3)), posterior, inputs(3), via, "prediction")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "via"),
     [("mlp", lw.Streamlined(activations="moments")), ("one", lw.Streamlined(attention="scores"))],
@@ -284,7 +288,11 @@ def test_options_of_the_way(name: str, via: Any) -> None:
 
 @pytest.mark.parametrize(
     ("link", "params"),
-    [(lw.Probit(scale="weighted"), lw.everything), (lw.Probit(), lw.last_layer), (lw.LaplaceBridge(), lw.last_layer)],
+    [
+        (lw.Probit(scale="weighted"), lw.everything),
+        pytest.param(lw.Probit(), lw.last_layer, marks=pytest.mark.slow),
+        pytest.param(lw.LaplaceBridge(), lw.last_layer, marks=pytest.mark.slow),
+    ],
     ids=["weighted probit", "probit", "bridge"],
 )
 def test_links(link: Any, params: Any) -> None:
@@ -302,7 +310,7 @@ def test_bernoulli(link: Any) -> None:
     torch.testing.assert_close(predictor(inputs(7)), wanted.probs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("via", [lw.Streamlined(), lw.Linearized()], ids=["streamlined", "linearized"])
+@pytest.mark.parametrize("via", [lw.Streamlined(), pytest.param(lw.Linearized(), marks=pytest.mark.slow)], ids=str)
 def test_regression_with_one_output(via: Any) -> None:
     x = torch.randn(20, 5)
     params = lw.last_layer if isinstance(via, lw.Linearized) else lw.everything
@@ -352,6 +360,7 @@ def test_it_stands_alone(tmp_path: Path) -> None:
     assert torch.equal(predictor(x), wanted)
 
 
+@pytest.mark.slow
 def test_moving_to_another_device() -> None:
     """The meta device represents any other: buffers, and tensors that calls create, move with the module."""
     predictor = copy.deepcopy(deployed("bert", "latent")[1]).to("meta")
@@ -398,6 +407,10 @@ def test_inputs_of_another_form() -> None:
             predictor(x)
     with pytest.raises(lw.LapwingError, match="neither a tensor nor a flat tuple or dict of tensors"):
         lw.deploy(posterior, [inputs(3)])
+
+
+@pytest.mark.slow
+def test_texts_of_another_form() -> None:
     _, texts_of = deployed("bert", "latent")
     ids = texts(3)["input_ids"]
     for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": [[1] * 6] * 3}, ids):

@@ -98,6 +98,7 @@ def test_compare_refuses_an_empty_loader_and_a_score(problem) -> None:
 # ---- examples
 
 
+@pytest.mark.slow
 def test_own_network_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / "own_network.py"), run_name="__main__")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from tests import oracle
 from tests.conformance import jacobian
+from tests.quick import others_slow
 
 NOISE = 0.01
 DENSE = {"primal": lw.Full(form="primal"), "subset": lw.SubsetOfData(size=1000)}
@@ -177,7 +178,7 @@ def test_a_shift_of_all_logits_has_no_curvature(method: lw.Method, params: str) 
     check_full(method, 1.0, 1e-12, "classes", params)
 
 
-@pytest.mark.parametrize("name", AT_EDGES)
+@pytest.mark.parametrize("name", others_slow(AT_EDGES, ["full", "kfac", "ella"]))
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(name: str, edge: str, caplog: pytest.LogCaptureFixture) -> None:
     assert at_edge(name, edge, "classes", "all", 1.0, caplog) == "right"
@@ -215,7 +216,7 @@ def network(outputs: int = 2) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs)).eval()
 
 
-@pytest.mark.parametrize("name", AT_EDGES)
+@pytest.mark.parametrize("name", others_slow(AT_EDGES, ["full", "kfac"]))
 @pytest.mark.parametrize(("x_size", "y_size"), [(1.0, 3e19), (1e19, 1.0)])
 def test_inputs_and_targets_that_overflow_are_refused_or_their_results_are_finite(
     name: str, x_size: float, y_size: float
@@ -266,7 +267,10 @@ def test_numbers_that_float32_cannot_express_are_refused(bad: float) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [lw.Full(), lw.Full("dual"), lw.KFAC(), lw.Diagonal(), lw.VaLLA(40), lw.SubsetOfWeights(20), lw.ELLA(20)],
+    others_slow(
+        [lw.Full(), lw.Full("dual"), lw.KFAC(), lw.Diagonal(), lw.VaLLA(40), lw.SubsetOfWeights(20), lw.ELLA(20)],
+        [lw.KFAC(), lw.ELLA(20)],
+    ),
     ids=lambda method: type(method).__name__ + getattr(method, "form", ""),
 )
 @pytest.mark.parametrize("params", PARAMS)

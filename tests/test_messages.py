@@ -137,7 +137,7 @@ def said(call: Callable[..., Any], arguments: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("call", "valid", "names"), list(cases()))
+@pytest.mark.parametrize(("call", "valid", "names"), list(cases(slow=(lw.plan, lw.deploy, lw.compare))))
 def test_messages_are_short_and_print_no_array(
     call: Callable[..., Any], valid: dict[str, Any], names: list[str]
 ) -> None:

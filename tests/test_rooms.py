@@ -30,15 +30,24 @@ def parsed(name: str) -> ast.Module:
 
 
 @cache
+def nodes(name: str) -> list[ast.AST]:
+    """All nodes of a module's syntax tree."""
+    return list(ast.walk(parsed(name)))
+
+
+TYPES_ONLY = ast.dump(ast.parse("TYPE_CHECKING", mode="eval").body)
+
+
+@cache
 def imports(name: str) -> set[str]:
     """The modules of lapwing that one imports when it runs: at its top, or in a function."""
-    tree, package = parsed(name), name.split(".")[:-1]
+    package = name.split(".")[:-1]
     types_only = {
-        id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        id(inner) for node in nodes(name) if isinstance(node, ast.If) and ast.dump(node.test) == TYPES_ONLY
         for inner in ast.walk(node)
     }  # fmt: skip
     modules = set()
-    for node in ast.walk(tree):
+    for node in nodes(name):
         if not isinstance(node, ast.ImportFrom) or not node.level or id(node) in types_only:
             continue
         base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
@@ -106,7 +115,7 @@ def test_other_rooms_ask_for_traits_and_not_for_classes():
         for name in FILES:
             if name.split(".")[0] == room:
                 continue
-            for node in ast.walk(parsed(name)):
+            for node in nodes(name):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
                     asked = {ast.unparse(n).split(".")[-1] for n in ast.walk(node.args[1])} & names
                     assert not asked, f"{name} asks for the class {', '.join(asked)} in line {node.lineno}"
@@ -116,7 +125,7 @@ def test_no_class_name_is_used_twice():
     """A traceback that ends in a class says which one it is. A leading underscore makes no other name."""
     places: dict[str, list[str]] = {}
     for name in FILES:
-        for node in ast.walk(parsed(name)):
+        for node in nodes(name):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(f"{name}:{node.lineno}")
     assert not {kind: where for kind, where in places.items() if len(where) > 1}
@@ -128,7 +137,7 @@ LONGEST_BODY = 80
 
 def test_no_function_is_long():
     for name in FILES:
-        for node in ast.walk(parsed(name)):
+        for node in nodes(name):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0

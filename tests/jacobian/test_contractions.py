@@ -16,6 +16,7 @@ from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips
 from lapwing.linalg import add_squares, mirrored
 from tests import oracle
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 EVERY = tn.matching("*")
@@ -116,7 +117,7 @@ def test_contractions_equal_dense_products(name):
             check_contractions(record[block.name], mine, second[block.name], their_rows)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", others_slow(ZOO))
 def test_products_with_vectors_by_either_mode(name, monkeypatch):
     """K = 1 direction and C > 2 outputs take forward mode; both modes equal the dense product, cotangents applied."""
     case = ZOO[name]

@@ -31,6 +31,7 @@ from tests.conformance import (
 )
 from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker_factors
 from tests.network.test_untouched import untouched
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # on a pretended device
@@ -61,7 +62,7 @@ POSITIONS = (
 )  # fmt: skip
 
 
-EVERY_NETWORK = tuple(pytest.param(name, marks=pytest.mark.slow) if name == "vit" else name for name in ZOO)
+NO_VIT = others_slow(ZOO, [name for name in ZOO if name != "vit"])
 """The oracle of the ViT takes seconds; its layers are those of `patch_embedding`, `attention` and `gpt2`."""
 
 
@@ -86,7 +87,7 @@ class MethodConformance:
         close(fitted.covariance.to_dense().cpu(), wanted, self.tolerance)
         return fitted
 
-    @pytest.mark.parametrize("name", EVERY_NETWORK)
+    @pytest.mark.parametrize("name", others_slow(ZOO))
     def test_covariance_and_latent(self, name):
         problem = setup(name)
         fitted = self.check(problem)
@@ -209,6 +210,14 @@ class OnFewNetworks:
         super().test_batches_chunks_and_order_do_not_matter(name, monkeypatch)
 
 
+class OnEveryNetwork:
+    """For the exact method and for the default factors."""
+
+    @pytest.mark.parametrize("name", NO_VIT)
+    def test_covariance_and_latent(self, name):
+        super().test_covariance_and_latent(name)
+
+
 class OnEveryLastLayer:
     """For one method that keeps all the curvature and one that keeps factors: every kind of last layer."""
 
@@ -220,9 +229,7 @@ class OnEveryLastLayer:
 class OnEveryKindOfPosition:
     """For factors that differ from others only where a layer is used at several positions."""
 
-    @pytest.mark.parametrize(
-        "name", [name if name in POSITIONS else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
-    )
+    @pytest.mark.parametrize("name", others_slow(ZOO, POSITIONS))
     def test_covariance_and_latent(self, name):
         super().test_covariance_and_latent(name)
 
@@ -234,7 +241,7 @@ class TestDiagonal(MethodConformance):
         return torch.diag(1 / (G.diagonal() + delta))
 
 
-class TestFullPrimal(MethodConformance):
+class TestFullPrimal(OnEveryNetwork, MethodConformance):
     method = lw.Full(form="primal")
 
     def sigma(self, problem, G, delta, fitted):
@@ -380,7 +387,7 @@ class KroneckerConformance(MethodConformance):
         assert exact == 3  # GroupNorm, nn.RMSNorm, HandRMSNorm
 
 
-class TestKfacExpand(OnEveryLastLayer, KroneckerConformance):
+class TestKfacExpand(OnEveryNetwork, OnEveryLastLayer, KroneckerConformance):
     method = lw.KFAC()
 
 

@@ -20,6 +20,7 @@ from lapwing import linalg
 from lapwing.tangent import Record, Tangent
 from lapwing.tangent.retry import memory_errors, retried
 from tests.pretended_device import Device, OnDevice
+from tests.quick import others_slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN"),
@@ -98,7 +99,7 @@ def reads_of_fit(kind: str, layers: int, samples: int, count: int) -> int:
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("kind", others_slow(READS, ["KFAC", "ELLA"]))
 def test_reads_of_a_batch_do_not_grow_with_chunks_or_layers(kind: str) -> None:
     for layers, samples in ((1, 4), (3, 8)):
         more = reads_of_fit(kind, layers, samples, 3) - reads_of_fit(kind, layers, samples, 1)
@@ -106,7 +107,9 @@ def test_reads_of_a_batch_do_not_grow_with_chunks_or_layers(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("method", [lw.KFAC(), lw.Diagonal(), lw.ELLA(rank=2, rows=4)], ids=repr)
+@pytest.mark.parametrize(
+    "method", others_slow([lw.KFAC(), lw.Diagonal(), lw.ELLA(rank=2, rows=4)], [lw.KFAC()]), ids=repr
+)
 def test_reads_of_a_prediction_do_not_grow_with_chunks_or_layers(method: lw.Method) -> None:
     for layers in (1, 3):
         with Device("cuda") as device:
@@ -191,7 +194,7 @@ NO_MEMORY = {
 }
 
 
-@pytest.fixture(params=["GPU", "CPU"])
+@pytest.fixture(params=others_slow(["GPU", "CPU"], ["GPU"]))
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Lets the second block of a record with more samples than fit run out of memory, after the first block's sums."""
     fitting, take = {"samples": 2**30}, Record.__getitem__
@@ -337,7 +340,13 @@ WITHOUT_DOUBLE: dict[str, lw.Method | None] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["classes", "regression", "weights", *WITHOUT_DOUBLE])
+@pytest.mark.parametrize(
+    "kind",
+    others_slow(
+        ["classes", "regression", "weights", *WITHOUT_DOUBLE],
+        ["dense", "default", "ELLA", "Full", "MeanField", "TemperatureScaling", "VariationalBound"],
+    ),
+)
 def test_fits_on_a_device_without_float64(kind: str) -> None:
     x, y = torch.randn(9, 4), torch.randn(9, 1) if kind in ("regression", "default") else Y
     batch = (x, y, torch.rand(9)) if kind == "weights" else (x, y)

@@ -21,6 +21,7 @@ import lapwing as lw
 from lapwing.network.calling import call
 from lapwing.network.eager import uncompiled
 from lapwing.tangent import Tangent
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
@@ -185,7 +186,7 @@ def test_other_weights_give_what_a_twin_with_them_gives(name: str) -> None:
     assert _agrees(build, torch.randn(5, 4).double()) is (name in UNSEEN)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", others_slow(ZOO))
 def test_other_weights_of_the_zoo(name: str) -> None:
     assert not _agrees(lambda: uncompiled(ZOO[name].build()), ZOO[name].inputs(3, 0))
 

@@ -12,10 +12,11 @@ from lapwing.network.generic import forward_products, per_sample_rows
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, close, covering, jacobian, pack, setup, skip_where_torch_writes_statistics
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 
-@covering(ZOO, ["grouped_strided_conv", "prelu"], {"diagonal": lw.Diagonal(), "kfac": lw.KFAC()}, "kfac")
+@covering(others_slow(ZOO), ["grouped_strided_conv", "prelu"], {"diagonal": lw.Diagonal(), "kfac": lw.KFAC()}, "kfac")
 def test_a_sample_alone_has_the_latent_that_it_has_in_a_batch(name: str, method: lw.Method) -> None:
     problem = setup(name)
     posterior = problem.fit(method, params=EVERY)

@@ -25,6 +25,7 @@ from lapwing.tangent.stored import from_json, to_json
 from tests import oracle
 from tests.conformance import jacobian
 from tests.prediction.streamlined_oracle import build
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 EVERY = lw.matching("*")
@@ -244,7 +245,7 @@ def surveyed(name: str) -> Tangent:
     return Tangent.survey(ZOO[name].build(), ZOO[name].inputs(4, 0), EVERY)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", others_slow(ZOO))
 def test_one_sample_gives_the_same_survey(name: str) -> None:
     case, many = ZOO[name], surveyed(name)
     one = Tangent.survey(case.build(), case.inputs(1, 0), EVERY)
@@ -278,7 +279,7 @@ def test_a_network_that_runs_on_one_sample_only_says_so_later() -> None:
     torch.testing.assert_close(lw.fit(model, [(x, y)], lw.KFAC()).latent(x).variance, parts)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", others_slow(ZOO))
 def test_json_round_trip(name: str) -> None:
     case, tangent, x = ZOO[name], surveyed(name), ZOO[name].inputs(3, 0)
     data = json.loads(json.dumps(to_json(tangent)))

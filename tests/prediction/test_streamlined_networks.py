@@ -14,10 +14,12 @@ from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from tests.prediction.streamlined_oracle import F64, build, survey, surveyed
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 SHARED = ("tied", "shared_module", "functional_reuse")
 NAMES = [n for n in ZOO if n not in SHARED]
+QUICK = ("mlp", "prelu", "cnn_bn_inplace", "grouped_strided_conv", "groupnorm_rms", "mha", "lstm", "patch_embedding")
 LAST = (
     "mlp", "mlp_scalar", "mlp_relu_inplace", "grouped_strided_conv", "conv1d", "groupnorm_rms", "bilinear", "mha",
     "gpt2", "lstm", "embedding_bag_of_tokens", "patch_embedding", "all_frozen", "weight_norm", "compiled",
@@ -42,7 +44,7 @@ def cut(x, rows):
     return tuple(value[rows] for value in x) if isinstance(x, tuple) else x[rows]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, QUICK))
 def test_zoo_keeps_means_and_does_not_depend_on_the_batch(name):
     torch.manual_seed(1)
     case, tangent = ZOO[name], surveyed(name)
@@ -61,7 +63,8 @@ def test_zoo_keeps_means_and_does_not_depend_on_the_batch(name):
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
-@pytest.mark.parametrize(("name", "mode"), [*((name, "full") for name in LAST), ("mlp", "diagonal")])
+@pytest.mark.parametrize("name", others_slow(LAST, QUICK))
+@pytest.mark.parametrize("mode", ["full", pytest.param("diagonal", marks=pytest.mark.slow)])
 def test_last_layer_is_linearised(name, mode):
     case = ZOO[name]
     x = case.inputs(3, 0)
@@ -72,7 +75,7 @@ def test_last_layer_is_linearised(name, mode):
     torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, QUICK))
 def test_full_mode_is_linearised_to_first_order(name):
     """With weights so sure that their products with uncertain inputs do not count."""
     torch.manual_seed(2)

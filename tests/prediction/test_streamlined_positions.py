@@ -17,7 +17,8 @@ from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
 from papers.common.networks import BasicBlock
 from tests.prediction.streamlined_oracle import F64, Function, build, surveyed
-from tests.prediction.test_streamlined_networks import NAMES, covariance_of
+from tests.prediction.test_streamlined_networks import NAMES, QUICK, covariance_of
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 SURE = {"scale": 1e7, "precision": 1e8}  # products of weights with uncertain inputs do not count
@@ -73,7 +74,7 @@ TRANSPOSED = {
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker", "dense block", "low rank"])
-@pytest.mark.parametrize("name", TRANSPOSED)
+@pytest.mark.parametrize("name", others_slow(TRANSPOSED, ["2d", "groups"]))
 def test_one_transposed_convolution_is_exact(name, kind):
     torch.manual_seed(0)
     make, shape = TRANSPOSED[name]
@@ -157,7 +158,7 @@ def test_correlated_positions_are_nearer(make):
     assert errors[1] < 0.7
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, QUICK))
 def test_correlations_are_between_zero_and_one(name):
     tangent, x = surveyed(name), ZOO[name].inputs(3, 0)
     with without_compiled():
@@ -194,7 +195,7 @@ class Merged(nn.Module):
         return self.b(h.mean(1))
 
 
-@pytest.mark.parametrize("kind", ["merged", "second", "merged fastest", "fixed"])
+@pytest.mark.parametrize("kind", others_slow(["merged", "second", "merged fastest", "fixed"], ["merged fastest"]))
 def test_samples_anywhere_give_the_same(kind):
     x = torch.randn(3, 6, 4, dtype=F64)
     results = []
@@ -253,7 +254,7 @@ def cross_attended(function, positions="correlated", groups=1, **options):
     return Streamlined(positions=positions, **options).latent(tangent, covariance_of(tangent), x).variance
 
 
-@pytest.mark.parametrize("kind", [*BY_HAND])
+@pytest.mark.parametrize("kind", others_slow(BY_HAND, ["einsum"]))
 def test_attention_by_hand_takes_what_positions_share_through(kind):
     expected = cross_attended(fused)
     torch.testing.assert_close(cross_attended(BY_HAND[kind]), expected, rtol=1e-9, atol=1e-12)
@@ -269,7 +270,7 @@ def repeated_values(q, k, v):
 
 
 @pytest.mark.parametrize("positions", ["independent", "correlated"])
-@pytest.mark.parametrize("attention", ["values", "scores", "features"])
+@pytest.mark.parametrize("attention", others_slow(["values", "scores", "features"], ["values"]))
 def test_heads_that_share_values_equal_repeated_ones(attention, positions):
     both = [
         cross_attended(function, positions, 2, attention=attention) for function in (shared_values, repeated_values)

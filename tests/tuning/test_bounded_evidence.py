@@ -21,6 +21,7 @@ from lapwing.tuning.classifier_width import mean_costs
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.leave_one_out import leave_one_out
 from lapwing.tuning.search import crossing
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -28,6 +29,14 @@ METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), 
 
 def memorised(classes=3):
     """A network that is sure of random labels, and its data in batches of 20, 10 and 10."""
+    found = copy.deepcopy(sure(classes))
+    torch.manual_seed(0)
+    return found
+
+
+@cache
+def sure(classes):
+    """The network and data of `memorised`, trained once for all tests."""
     torch.manual_seed(0)
     x, y = torch.randn(40, 4, dtype=torch.float64), torch.randint(classes, (40,))
     model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, classes)).double()
@@ -51,7 +60,12 @@ def cost(posterior, loader):
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [*(("mlp", method) for method in METHODS), ("cnn_bn_inplace", METHODS[1]), ("gpt2", METHODS[1])]
+    ("name", "method"),
+    [
+        *(("mlp", method) for method in METHODS),
+        ("cnn_bn_inplace", METHODS[1]),
+        pytest.param("gpt2", METHODS[1], marks=pytest.mark.slow),
+    ],
 )
 def test_costs_equal_predictions_made_one_by_one(name, method):
     case = ZOO[name]
@@ -75,7 +89,7 @@ def test_a_network_that_memorised_its_labels_is_held_to_the_bound(params, nats):
     assert cost(coarse, loader) == pytest.approx(nats, rel=0.2)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 3.0])
+@pytest.mark.parametrize("temperature", others_slow([0.7, 3.0], [3.0]))
 def test_a_logit_temperature_is_no_cost_of_the_spread(temperature):
     model, loader = memorised()
     fitted = lw.fit(model, loader, tune=None, likelihood=lw.Categorical(logit_temperature=temperature))
@@ -98,7 +112,7 @@ def test_a_cheap_spread_keeps_the_evidence():
     )
 
 
-@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("classes", others_slow([2, 3], [3]))
 def test_memorised_labels_that_choose_the_prior_precision_are_warned_of(classes, caplog):
     model, loader = memorised(classes=classes)
     nll = sum(cross_entropy(model(x), y, reduction="sum").item() for x, y in loader) / 40
@@ -159,7 +173,7 @@ def expected(posterior, loader, exact, given=False):
 WIDE = [lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(rank=10, rows=30), lw.SubsetOfWeights(20)]
 
 
-@pytest.mark.parametrize("method", WIDE, ids=repr)
+@pytest.mark.parametrize("method", others_slow(WIDE, WIDE[1:2] + WIDE[4:]), ids=repr)
 def test_predictions_are_as_wide_as_left_out_at_the_ratio_of_the_exact_process(method, caplog):
     model, loader, (x, y) = overfitted()
     plain = lw.fit(model, loader, method, tune=lw.Evidence())
@@ -177,7 +191,9 @@ def test_predictions_are_as_wide_as_left_out_at_the_ratio_of_the_exact_process(m
     assert tuned.predict(x).log_prob(y).mean() > own.predict(x).log_prob(y).mean() + 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"prior_precision": 0.5}], ids=["open", "given"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"prior_precision": 0.5}, marks=pytest.mark.slow)], ids=["open", "given"]
+)
 def test_the_exact_posterior_is_that_of_the_process_as_wide_as_its_errors(options):
     model, loader, _ = overfitted()
     exact = leave_one_out(lw.fit(model, loader, lw.Full(), tune=None, **options), loader)
@@ -189,7 +205,7 @@ def test_the_exact_posterior_is_that_of_the_process_as_wide_as_its_errors(option
     assert total(tuned, loader) == pytest.approx(factor * exact.training_variance, rel=1e-2)
 
 
-@pytest.mark.parametrize("method", [None, lw.Full(), lw.Diagonal()], ids=repr)
+@pytest.mark.parametrize("method", others_slow([None, lw.Full(), lw.Diagonal()], [None]), ids=repr)
 def test_noise_of_the_last_layer_has_the_width_of_the_whole_network(method, caplog):
     """The layers before it were trained on the targets too, so the residuals are far below the noise."""
     model, loader, (x, y) = overfitted()
@@ -275,20 +291,14 @@ def process(model, loader, pairs, mean):
     """The Gaussian process of the linearised network: J (M, P) and y - f + J(θ̂ - μ0) (M,), centred by output."""
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     inputs, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
-    rows, labels = [], []
-    for n, c in pairs:
-        one = inputs[n : n + 1]
-        slope = torch.func.jacrev(lambda p, one=one, c=c: torch.func.functional_call(model, p, (one,))[0, c])(
-            parameters
-        )
-        row = torch.cat([part.flatten() for part in slope.values()])
-        weights = torch.cat([part.flatten() - mean for part in parameters.values()])
-        rows.append(row)
-        labels.append(targets[n, c] - model(one)[0, c].detach() + row @ weights)
-    outputs, labels = torch.tensor([c for _, c in pairs]), torch.stack(labels)
+    slopes = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (inputs,)))(parameters)
+    samples, outputs = torch.tensor(pairs).T
+    rows = torch.cat([slope.flatten(2) for slope in slopes.values()], 2)[samples, outputs]
+    weights = torch.cat([part.flatten() - mean for part in parameters.values()])
+    labels = (targets - model(inputs).detach())[samples, outputs] + rows @ weights
     for c in outputs.unique():
         labels[outputs == c] -= labels[outputs == c].mean()
-    return torch.stack(rows), labels
+    return rows, labels
 
 
 @pytest.mark.parametrize("delta", [None, 0.7])
@@ -352,7 +362,7 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
     assert found.variance == pytest.approx(sum(variances) / len(pairs), rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], [torch.float32]))
 @pytest.mark.parametrize("given", [{}, {"prior_precision": 1.0}, {"params": lw.last_layer}, {"method": lw.Full()}])
 def test_an_offset_of_the_targets_changes_no_width(given, dtype):
     x = torch.randn(150, 3, dtype=dtype)
@@ -425,11 +435,11 @@ DRAWS = lw.SampledLLA(8, lw.ConjugateGradients(200, 1e-8), em_steps=0)
 @pytest.mark.parametrize(("method", "delta"), [(lw.MeanField(20, learning_rate=1e-3), None), (DRAWS, 100.0)])
 def test_covariances_that_chose_their_own_prior_get_the_width_by_the_noise_alone(method, delta):
     torch.manual_seed(0)
-    x, new = torch.randn(60, 3, dtype=torch.float64), torch.randn(400, 3, dtype=torch.float64)
+    x, new = torch.randn(60, 3, dtype=torch.float64), torch.randn(200, 3, dtype=torch.float64)
     y, targets = (z.sum(1, keepdim=True).sin() + 0.5 * torch.randn(len(z), 1, dtype=z.dtype) for z in (x, new))
     model = nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 1)).double()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(600):
+    for _ in range(300):
         optimiser.zero_grad()
         (model(x) - y).square().mean().backward()
         optimiser.step()
@@ -442,7 +452,7 @@ def test_covariances_that_chose_their_own_prior_get_the_width_by_the_noise_alone
     assert given.noise_variance == plain.noise_variance
 
     validated = lw.fit(model, [(x, y)], method, prior_precision=delta, validation=(new, targets))
-    noises = torch.logspace(-3, 1, 400, dtype=x.dtype)
+    noises = torch.logspace(-3, 1, 100, dtype=x.dtype)
     nll = [-plain.with_noise(float(noise)).predict(new).log_prob(targets).mean() for noise in noises]
     assert -validated.predict(new).log_prob(targets).mean() <= min(nll) + 1e-3
 

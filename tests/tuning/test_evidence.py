@@ -16,7 +16,9 @@ from torch.distributions import MultivariateNormal
 import lapwing as lw
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, covering, cut, picked_rows, setup, subspace
+from tests.quick import others_slow
 
+SLOW = pytest.mark.slow
 METHODS = {
     "full": lw.Full(form="primal"), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
     "ekfac": lw.EKFAC(), "ella": lw.ELLA(rank=5, rows=8), "ella_residual": lw.ELLA(rank=5, rows=8, residual="prior"),
@@ -56,11 +58,11 @@ def dense_evidence(
     return value - 0.5 * torch.linalg.slogdet(eye + root @ G @ root)[1]
 
 
-@covering(CASES, ["conv1d", "tied"], METHODS, "dual")
+@covering(CASES, others_slow(["conv1d", "tied"], ["conv1d"]), METHODS, "dual")
 def test_evidence_equals_dense(name, method):
     problem = setup(name)
     size = len(problem.theta)
-    for delta, factor, tau, mean0 in ((2.0, 1, 1.0, 0.0), (0.03, 4, 1.0, 0.5), (5.0, 1, 3.0, 0.0), (1.0, 4, 0.5, -0.2)):
+    for delta, factor, tau, mean0 in ((0.03, 4, 1.0, 0.5), (5.0, 1, 3.0, -0.2)):
         fitted = problem.fit(method, prior_precision=delta, data_size=9 * factor, temperature=tau, prior_mean=mean0)
         for bound in (False, True):
             wanted = dense_evidence(problem, method, oracle.precision_vector(delta, size), factor, tau, mean0, bound)
@@ -147,7 +149,7 @@ def test_linear_regression_is_conjugate(method, delta, noise, mean0):
 
 
 @every(EXACT)
-@pytest.mark.parametrize("delta", [1e-3, 0.7, 50.0])
+@pytest.mark.parametrize("delta", [1e-3, 50.0])
 def test_linearised_mode_is_exact_away_from_the_mode(method, delta):
     model, x, y = linear_problem()
     loader = cut(x, y, (5, 4, 3))
@@ -195,14 +197,14 @@ def test_linearised_mode_of_classes(factor, tau):
 
 
 @pytest.mark.parametrize("residual", [None, "prior"])
-@pytest.mark.parametrize("name", ["mlp", "conv1d", "tied"])
+@pytest.mark.parametrize("name", others_slow(["mlp", "conv1d", "tied"], ["mlp"]))
 def test_lower_bound_grows_to_fulls_evidence(name, residual):
     problem = setup(name)
     for delta in (0.05, 3.0):
         full = problem.fit(lw.Full(form="primal"), prior_precision=delta).log_marginal_likelihood()
         fits = [
             problem.fit(lw.ELLA(rank=rank, rows="all", residual=residual), prior_precision=delta)
-            for rank in (1, 2, 4, 8, 16, 10_000)
+            for rank in (1, 4, 16, 10_000)
         ]
         bounds = [fit.log_marginal_likelihood(lower_bound=True) for fit in fits]
         own = [fit.log_marginal_likelihood() for fit in fits]
@@ -236,7 +238,7 @@ def assert_tuned(posterior: lw.Posterior, per_layer: bool, noise: bool) -> None:
         assert abs(slope(lambda h, d=direction: value(posterior, h * d))) < tolerance
     if noise:
         assert abs(slope(lambda h: value(posterior, 0.0, h))) < tolerance
-    steps = (-4.0, -1.0, -0.1, 0.0, 0.1, 1.0, 4.0)
+    steps = (-4.0, -0.3, 0.0, 0.3, 4.0)
     for direction in directions:
         for first in steps:
             for second in steps if noise else (0.0,):
@@ -244,7 +246,7 @@ def assert_tuned(posterior: lw.Posterior, per_layer: bool, noise: bool) -> None:
 
 
 @every(METHODS)
-@pytest.mark.parametrize(("name", "per_layer"), [("cnn_bn_inplace", False), ("mlp", True)])
+@pytest.mark.parametrize(("name", "per_layer"), [("cnn_bn_inplace", False), pytest.param("mlp", True, marks=SLOW)])
 def test_tuned_precision_is_a_maximum(name, method, per_layer):
     fitted = setup(name).fit(method, prior_precision=None, tune=lw.Evidence(per_layer=per_layer))
     assert isinstance(fitted.prior_precision, dict) == per_layer
@@ -252,7 +254,7 @@ def test_tuned_precision_is_a_maximum(name, method, per_layer):
 
 
 @every(METHODS)
-@pytest.mark.parametrize(("name", "per_layer"), [("conv1d", False), ("deep_linear", True)])
+@pytest.mark.parametrize(("name", "per_layer"), [pytest.param("conv1d", False, marks=SLOW), ("deep_linear", True)])
 def test_tuned_precision_and_noise_are_a_maximum(name, method, per_layer):
     options = {"likelihood": lw.Gaussian(), "prior_precision": None, "tune": lw.Evidence(per_layer=per_layer)}
     assert_tuned(setup(name, samples=30).fit(method, **options), per_layer, noise=True)

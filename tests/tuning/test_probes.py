@@ -8,6 +8,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.tuning.held_out import sample_scores, spread_costs
+from tests.quick import others_slow
 
 
 def flat():
@@ -34,7 +35,7 @@ def tied():
     return Tied().double().eval(), list(zip(tokens.split(7), labels.split(7), strict=True))
 
 
-@pytest.mark.parametrize("make", [flat, tied])
+@pytest.mark.parametrize("make", others_slow([flat, tied], [flat]))
 def test_many_probes_give_the_exact_scores(make, monkeypatch):
     torch.manual_seed(0)
     model, data = make()

@@ -12,9 +12,14 @@ import lapwing as lw
 import lapwing.tuning.choice as choice
 from lapwing.tuning.choice import WIDER, best_of, widest_of_equals
 from lapwing.tuning.held_out import at_precision, sample_scores, width_scores
+from tests.conformance import covering
+from tests.quick import others_slow
 from tests.zoo import ZOO
 
-METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
+METHODS = {
+    "diagonal": lw.Diagonal(), "kfac": lw.KFAC(uncovered="dense"), "ella": lw.ELLA(rank=5, rows=12),
+    "residual": lw.ELLA(5, 12, "prior"), "full": lw.Full(),
+}  # fmt: skip
 
 
 def setup(name, method):
@@ -32,8 +37,7 @@ def held_out_scores(posterior, precisions, held_out):
     return scores.mean(-1, dtype=torch.float64)[0, :, 0].tolist()
 
 
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-@pytest.mark.parametrize("name", ["mlp_scalar", "cnn_bn_inplace", "conv1d", "gpt2"])
+@covering(["mlp_scalar", "cnn_bn_inplace", "conv1d", "gpt2"], ["mlp_scalar", "cnn_bn_inplace"], METHODS, "kfac")
 def test_candidates_scored_together_equal_predictions(name, method):
     posterior, held_out = setup(name, method)
     precisions = [0.1, 1.0, 30.0]
@@ -61,7 +65,9 @@ def test_the_best_candidate_is_chosen():
     assert held_out_scores(free, [free.prior_precision], held_out)[0] >= max(scores) - 1e-3
 
 
-@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC(), lw.ELLA(5, 12, "prior")], ids=repr)
+@pytest.mark.parametrize(
+    "method", others_slow([lw.KFAC(), lw.Diagonal(), lw.ELLA(5, 12, "prior")], [lw.KFAC()]), ids=repr
+)
 @pytest.mark.parametrize("prior", [None, 2.0])
 def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
     """No pair (δ, σ²) around the chosen one predicts the held-out data better."""
@@ -86,10 +92,10 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
 
 
 @pytest.mark.parametrize("classes", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], [torch.float32]))
 def test_an_underconfident_network_is_warned_of_instead_of_the_edge(classes, dtype, caplog):
     torch.manual_seed(0)
-    x, model = torch.randn(900, 3, dtype=dtype), torch.nn.Linear(3, classes).to(dtype).eval()
+    x, model = torch.randn(400, 3, dtype=dtype), torch.nn.Linear(3, classes).to(dtype).eval()
     with torch.no_grad():
         model.weight.mul_(6.0)
         logits = model(x).float()
@@ -98,7 +104,7 @@ def test_an_underconfident_network_is_warned_of_instead_of_the_edge(classes, dty
         y = torch.distributions.Categorical(logits=logits).sample()
     for factor, unsure in ((0.4, True), (1.0, False), (2.0, False)):
         caplog.clear()
-        loader, held_out = [(x[:300], y[:300])], [(x[300:500], y[300:500]), (x[500:], y[500:])]
+        loader, held_out = [(x[:100], y[:100])], [(x[100:150], y[100:150]), (x[150:], y[150:])]
         posterior = lw.fit(model, loader, lw.Diagonal(), validation=held_out, forward=lambda m, i, f=factor: f * m(i))
         assert ("Linear is underconfident on the held-out data" in caplog.text) is unsure
         assert posterior.logit_temperature >= 1
@@ -126,7 +132,7 @@ def score(posterior, loader):
     return torch.cat([posterior.predict(x).log_prob(y) for x, y in loader]).mean().item()
 
 
-@pytest.mark.parametrize("outputs", [3, 1])
+@pytest.mark.parametrize("outputs", others_slow([3, 1], [3]))
 def test_prior_and_temperature_are_the_best_pair(outputs):
     """Against a brute-force grid of single predictions; the likelihood at T is the mean of the logits divided."""
     model, loader, held_out = overconfident(outputs=outputs)
@@ -221,7 +227,7 @@ def test_a_regression_that_interpolates_gets_its_width():
     assert 0.8 < ((lower <= y[100:]) & (y[100:] <= upper)).double().mean() < 0.98
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-7])
+@pytest.mark.parametrize("noise", others_slow([0.0, 1e-7], [1e-7]))
 def test_held_out_targets_that_are_met_up_to_rounding(noise):
     """No residual is below rounding, so that predictions are about as wide as 1e-6 of the targets' size."""
     generator = torch.Generator().manual_seed(0)
