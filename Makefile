@@ -18,7 +18,7 @@ demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow

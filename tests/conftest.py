@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs the data sets, so that ``-m "not data"`` leaves it out; and as slow what `slow.txt` lists.
+    """Mark what needs the data sets, so that ``-m "not data"`` leaves it out; and as slow what takes long.
 
-    The list holds single cases that take seconds, and whose function has faster ones, or that others cover.
+    `slow.txt` lists single cases that take seconds, and whose function has faster ones, or that others cover. Of the
+    other cases of a function with the mark `quick(n)`, n that are spread evenly are quick.
     """
     listed = set((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
@@ -24,6 +26,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if "data_folder" in getattr(item, "fixturenames", ()):
             item.add_marker("data")
+    groups = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
+            groups[item.nodeid.partition("[")[0]].append(item)
+    for cases in groups.values():
+        (count,) = cases[0].get_closest_marker("quick").args
+        step = max(1, (len(cases) - 1) / max(1, count - 1))
+        quick = {round(step * place) for place in range(count)}
+        for place, item in enumerate(cases):
+            if place not in quick:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -78,6 +78,7 @@ def check_full(method: lw.Method, size: float, delta: float, kind: str, params: 
     assert 0.99 < low <= high < 1.01, (low, high)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "delta"), FULL_CORE)
 def test_full_is_the_dense_oracle(size: float, delta: float, kind: str) -> None:
@@ -171,6 +172,7 @@ def at_edge(name: str, edge: str, kind: str, params: str, delta: float, caplog: 
     return "right" if 0.95 < low <= high < 1.05 else "warned" if warned else f"{low:.3g} to {high:.3g}"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", [lw.Full("primal"), lw.Full("dual"), DUAL["ella"]], ids=str)
 @pytest.mark.parametrize("params", PARAMS)
 def test_a_shift_of_all_logits_has_no_curvature(method: lw.Method, params: str) -> None:

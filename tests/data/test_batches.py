@@ -206,6 +206,7 @@ def test_loaders_and_batch_sizes_do_not_matter(method: lw.Method) -> None:
         same(lw.fit(model, loader, method, **options), whole, x)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "name", ["mlp", "cnn_bn_inplace", "mha_seq_first", "embedding_bag_of_tokens", "conv1d", "lstm"]
 )

@@ -92,6 +92,7 @@ METHODS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "tied"])
 def test_the_penalty_is_the_dense_quadratic_form(name: str, method: str) -> None:

@@ -108,6 +108,7 @@ def jacobian(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
     return torch.cat([parts[name].flatten(2) for name in names], -1).detach()
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.Full()])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -305,6 +306,7 @@ def test_too_many_positions_for_all_weights_are_sampled(caplog):
     assert lw.fit(model, [(x, y)]).predict(x).probs.shape == (2, CLASSES, 19, 18)  # the last layer
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence(), None])
 @pytest.mark.parametrize("method", [None, lw.KFAC()])
 def test_tunings_and_held_out_data(method, tune):

@@ -177,6 +177,7 @@ def summed(form) -> torch.Tensor:
     return torch.einsum("nrtgo,ntgi->nrgoi", g, a).flatten(2)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("slice_bytes", [2**24, 3000, 1])
 @pytest.mark.parametrize(
@@ -233,6 +234,7 @@ def test_the_cheaper_way_to_an_ntk_block_is_taken():
     assert many_outputs.rows_are_cheaper(many_outputs.strips)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("by_pairs", [True, False])
 @pytest.mark.parametrize("cache", [2**20, 700, 1])
 @pytest.mark.parametrize(

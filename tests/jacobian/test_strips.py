@@ -75,6 +75,7 @@ def test_windows_give_the_patches_of_their_positions(
         assert torch.equal(unfold(seen, kernel, stride, rest, dilation), at(whole, box, 1).flatten(1, len(grid)))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("name", "most"), [*((name, 3) for name in NETWORKS), ("grouped_strided_conv", 1), ("embedding_bag_of_tokens", 1)]
 )

@@ -202,6 +202,7 @@ class TestFits:
         x = torch.randn(40, 3, generator=generator, dtype=F64)
         return x, (x[:, 0] - x[:, 1] + 0.5 * torch.randn(40, generator=generator, dtype=F64)) > 0
 
+    @pytest.mark.quick(3)
     @pytest.mark.parametrize("tune", [lw.Evidence(), lw.BoundedEvidence(), "validation"])
     @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.ELLA(3, 10, "prior")])
     def test_equals_two_classes(self, method, tune):

@@ -151,6 +151,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 class TestEveryLikelihood:
+    @pytest.mark.quick(5)
     @pytest.mark.parametrize("alpha", [0.0, 1e-6, 0.5, 1.0])
     def test_derivatives(self, case, alpha):
         likelihood, size, make = CASES[case]

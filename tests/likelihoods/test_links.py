@@ -28,6 +28,7 @@ def integrated(latent, nodes=40):
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 def test_sampled_link_is_unbiased(size, scale):

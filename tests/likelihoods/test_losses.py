@@ -72,6 +72,7 @@ def fitted(likelihood, y, method=None, **options):
     return lw.fit(model, batches, method, likelihood=likelihood, **options), model, x
 
 
+@pytest.mark.quick(3)
 @EVERY
 def test_fits_have_the_dense_curvature_and_go_to_files(likelihood, y, tmp_path):
     posterior, model, x = fitted(likelihood, y, lw.Full(), prior_precision=2.0)
@@ -89,6 +90,7 @@ def test_fits_have_the_dense_curvature_and_go_to_files(likelihood, y, tmp_path):
     torch.testing.assert_close(again.predict(x).probs, posterior.predict(x).probs)
 
 
+@pytest.mark.quick(3)
 @EVERY
 def test_default_fits_predict_by_the_plain_likelihood(likelihood, y):
     posterior, _, x = fitted(likelihood, y)
@@ -114,6 +116,7 @@ def test_class_weights_are_sample_weights(method):
     close(by_class.latent(x).covariance, by_sample.latent(x).covariance, 1e-7)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("fit", [lw.VariationalBound(2), lw.AlphaDivergence(steps=2)], ids=["bound", "alpha"])
 @EVERY
 def test_moving_points_take_every_loss(likelihood, y, fit):

@@ -94,6 +94,7 @@ def test_weight_draws_are_a_mixture():
     torch.testing.assert_close(cdf(high) - cdf(low), torch.full((3, 2), 0.8, dtype=F64))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.SampledLLA(4)], ids=repr)
 @pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence(), "validation"], ids=repr)
 def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):

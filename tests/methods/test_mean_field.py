@@ -117,6 +117,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES)
 def test_draws_of_one_layer_have_the_moments_of_shared_weights(case):
     """The outputs of a sample, all positions together, have the mean and covariance `J diag(σ²) Jᵀ`."""
@@ -245,6 +246,7 @@ def test_objective_is_the_lower_bound():
     assert evidence - 1.5 < -tuned.history["objective"][-300:].mean() < evidence
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_any_network_can_be_tuned(name):
     """The user's network is untouched, the mean has moved, and every way of prediction works on the copy."""

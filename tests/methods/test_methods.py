@@ -445,6 +445,7 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     assert curvature.isfinite().all()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", [*FEW, "attention"])
 def test_ekfac_is_never_further_from_the_ggn_than_kfac(name, sharing):
@@ -464,6 +465,7 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
 # --- orders ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "delta"), [("mlp", 0.01), ("mlp_scalar", 2.0), ("conv1d", 0.01), ("tied", 2.0), ("attention", 2.0)]
 )

@@ -35,6 +35,7 @@ def names_of(posterior: lw.Posterior) -> list[str]:
 # --- VaLLA -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("params", TREATED)
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_valla_of_every_position_is_full(name, params):
@@ -161,6 +162,7 @@ def test_picked_positions_are_unbiased():
     assert (total / 1000 - counted.double()).abs().max() < 0.15
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("some", [100, 3])
 @pytest.mark.parametrize("fit", [lw.VariationalBound(steps=3), "alpha"])
 def test_moving_points_at_positions(fit, some, monkeypatch, tmp_path):
@@ -293,6 +295,7 @@ def test_a_subset_of_data_is_full_on_these_inputs(params, implicit, monkeypatch)
         assert fitted.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=1e-9)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("params", TREATED)
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_an_optimal_subspace_of_all_rows_is_full(name, params):
@@ -352,6 +355,7 @@ def test_constructed_posteriors_accept_positions():
 VALIDATED = (lw.MeanField(steps=3), lw.VaLLA(4), lw.SampledLLA(8), lw.SubsetOfData(3), lw.OptimalSubspace(4, rows=9))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", VALIDATED)
 def test_held_out_data_tune_each(method):
     model, loader, x = case("3x3")
@@ -365,6 +369,7 @@ def test_held_out_data_tune_each(method):
 # --- streamlined -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["tagger", "transformer", "1x1", "3x3", "transposed"])
 def test_streamlined_moments_of_a_last_layer_are_the_linearised_ones(name):
     model, loader, x = case(name)

@@ -57,6 +57,7 @@ def check_likelihoods_agree(model, data, method, x, likelihoods=LIKELIHOODS, **o
     close(first, second)
 
 
+@pytest.mark.quick(4)
 @METHODS
 @pytest.mark.parametrize(
     ("likelihood", "by_root", "weights"),

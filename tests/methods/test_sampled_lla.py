@@ -64,6 +64,7 @@ def solved(problem: Setup, count: int, delta: Tensor | float = 2.0, factor: floa
 # --- draws -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("name", "count"),
     [*((name, 5) for name in NETWORKS), ("mlp", 1)],  # one vector of three outputs: forward mode
@@ -91,6 +92,7 @@ def test_temperature_data_size_and_prior(name):
     assert fitted.prior_precision == by_name
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "preconditioner",
     [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.ELLA(rank=5, rows=8, residual="prior"), lw.Full()],
@@ -207,6 +209,7 @@ def ratio_to_full(noise: float, count: int, dtype: torch.dtype) -> Tensor:
     return fitted.latent(test.to(dtype)).variance.double() / full
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("count", [4, 32, 500])
 @pytest.mark.parametrize("noise", [1e-4, 1e-10])
 def test_draws_of_a_network_that_interpolates(noise, count):
@@ -225,6 +228,7 @@ def test_in_float32_the_noise_is_raised_if_rounding_would_dominate(noise, caplog
     assert 0.7 < ratio.mean() < 1.5
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("preconditioner", [None, lw.Full()], ids=["None", "Full"])
 @pytest.mark.parametrize("per_block", [False, True])
 def test_directions_without_data_keep_the_prior(per_block, preconditioner):

@@ -116,6 +116,7 @@ def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> N
     torch.testing.assert_close(joined.to_dense(), expected.to_dense(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("method", [*METHODS, lw.SubsetOfData(4)], ids=str)
 def test_a_state_is_written_and_read_in_the_middle_of_a_pass(method: lw.Method) -> None:
     model, x, y, _ = data("mlp")

@@ -274,6 +274,7 @@ class Scaled(torch.nn.Module):
         return self.head(torch.tanh(self.first(x) * shared.sum()))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("shape", [(), (1, 7), (7,), (3, 2)])
 @pytest.mark.parametrize(
     "method", [lw.ELLA(5, 10), lw.ELLA(45, "all", "prior"), lw.OptimalSubspace(5, "prior", rows=20)], ids=str

@@ -145,6 +145,7 @@ def columns(posterior: lw.Posterior) -> tuple[list[str], Tensor]:
     return [name for block in blocks for name in block.parameters], block_columns(blocks, posterior.tangent.model)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("name", "rank"), [*((name, 4) for name in NETWORKS), ("tied", 20), ("tied", 0)])
 def test_posterior_equals_dense_formulas(name, rank):
     problem = Setup(ZOO[name], lw.everything)
@@ -252,6 +253,7 @@ def test_no_prior_and_no_evidence():
 # --- the user's network ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["cnn_bn_inplace", "gpt2", "tied", "frozen_trunk", "compiled", "weight_norm"])
 def test_the_network_is_left_alone(name, training):

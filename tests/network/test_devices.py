@@ -78,6 +78,7 @@ METHODS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_fits_of_a_loader_elsewhere(method: lw.Method | None) -> None:
     expected = lw.fit(network(), HERE, method).latent(X)

@@ -208,6 +208,7 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
     return fitting
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("drawn", [False, True], ids=["exact", "drawn"])
 @pytest.mark.parametrize(
     "method", [lw.KFAC(), lw.Diagonal(), lw.EKFAC(), lw.ELLA(rank=3, rows=6), lw.VaLLA(3)], ids=repr

@@ -30,6 +30,7 @@ class Unmoved(nn.Module):
         return self.head(torch.relu(self.norm(self.up(x))).mean((2, 3)))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_that_are_nothing_but_rounding(seed: int, dtype: torch.dtype) -> None:

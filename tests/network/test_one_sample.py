@@ -26,6 +26,7 @@ def test_a_sample_alone_has_the_latent_that_it_has_in_a_batch(name: str, method:
     close(alone.covariance, together.covariance[1:2])
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["cnn_bn_inplace", "residual_block", "patch_embedding"])
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()], ids=["diagonal", "kfac"])
 def test_a_fit_of_single_samples_is_the_fit_of_batches(name: str, method: lw.Method) -> None:

@@ -122,6 +122,7 @@ def test_chunks_shrink_with_the_budget(name: str) -> None:
     assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("name", "samples"), [*((name, 40) for name in NETWORKS), ("mlp", 150), ("sequence", 150)])
 def test_the_peak_stays_within_twice_the_budget(name: str, samples: int) -> None:
     model, x = built(name, samples)

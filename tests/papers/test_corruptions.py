@@ -44,6 +44,7 @@ def accepted(name: str) -> list[Tensor]:
 
 
 class TestEveryCorruption:
+    @pytest.mark.quick(6)
     @pytest.mark.parametrize("name", CORRUPTIONS)
     def test_form_and_growth_with_severity(self, name):
         for images in accepted(name):

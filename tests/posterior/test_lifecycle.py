@@ -88,6 +88,7 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("key", ROUND_TRIPS)
 def test_round_trip_of_every_option(key: str, tmp_path: Path) -> None:
     name, options = ROUND_TRIPS[key]
@@ -130,6 +131,7 @@ def test_load_does_not_run_the_network(tmp_path: Path) -> None:
 
 
 # --- seeds and immutability ------------------------------------------------------------------------------------------
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_same_seed_same_answer(method: lw.Method) -> None:
     model, x, y, loader = data("mlp")
@@ -151,6 +153,7 @@ def test_same_seed_same_answer(method: lw.Method) -> None:
     assert not torch.equal(p, r)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_with_prior_leaves_the_old_one_unchanged(method: lw.Method) -> None:
     model, x, y, loader = data("mlp")
@@ -363,6 +366,7 @@ class Idle(nn.Module):
         return self.head(torch.tanh(self.body(x)))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> None:
     _, x, y, _ = data("mlp")
@@ -410,6 +414,7 @@ def in_threads(work: Callable[[int], None], turns: int) -> None:
     assert not wrong, wrong[0]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["mlp", "custom_parameter", "compiled", "lstm", "gpt2", "weight_norm"])
 def test_threads_that_predict_at_the_same_time(name: str) -> None:
     """Each thread runs the network at drawn weights, which no other thread may see."""

@@ -18,6 +18,7 @@ METHODS = {
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
 
+@pytest.mark.quick(5)
 @covering(
     ["mlp", "mlp_scalar", "grouped_strided_conv", "tied", "embedding_bag_of_tokens", "prelu"],
     ["mlp_scalar", "tied"], METHODS, "kfac",
@@ -38,6 +39,7 @@ def test_joint_covariance(name, method):
     sampled_from(draws.flatten(1), wanted.reshape(size, size))
 
 
+@pytest.mark.quick(3)
 @covering(["mlp", "cnn_bn_inplace", "tied"], ["mlp"], METHODS, "kfac")
 def test_weight_draws_have_the_covariance(name, method):
     problem = setup(name)
@@ -94,6 +96,7 @@ def inputs_of(problem, x: Tensor):
     return {"pixel_values": x} if problem.case.name == "vit" else x
 
 
+@pytest.mark.quick(4)
 @covering(["mlp", "grouped_strided_conv", "cnn_bn_inplace", "prelu"], ["prelu"], METHODS, "kfac")
 def test_moments_are_differentiable_in_x(name, method):
     problem = setup(name)
@@ -112,6 +115,7 @@ def test_moments_are_differentiable_in_x(name, method):
         assert not fitted.latent(x).variance.requires_grad
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "method"),
     [("attention", "full"), ("attention", "ella_residual"), ("attention", "diagonal"), ("vit", "kfac")],
@@ -193,6 +197,7 @@ def test_loaders_of_dictionaries():
     close(fitted.latent(problem.loader).covariance, fitted.latent(problem.x).covariance)
 
 
+@pytest.mark.quick(3)
 @every_method
 def test_texts_of_other_lengths_share_a_loader(method):
     """One batch of single tokens beside longer ones: other positions, other factors."""
@@ -212,6 +217,7 @@ def test_texts_of_other_lengths_share_a_loader(method):
 # --- lower precision -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(5)
 @covering(["mlp", "cnn_bn_inplace", "attention"], ["mlp"], METHODS, "kfac")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 0.15)])
 def test_lower_precision_is_close(name, dtype, tolerance, method):

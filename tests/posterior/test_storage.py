@@ -254,6 +254,7 @@ def test_inputs_of_any_nesting_come_back() -> None:
     assert nesting.count_tensors(nest) == 2
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", fixtures.CASES)
 def test_every_structure_comes_back(tmp_path: Path, name: str) -> None:
     torch.manual_seed(1)

@@ -40,6 +40,7 @@ def weights_of(posterior: lw.Posterior, draws: int, seed: int) -> torch.Tensor:
     return torch.cat([steps[block.name] for block in posterior.tangent.blocks], -1)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_deviations_are_products_of_the_jacobian_with_weight_draws(method):
     setup, posterior = fitted(method)

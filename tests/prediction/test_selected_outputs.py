@@ -34,6 +34,7 @@ def block(covariance: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     return torch.stack([matrix[index][:, index] for matrix, index in zip(covariance, outputs, strict=True)])
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("params", ["all", "last"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_latent_is_a_slice_of_that_of_all_outputs(method, params):
@@ -53,6 +54,7 @@ def test_the_latent_is_a_slice_of_that_of_all_outputs(method, params):
         assert sum(rows[0].numel() for term in batches.terms for rows in term.rows) <= 2 * 2 + 2 + 2  # no wide factor
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["tied", "shared_module", "vit", "cnn_bn_inplace", "custom_parameter"])
 def test_other_networks_and_chunks(name, monkeypatch):
     setup = Setup(ZOO[name])

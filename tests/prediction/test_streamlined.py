@@ -27,6 +27,7 @@ KINDS_IN_MODES = [*((kind, "full") for kind in KINDS), ("kronecker", "diagonal")
 # ---- exact limits
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("kind", "mode"), KINDS_IN_MODES)
 def test_last_layer_streamlined_is_linearised(kind, mode):
     x = torch.randn(6, 4, dtype=F64)
@@ -40,6 +41,7 @@ def test_last_layer_streamlined_is_linearised(kind, mode):
     torch.testing.assert_close(latent.variance, Linearized().latent(tangent, covariance, x, joint=False).variance)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("kind", "mode", "patterns"),
     [
@@ -85,6 +87,7 @@ def test_product_of_two_independent_layers_is_exact_in_full_mode(kind):
 # ---- which parameters, which networks
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("mode", ["diagonal", "full"])
 @pytest.mark.parametrize("patterns", [("*.weight",), ("*.bias",), ("0.weight", "2.bias"), ("0.*",), ("2.weight",)])
 def test_part_of_the_parameters_equals_loops(patterns, mode):

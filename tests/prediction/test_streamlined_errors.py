@@ -50,6 +50,7 @@ def test_control_flow_on_data_is_named():
     refuse(Branching(), torch.ones(3, 4, dtype=F64), "torch.export cannot read the forward of Branching")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mode", ["diagonal", "full"])
 @pytest.mark.parametrize("name", ["tied", "shared_module", "functional_reuse"])
 def test_shared_weights_are_named(name, mode):

@@ -35,6 +35,7 @@ def mean_of_pixels():
 # ---- exact limits
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("kind", "positive"), [("diagonal", True), ("kronecker", False), ("dense block", True)])
 @pytest.mark.parametrize(
     "layer",
@@ -278,6 +279,7 @@ def test_heads_that_share_values_equal_repeated_ones(attention, positions):
     torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "function",
     [

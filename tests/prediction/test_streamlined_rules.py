@@ -148,6 +148,7 @@ OPERATIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operation_without_treated_weights_equals_its_squared_jacobian(name):
     torch.manual_seed(3)
@@ -234,6 +235,7 @@ LAYERS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("uncertain", [False, True])
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "kronecker") for name in LAYERS), *(("conv 1d", k) for k in KINDS if k != "kronecker")]
@@ -250,6 +252,7 @@ def test_treated_layer_equals_derivatives(name, kind, uncertain):
     torch.testing.assert_close(latent.mean, model(x).detach())
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", ["kronecker", "diagonal"])
 @pytest.mark.parametrize("params", ["*", "*.weight", "*.bias"])
 def test_grouped_convolution_equals_derivatives(params, kind):
@@ -262,6 +265,7 @@ def test_grouped_convolution_equals_derivatives(params, kind):
     torch.testing.assert_close(latent.variance, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("params", ["*", "*.weight", "*.bias"])
 @pytest.mark.parametrize("kind", ["diagonal", "dense block"])
 @pytest.mark.parametrize("norm", ["layer", "batch", "group", "rms"])

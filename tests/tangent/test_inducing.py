@@ -35,6 +35,7 @@ def moved(anchors: Anchors, leaves: list[Tensor]) -> Anchors:
     return replace(anchors, inputs=(nesting.unflatten(leaves, nest),))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("name", "small"),
     [*((name, True) for name in (*NETWORKS, "tied", "gpt2", "embedding_bag_of_tokens", "lstm")), ("mlp", False)],

@@ -301,6 +301,7 @@ def process(model, loader, pairs, mean):
     return rows, labels
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("delta", [None, 0.7])
 @pytest.mark.parametrize(
     ("outputs", "most", "twice"), [(1, 1000, 0), (2, 1000, 0), (3, 1000, 9), (3, 45, 0), (3, 60, 0)]

@@ -123,6 +123,7 @@ def closed_form(x: Tensor, y: Tensor, delta: float, noise: float, mean0: float =
     return float(marginal.log_prob(y.T).sum())
 
 
+@pytest.mark.quick(4)
 @every(EXACT)
 @pytest.mark.parametrize(("delta", "noise", "mean0"), [(0.5, 0.3, 0.0), (20.0, 0.05, 0.4), (1e-3, 2.0, -1.0)])
 def test_linear_regression_is_conjugate(method, delta, noise, mean0):
@@ -148,6 +149,7 @@ def test_linear_regression_is_conjugate(method, delta, noise, mean0):
     close(prediction.log_prob(target), density, 1e-8)
 
 
+@pytest.mark.quick(4)
 @every(EXACT)
 @pytest.mark.parametrize("delta", [1e-3, 50.0])
 def test_linearised_mode_is_exact_away_from_the_mode(method, delta):
@@ -159,6 +161,7 @@ def test_linearised_mode_is_exact_away_from_the_mode(method, delta):
     assert fitted.log_marginal_likelihood() < found
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("form", ["primal", "dual"])
 @pytest.mark.parametrize("name", ["mlp_scalar", "deep_linear", "conv1d", "prelu", "lstm"])
 def test_linearised_mode_is_the_linearised_networks_evidence(name, form):
@@ -245,6 +248,7 @@ def assert_tuned(posterior: lw.Posterior, per_layer: bool, noise: bool) -> None:
                 assert value(posterior, first * direction, second) <= best + 1e-8 * abs(best)
 
 
+@pytest.mark.quick(4)
 @every(METHODS)
 @pytest.mark.parametrize(("name", "per_layer"), [("cnn_bn_inplace", False), pytest.param("mlp", True, marks=SLOW)])
 def test_tuned_precision_is_a_maximum(name, method, per_layer):
@@ -253,6 +257,7 @@ def test_tuned_precision_is_a_maximum(name, method, per_layer):
     assert_tuned(fitted, per_layer, noise=False)
 
 
+@pytest.mark.quick(4)
 @every(METHODS)
 @pytest.mark.parametrize(("name", "per_layer"), [pytest.param("conv1d", False, marks=SLOW), ("deep_linear", True)])
 def test_tuned_precision_and_noise_are_a_maximum(name, method, per_layer):
@@ -325,6 +330,7 @@ def test_effective_parameters_are_mackays_gamma():
         assert fitted.diagnose().effective_parameters == pytest.approx(wanted, rel=1e-8)
 
 
+@pytest.mark.quick(3)
 @every(METHODS)
 def test_gradients_of_the_evidence(method):
     """In the precision of each block, in σ² and in the factor of all precisions."""
@@ -347,6 +353,7 @@ def test_a_fit_does_not_import_the_compiler():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("unit", [1e-9, 1e5])
 @pytest.mark.parametrize("tune", [lw.Evidence(), lw.Evidence(per_layer=True), lw.BoundedEvidence()], ids=str)
 def test_units_of_the_targets_do_not_matter(tune, unit, caplog):

@@ -75,6 +75,7 @@ def is_best(score, factor, slack=0.0):
 # ---- the way
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("via", WAYS, ids=repr)
 def test_the_latent_keeps_its_mean_and_scales_its_covariance(via):
     model, loader, held_out = classification()

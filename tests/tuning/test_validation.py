@@ -37,6 +37,7 @@ def held_out_scores(posterior, precisions, held_out):
     return scores.mean(-1, dtype=torch.float64)[0, :, 0].tolist()
 
 
+@pytest.mark.quick(5)
 @covering(["mlp_scalar", "cnn_bn_inplace", "conv1d", "gpt2"], ["mlp_scalar", "cnn_bn_inplace"], METHODS, "kfac")
 def test_candidates_scored_together_equal_predictions(name, method):
     posterior, held_out = setup(name, method)
