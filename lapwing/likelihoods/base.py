@@ -110,11 +110,6 @@ class Likelihood(Options, ABC):
         return like.new_ones(like.shape[-1])
 
     @property
-    def shares_noise(self) -> bool:
-        """Whether all outputs have the same σ² since no `noise_ratios` were given."""
-        return False
-
-    @property
     def plain(self) -> Likelihood:
         """The likelihood of predictions, without options of the loss such as class weights and label smoothing."""
         return self

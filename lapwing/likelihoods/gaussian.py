@@ -103,10 +103,6 @@ class Gaussian(Likelihood):
             )
         return like.new_tensor(self.noise_ratios)
 
-    @property
-    def shares_noise(self) -> bool:
-        return self.noise_ratios is None
-
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns 0 for missing y and 1 for known y, (B, C); None for ones."""
         if not self.missing or not bool(targets.isnan().any()):
@@ -146,12 +142,9 @@ class Gaussian(Likelihood):
         return -0.5 * (statistics["squared_error"] / variance + constant)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns `diag(1/√r)`, or the identity without ratios, for every input, (B, C, C), as an expanded view."""
-        batch, size = outputs.shape
-        root = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
-        if self.noise_ratios is not None:
-            root = root * self.ratios(outputs).rsqrt()
-        return root.expand(batch, size, size)
+        """Returns `diag(1/√r)` for every input, (B, C, C), as an expanded view."""
+        root = self.ratios(outputs).rsqrt().diag()
+        return root.expand(len(outputs), *root.shape)
 
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns `1/r` (B, C), or ones without ratios, and None."""

@@ -68,9 +68,10 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     labels = labels - _means_of_outputs(labels, counts, turns.to(labels.device))
     gram = anchors.gram(weights, tangent.contraction_dtype)
     same = _copies(gram, targets[chosen], times)
-    roots = counts.sqrt() / posterior.likelihood.ratios(residuals).sqrt()[turns]
+    ratios = posterior.likelihood.ratios(residuals)
+    roots = counts.sqrt() / ratios.sqrt()[turns]
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
-    if posterior.likelihood.shares_noise:
+    if (ratios == 1).all():
         _warn_of_scales(targets, residuals, every_weight)
     return Process(values, vectors, roots * labels, counts, same, prior_fixed, tangent.size)
 
