@@ -66,10 +66,6 @@ class KroneckerBlock(Structure):
         self.eigenvalues, self.factors = eigenvalues, factors
         self.inputs, self.outputs = factors.inputs, factors.outputs
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the cached columns of U_in."""
-        return {name: value for name, value in self.__dict__.items() if name != "_range"}
-
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
         """Returns `U_outᵀ M U_in` for v as a matrix M (G, O, I), or its inverse."""
         matrix = vectors if back else vectors.unflatten(-1, self.eigenvalues.shape)
@@ -100,7 +96,9 @@ class KroneckerBlock(Structure):
         """
         jacobian = as_matrix(jacobian)
         outputs = None if jacobian.is_output else self.outputs
-        reduced = jacobian.rotate_inputs(self._range) if self.skips_null_space else None
+        reduced = None
+        if self.inputs is not None and self.skips_null_space:
+            reduced = jacobian.rotate_inputs(self.inputs[0, :, self.null_size :])
         if reduced is None:
             return weighted(jacobian.rotate(self.inputs, outputs), candidates, reads, self.outputs[0])
         first = self.null_size - 1
@@ -117,12 +115,6 @@ class KroneckerBlock(Structure):
     def skips_null_space(self) -> bool:
         """Whether products with the range of A and back cost less than one product with all directions."""
         return self.inputs is not None and 2 * self.null_size - self.inputs.shape[-1] > MIN_SAVED_COLUMNS
-
-    @cached_property
-    def _range(self) -> Tensor:
-        """Input directions that span the range of A (I, k)."""
-        assert self.inputs is not None
-        return self.inputs[0, :, self.null_size :].contiguous()
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         left, right = of_both(lambda one: as_matrix(one).rotate(self.inputs, self.outputs), jacobian, other)
