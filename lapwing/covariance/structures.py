@@ -199,8 +199,8 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     The third derivative of `log(1 + exp u)` is smaller than the function. A third central moment in a bin of width h in
     u is at most `h³/10`, so the relative error is at most `h³/60`: 6e-8, or 1e-10 for evenly filled bins.
 
-    Zeros add nothing and are left out. If λ has few entries, or entries that are not finite and >= 0, returns λ and
-    None.
+    Zeros add nothing and are left out. If λ has few entries, only zeros, or entries that are not finite and >= 0,
+    returns λ and None.
 
     Cost: two passes on the CPU. The sums do not depend on the order of threads.
     """
@@ -208,10 +208,8 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     if len(values) < MANY:
         return doubled(values), None
     low, high = values.aminmax()
-    if not 0 <= low <= high < inf:  # aminmax returns NaN if there is one
+    if not 0 <= low <= high < inf or high == 0:  # aminmax returns NaN if there is one
         return doubled(values), None
-    if high == 0:
-        return doubled(values[:1]), None
     parts = values.split(SLICE_NUMBERS)
     smallest = torch.stack([torch.where(part > 0, part, inf).amin() for part in parts]).amin()
     lowest, highest = doubled(torch.stack([smallest, high])).cpu().log()
