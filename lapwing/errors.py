@@ -98,30 +98,12 @@ def check_flag(subject: str, name: str, value: Any) -> None:
         raise LapwingError(f"{subject}({name}={shown(value)}) is neither True nor False. Write {name}=True.")
 
 
-def check_count(method: str, name: str, value: Any, others: tuple[Any, ...] = ()) -> None:
-    """Raises for an option that is neither a positive whole number nor one of the others that are accepted."""
-    if not is_one_of(value, others) and not is_whole(value, 1, inf):
-        raise LapwingError(
-            f"{method}({name}={shown(value)}) needs a whole number of at least 1. Write {method}({name}=20)."
-        )
-
-
 def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
     """Raises for an option that is not one of the accepted labels."""
     if not is_one_of(value, accepted):
         raise LapwingError(
             f"{method}({name}={shown(value)}) is not an option. {name} is one of {', '.join(map(repr, accepted))}: "
             f"write {method}({name}={accepted[0]!r})."
-        )
-
-
-def check_positive(method: str, name: str, value: Any, example: float, limit: float = inf) -> None:
-    """Raises for an option that is not a positive finite number of at most `limit`."""
-    if not is_positive(value) or value > limit:
-        bound = "" if limit == inf else f" of at most {limit:g}"
-        raise LapwingError(
-            f"{method}({name}={shown(value)}) needs a positive finite number{bound}. Write "
-            f"{method}({name}={example:g})."
         )
 
 

@@ -49,10 +49,6 @@ def at_least(low: int, below: float = inf) -> Rule:
     return Rule(lambda value: is_whole(value, low, below), f"a whole number of at least {low}")
 
 
-SEED = Rule(lambda value: is_whole(value, 0, LIMIT), "a whole number from 0 to 2**63 - 1")
-"""The seed of a random generator."""
-
-
 def positive(limit: float = inf) -> Rule:
     """Accepts positive finite numbers up to `limit`, and keeps them as floats."""
     bound = "" if limit == inf else f" of at most {limit:g}"
@@ -86,13 +82,17 @@ POSITIVE_NUMBERS = Rule(
 """One number or several, such as weights of classes; kept as a tuple of floats."""
 
 
-def integer(low: int, below: int) -> Rule:
-    """Accepts integers from `low` to below `below`, numpy's included, and keeps them as `int`."""
+def integer(low: int, below: int = LIMIT, text: str | None = None) -> Rule:
+    """Accepts integers from `low` to below `below`, numpy's included, and keeps them as `int`; `text` says which."""
 
     def accepts(value: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) < below
 
-    return Rule(accepts, f"an integer from {low} to {below - 1}", int)
+    return Rule(accepts, text or f"an integer from {low} to {below - 1}", int)
+
+
+SEED = integer(0, text="a whole number from 0 to 2**63 - 1")
+"""The seed of a random generator."""
 
 
 def instance_of(text: str, *classes: type) -> Rule:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from . import batches
 
 
@@ -90,15 +90,6 @@ def other_size(shown: int, to: str, before: int | None) -> LapwingError:
         f"The loader showed {first} at first and shows {shown} samples {to}. Every pass needs the same data. Pass a "
         "DataLoader or a list of batches, not a generator."
     )
-
-
-def check_progress(progress: Any) -> None:
-    """Raises unless `progress` is True, False or None."""
-    if progress is not None and not isinstance(progress, bool):
-        raise LapwingError(
-            f"progress={shown(progress)} is not True, False, or None, for a bar only on a terminal. Write "
-            "progress=False."
-        )
 
 
 def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor | None]]:

@@ -13,6 +13,7 @@ from operator import length_hint
 from typing import Any, ParamSpec, TypeVar
 
 from .. import ranks
+from ..errors import LapwingError, shown
 
 log = logging.getLogger("lapwing")
 
@@ -28,7 +29,16 @@ _SHOWN: ContextVar[bool | None] = ContextVar("shown", default=None)
 
 @contextmanager
 def show_progress(progress: bool | None) -> Iterator[None]:
-    """Lets passes inside the block show bars, as the user's `progress` says. A block inside another changes nothing."""
+    """Lets passes inside the block show bars, as the user's `progress` says. A block inside another changes nothing.
+
+    Raises:
+        LapwingError: unless `progress` is True, False or None.
+    """
+    if progress is not None and not isinstance(progress, bool):
+        raise LapwingError(
+            f"progress={shown(progress)} is not True, False, or None, for a bar only on a terminal. Write "
+            "progress=False."
+        )
     token = _SHOWN.set(_shows_bars(progress)) if _SHOWN.get() is None else None
     try:
         yield

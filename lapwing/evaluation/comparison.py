@@ -19,15 +19,15 @@ from ..covariance.terms import EigenTerm
 from ..data import batches
 from ..data.data import Data
 from ..data.frames import as_inputs
-from ..data.loaders import check_progress
 from ..data.progress import tracked, with_progress
-from ..errors import LapwingError, check_choice, check_count, check_flag, extra, shown
+from ..errors import LapwingError, check_choice, check_flag, extra, shown
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.prediction_at_positions import predicted
 from ..network.calling import shaped_outputs
 from ..network.entry import outside_modes
 from ..network.positions import Positions
+from ..options import at_least, check_argument
 from ..posterior import Posterior
 from ..prediction import Way
 from . import metrics
@@ -158,7 +158,6 @@ def compare(
     """
     _check(posteriors, score, repeats, fit_seconds)
     check_flag("compare", "sample_weights", sample_weights)
-    check_progress(progress)
     first = next(iter(posteriors.values()))
     around = first[0] if isinstance(first, tuple) else first
     network = around.model if isinstance(around, Posterior) else around
@@ -208,7 +207,7 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
                 "(posterior, way) or a network."
             )
     check_choice("compare", "score", score, tuple(SCORES))
-    check_count("compare", "repeats", repeats)
+    check_argument("compare", "repeats", repeats, at_least(1), "10")
     real = isinstance(fit_seconds, Mapping) and all(
         isinstance(seconds, Real) and seconds < 1e300 for seconds in fit_seconds.values()
     )

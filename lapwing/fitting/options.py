@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from ..data.batches import Forward
 from ..errors import LapwingError, is_one_of, is_positive, shown
 from ..likelihoods import Likelihood
 from ..methods import Method
-from ..options import LIMIT, SEED, Options, Rule, instance_of, option, positive
+from ..options import SEED, Options, Rule, instance_of, integer, option, positive
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate
 from ..tuning import BoundedEvidence, Tuning
@@ -27,11 +26,6 @@ DEFAULT_TUNING = BoundedEvidence()
 
 WITH_PRIOR = ("prior", "sample_weights", "forward", "memory", "checkpoint", "every", "progress")
 """Options that a user may pass together with `prior=`."""
-
-
-def _whole(low: int, text: str) -> Rule:
-    """Accepts whole numbers from `low`, NumPy's included, and keeps them as `int`."""
-    return Rule(lambda v: isinstance(v, Integral) and not isinstance(v, bool) and low <= int(v) < LIMIT, text, int)
 
 
 PRECISION = Rule(
@@ -57,17 +51,17 @@ class FitOptions(Options):
     prior: Posterior | None = option(None, instance_of("a posterior of a former fit", Posterior), write="posterior")
     tune: Tuning | None = option(DEFAULT_TUNING, TUNING, write="lw.BoundedEvidence()")
     validation: Any = field(default=None, repr=False)
-    data_size: int | None = option(None, _whole(1, "a whole number of training samples"), write="len(dataset)")
+    data_size: int | None = option(None, integer(1, text="a whole number of training samples"), write="len(dataset)")
     weight_decay: float | None = option(None, positive(), write="1e-4")
     temperature: float = option(1.0, positive())
     sample_weights: bool = False
     forward: Forward | None = None
     memory: int | None = None
-    seed: int = option(0, _whole(0, SEED.text))
+    seed: int = option(0, SEED)
     checkpoint: str | os.PathLike[str] | None = option(
         None, instance_of("a path", str, os.PathLike), write="'fit.safetensors'"
     )
-    every: int | None = option(None, _whole(1, "a number of batches, at least 1"), write="100")
+    every: int | None = option(None, integer(1, text="a number of batches, at least 1"), write="100")
     progress: bool | None = None
 
     def __post_init__(self) -> None:

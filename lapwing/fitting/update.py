@@ -12,7 +12,6 @@ from .. import ranks
 from ..covariance import has_rank
 from ..data import batches
 from ..data.data import Data
-from ..data.loaders import check_progress
 from ..errors import LapwingError, check_flag, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.updating import Update
@@ -42,7 +41,6 @@ def updated(
             f"update(tune={shown(tune)}) is not an option, since it needs the former data. Write tune=lw.Evidence() or "
             "tune=lw.Validation(loader), or leave it out to keep the prior and the noise."
         )
-    check_progress(progress)
     check_flag("posterior.update", "sample_weights", sample_weights)
     data = Data(loader, posterior.model, sample_weights)
     data.first  # noqa: B018 (checks the data)

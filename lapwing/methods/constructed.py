@@ -13,7 +13,7 @@ from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.loaders import check_progress, checked_batches, other_size
+from ..data.loaders import checked_batches, other_size
 from ..data.progress import show_progress, tracked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
@@ -72,7 +72,6 @@ def constructed(
     `covariance` returns Σ, without a prior. A noise variance that is None becomes the mean squared residual. Raises if
     the input is invalid, or if the loader shows no batch the second time.
     """
-    check_progress(progress)
     inputs, targets = batches.split(data.first)
     likelihood = inferred_likelihood(targets, data) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory, targets=targets)

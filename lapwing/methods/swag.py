@@ -14,16 +14,16 @@ from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.loaders import check_progress, checked_batches
+from ..data.loaders import checked_batches
 from ..data.progress import tracked, with_progress
-from ..errors import LapwingError, check_choice, check_flag, check_positive, is_whole, shown
+from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype
 from ..network.calling import call
 from ..network.eager import parameters_of, uncompiled, without_compiled
 from ..network.entry import outside_modes
 from ..network.selection import select
-from ..options import SEED, check_argument
+from ..options import SEED, check_argument, positive
 from ..posterior import MethodInfo, Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything
 from .constructed import constructed, copied, put
@@ -133,12 +133,11 @@ class SWAG:
 
         Cost: one forward pass over the data, two with batch norm; memory O(K P).
         """
-        check_progress(progress)
         collector = _collected(snapshots, model, rank, params)
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         check_argument("SWAG.from_snapshots", "seed", seed, SEED, "0")
         check_flag("SWAG.from_snapshots", "sample_weights", sample_weights)
-        check_positive("SWAG.from_snapshots", "scale", scale, 0.5)
+        check_argument("SWAG.from_snapshots", "scale", scale, positive(), "0.5")
         data = Data(loader, collector.model, sample_weights)
         data.first  # noqa: B018 (checks the data)
         network = copied(collector.model, "SWAG")

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, has_positions
 from ..data import batches
 from ..data.frames import as_inputs, with_tensors
-from ..data.loaders import check_progress
 from ..data.progress import show_progress, tracked
 from ..errors import LapwingError, shown
 from ..network.entry import outside_modes
@@ -36,7 +35,6 @@ def latent_of(
         x = as_inputs(x, tangent.model)
     if not batches.is_loader(x):
         return _latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
-    check_progress(progress)
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress):

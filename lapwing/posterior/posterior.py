@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,13 +13,14 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, PriorCovariance, has_prior
 from ..data.progress import with_progress
-from ..errors import LapwingError, check_flag, shown
+from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, Prediction
 from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import check_memory
 from ..network.entry import full_precision, outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp
+from ..options import SEED, check_argument, instance_of, integer, positive
 from ..prediction import Way
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
@@ -28,7 +28,7 @@ from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_line
 from .former import penalty
 from .latents import latent_of
 from .method_info import MethodInfo
-from .prior import Prior, check_positive, check_range
+from .prior import Prior, check_range
 from .scale import Scale
 from .storage import save
 
@@ -174,9 +174,9 @@ class Posterior:
         """
         self._check_network()
         if not isinstance(prior_precision, Mapping):
-            check_positive("prior_precision", prior_precision, "with_prior(10.0)")
+            check_argument("with_prior", "prior_precision", prior_precision, positive(), "10.0")
         if noise_variance is not None:
-            check_positive("noise_variance", noise_variance, "with_prior(10.0, noise_variance=0.1)")
+            check_argument("with_prior", "noise_variance", noise_variance, positive(), "0.1")
         prior = Prior.read(self.tangent, prior_precision)
         noise = self.noise_variance if noise_variance is None else noise_variance
         if noise is not None:
@@ -310,11 +310,8 @@ class Posterior:
 
         Cost: the cost of the way plus the cost of the link.
         """
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise LapwingError(
-                f"generator={shown(generator)} is not a torch.Generator. Write "
-                "generator=torch.Generator().manual_seed(0), or leave it out for seed 0."
-            )
+        rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
+        check_argument("predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
         return predicted(self.likelihood, self.latent(x, via, progress=progress), link, generator)
 
     @outside_modes
@@ -331,12 +328,8 @@ class Posterior:
         Raises:
             LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.
         """
-        for name, value, low in (("n", n, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value < 2**63:
-                raise LapwingError(
-                    f"{name}={shown(value)} is not a whole number from {low} to 2**63 - 1. Write "
-                    "posterior.sample(5, seed=0)."
-                )
+        check_argument("sample", "n", n, integer(1), "5")
+        check_argument("sample", "seed", seed, SEED, "0")
         self._check_network()
         check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import LapwingError, is_positive, shown
 from ..linalg import double_device
+from ..options import positive, refusal
 from ..tangent import Tangent, Vectors, join
 
 
@@ -55,12 +56,6 @@ class Prior:
         return cls(values, _prior_mean(tangent, mean), precision is not None)
 
 
-def check_positive(name: str, value: Any, example: str) -> None:
-    """Raises unless an argument is a positive finite number; `example` is the line to write."""
-    if not is_positive(value):
-        raise LapwingError(f"{name}={shown(value)} is not a positive finite number. Write {example}.")
-
-
 def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
     """Raises if precisions or variances, or their inverses, are 0 or infinite in a dtype."""
     rounded = torch.stack([values, 1 / values]).to(dtype)
@@ -86,7 +81,9 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
                 f"prior_precision={{{shown(pattern)}: {shown(value)}}} matches no block or parameter: the blocks are "
                 f"{names}. Write prior_precision={{{tangent.blocks[0].name!r}: 1.0}}."
             )
-        check_positive(f"prior_precision[{shown(pattern)}]", value, "prior_precision={'*': 1.0}")
+        if not is_positive(value):
+            line = "lw.fit(model, loader, prior_precision={'*': 1.0})"
+            raise refusal("lw.fit", f"prior_precision[{shown(pattern)}]", value, positive().text, line)
         values[hits] = float(value)
     missing = [block.name for block, value in zip(tangent.blocks, values.tolist(), strict=True) if value != value]
     if missing:

@@ -13,12 +13,12 @@ from ...covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ...data import batches
 from ...data.batches import Forward
 from ...data.data import Data
-from ...errors import LapwingError, check_positive
+from ...errors import LapwingError
 from ...likelihoods import Likelihood
 from ...network.eager import parameters_of, uncompiled
 from ...network.entry import outside_modes
 from ...network.selection import select
-from ...options import at_least, option, positive
+from ...options import at_least, check_argument, option, positive
 from ...posterior import MethodInfo, Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
@@ -234,7 +234,7 @@ def _given(
     model: nn.Module, variances: Mapping[str, Tensor], loader: Any, scale: float, name: str, options: str, *rest: Any
 ) -> Posterior:
     """Returns the posterior of given variances, times `scale`; `rest` are the last arguments of `constructed`."""
-    check_positive(name, "scale", scale, 1.0)
+    check_argument(name, "scale", scale, positive(), "1.0")
     data = Data(loader, model)
     method = MethodInfo(name, f"{name}({options}scale={scale})", {"scale": scale})
     scaled = {key: scale * value for key, value in variances.items()}
