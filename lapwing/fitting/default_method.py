@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,8 +14,12 @@ from ..methods import KFAC, Diagonal, FitShape, Full, Method
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
-from ..tangent import LastLayer, Predicate, Tangent, everything, last_layer
+from ..posterior.prior import Prior
+from ..tangent import LastLayer, Tangent, everything, last_layer
 from ..tuning.leave_one_out import MAX_EXPLICIT_WEIGHTS, MAX_WEIGHTS
+from .checks import check_fit
+from .fit_data import FitData
+from .options import FitOptions
 
 FULL_NUMBERS = 2**20
 """Maximum number of entries of the basis or covariance of `Full`; a prediction reads them for each output."""
@@ -30,13 +35,7 @@ FOR_ALL_WEIGHTS = "For all weights write lw.fit(model, loader, lw.KFAC())."
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
-    """Returns the method for all weights of a tangent, or None if they cost too much.
-
-    Args:
-        tangent: tangent that treats all trained weights.
-        likelihood: likelihood of the fit.
-        samples: N.
-    """
+    """Returns the method for all weights and N samples, or None if they cost too much."""
     if not _is_regression(likelihood):
         return None
     weights, rows = tangent.size, samples * tangent.outputs
@@ -54,31 +53,25 @@ def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
 
 
 def method_and_tangent(
-    model: nn.Module, survey: Callable[..., Tangent], method: Method | None, params: Predicate | LastLayer | None,
-    likelihood: Likelihood, count: Callable[[], int],
-) -> tuple[Method, Tangent, str | None]:  # fmt: skip
+    data: FitData, options: FitOptions, count: Callable[[], int], warn: bool = True
+) -> tuple[Method, Tangent, str | None]:
     """Returns the method, the tangent with the treated weights, and the log line about a default.
 
     The line names the default, the reason, and how to choose another; it is None if the user named a method. For a
     classifier only the last layer is treated: without held-out data the spread of all weights is too uncertain.
-
-    Args:
-        model: the network.
-        survey: surveys the network on the first batch: `Tangent.survey`.
-        method: the user's method, or None.
-        params: the user's selection of parameters, or None.
-        likelihood: likelihood of the fit.
-        count: returns N.
     """
-    reason = None
+    survey = partial(
+        Tangent.survey, data.model, data.inputs, forward=options.forward, memory=options.memory, targets=data.targets
+    )
+    method, params, reason = options.method, options.params, None
     if method is None and params is None:
-        chosen = default_fit(model, survey, likelihood, count)
+        chosen = default_fit(data, survey, count)
         if not isinstance(chosen, str):
             return chosen
         reason = chosen
     if params is None:
         params = last_layer if method is None or method.treats_last_layer else everything
-    tangent = survey(params=params)
+    tangent = survey(params=params, warn=warn)
     if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
         reason = (
             f"lw.Diagonal() is the default for a last layer of more than {EXACT_OUTPUTS} outputs: KFAC decomposes a "
@@ -90,13 +83,13 @@ def method_and_tangent(
 
 
 def default_fit(
-    model: nn.Module, survey: Callable[..., Tangent], likelihood: Likelihood, count: Callable[[], int]
+    data: FitData, survey: Callable[..., Tangent], count: Callable[[], int]
 ) -> tuple[Method, Tangent, str] | str:
     """Returns the method, the tangent of all trained weights, and the reason; or the reason for the last layer.
 
     All trained weights are the default of a cheap regression, and of networks with a frozen last layer, as with LoRA.
     """
-    frozen = _frozen_last_layer(model, survey)
+    frozen, likelihood = _frozen_last_layer(data.model, survey), data.likelihood
     if not frozen and not _is_regression(likelihood):
         return f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
     try:
@@ -125,6 +118,32 @@ def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tupl
         return ()
     layer = survey(params=last_layer, warn=False).parameters
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
+
+
+def surveyed(
+    data: FitData, options: FitOptions, count: Callable[[], int], samples: int, warn: bool = True
+) -> tuple[Method, FitShape, Prior, str | None]:
+    """Surveys the network, and checks that it fits the method, the likelihood, the tuning and the held-out data.
+
+    Args:
+        data: data of the fit.
+        options: options of the fit; a method that is None is chosen.
+        count: returns n, or N if only this is known.
+        samples: n, or a lower bound if counting needs a pass.
+        warn: whether the survey warns.
+
+    Returns:
+        The method, the surveyed network with its sizes, the prior, and the log line about a default method.
+
+    Raises:
+        LapwingError: if they do not fit together, or the network cannot be used.
+    """
+    method, tangent, reason = method_and_tangent(data, options, count, warn)
+    shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)
+    check_fit(method, shape, data.tune, data.inputs, data.held_out is not None)
+    prior = Prior.read(tangent, options.precision(count), options.prior_mean)
+    data.check_held_out(tangent)
+    return method, shape, prior, reason
 
 
 def price(method: Method, shape: FitShape) -> str:

@@ -19,16 +19,14 @@ from ..data.batches import Forward
 from ..data.progress import show_progress
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
-from ..methods import KFAC, FisherRoot, FitShape, Method, Problem
+from ..methods import KFAC, FisherRoot, Method, Problem
 from ..network.entry import outside_modes
 from ..posterior import Posterior
-from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint
-from .checks import check_fit
-from .default_method import method_and_tangent, price
+from .default_method import price, surveyed
 from .fingerprints import check_same_network, fingerprint_of
 from .fit_data import FitData
 from .memory_check import check_memory
@@ -205,17 +203,13 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
         LapwingError: if the network, method or tuning cannot be used, or if the fit exceeds the memory.
     """
     runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
-    method, tangent, reason = method_and_tangent(
-        data.model, data.survey(options), options.method, options.params, data.likelihood, runner.count
-    )
-    shape = FitShape.of(tangent, data.likelihood, data.inputs, runner.shown() or batches.size(data.inputs))
-    check_fit(method, shape, data.tune, data.inputs, data.held_out is not None)
+    shown = runner.shown() or batches.size(data.inputs)
+    method, shape, prior, reason = surveyed(data, options, runner.count, shown)
+    tangent = shape.tangent
     check_memory(method, shape)
     if reason is not None:
         log.info("%s %s", reason, price(method, shape))
-    prior = Prior.read(tangent, options.precision(runner.count), options.prior_mean)
     check_same_network(tangent.model, tangent.state())
-    data.check_held_out(tangent)
     root = FisherRoot.of(tangent, data.likelihood, options.seed + ranks.rank())  # each rank draws its own columns
     problem = Problem(
         tangent=tangent, likelihood=data.likelihood, root=root, prior=prior, traces_wanted=data.reads_evidence(prior),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -78,13 +77,6 @@ class FitData:
     def reads_evidence(self, prior: Prior) -> bool:
         """Whether the tuning reads the lower bound of the evidence."""
         return self.tune is not None and self.tune.reads_evidence(not prior.fixed, self.likelihood.needs_noise)
-
-    def survey(self, options: FitOptions) -> Callable[..., Tangent]:
-        """Returns `Tangent.survey` of the network on the first batch; its argument is `params`."""
-        return partial(
-            Tangent.survey, self.model, self.inputs, forward=options.forward, memory=options.memory,
-            targets=self.targets,
-        )  # fmt: skip
 
     def check_held_out(self, tangent: Tangent) -> None:
         """Raises if the network does not accept held-out inputs, or the likelihood their targets."""

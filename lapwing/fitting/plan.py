@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,15 +16,14 @@ from ..data import batches
 from ..data.batches import Forward
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..methods import FitShape, Method
+from ..methods import Method
 from ..methods.registry import METHODS
 from ..network.entry import outside_modes
 from ..network.probe import PROBED_SAMPLES
-from ..posterior.prior import Prior
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning
-from .checks import check_batch, check_fit
-from .default_method import method_and_tangent
+from .checks import check_batch
+from .default_method import surveyed
 from .fit_data import FitData
 from .memory_check import advice_on_memory
 from .options import DEFAULT_TUNING, FitOptions
@@ -151,8 +149,7 @@ def plan(
     runner, plans, errors = Runner(data.training), list[Plan](), list[LapwingError]()
     for one in methods:
         try:
-            survey = partial(data.survey(options), warn=not plans)
-            plans.append(_planned(replace(options, method=one), data, runner, survey))
+            plans.append(_planned(replace(options, method=one), data, runner, warn=not plans))
         except LapwingError as error:
             errors.append(error)
             plans.append(Plan("the default" if one is None else repr(one), advice=f"{error}"))
@@ -161,28 +158,25 @@ def plan(
     return Plans(plans) if several else plans[0]
 
 
-def _planned(options: FitOptions, data: FitData, runner: Runner, survey: Callable[..., Tangent]) -> Plan:
-    """Returns the plan of a fit with these options; `survey` surveys the network for a choice of parameters."""
+def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> Plan:
+    """Returns the plan of a fit with these options; `warn` says whether its survey warns."""
 
     def count() -> int:
-        """Returns N."""
+        """Returns n, or N if n is unknown."""
         return runner.shown() or options.data_size or runner.count()
 
-    method, tangent, _ = method_and_tangent(data.model, survey, options.method, options.params, data.likelihood, count)
-    data.check_held_out(tangent)
-    Prior.read(tangent, options.precision(count))  # raises for a precision that the fit would refuse
-    shape = FitShape.of(tangent, data.likelihood, data.inputs, count())
-    check_fit(method, shape, data.tune, data.inputs, data.held_out is not None)
+    method, shape, _, _ = surveyed(data, options, count, count(), warn)
+    tangent = shape.tangent
     check_batch(tangent, data.likelihood, data.inputs, data.targets)
     total, largest = _activations(tangent, data.inputs)
     shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else total)
     footprint = method.footprint(shape)
     if footprint is None:
         return Plan(repr(method), tangent.size, tangent.outputs)
-    surveyed = 4 * total * min(shape.batch, PROBED_SAMPLES)  # two graphs of a few samples, and their gradients
+    probed = 4 * total * min(shape.batch, PROBED_SAMPLES)  # two graphs of a few samples, and their gradients
     return Plan(
         method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
-        kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, surveyed),
+        kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, probed),
         seconds=footprint.passes * shape.samples * _forward_seconds(tangent, data.inputs),
         advice=advice_on_memory(method, footprint, shape),
     )  # fmt: skip
