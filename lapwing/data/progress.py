@@ -60,13 +60,7 @@ def with_progress(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 @contextmanager
 def one_bar(label: str, total: int | None = None, done: int = 0) -> Iterator[Callable[[], Any]]:
-    """Shows the bar of one pass inside the block; yields a function that counts one batch.
-
-    Args:
-        label: name of the pass.
-        total: number of batches; None if unknown.
-        done: number of batches that were finished before.
-    """
+    """Shows the bar of one pass inside the block; yields a function that counts a batch; `done` of `total` are done."""
     start = time.perf_counter()
     if _SHOWN.get():
         from tqdm.auto import tqdm  # chooses the notebook's bar in a notebook; slow to import

@@ -64,11 +64,7 @@ class Checkpoint:
         self._batches, self._time = 0, time.monotonic()
 
     def open(self, data: Data, described: Mapping[str, Any]) -> None:
-        """Reads the file if it exists.
-
-        Args:
-            data: training data.
-            described: fingerprints of the fit, by the names that a message shows.
+        """Reads the file if it exists. `described` holds fingerprints of the fit, by the names that a message shows.
 
         Raises:
             LapwingError: if the folder cannot be written to, the data do not repeat their first batch, or the file is
@@ -104,13 +100,7 @@ class Checkpoint:
         return passes
 
     def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
-        """Returns the saved state of the next pass, or `fresh` if the file has no more passes.
-
-        Args:
-            label: label of the pass.
-            fresh: state at the start of the pass.
-            device: device of the weights.
-        """
+        """Returns the saved state of the next pass, or `fresh`, its state at the start, if the file has no more."""
         if not self._left:
             return fresh
         saved = self._left.pop(0)

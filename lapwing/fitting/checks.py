@@ -28,12 +28,7 @@ def check_data_size(data_size: int, count: int) -> None:
 def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, held_out: bool) -> None:
     """Raises if the method, the network, the likelihood and the tuning do not fit together.
 
-    Args:
-        method: method of the fit.
-        shape: surveyed network and the likelihood.
-        tune: tuning of the fit, or None.
-        inputs: inputs of the first batch.
-        held_out: whether the user passed `validation=`.
+    `inputs` are those of the first batch, and `held_out` says whether the user passed `validation=`.
     """
     tangent, likelihood = shape.tangent, shape.likelihood
     method.check(tangent, likelihood)

@@ -34,7 +34,7 @@ from .options import DEFAULT_TUNING, FitOptions
 from .result import checked, posteriors_of, tuned
 from .runner import Runner
 from .update import continued
-from .validation import all_weights, log_impossible, preferred
+from .validation import preferred, worth_trying
 
 log = logging.getLogger("lapwing")
 
@@ -196,7 +196,7 @@ class Setup:
         return {**self.options.described(), **fingerprint_of(surveyed)}
 
 
-def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
+def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None, warn: bool = True) -> Setup:
     """Surveys the network, chooses the method if the user named none, and checks that all parts fit together.
 
     Raises:
@@ -204,7 +204,7 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
     """
     runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
     shown = runner.shown() or batches.size(data.inputs)
-    method, shape, prior, reason = surveyed(data, options, runner.count, shown)
+    method, shape, prior, reason = surveyed(data, options, runner.count, shown, warn)
     tangent = shape.tangent
     check_memory(method, shape)
     if reason is not None:
@@ -254,13 +254,13 @@ def fit_of_all_weights(setup: Setup, last: Posterior) -> Posterior | None:
 
     Returns None if the user named the method or the parameters, or if all weights cost too much or cannot be treated.
     """
-    options, data = setup.options, setup.data
-    if not options.compares or data.likelihood.logit_temperature is None:
-        return None
-    if all_weights(last.tangent, data.inputs, setup.runner.count()) is None:
-        return None
+    options, data, tangent = setup.options, setup.data, last.tangent
+    if not options.compares or data.likelihood.logit_temperature is None or tangent.positions is not None:
+        return None  # at positions a prediction needs a backward pass for each output of each position
     try:
-        return run_and_tune(survey(replace(options, method=KFAC()), data, setup.checkpoint))
-    except LapwingError as error:
-        log_impossible(error)
-        return None
+        wide = survey(replace(options, method=KFAC()), data, setup.checkpoint, warn=False)
+        if worth_trying(wide.problem.tangent, tangent, setup.runner.count()):
+            return run_and_tune(wide)
+    except LapwingError as error:  # frozen weights, quantized layers, ...
+        log.info("Only the last layer is treated, since all trained weights cannot be: %s", error)
+    return None

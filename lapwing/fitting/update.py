@@ -54,13 +54,6 @@ def continued(
 ) -> Posterior:
     """Returns the posterior of further data with a former posterior as the prior: see `lw.fit`.
 
-    Args:
-        options: options of the fit.
-        former: the former posterior.
-        model: network that was trained further.
-        loader: further data.
-        checkpoint: checkpoint of the fit, or None.
-
     Raises:
         LapwingError: if the network has other layers, or the former covariance cannot be a prior.
     """
@@ -81,13 +74,7 @@ def continued(
 
 
 def _with_data(posterior: Posterior, tangent: Tangent, data: Data, checkpoint: Checkpoint | None = None) -> Posterior:
-    """Returns the posterior with the curvature and the statistics of further data added.
-
-    Args:
-        posterior: posterior of the former data.
-        tangent: surveyed network, at whose weights the further data are linearised.
-        data: further data.
-        checkpoint: checkpoint of the fit, or None.
+    """Returns the posterior with the curvature, at the weights of `tangent`, and the statistics of further data added.
 
     Raises:
         LapwingError: if the curvatures do not add, or the data cannot be used.

@@ -7,9 +7,8 @@ import math
 from typing import Any
 
 from .. import ranks
-from ..errors import LapwingError
 from ..posterior import Posterior
-from ..tangent import Tangent, everything
+from ..tangent import Tangent
 from ..tuning.held_out import sample_scores
 from .default_method import is_affordable_for_kfac
 
@@ -25,44 +24,22 @@ GAIN = 2e-3
 """Minimum gain, in nats per held-out sample, for which all weights are preferred. Their predictions cost more."""
 
 
-def all_weights(tangent: Tangent, inputs: Any, samples: int) -> Tangent | None:
-    """Surveys all weights of a classifier; returns None if they cannot be treated or cost too much.
-
-    Args:
-        tangent: surveyed network, with the last layer treated.
-        inputs: inputs of the first batch.
-        samples: N.
-    """
-    if tangent.positions is not None:  # each position needs a backward pass per output
-        return None
-    try:
-        whole = Tangent.survey(tangent.model, inputs, everything, tangent.forward, tangent.memory, warn=False)
-    except LapwingError as error:  # frozen weights, quantized layers, ...
-        log_impossible(error)
-        return None
-    if whole.parameters.keys() == tangent.parameters.keys():
-        return None
+def worth_trying(whole: Tangent, last: Tangent, samples: int) -> bool:
+    """Whether to compare all weights with the last layer: there are more of them, and they do not cost too much."""
+    if whole.parameters.keys() == last.parameters.keys():
+        return False
     work = samples * whole.outputs * whole.plan.work(whole.blocks)
     if is_affordable_for_kfac(whole, OUTPUTS) and work <= MULTIPLY_ADDS:
-        return whole
+        return True
     log.info("Only the last layer is treated, since all %d weights cost too much.", whole.size)
-    return None
-
-
-def log_impossible(error: LapwingError) -> None:
-    """Logs why all weights of a classifier cannot be treated."""
-    log.info("Only the last layer is treated, since all trained weights cannot be: %s", error)
+    return False
 
 
 def preferred(last: Posterior, whole: Posterior, held_out: Any) -> Posterior:
     """Returns the posterior of a classifier's last layer, or of all weights if held-out data prefer it.
 
-    All weights are preferred if their mean gain exceeds `GAIN` and the standard error of the mean gain.
-
-    Args:
-        last: posterior of the last layer.
-        whole: posterior of all weights.
-        held_out: held-out data; over several processes, the data of all processes, on rank 0.
+    All weights are preferred if their mean gain exceeds `GAIN` and the standard error of the mean gain. Over several
+    processes rank 0 has the held-out data of all of them.
     """
 
     def gain_of_all() -> tuple[float, float]:
