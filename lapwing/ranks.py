@@ -23,9 +23,6 @@ from torch import Tensor, distributed
 
 from .errors import LapwingError
 
-LOST = "connection", "timed out", "timeout", "broken pipe", "remote process"
-"""Words in torch's errors if another process has ended or does not answer."""
-
 T = TypeVar("T")
 
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -50,23 +47,18 @@ class _Group:
         """Calls a collective of torch.
 
         Raises:
-            LapwingError: if another process has ended or does not answer, or the devices do not fit the process group.
+            LapwingError: if another process has ended or does not answer, or a device has no backend.
         """
         try:
             collective(*arguments, **options)
         except (RuntimeError, ValueError) as error:
             self.settled = True
-            here, text = f"Process {self.rank} of {self.size} cannot reach the others:", str(error).strip()
-            if any(word in text.lower() for word in LOST):
-                raise LapwingError(
-                    f"{here} one of them has ended, or was silent for longer than the timeout of the process group. "
-                    "See the end of its log; one that was killed from outside has none, and often ran out of memory. "
-                    "Start all processes again. If one is only slow, pass a longer init_process_group(timeout=...)."
-                ) from error
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
             raise LapwingError(
-                f"{here} {text.partition(chr(10))[0].rstrip('.')}. Every process must run the same fit, with backends "
-                "for the network's device and the CPU: call torch.distributed.init_process_group() without a backend, "
-                "and start all processes again."
+                f"Process {self.rank} of {self.size} cannot reach the others: {reason}. If another process has ended, "
+                "see the end of its log; one that was killed has none, and often ran out of memory. If one is only "
+                "slow, pass a longer init_process_group(timeout=...). If a device has no backend, call "
+                "init_process_group() without a backend. Then start all processes again."
             ) from error
 
     def gathered(self, label: str, value: Any, failure: str | None = None) -> list[Any]:

@@ -58,12 +58,18 @@ class Data:
         Raises:
             LapwingError: if sample weights are missing or negative, or, in one process, if all of them are 0.
         """
-        total = 0.0
-        for batch in self._without_padding():
+        left, total = _unrepeated(self.loader) if ranks.several() else None, 0.0
+        for batch in self.loader if left != 0 else ():
+            if left is not None:
+                size = batches.size(batches.split(batch)[0])
+                batch = batch if size <= left else batches.take(batch, slice(0, left))
+                left -= size
             if self.weighted:
                 batch = batches.weighted(batch)
                 total += float(batch.weights.sum())  # type: ignore[union-attr]
             yield batch
+            if left is not None and left <= 0:
+                break
         if self.weighted and not total and not ranks.several():
             raise LapwingError(
                 "All sample weights are 0, so there are no data. Pass positive weights for some samples."
@@ -71,20 +77,6 @@ class Data:
 
     def __len__(self) -> int:
         return len(self.loader)
-
-    def _without_padding(self) -> Iterator[Any]:
-        left = _unrepeated(self.loader) if ranks.several() else None
-        if left == 0:
-            return
-        for batch in self.loader:
-            if left is None:
-                yield batch
-                continue
-            size = batches.size(batches.split(batch)[0])
-            yield batch if size <= left else batches.take(batch, slice(0, left))
-            left -= size
-            if left <= 0:
-                return
 
     @cached_property
     def first(self) -> Any:

@@ -174,9 +174,9 @@ class Posterior:
         """
         self._check_network()
         if not isinstance(prior_precision, Mapping):
-            check_argument("with_prior", "prior_precision", prior_precision, positive(), "10.0")
+            check_argument("posterior.with_prior", "prior_precision", prior_precision, positive(), "10.0")
         if noise_variance is not None:
-            check_argument("with_prior", "noise_variance", noise_variance, positive(), "0.1")
+            check_argument("posterior.with_prior", "noise_variance", noise_variance, positive(), "0.1")
         prior = Prior.read(self.tangent, prior_precision)
         noise = self.noise_variance if noise_variance is None else noise_variance
         if noise is not None:
@@ -311,7 +311,7 @@ class Posterior:
         Cost: the cost of the way plus the cost of the link.
         """
         rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
-        check_argument("predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
+        check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
         return predicted(self.likelihood, self.latent(x, via, progress=progress), link, generator)
 
     @outside_modes
@@ -328,8 +328,8 @@ class Posterior:
         Raises:
             LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.
         """
-        check_argument("sample", "n", n, integer(1), "5")
-        check_argument("sample", "seed", seed, SEED, "0")
+        check_argument("posterior.sample", "n", n, integer(1, text="a whole number of at least 1"), "5")
+        check_argument("posterior.sample", "seed", seed, SEED, "0")
         self._check_network()
         check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))

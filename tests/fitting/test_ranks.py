@@ -99,21 +99,14 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert third is None
     for rank, results in enumerate((first, second)):
         assert results is not None
-        assert f"Process {rank} of 3 cannot reach the others: one of them has ended" in results[0]
+        assert f"Process {rank} of 3 cannot reach the others: " in results[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("No backend type associated with device type cuda\nfurther", r"cuda\. Every process .* without a backend"),
-        ("[pair.cc:553] Connection closed by peer [::1]:1", "has ended, or was silent"),
-    ],
-)
-def test_processes_that_cannot_be_reached(text: str, words: str) -> None:
+def test_processes_that_cannot_be_reached() -> None:
     def fail() -> None:
-        raise RuntimeError(text)
+        raise RuntimeError("No backend type associated with device type cuda\nfurther")
 
-    with pytest.raises(lw.LapwingError, match=words):
+    with pytest.raises(lw.LapwingError, match=r"others: No backend .* cuda\. .* init_process_group\(\)"):
         collectives._Group(0, 2).run(fail)
 
 
