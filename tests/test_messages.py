@@ -45,7 +45,9 @@ POSTERIOR = lw.fit(NETWORK, [(X, Y)], prior_precision=1.0)
 FACTORS = lw.fit(NETWORK, [(X, Y)], lw.KFAC(), prior_precision=1.0)
 REAL = torch.randn(8, 3)
 REGRESSION = lw.fit(NETWORK, [(X, REAL)], prior_precision=1.0)
-STATES = [NETWORK.state_dict()] * 3
+SNAPSHOTS = lw.SWAG.collector(NETWORK)
+for _ in range(3):
+    SNAPSHOTS.snapshot()
 OPTIONS = [
     getattr(lw, name) for name in lw.__all__
     if inspect.isclass(getattr(lw, name)) and hasattr(getattr(lw, name), "__dataclass_fields__")
@@ -61,7 +63,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (lw.scale_factor, {"posterior": POSTERIOR, "loader": [(X, Y)], "via": lw.Linearized()}),
     (lw.deploy, {"posterior": POSTERIOR, "x": X}),
     (lw.MeanField.from_variances, {"model": NETWORK, "variances": {}, "loader": [(X, Y)]}),
-    (lw.SWAG.from_snapshots, {"snapshots": STATES, "loader": [(X, Y)], "model": NETWORK}),
+    (lw.SWAG.from_snapshots, {"snapshots": SNAPSHOTS, "loader": [(X, Y)]}),
     (POSTERIOR.latent, {"x": X}),
     (POSTERIOR.predict, {"x": X}),
     (POSTERIOR.sample, {"n": 1}),

@@ -88,15 +88,12 @@ class SWAG:
     @outside_modes
     @with_progress
     def from_snapshots(
-        snapshots: SnapshotCollector | Iterable[Mapping[str, Tensor]],
+        snapshots: SnapshotCollector,
         loader: Any,
         *,
         likelihood: str | Likelihood | None = None,
         scale: float = 0.5,
         batch_norm: Literal["refresh", "keep"] = "refresh",
-        model: nn.Module | None = None,
-        rank: int | None = None,
-        params: Predicate | None = None,
         forward: Forward | None = None,
         memory: int | None = None,
         seed: int = 0,
@@ -108,16 +105,13 @@ class SWAG:
         The copy is `posterior.model`: save its `state_dict()` together with the posterior. Your network is only read.
 
         Args:
-            snapshots: a collector, or state dicts of `model`, which are read one by one.
+            snapshots: the collector.
             loader: the training data, as in `lw.fit`.
             likelihood: "categorical", "gaussian" or an instance; None infers it from the dtype of the targets. A noise
                 variance that is None becomes the mean squared residual of the averaged network.
             scale: factor of both parts of Σ; 1/2 in the paper, which uses 1 for the diagonal only.
             batch_norm: "refresh" computes the statistics of the averaged weights from the data, in training mode;
                 "keep" uses the statistics of the last snapshot, for networks trained with frozen statistics.
-            model: the network, for state dicts.
-            rank: K, for state dicts; None means 20.
-            params: selection of the uncertain parameters, for state dicts; None means `lw.everything`.
             forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are all wrong.
             memory: budget in bytes for one chunk of samples; None means 1 GiB.
             seed: seed of dropout while batch norm statistics are refreshed.
@@ -128,12 +122,11 @@ class SWAG:
             An immutable posterior. It has no prior (`prior_precision` is None) and no evidence.
 
         Raises:
-            LapwingError: if there are fewer than two snapshots, if they are of another network, or if the input is
-                invalid.
+            LapwingError: if there are fewer than two snapshots, or if the input is invalid.
 
         Cost: one forward pass over the data, two with batch norm; memory O(K P).
         """
-        collector = _collected(snapshots, model, rank, params)
+        collector = _checked(snapshots)
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         check_argument("SWAG.from_snapshots", "seed", seed, SEED, "0")
         check_flag("SWAG.from_snapshots", "sample_weights", sample_weights)
@@ -171,7 +164,7 @@ class SnapshotCollector:
         if not isinstance(model, nn.Module):
             raise LapwingError(
                 f"SWAG cannot take snapshots of a {type(model).__name__}: it needs a torch.nn.Module. Write "
-                "lw.SWAG.collector(model), or pass model=model with a list of state dicts."
+                "lw.SWAG.collector(model)."
             )
         if not is_whole(rank, 0) or rank == 1:
             raise LapwingError(
@@ -284,33 +277,20 @@ class _OnInputs(nn.Module):
             ) from error
 
 
-def _collected(
-    snapshots: Any, model: nn.Module | None, rank: int | None, params: Predicate | None
-) -> SnapshotCollector:
-    """Returns the collector, or a new one with the given state dicts."""
-    if isinstance(snapshots, SnapshotCollector):
-        if not (model is rank is params is None):
-            raise LapwingError(
-                "SWAG.from_snapshots uses model=, rank= and params= for state dicts only, and the snapshots are a "
-                "collector. Pass them to lw.SWAG.collector."
-            )
-        collector = snapshots
-    else:
-        if not isinstance(snapshots, Iterable) or isinstance(snapshots, (Mapping, Tensor, nn.Module)) or model is None:
-            raise LapwingError(
-                f"SWAG.from_snapshots({batches.describe(snapshots)}, model={type(model).__name__}) needs a collector, "
-                "or a list of state dicts and their network. Write lw.SWAG.from_snapshots([state_1, state_2, ...], "
-                "loader, model=model)."
-            )
-        collector = SnapshotCollector(model, 20 if rank is None else rank, everything if params is None else params)
-        for state in snapshots:
-            collector.add(state)
-    if collector.count < 2:
+def _checked(snapshots: Any) -> SnapshotCollector:
+    """Returns the collector; raises unless it is one, with at least two snapshots."""
+    if not isinstance(snapshots, SnapshotCollector):
         raise LapwingError(
-            f"SWAG of {collector.count} snapshots of {type(collector.model).__name__} has no variance: at least 2 are "
+            f"SWAG.from_snapshots needs a collector, not {batches.describe(snapshots)}. Write collector = "
+            "lw.SWAG.collector(model), and collector.snapshot() after each epoch, or collector.add(state) for each "
+            "saved state dict."
+        )
+    if snapshots.count < 2:
+        raise LapwingError(
+            f"SWAG of {snapshots.count} snapshots of {type(snapshots.model).__name__} has no variance: at least 2 are "
             "needed. Call collector.snapshot() after each of the last 20 epochs, say."
         )
-    return collector
+    return snapshots
 
 
 def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) -> LowRankPlusDiagonal:

@@ -135,8 +135,11 @@ def test_small_moves_of_large_weights_keep_their_digits():
 
 
 def posterior_of(problem: Setup, states: list[Any], rank: int = 4, **options: Any) -> lw.Posterior:
-    given = {"likelihood": problem.likelihood, "model": problem.model, "params": problem.params, **options}
-    return SWAG.from_snapshots(iter(states), given.pop("loader", problem.loader), rank=rank, **given)
+    collector = SWAG.collector(problem.model, rank, problem.params)
+    for state in states:
+        collector.add(state)
+    given = {"loader": problem.loader, "likelihood": problem.likelihood, **options}
+    return SWAG.from_snapshots(collector, **given)
 
 
 def columns(posterior: lw.Posterior) -> tuple[list[str], Tensor]:
@@ -213,11 +216,13 @@ def test_batch_norm_is_refreshed():
 
 def test_a_batch_of_one_has_no_variance():
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    x, y, states = torch.randn(6, 3), torch.randn(6, 2), wander(model, 3)
+    x, y, collector = torch.randn(6, 3), torch.randn(6, 2), SWAG.collector(model)
+    for state in wander(model, 3):
+        collector.add(state)
     uneven = [(x, y), (x[:1], y[:1])]
     with pytest.raises(lw.LapwingError, match=r"\(1, 3\).*Pass batches of at least 2.*batch_norm='keep'"):
-        SWAG.from_snapshots(states, uneven, model=model)
-    assert SWAG.from_snapshots(states, uneven, model=model, batch_norm="keep").samples == 7
+        SWAG.from_snapshots(collector, uneven)
+    assert SWAG.from_snapshots(collector, uneven, batch_norm="keep").samples == 7
     images = Setup(ZOO["cnn_bn_inplace"], lw.everything)  # several positions have a variance
     posterior_of(images, wander(images.model, 3), loader=[(images.x[:1], images.y[:1]), *images.loader])
 

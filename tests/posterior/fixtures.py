@@ -77,8 +77,10 @@ def implicit(model: nn.Module, x: Tensor, y: Tensor) -> lw.Posterior:
 
 
 def swag(model: nn.Module, x: Tensor, y: Tensor) -> lw.Posterior:
-    states = [{k: v + 0.1 * torch.randn_like(v) for k, v in model.state_dict().items()} for _ in range(4)]
-    return lw.SWAG.from_snapshots(iter(states), [(x, y)], model=model)
+    collector = lw.SWAG.collector(model)
+    for _ in range(4):
+        collector.add({k: v + 0.1 * torch.randn_like(v) for k, v in model.state_dict().items()})
+    return lw.SWAG.from_snapshots(collector, [(x, y)])
 
 
 def mean_field(model: nn.Module, x: Tensor, y: Tensor) -> lw.Posterior:
