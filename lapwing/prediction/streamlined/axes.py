@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch import Tensor, fx
 
 from ...data import batches
 from ...errors import LapwingError
 from .graph import Graph, execute
 from .moments import Layout
-from .operations import broadcast, operation_of, same_along
+from .operations import broadcast, operation_of, same_along, shape_of
 from .schedule import Schedule
 
 
@@ -71,7 +70,7 @@ def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
     Raises:
         LapwingError: for a batch of fixed size, or samples merged between other dimensions.
 
-    Cost: two passes of two samples if the samples share a dimension.
+    Cost: one pass of two samples if the samples share a dimension.
     """
     symbol = _batch_length(graph)
     if not isinstance(symbol, str):
@@ -82,18 +81,20 @@ def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
         )
     dims: dict[str, int] = {}
     shared: list[str] = []
-    placeholders = [node for node in graph.nodes[0].graph.nodes if node.op == "placeholder"]
-    for node in (*placeholders, *graph.nodes):
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or not value.ndim or node.name in graph.tensors:
-            continue
-        for dim, length in enumerate(value.shape):
+    for node in _nodes(graph):
+        for dim, length in enumerate(node.meta["val"].shape):
             if isinstance(length, torch.SymInt) and symbol in map(str, length.node.expr.free_symbols):
                 dims[node.name] = dim
                 if str(length.node.expr) != symbol:
                     shared.append(node.name)
                 break
-    return _checked(graph, inputs, SampleAxes(dims), shared, network) if shared else SampleAxes(dims)
+    return _ordered(graph, inputs, dims, shared, network) if shared else SampleAxes(dims)
+
+
+def _nodes(graph: Graph) -> list[fx.Node]:
+    """Returns the inputs and calls whose values are tensors with dimensions."""
+    placeholders = [node for node in graph.nodes[0].graph.nodes if node.op == "placeholder"]
+    return [node for node in (*placeholders, *graph.nodes) if node.name not in graph.tensors and shape_of(node)]
 
 
 def _batch_length(graph: Graph) -> int | str:
@@ -101,16 +102,14 @@ def _batch_length(graph: Graph) -> int | str:
     return next(shape[0] for shape in graph.shapes if shape)
 
 
-def _checked(graph: Graph, inputs: Any, axes: SampleAxes, shared: list[str], network: str) -> SampleAxes:
-    """Finds the order of samples in shared dimensions: changing the second sample must not change the first."""
-    places = ((0, batches.size(inputs) - 1), (0, 0))
-    pairs = [batches.take(inputs, torch.tensor(pair, device=batches.tensors(inputs)[0].device)) for pair in places]
-    with torch.no_grad():
-        first, second = _run_changed(graph, pairs[0], axes.dims, shared), graph.run(pairs[1])
+def _ordered(graph: Graph, inputs: Any, dims: dict[str, int], shared: list[str], network: str) -> SampleAxes:
+    """Finds the order of samples in shared dimensions, in which the first of two samples has no NaN of the second."""
+    pair = torch.tensor((0, batches.size(inputs) - 1), device=batches.tensors(inputs)[0].device)
+    values = _with_nan(graph, batches.take(inputs, pair), {n: dim for n, dim in dims.items() if n not in shared})
     fastest = set[str]()
     for name in shared:
-        for order in (SampleAxes(axes.dims), SampleAxes(axes.dims, frozenset([name]))):
-            if _alike(*(order.flat(name, values[name], 2)[0] for values in (first, second))):
+        for order in (SampleAxes(dims), SampleAxes(dims, frozenset([name]))):
+            if not order.flat(name, values[name], 2)[0].isnan().any():
                 fastest.update(order.fastest)
                 break
         else:
@@ -119,52 +118,41 @@ def _checked(graph: Graph, inputs: Any, axes: SampleAxes, shared: list[str], net
                 "prediction cannot tell them apart. Merge the batch first or last. Or predict with "
                 "via=lw.Linearized()."
             )
-    return SampleAxes(axes.dims, frozenset(fastest))
-
-
-def _alike(x: Tensor, y: Tensor) -> bool:
-    return torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-6, equal_nan=True)
+    return SampleAxes(dims, frozenset(fastest))
 
 
 def _axes_of_fixed_batch(graph: Graph, inputs: Any) -> SampleAxes:
-    """Returns the values whose first dimension has the samples, for a batch of fixed size.
-
-    If all samples are copies of the first, these values are constant along that dimension.
-
-    Cost: two passes.
-    """
+    """Returns the values whose first dimension has the samples, for a batch of fixed size: NaN stays in its sample."""
     count = batches.size(inputs)
-    first = batches.take(inputs, torch.zeros(count, dtype=torch.long, device=batches.tensors(inputs)[0].device))
+    dims = {node.name: 0 for node in _nodes(graph) if shape_of(node)[0] == count}
+    values = _with_nan(graph, inputs, dims)
+    nan = {name: values[name].isnan().reshape(count, -1).any(1) for name in dims}
+    return SampleAxes({name: 0 for name, found in nan.items() if found[-1] and not found[:-1].any()})
+
+
+def _with_nan(graph: Graph, inputs: Any, dims: Mapping[str, int]) -> dict[str, Any]:
+    """Runs the calls with NaN in the last sample: in floating-point inputs, and in values looked up by integers.
+
+    `dims` has the dimension of the samples of some values.
+    """
+
+    def with_nan(name: str, x: Tensor) -> Tensor:
+        last = x.shape[dims[name]] - 1
+        return x.index_fill(dims[name], torch.tensor([last], device=x.device), torch.nan)
+
+    values = graph.bind(inputs)
+    for name in values.keys() & dims.keys():
+        if values[name].is_floating_point():
+            values[name] = with_nan(name, values[name])
     with torch.no_grad():
-        values, equal = graph.run(inputs), graph.run(first)
-    candidates = {n: x for n, x in values.items() if isinstance(x, Tensor) and n not in graph.tensors}
-    return SampleAxes(
-        {n: 0 for n, x in candidates.items() if x.shape[:1] == (count,) and _alike(equal[n], x[:1].expand_as(x))}
-    )
-
-
-def _run_changed(graph: Graph, pair: Any, dims: Mapping[str, int], shared: list[str]) -> dict[str, Any]:
-    """Runs the calls on two samples and changes the second: floating-point inputs, and values looked up by integers."""
-
-    def change(leaf: Any) -> Any:
-        return _other(leaf, 0) if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point() else leaf
-
-    values = graph.bind(pytree.tree_map(change, pair))
-    for node in graph.nodes:
-        value = execute(node, values)
-        sources = [values[source.name] for source in node.all_input_nodes if source.name in dims]
-        looked_up = bool(sources) and not any(source.is_floating_point() for source in sources)
-        if looked_up and node.name in dims and node.name not in shared and value.is_floating_point():
-            value = _other(value, dims[node.name])
-        values[node.name] = value
+        for node in graph.nodes:
+            value = execute(node, values)
+            sources = [values[source.name] for source in node.all_input_nodes if source.name in dims]
+            looked_up = bool(sources) and not any(source.is_floating_point() for source in sources)
+            if looked_up and node.name in dims and value.is_floating_point():
+                value = with_nan(node.name, value)
+            values[node.name] = value
     return values
-
-
-def _other(x: Tensor, dim: int) -> Tensor:
-    """Returns two samples with the second changed, such that a normalisation does not undo the change."""
-    first, second = x.narrow(dim, 0, 1), x.narrow(dim, 1, 1)
-    ramp = torch.linspace(0.25, 1.0, second.shape[-1], dtype=x.dtype, device=x.device)
-    return torch.cat([first, second.flip(-1) * 0.5 + ramp], dim)
 
 
 def read_layouts(schedule: Schedule, graph: Graph, inputs: Any, network: str) -> dict[str, Layout]:
