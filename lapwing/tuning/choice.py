@@ -15,10 +15,11 @@ from torch import Tensor
 from ..covariance import has_prior, has_rank
 from ..data import batches
 from ..data.progress import tracked
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..methods.passes import Batch
 from ..options import Rule
 from ..posterior import Posterior
+from .evidence import without_rank
 from .held_out import at_precision, no_batch, sample_scores, width_scores
 from .search import evenly
 
@@ -54,23 +55,13 @@ RISING = Rule(
 """A range of exponents."""
 
 
-def check_ranks(ranks: Any, method: str, is_subspace: bool) -> None:
-    """Raises unless `ranks` is (), or holds positive integers and the method fits a subspace."""
-    numbers = isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) and rank > 0 for rank in ranks)
-    if not (isinstance(ranks, tuple) and not ranks) and not (numbers and is_subspace):
-        raise LapwingError(
-            f"ranks={shown(ranks)} of {method} are not ranks from 1 up of a subspace. Leave ranks out, or fit "
-            "lw.ELLA(rank=20) with ranks=(5, 10)."
-        )
-
-
 def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     """Returns the posterior on its first directions, for each rank below its own, and last the posterior itself."""
-    if isinstance(ranks, tuple) and not ranks:
-        return [posterior]
     covariance = posterior.covariance
-    check_ranks(ranks, str(posterior.method), has_rank(covariance))
-    assert has_rank(covariance)
+    if not ranks:
+        return [posterior]
+    if not has_rank(covariance):
+        raise without_rank("ranks", ranks, str(posterior.method))
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
 

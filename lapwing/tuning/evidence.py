@@ -108,13 +108,7 @@ class Evidence(Tuning):
     def check(self, method: Method, shape: FitShape) -> None:
         footprint = None if self.rank_gap is None else method.footprint(shape)
         if footprint is not None and method.can_change_prior and footprint.rank is None:
-            raise self._without_rank(repr(method))
-
-    def _without_rank(self, method: str) -> LapwingError:
-        return LapwingError(
-            f"rank_gap={self.rank_gap} needs a subspace, and {method} has no rank. Leave rank_gap out, or fit "
-            "lw.ELLA(rank=20)."
-        )
+            raise without_rank("rank_gap", self.rank_gap, repr(method))
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:
@@ -122,7 +116,7 @@ class Evidence(Tuning):
         if self.rank_gap is None:
             return best
         if not has_rank(covariance):
-            raise self._without_rank(str(posterior.method))
+            raise without_rank("rank_gap", self.rank_gap, str(posterior.method))
         enough = _value(best) - self.rank_gap
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:
@@ -146,6 +140,13 @@ class Evidence(Tuning):
                 10**lowest, 10**highest, 10 ** min(ends) if min(ends) <= lowest else 10 ** max(ends),
             )  # fmt: skip
         return posterior.at(precision, noise)
+
+
+def without_rank(option: str, value: Any, method: str) -> LapwingError:
+    """Returns the error for an option of a tuning that only subspaces have."""
+    return LapwingError(
+        f"{option}={value} needs a subspace, and {method} has no rank. Leave {option} out, or fit lw.ELLA(rank=20)."
+    )
 
 
 def _value(posterior: Posterior) -> float:

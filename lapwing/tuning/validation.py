@@ -7,22 +7,40 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..data.frames import as_loader, check_data
-from ..errors import LapwingError
+from ..errors import LapwingError, is_whole
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
-from ..options import at_least, number, option
+from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
-from .choice import RISING, TEMPERATURES, best_of, check_ranks, chosen_numbers, with_ranks
-from .evidence import Training, Tuning
+from .choice import RISING, TEMPERATURES, best_of, chosen_numbers, with_ranks
+from .evidence import Training, Tuning, without_rank
 from .regression_width import SAMPLES, trained_product
 
 log = logging.getLogger("lapwing")
 
 
+RANKS = Rule(
+    lambda value: isinstance(value, (tuple, list)) and all(is_whole(rank, 1) for rank in value),
+    "a tuple of whole numbers of at least 1",
+    tuple,
+)
+"""Ranks to compare."""
+
+
 class _OnHeldOutData(Tuning):
-    """A tuning on held-out data, which does not read the evidence."""
+    """A tuning on held-out data, which may compare ranks of a subspace, and does not read the evidence."""
 
     loader: Any
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_data(self.loader, type(self).__name__)
+
+    def check(self, method: Method, shape: FitShape) -> None:
+        footprint = method.footprint(shape) if self.ranks else None
+        if footprint is not None and footprint.rank is None:
+            raise without_rank("ranks", self.ranks, repr(method))
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         return False
@@ -76,21 +94,9 @@ class Validation(_OnHeldOutData):
     loader: Any = field(repr=False)
     decades: tuple[float, float] = option((-5.0, 7.0), RISING)
     points: int = option(25, at_least(3))
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = option((), RANKS, write="(5, 10)")
     tolerance: float = option(0.25, number(0))
     tempered: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_data(self.loader, "Validation")
-
-    def check(self, method: Method, shape: FitShape) -> None:
-        if isinstance(self.ranks, tuple) and not self.ranks:
-            return
-        footprint, likelihood = method.footprint(shape), shape.likelihood
-        chooses = likelihood.needs_noise or (likelihood.logit_temperature == 1 and not method.chooses_temperature)
-        if footprint is None or method.can_change_prior or chooses:
-            check_ranks(self.ranks, repr(method), footprint is None or footprint.rank is not None)
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
@@ -156,18 +162,12 @@ class EarlyStopping(_OnHeldOutData):
     prefixes: int = option(10, at_least(1))
     decades: tuple[float, float] = option((-5.0, 7.0), RISING)
     points: int = option(25, at_least(3))
-    ranks: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_data(self.loader, "EarlyStopping")
+    ranks: tuple[int, ...] = option((), RANKS, write="(5, 10)")
 
     def check(self, method: Method, shape: FitShape) -> None:
         if not method.allows_early_stopping():
             raise _without_prefixes(repr(method))
-        footprint = None if isinstance(self.ranks, tuple) and not self.ranks else method.footprint(shape)
-        if footprint is not None and method.can_change_prior:
-            check_ranks(self.ranks, repr(method), footprint.rank is not None)
+        super().check(method, shape)
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
