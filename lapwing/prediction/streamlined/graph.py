@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -112,8 +111,8 @@ class _Outputs(nn.Module):
         return call(self.model, inputs, self.call)
 
 
-_GRAPHS: dict[int, list[tuple[Any, Graph]]] = {}
-"""Id of a tangent -> (stamp of its network, graph) for each structure of inputs."""
+_GRAPHS: dict[int, list[Graph]] = {}
+"""Id of a tangent -> a graph for each structure of inputs."""
 
 
 def read(tangent: Tangent, inputs: Any) -> Graph:
@@ -127,24 +126,15 @@ def read(tangent: Tangent, inputs: Any) -> Graph:
 
     Cost: about a second for a network of a few hundred calls, once; two forward passes to check it.
     """
-    stamp = _stamp(tangent.model)
     if id(tangent) not in _GRAPHS:
         _GRAPHS[id(tangent)] = []
         weakref.finalize(tangent, _GRAPHS.pop, id(tangent), None)
-    for known, graph in _GRAPHS[id(tangent)]:
-        if known == stamp and graph.accepts(inputs):
+    for graph in _GRAPHS[id(tangent)]:
+        if graph.accepts(inputs):
             return graph
     graph = _read(tangent, inputs)
-    _GRAPHS[id(tangent)].append((stamp, graph))
+    _GRAPHS[id(tangent)].append(graph)
     return graph
-
-
-def _stamp(model: nn.Module) -> Any:
-    """Returns the properties of a network that may change without a new tangent: its modules, their hooks and modes."""
-    return [
-        (id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m))
-        for m in model.modules()
-    ]
 
 
 def _read(tangent: Tangent, inputs: Any) -> Graph:
@@ -197,12 +187,7 @@ def _exported(wrapped: nn.Module, inputs: Any, dynamic: bool) -> ExportedProgram
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Turns off fused fast paths, which have no graph, and torch's warnings about exports.
-
-    Torch also sets the folder of its compiler in the environment. Nothing here uses it, so it is removed again.
-    """
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    folder = os.environ.get(name)
+    """Turns off fused fast paths, which have no graph, and torch's warnings about exports."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -211,8 +196,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        if folder is None:
-            os.environ.pop(name, None)
 
 
 def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:

@@ -188,7 +188,7 @@ class Program:
         for name, place in last_reads.items():
             if name != self.graph.output and name not in self.graph.tensors:
                 self._frees[place].append(name)
-        self._casts: dict[str, tuple[Any, Tensor]] = {}
+        self._casts: dict[str, Tensor] = {}
 
     def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
         """Carries moments to the output.
@@ -273,11 +273,9 @@ class Program:
             return value
         if name not in self.graph.tensors:
             return value.to(self.dtype)
-        stamp = (value.data_ptr(), value._version)
-        known = self._casts.get(name)
-        if known is None or known[0] != stamp:
-            known = self._casts[name] = (stamp, value.to(self.dtype))
-        return known[1]
+        if name not in self._casts:
+            self._casts[name] = value.to(self.dtype)
+        return self._casts[name]
 
     @property
     def largest(self) -> int:

@@ -78,7 +78,7 @@ class Site:
     layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
     correlated: bool = True
     samples: int = 0
-    _constants: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
+    _constants: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def at(self, samples: int) -> Site:
         """Returns the site for a batch of B samples."""
@@ -119,15 +119,12 @@ class Site:
         fits = matrix is not None and not matrix.one_hot and matrix.transposed == transposed
         return treated if fits else None
 
-    def constant(self, key: str, make: Callable[[], Any], *sources: Tensor | None) -> Any:
-        """Returns `make()`, computed once and again if the source tensors change."""
-        stamp = tuple((source.data_ptr(), source._version) for source in sources if source is not None)
-        known = self._constants.get(key)
-        if known is None or known[0] != stamp:
+    def constant(self, key: str, make: Callable[[], Any]) -> Any:
+        """Returns `make()`, computed once."""
+        if key not in self._constants:
             with torch.no_grad():
-                known = (stamp, make())
-            self._constants[key] = known
-        return known[1]
+                self._constants[key] = make()
+        return self._constants[key]
 
     def refusal(self, problem: str, advice: str = "") -> LapwingError:
         """Returns the error for a call that is not supported."""

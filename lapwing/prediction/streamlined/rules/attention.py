@@ -156,7 +156,7 @@ def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Ten
     if rows is None or layout is None or layout.channels.numel() != layout.channels.shape[-1]:
         return None
     order = layout.channels.flatten().to(weight.device)  # of each entry of x, as the layer that made it numbers them
-    crossed = site.constant("crossed", lambda: _crossed(weight, source.weight, rows, order), weight, source.weight)
+    crossed = site.constant("crossed", lambda: _crossed(weight, source.weight, rows, order))
     if crossed is None:
         return None
     spread = source.x.variance[:, None] @ crossed.mT  # (B, H, S, O)

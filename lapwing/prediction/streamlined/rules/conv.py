@@ -34,7 +34,7 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
         return site.apply(arguments, input=x, weight=kernel, bias=None)
 
     h = site.apply(arguments, input=mean, weight=w, bias=b)
-    second = site.constant("second", lambda: total_of([w.square(), spread]), w, spread)
+    second = site.constant("second", lambda: total_of([w.square(), spread]))
     parts: list[Tensor] = [] if variance is None else [apply(variance, second)]
     treated = site.weights
     treated = None if treated is None or treated.is_diagonal else treated
@@ -55,13 +55,13 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
     if isinstance(x, Moments):
         groups, cover = arguments["groups"], _cover(site, arguments, mean, h.shape[2:])
         counted = site.constant(
-            "counted", lambda: (_outputs_first(site, second, groups) * _inside(cover)).flatten(2).sum(-1), second
+            "counted", lambda: (_outputs_first(site, second, groups) * _inside(cover)).flatten(2).sum(-1)
         )  # (O, C)
         individual = _by_groups(layout.mean(x.individual, site.samples, 1), counted, groups)
         if x.correlation is not None:
             kernels = _outputs_first(site, w, groups)
             spreads = None if spread is None else _outputs_first(site, spread, groups)
-            inherited = site.constant("inherited", lambda: _inherited(cover, kernels, spreads), w, spread)  # (O, C)
+            inherited = site.constant("inherited", lambda: _inherited(cover, kernels, spreads))  # (O, C)
             pooled.append(_by_groups(layout.mean(x.common, site.samples, 1).square(), inherited, groups))
     if spread is not None:
         rows = _mean_patches(_cover(site, arguments, mean, h.shape[2:]), mean)  # (B, C, *kernel)

@@ -89,7 +89,7 @@ class Layer:
     def second(self) -> Tensor:
         """Returns `W² + Var[W]` (I, O), which multiplies the variances of inputs."""
         w, spread = mean_of(self.weight), variance_of(self.weight)
-        square = self.site.constant("second", lambda: total_of([w.square(), spread]), w, spread)
+        square = self.site.constant("second", lambda: total_of([w.square(), spread]))
         return self._inputs_first(square)
 
     def _inputs_first(self, matrix: Tensor) -> Tensor:
