@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from lapwing import LapwingError
 from lapwing.errors import shown
-from papers.common.augmentation import check_form, in_range, pixels, seeded, warp
+from papers.common.images import check_form, in_range, pixels, seeded, warp
 
 _Apply = Callable[[Tensor, float, Generator], Tensor]
 

@@ -12,7 +12,7 @@ from lapwing import LapwingError
 from lapwing.data import batches
 from lapwing.errors import shown
 from lapwing.evaluation.metrics import real_tensor
-from papers.common.augmentation import pixels, warp
+from papers.common.images import pixels, warp
 
 Fill = float | Sequence[float] | Tensor
 

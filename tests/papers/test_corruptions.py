@@ -12,8 +12,8 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from papers.common.augmentation import pixels, warp
 from papers.common.corruptions import CORRUPTIONS, corrupt
+from papers.common.images import pixels, warp
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
