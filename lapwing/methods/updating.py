@@ -35,10 +35,6 @@ class Update(Method):
 
     The result equals a fit to all data for diagonals, dense matrices, Kronecker factors, and subspaces with the same
     directions.
-
-    Args:
-        covariance: Σ of the data so far.
-        made_by: the method that made it.
     """
 
     covariance: Covariance

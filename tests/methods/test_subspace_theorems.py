@@ -251,7 +251,7 @@ def test_early_stopping_on_augmented_digits(digits, form, delta):
     """ELLA, section 5.2, with a given δ: the prefix with the best score on augmented training images is chosen."""
     model, loader, (x_test, y_test) = digits
     generator = torch.Generator().manual_seed(1)
-    augmented = [(x + 0.3 * torch.randn(x.shape, generator=generator), y) for x, y in loader]
+    augmented = [(x + 0.27 * torch.randn(x.shape, generator=generator), y) for x, y in loader]
     method = lw.ELLA(20, 200)
     tune = lw.EarlyStopping(augmented, form=form)
     stopped = lw.fit(model, loader, method, prior_precision=delta, tune=tune)

@@ -141,13 +141,9 @@ def layer_correlation(
 ) -> Tensor:
     """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled + individual/T`, in [0, 1].
 
-    Args:
-        variance: v of a layer's outputs.
-        pooled: variances (B, n) of the means over its T positions, from the part that the positions share.
-        individual: means over positions of the variances (B, n) of their independent parts; None if there are none.
-        layout: the dimensions of the outputs.
-        samples: B.
-        channel: dimension of the channels.
+    v are the variances of a layer's outputs. `pooled` (B, n) are the variances of their means over the T positions,
+    from the part that the positions share. `individual` (B, n) are the means over positions of the variances of the
+    independent parts, or None if there are none.
     """
     count = variance.numel() // pooled.numel()  # T
     alone = layout.mean(variance, samples, channel) / count

@@ -42,16 +42,7 @@ def build(
     uncertain: tuple[int, ...] = (),
     decompose: Callable[[Treated], tuple[Tensor, Tensor]] | None = None,
 ) -> Program:
-    """Builds the program of a network.
-
-    Args:
-        tangent: the network and its treated blocks.
-        covariance: Σ.
-        graph: the network's calls.
-        way: the options.
-        example: example inputs of the graph.
-        uncertain: indices of the uncertain inputs among the leaves.
-        decompose: `Treated.decompose`.
+    """Builds the program of a network, with example inputs and the indices of uncertain inputs among the leaves.
 
     Raises:
         LapwingError: if a treated parameter is used twice, if none reaches the outputs, or if samples cannot be told
@@ -151,13 +142,10 @@ class Program:
     """A network's moments as a list of steps.
 
     Attributes:
-        graph: the calls.
         schedule: the steps, with the calls that carry moments.
         sites: name of a call -> its site.
         treated: placeholder of a parameter -> (its block, its name).
         dtype: the dtype of the moments.
-        network: name of the network's class.
-        way: the options.
         axes: the dimensions of the samples, for calls without a rule.
         layouts: name of a value -> its dimensions, if positions are correlated.
         width: C for outputs with positions, (B, T C); otherwise None.

@@ -39,12 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All steps of a network in order.
-
-    Attributes:
-        steps: the steps.
-        uncertain: names of all uncertain values.
-    """
+    """All steps of a network in order, and the names of all uncertain values."""
 
     steps: tuple[Step, ...]
     uncertain: frozenset[str]

@@ -62,13 +62,11 @@ class Site:
     """One call with everything that does not depend on the inputs.
 
     Attributes:
-        node: the call.
         roles: argument name -> its treated parameter, as (block, parameter name).
         attention: `Streamlined.attention`.
         network: name of the network's class, for messages.
         layouts: name of a value -> its dimensions, if options need them.
         correlated: whether positions are correlated.
-        samples: B.
     """
 
     node: fx.Node

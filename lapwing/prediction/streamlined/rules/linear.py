@@ -26,7 +26,6 @@ class Layer:
     """A call `a Wᵀ + b` with its uncertain arguments.
 
     Attributes:
-        site: the call.
         source: name of the argument a.
         x: a.
         weight: W as stored.
