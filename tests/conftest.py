@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -37,6 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, item in enumerate(cases):
             if place not in quick:
                 item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of garbage collections: it lives as long as the process."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -318,20 +318,6 @@ def test_generators() -> None:
     refused(lambda: fit(inner), "Stream", *parts)
 
 
-def test_loaders_that_begin_again_are_no_generators() -> None:
-    class Own(DataLoader):
-        """Its own iterator, which begins again whenever it is asked for."""
-
-        def __iter__(self) -> Any:
-            self.inner = super().__iter__()
-            return self
-
-        def __next__(self) -> Any:
-            return next(self.inner)
-
-    assert fit(Own(TensorDataset(X, Y), batch_size=4)).samples == 8
-
-
 @pytest.mark.parametrize(
     ("method", "rounds"),
     [(lw.KFAC(), 1), (lw.KFAC(), 2), (lw.EKFAC(), 2), (lw.ELLA(rank=2, rows=4), 2), (lw.Full(), 1)],
@@ -679,12 +665,6 @@ def test_options_of_fit(option: str, value: Any, parts: tuple[str, ...]) -> None
     refused(lambda: fit([(X, Y)], **{option: value}), *parts)
 
 
-@pytest.mark.parametrize("progress", [None, True, False])
-def test_a_bar_or_none(progress: bool | None, capsys: pytest.CaptureFixture[str]) -> None:
-    fit([(X, Y)], progress=progress)
-    assert ("Kronecker factors" in capsys.readouterr().err) == bool(progress)
-
-
 @pytest.mark.parametrize(
     "loader",
     [
@@ -895,23 +875,6 @@ def test_more_draws_than_memory_holds() -> None:
             ask()
     with pytest.raises(lw.LapwingError, match="not a number of draws"):
         answers.predict(x).sample("a")
-
-
-def test_numbers_and_arrays_out_of_range() -> None:
-    x, model = torch.randn(6, 4), nn.Linear(4, 3).eval()
-    loader = [(x, torch.arange(6) % 3)]
-    posterior = lw.fit(model, loader)
-    large = torch.full((3,), 1e300, dtype=torch.float64)
-    for ask, part in (
-        (lambda: lw.fit(model, loader, data_size=10**400), "data_size"),
-        (lambda: lw.fit(model, loader, prior_mean=1e300), "prior_mean"),
-        (lambda: lw.fit(model, loader, prior_mean={"bias": large}), "prior_mean"),
-        (lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=3), "a single number"),
-        (lambda: lw.compare({"a": posterior}, 3), "a single number"),
-        (lambda: lw.coverage(model, x[:0]), "no samples"),
-    ):
-        with pytest.raises(lw.LapwingError, match=part):
-            ask()
 
 
 def test_meta_as_the_default_device() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, KroneckerBlock, KroneckerFactors
-from papers.streamlined.equation10 import equation_10, shifted
+from papers.streamlined.equation10 import shifted
 from tests.prediction.streamlined_oracle import F64, mlp_by_loops
 
 
@@ -54,12 +54,3 @@ def test_variances_are_never_larger(precision):
     covariance, _ = factored(tangent, precision)
     exact, other = covariance.to_dense(), shifted(covariance).to_dense()
     assert torch.linalg.eigvalsh(exact - other).min() > -1e-9 * exact.diagonal().max()
-
-
-def test_fitted_posteriors_of_convolutions():
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2)).eval()
-    x, y = torch.randn(20, 1, 6, 6), torch.randint(2, (20,))
-    posterior = lw.fit(model, [(x, y)], lw.KFAC(), prior_precision=1.0)
-    for way in (lw.Streamlined(), lw.Linearized()):
-        exact, found = (p.latent(x, via=way).variance for p in (posterior, equation_10(posterior)))
-        assert (found < exact).all()

@@ -50,13 +50,3 @@ def test_against_scipy(shape, degrees):
         assert inside.double().mean() > 0.3
         matches.append(bool((found - candidate)[inside].abs().max() < 1e-9))
     assert any(matches)
-
-
-def test_what_comes_in_is_the_fill():
-    x = torch.ones(1, 2, 21, 21)
-    found = rotate(x, 45, fill=[-3.0, 2.0])
-    assert found[0, 0, 0, 0] == -3
-    assert found[0, 1, 0, 0] == 2
-    torch.testing.assert_close(found[:, :, 10, 10], torch.ones(1, 2))
-    torch.testing.assert_close(rotate(x, 45, fill=1.0), x)  # what is one outside too stays one
-    assert torch.equal(rotate(x, 45, torch.tensor([-3.0, 2.0])), found)

@@ -16,22 +16,6 @@ def some(*shape: int) -> Sensitivities:
     return Sensitivities(values, values + 0.1, torch.rand(shape), torch.ones(shape[0]).bool(), torch.ones(shape[0]), {})
 
 
-def test_stretched_maps_begin_at_0_and_end_at_1():
-    values = 0.99 + 0.01 * torch.rand(4, 10)
-    found = experiments.stretched(values)
-    assert found.amin(1).tolist() == [0.0] * 4
-    assert found.amax(1).tolist() == [1.0] * 4
-    assert torch.equal(found.argsort(1), values.argsort(1))
-    assert bool(torch.isfinite(experiments.stretched(torch.ones(2, 3))).all())
-
-
-def test_agreement_is_a_correlation_of_logarithms():
-    a = torch.rand(3, 200) + 0.1
-    assert experiments.agreement(a, 2 * a**3) == pytest.approx(1.0)
-    assert experiments.agreement(a, 1 / a) == pytest.approx(-1.0)
-    assert abs(experiments.agreement(a, torch.rand(3, 200) + 0.1)) < 0.3
-
-
 def test_summary_of_a_linear_network():
     model = nn.Linear(784, 3).eval()
     with torch.no_grad():

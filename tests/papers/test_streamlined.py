@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,7 @@ import lapwing as lw
 from papers.common import data
 from papers.common.networks import mlp
 from papers.common.training import Recipe
-from papers.streamlined import scale, table1, table2
+from papers.streamlined import table1, table2
 from papers.streamlined.figure8 import ANGLES, rotations
 from papers.streamlined.ivon import IVON
 
@@ -43,14 +41,6 @@ class TestSplits:
             tested += list(parts[2])
         assert sorted(tested) == list(range(53))
 
-    def test_missing_values_become_the_training_mean_and_empty_columns_go(self):
-        found = self.made(0)
-        x = torch.cat([part[0] for part in (found.train, found.val, found.test)])
-        assert x.shape == (53, 2)
-        assert bool(x.isfinite().all())
-        assert int((x[:, 1].abs() < 1e-6).sum()) == 1
-        assert torch.allclose(found.train[0].mean(0), torch.zeros(2), atol=1e-5)
-
 
 def small_task():
     """A task of 60 drawn rows, its network trained for 200 steps."""
@@ -59,14 +49,6 @@ def small_task():
     model = Recipe(F.mse_loss, 200, 1e-2, batch=32, falling=1.0).train(mlp(3, 8, 1, activation=nn.ReLU), found.train, 0)
     loader, val = [found.train], [found.val]
     return table1.RegressionTask(found, model, loader, val)
-
-
-def test_the_fixed_point_is_the_top_of_the_evidence():
-    task = small_task()
-    delta, noise = table1.evidence(task.model, *task.data.train)
-    fitted = lw.fit(task.model, task.loader, lw.Full(), likelihood="gaussian", tune=lw.Evidence())
-    assert delta == pytest.approx(fitted.prior_precision, rel=1e-2)
-    assert noise == pytest.approx(fitted.noise_variance, rel=1e-2)
 
 
 def test_rows_of_a_table():
@@ -89,41 +71,6 @@ def test_rows_of_a_table():
     values = table1.p_values({"SERVO, seed 0": {"LA": found}, "SERVO, seed 1": {"LA": found}})["SERVO"]
     assert values["LA streamlined, scaled"] == 1.0
     assert 0 <= values["LA sampling, plain"] < 1
-
-
-def test_where_the_variance_is():
-    """The layers' own blocks under the linearised network: a sum over layers of dense products."""
-    task = small_task()
-    found = scale.where_the_variance_is(task)
-    posterior = task.posterior()
-    x, _ = task.data.test
-    full = posterior.latent(x).variance.mean() / posterior.noise_variance
-    assert found["variance, GLM"] == pytest.approx(float(full), rel=1e-4)
-    dense, jacobian = posterior.covariance.to_dense(), posterior.tangent.record(x).rows()[:, 0].double()
-    first = 3 * 8 + 8
-    mask = torch.block_diag(torch.ones(first, first), torch.ones(9, 9)).double()
-    blocks = torch.einsum("bp,pq,bq->b", jacobian, dense * mask, jacobian).mean() / posterior.noise_variance
-    assert found["variance, blocks"] == pytest.approx(float(blocks), rel=1e-3)
-    assert found["variance, streamlined"] > found["variance, blocks"]
-    assert found["GLM, evidence"]["factor"] == pytest.approx(1.0, abs=1e-2)
-    assert found["streamlined, evidence"]["factor"] < 1
-
-
-def test_paired_t_tests_over_folds_are_those_of_all_rows():
-    scipy = pytest.importorskip("scipy.stats")
-    torch.manual_seed(0)
-    a = [torch.randn(n).double() for n in (30, 40, 35)]
-    b = [x + 0.1 + 0.5 * torch.randn(len(x)).double() for x in a]
-    rows = [
-        {
-            "n": float(len(x)),
-            "nlpd difference": float((x - y).mean()),
-            "nlpd difference²": float((x - y).square().mean()),
-        }
-        for x, y in zip(a, b, strict=True)
-    ]
-    expected = scipy.ttest_rel(torch.cat(a), torch.cat(b)).pvalue
-    assert table1.paired_p_value(rows) == pytest.approx(float(expected), rel=1e-9)
 
 
 def differentiated(optimiser, loss):
@@ -151,21 +98,6 @@ class TestIVON:
         assert float(loss) == pytest.approx(float(expected.detach()))
         torch.testing.assert_close(optimiser.param_groups[0]["hess"], hess)
         torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), mean)
-
-
-def test_scores_of_class_probabilities():
-    probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4], [0.05, 0.05, 0.9]])
-    labels = torch.tensor([0, 1, 0, 2])
-    outside = torch.full((6, 3), 1 / 3)
-    found = table2.class_row(probs, labels, outside)
-    nlpd = -torch.tensor([0.7, 0.8, 0.3, 0.9]).log()
-    assert found["nlpd"] == pytest.approx(float(nlpd.mean()), rel=1e-4)
-    assert found["over images"] == pytest.approx(float(nlpd.std()) / 2, rel=1e-4)
-    assert found["accuracy"] == 0.75
-    assert found["auroc"] == 1.0
-    assert found["entropy outside"] == pytest.approx(math.log(3), rel=1e-4)
-    assert found["curve of entropies outside"][-1] == 1.0
-    assert sum(found["curve of entropies inside"]) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_an_mlp_task_scores_its_posteriors():

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
 
 import lapwing as lw
 from lapwing.covariance import LatentDraws
@@ -15,7 +14,7 @@ from lapwing.covariance import LatentDraws
 pytest.importorskip("transformers")
 
 from papers.common.scores import probabilities
-from papers.streamlined import errors, figure11, figure14, mean_field
+from papers.streamlined import figure11
 from papers.streamlined import setting as st
 from papers.streamlined import transformers as small
 
@@ -102,25 +101,6 @@ def test_rows_of_a_table(kind, request):
     )
 
 
-@pytest.mark.slow
-def test_errors_of_the_last_layer_and_of_attention(images):
-    x, treated = images.test[0][0][:4], st.treated(images.model)
-    posterior = images.laplace(treated["last layer"], None)
-    found = errors.approximation_errors(posterior, x, lw.Streamlined())
-    assert found["layers"]["classifier"]["ratio"] == pytest.approx(1, abs=1e-5)
-    assert images.variational(treated["last layer"], 2).covariance.size == 3 * 8 + 3
-    posterior = images.laplace(treated["attention"], None)
-    narrow, wide = errors.narrowed(posterior).covariance.diagonal(), posterior.covariance.diagonal()
-    assert all(torch.allclose(100 * narrow[name], wide[name], rtol=1e-4) for name in wide)
-    found = errors.approximation_errors(posterior, x, st.PAPER)
-    assert set(found["layers"]) == {f"vit.layers.{i}.attention.{kind}_proj" for i in (1, 2) for kind in "qkvo"}
-    assert found["layers"]["vit.layers.1.attention.q_proj"]["ratio"] == 0  # scores are certain
-    assert "positions correlated" in found["options"]
-    full = errors.whole_ratio(errors.narrowed(posterior, 1e4), x, lw.Streamlined("full", attention="scores"))
-    assert full["ratio"] == pytest.approx(1, abs=1e-2)
-    assert errors.whole_ratio(posterior, x, lw.Linearized()) == {"ratio": 1, "error": 0}
-
-
 class TestScores:
     def test_against_the_definitions(self):
         probs = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [0.9, 0.1]])
@@ -147,25 +127,3 @@ class TestScores:
                   for part in (draws[:4], draws[4:])]  # fmt: skip
         assert found["4"]["nlpd"] == pytest.approx(sum(halves) / 2)
         assert found["4"]["nlpd between groups"] == pytest.approx(float(torch.tensor(halves).std()), rel=1e-4)
-
-
-class TestNonlinearity:
-    z = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).double()
-
-    def test_zero_for_linear_maps(self):
-        assert max(figure14.nonlinearity(nn.Linear(4, 3, bias=False).double(), self.z, (1e-3, 1.0)).values()) < 1e-12
-
-    def test_quadratic_maps(self):
-        found = figure14.nonlinearity(lambda z: z[:, :1].square(), self.z, (0.1,))
-        squares = self.z[:, 0].square()  # (1 ± ε)² - (1 ± ε) is ε + ε² and -ε + ε²
-        assert found["0.1"] == pytest.approx(0.1 * float(squares.mean() / (squares.max() - squares.min())))
-
-
-def test_shifted_images():
-    x = torch.arange(2 * 3 * 6 * 6.0).reshape(2, 3, 6, 6) + 1
-    found = mean_field.shifted(x, 0)
-    assert found.shape == x.shape
-    assert torch.equal(mean_field.shifted(x, 0), found)
-    assert not torch.equal(mean_field.shifted(x, 1), found)
-    assert set(found.unique().tolist()) <= {0.0, *x.unique().tolist()}
-    assert torch.equal(mean_field.shifted(torch.ones(3, 1, 5, 5), 0, most=0), torch.ones(3, 1, 5, 5))

@@ -9,29 +9,12 @@ import torch
 from torch.nn import functional as F
 
 import lapwing as lw
-from papers.common import data
 from papers.common.cifar import Cifar
 from papers.common.measures import cqm
 from papers.common.training import Recipe
-from papers.valla import cost, figure1, figure4
+from papers.valla import cost, figure4
 from papers.valla.table1 import CifarTask
 from papers.valla.training import trained
-
-
-class TestStandardised:
-    def made(self, count: int = 200) -> data.Table:
-        x = torch.randn(count, 3).double() * torch.tensor([1e-4, 50.0, 1.0]) + torch.tensor([7.0, -3.0, 0.0])
-        x[:, 2] = 1.0  # constant
-        return data.standardised("drawn", x, 5 + 3 * x[:, 1], round(0.8 * count), round(0.9 * count), "m")
-
-    def test_by_the_training_rows_alone(self):
-        found = self.made()
-        x, y = found.train
-        assert torch.allclose(x.mean(0), torch.zeros(3), atol=1e-4)
-        assert torch.allclose(x.std(0), torch.tensor([1.0, 1.0, 0.0]), atol=1e-4)
-        assert float(y.std()) == pytest.approx(1, abs=1e-5)
-        assert found.scale == pytest.approx(150, rel=0.2)
-        assert float(found.val[0].mean(0).abs().max()) > 1e-3  # not standardised by their own mean
 
 
 class TestTraining:
@@ -62,11 +45,6 @@ class TestScores:
         assert curve[0] == 0
         assert curve[-1] == 1
         assert float((curve - figure4.LEVELS).abs().max()) < 0.1
-
-    def test_regions_of_the_toy(self):
-        found = figure1.regions(figure1.GRID)
-        assert int(sum(part.long() for part in found.values()).min()) == 1  # every point in just one
-        assert int(sum(part.long() for part in found.values()).max()) == 1
 
 
 @pytest.mark.parametrize("name", ["ResNet-20", "ViT", "MLP of 74 000 weights"])
