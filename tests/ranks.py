@@ -73,7 +73,7 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "validation of a regression": (1, lambda held_out: {"method": lw.KFAC(), "validation": held_out}),
     "no tuning": (1, lambda held_out: {"method": lw.KFAC(), "tune": None}),
 }  # fmt: skip
-FEW = list(CASES)[:8]
+FEW = ["default", "KFAC of a regression", "ELLA", "weights", "validation"]
 
 
 def numbers(posterior: lw.Posterior) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from tests.conformance import close, pack, setup
 
 WEIGHTS = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.0, 2.0, 0.0, 1.0], dtype=torch.float64)
 CUTS = (5, 3, 1)
-TIMES = WEIGHTS.long()
 METHODS = {
     "full": lw.Full(),
     "dual": lw.Full(form="dual"),
@@ -98,6 +97,7 @@ def test_points_and_steps_count_weights():
         close(given.latent(problem.test).covariance, wanted.latent(problem.test).covariance, 1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mlp", "deep_linear"])
 def test_draws_and_fine_tuning_leave_out_a_weight_of_zero(name):
     problem = setup(name)

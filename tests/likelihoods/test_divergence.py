@@ -78,6 +78,7 @@ class TestAgainstIntegration:
         flat = Bernoulli().log_power_mean(latent.mean, latent.covariance, targets[:, 0].bool(), alpha)
         assert torch.equal(flat, found)
 
+    @pytest.mark.quick(2)
     def test_bernoulli_of_two_correlated_outputs(self, alpha, scale):
         """Exact at α = 0, which sees no correlation; else 400 000 draws, five standard errors of at most 0.002."""
         latent, targets = random_latent(size=2, scale=scale), torch.tensor([[1, 0], [0, 0], [1, 1], [0, 1]])
@@ -104,6 +105,7 @@ class TestAgainstIntegration:
         default = Categorical().log_power_mean(latent.mean, latent.covariance, labels, alpha)  # 512 draws
         torch.testing.assert_close(default, wanted, rtol=0, atol=0.5)
 
+    @pytest.mark.quick(2)
     def test_a_likelihood_without_a_form_of_its_own(self, alpha, scale):
         latent, targets = (
             random_latent(size=1, scale=0.3 * scale),

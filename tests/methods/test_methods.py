@@ -219,7 +219,7 @@ class OnEveryNetwork:
 
 
 class OnEveryLastLayer:
-    """For one method that keeps all the curvature and one that keeps factors: every kind of last layer."""
+    """For a method that keeps factors: every kind of last layer."""
 
     @pytest.mark.parametrize("name", LAST)
     def test_last_layer(self, name):
@@ -248,7 +248,7 @@ class TestFullPrimal(OnEveryNetwork, MethodConformance):
         return oracle.laplace_covariance(G, delta)
 
 
-class TestFullDual(OnFewNetworks, OnEveryLastLayer, TestFullPrimal):
+class TestFullDual(OnFewNetworks, TestFullPrimal):
     method = lw.Full(form="dual")
 
 

@@ -126,6 +126,7 @@ def test_the_divergence_is_a_sum_over_positions_that_count(params):
     close(value.detach(), kl - 3 * logs[y.flatten() != -100].sum(), 1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", TREATED)
 def test_gradients_in_moving_points_at_positions(params):
     model, loader, _ = case("3x3")
@@ -186,6 +187,7 @@ def test_moving_points_at_positions(fit, some, monkeypatch, tmp_path):
 EXACT = lw.ConjugateGradients(tolerance=1e-10)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("params", TREATED)
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_products_with_the_curvature_are_the_dense_ones(name, params):
@@ -206,6 +208,7 @@ def test_products_with_the_curvature_are_the_dense_ones(name, params):
         close(products, vectors @ G, 1e-8)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", TREATED)
 def test_draws_have_fulls_covariance_whatever_the_batches(params):
     model, loader, x = case("transformer")
@@ -252,6 +255,7 @@ def test_em_over_positions():
 # --- others ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_temperature_scaling_is_that_of_single_positions(name):
     model, loader, x = case(name)
@@ -276,6 +280,7 @@ def test_temperature_scaling_is_that_of_single_positions(name):
     close(rows(scaled.predict(x).probs), (rows(model(x).detach()) / scaled.logit_temperature).softmax(-1))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("implicit", [False, True])
 @pytest.mark.parametrize("params", TREATED)
 def test_a_subset_of_data_is_full_on_these_inputs(params, implicit, monkeypatch):
@@ -312,6 +317,7 @@ def test_an_optimal_subspace_of_all_rows_is_full(name, params):
     assert lw.fit(model, loader, at, params=params).predict(x).probs.isfinite().all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_mean_field_sums_over_positions_that_count(name):
     """At tiny spread, the log likelihood of the objective, and the first step, which has the sign of the gradient."""
@@ -383,6 +389,7 @@ def test_streamlined_moments_of_a_last_layer_are_the_linearised_ones(name):
     assert posterior.predict(x, via=lw.Streamlined()).probs.shape == model(x).shape
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["tagger", "3x3"])
 def test_streamlined_moments_of_all_weights_near_certainty(name):
     model, loader, x = case(name)

@@ -221,6 +221,7 @@ def test_draws_of_a_network_that_interpolates(noise, count):
     assert ratio.max() < high
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("noise", [1e-6, 1e-10])
 def test_in_float32_the_noise_is_raised_if_rounding_would_dominate(noise, caplog):
     ratio = ratio_to_full(noise, 64, torch.float32)
@@ -275,6 +276,7 @@ def test_latent_and_sample():
 MANY = lw.SampledLLA(400, lw.ConjugateGradients(tolerance=1e-6), em_steps=20)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mlp", "mlp_scalar"])
 def test_em_finds_the_maximum_of_the_evidence(name):
     """γ of 10 from 400 draws has a relative error of 2 %, and steps end within 2 % of the fixed point."""

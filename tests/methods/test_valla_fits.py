@@ -67,6 +67,7 @@ def problem_of(problem: Setup, **options: Any) -> Problem:
     )  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mlp_scalar", "conv1d", "mlp"])
 def test_the_bound_is_the_dense_one(name):
     """`-[Σ log p - 1/2 tr(Λ_n J Σ Jᵀ)] + KL` in weight space, at the optimal A, with temperature and data size."""
@@ -90,6 +91,7 @@ def test_the_bound_is_the_dense_one(name):
         close(found, torch.distributions.kl_divergence(q, p) - expected, 1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_the_divergence_for_gaussian_noise(alpha):
     """Mini-batches are scaled to N; at α = 0 the bound without the distance, at α = 1 the log predictive density."""
@@ -239,6 +241,7 @@ def test_divergence_raises(fit):
 # --- everything else -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "fit"),
     [

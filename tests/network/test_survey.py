@@ -109,6 +109,7 @@ def contract(tangent: Tangent, x: Any) -> dict[str, Tensor]:
     return totals
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_chunks_shrink_with_the_budget(name: str) -> None:
     model, x = built(name, 4)
@@ -136,7 +137,7 @@ def test_the_peak_stays_within_twice_the_budget(name: str, samples: int) -> None
 
 def test_the_budget_is_used() -> None:
     """The measure measures, and chunks are not needlessly small."""
-    model, x = built("cnn", 100)
+    model, x = built("cnn", 50)
     with LiveBytes() as live:
         contract(Tangent.survey(model, x, EVERY, memory=SMALL), x)
     assert live.peak > SMALL / 4
@@ -407,6 +408,7 @@ class Tempered(nn.Module):
         return self.head(x) * self.temperature
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC()], ids=str)
 def test_a_parameter_without_dimensions(method: lw.Method) -> None:
     torch.manual_seed(0)

@@ -261,7 +261,8 @@ def test_a_sum_pass_from_outside() -> None:
     assert str(found.method) == "MyDiagonal(steps=None)"
 
 
-@pytest.mark.parametrize("steps", [1, 3, 400])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("steps", [1, 3, pytest.param(400, marks=pytest.mark.slow)])
 def test_an_iterate_pass_from_outside(steps: int) -> None:
     """The statistics are sums over the samples seen, and the estimate converges to the exact diagonal."""
     model, x, y, _ = data("mlp")

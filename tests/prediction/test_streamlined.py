@@ -122,6 +122,7 @@ def test_inputs_and_model_are_left_alone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "mode"), [("kronecker", "full"), ("low rank", "full"), ("kronecker", "diagonal")])
 def test_differentiable_in_inputs(kind, mode):
     x = torch.randn(2, 4, dtype=F64)

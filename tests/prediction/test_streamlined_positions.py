@@ -91,6 +91,7 @@ def test_one_transposed_convolution_is_exact(name, kind):
     torch.testing.assert_close(Streamlined("full").latent(tangent, covariance, x).covariance, expected.covariance)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
 def test_equal_positions_are_one(kind):
     """A network of pixels that are all alike is the network of one pixel, whatever its activations."""

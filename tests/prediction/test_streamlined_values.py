@@ -45,6 +45,7 @@ def case(**options):
 OPTIONS = [{"heads": 1}, {"heads": 2}, {"heads": 3, "packed": True}, {"heads": 2, "first": False, "causal": True}]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_features_of_a_head_that_share_inputs_equal_loops(options):
     """Equation 74: the covariances of the weights within a head, independent heads."""
@@ -69,6 +70,7 @@ def test_features_of_a_head_that_share_inputs_equal_loops(options):
     assert (plain - found).abs().max() > 0.01 * found.mean()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["gpt2", "mha", "mha_seq_first"])
 def test_networks_keep_means_and_do_not_depend_on_the_batch(name):
     tangent, x = surveyed(name), ZOO[name].inputs(4, 0)

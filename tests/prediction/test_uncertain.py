@@ -71,6 +71,7 @@ def certain(model: nn.Module):
 @pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined("full")], ids=["linearized", "full"])
 @pytest.mark.parametrize("name", NETWORKS)
 class TestCertainWeights:
+    @pytest.mark.quick(4)
     def test_covariances(self, name, via):
         model, x = made(name)
         v, s = torch.rand_like(x), psd(3, x[0].numel())
@@ -152,6 +153,7 @@ class TestMonteCarlo:
 
 @pytest.mark.parametrize("via", WAYS, ids=lambda via: repr(via)[:32])
 class TestEveryWay:
+    @pytest.mark.quick(2)
     def test_broadcasting(self, via):
         model, x = made("mlp")
         for given in (torch.rand(4, dtype=F64), torch.rand(3, 1, dtype=F64), torch.tensor(0.5, dtype=F64)):
@@ -159,6 +161,7 @@ class TestEveryWay:
             whole = lw.propagate(model, lw.Uncertain(x, given.expand(3, 4).clone()), via)
             torch.testing.assert_close(found.variance, whole.variance)
 
+    @pytest.mark.quick(2)
     def test_nested_inputs(self, via):
         model = Two().double().eval()
         a, b, tokens = torch.randn(3, 4, dtype=F64), torch.randn(3, 2, dtype=F64), torch.randint(6, (3, 5))
@@ -180,6 +183,7 @@ class TestEveryWay:
         both = lw.propagate(model, (lw.Uncertain(a, 0.1), u), via)
         assert bool((both.variance > found[0].variance).any())
 
+    @pytest.mark.quick(2)
     def test_posterior_with_nested_inputs(self, via):
         model = Two().double().eval()
         batch = {
@@ -194,6 +198,7 @@ class TestEveryWay:
             posterior.predict([noisy, noisy], via=via).probs[8:], posterior.predict(noisy, via=via).probs
         )
 
+    @pytest.mark.quick(2)
     def test_chunks_change_nothing(self, via):
         model, x = made("mlp")
         posterior = fitted(model, x)

@@ -52,6 +52,7 @@ def test_blocks_equal_the_oracle(name, small):
     close(found.outputs, oracle.outputs(problem.model, problem.test))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "small"),
     [*((name, True) for name in NETWORKS[:-1]), ("mlp", False), pytest.param("vit", True, marks=pytest.mark.slow)],

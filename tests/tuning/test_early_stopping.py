@@ -51,6 +51,7 @@ def test_prefixes_are_fits_on_the_first_samples(name, method):
     assert whole.data_factor == 10
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [lw.ELLA(5, 12), lw.KFAC()], ids=repr)
 def test_the_best_pair_is_chosen(method):
     problem = setup("cnn_bn_inplace")

@@ -117,6 +117,7 @@ def test_ways_nest_and_say_what_they_are():
 # ---- by validation
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("via", WAYS, ids=repr)
 @pytest.mark.parametrize("outputs", others_slow([1, 2], [2]))
 def test_no_other_factor_predicts_held_out_targets_better(via, outputs):
@@ -154,6 +155,7 @@ def test_only_the_noise_is_missing():
 # ---- by the evidence
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("prior", "tempering"),
     [
@@ -214,6 +216,7 @@ def test_mean_field_has_a_bound_if_it_has_a_prior():
         lw.scale_factor(flat, loader, by="evidence")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [lw.ELLA(5, 12), lw.SampledLLA(4)], ids=repr)
 def test_structures_of_less_than_full_rank_have_no_bound(method):
     model, loader, held_out = classification()

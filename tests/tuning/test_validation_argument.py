@@ -20,6 +20,7 @@ def data(outputs=3):
     return model, x, y if outputs == 1 else y.argmax(1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_a_pair_a_loader_and_the_tuning_agree(outputs):
     model, x, y = data(outputs)
@@ -39,6 +40,7 @@ def test_a_regression_keeps_its_default_method():
     assert posterior.tangent.size == 25
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_few_held_out_samples_are_warned_of_once(outputs, caplog):
     model, x, y = data(outputs)
