@@ -84,7 +84,7 @@ def deploy(
             f"lw.deploy takes a posterior first, not {batches.describe(posterior)}. Write "
             "lw.deploy(lw.fit(model, loader), x)."
         )
-    if posterior.tangent.positions is not None:
+    if posterior.tangent.positions.several:
         raise LapwingError(
             f"The outputs of {type(posterior.model).__name__} have positions, and a deployed network returns one row "
             "per input. Predict with posterior.predict(x), or with via=lw.Streamlined()."

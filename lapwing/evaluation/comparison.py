@@ -280,17 +280,16 @@ def _network(
 
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
-        if likelihood.activation == "softmax" and positions is None and outputs.shape[1] < 2:
+        if likelihood.activation == "softmax" and outputs.ndim == 2 and outputs.shape[1] < 2:
             raise LapwingError(
                 f"A network of the comparison has outputs of shape {tuple(outputs.shape)}, and {likelihood.name} "
                 "predictions need one for each class. Pass a network with as many outputs as classes."
             )
-        rows = outputs if positions is None else positions.rows(outputs)
+        layout = Positions.of(outputs.shape, None, None) if positions is None or outputs.ndim == 2 else positions
+        rows = layout.rows(outputs)
         batches.check_outputs(rows, "a batch of compare")
         latent = Latent(rows, (EigenTerm(None, torch.zeros_like(rows)),))
-        if positions is None:
-            return likelihood.predict(latent)
-        places = positions.places(len(outputs), positions.sizes(outputs.shape))
+        places = layout.places(len(outputs), layout.sizes(outputs.shape))
         return predicted(likelihood, LatentAtPositions(latent, places), None, None)
 
     return _Candidate(predict, forward, device, True)

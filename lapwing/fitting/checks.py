@@ -55,16 +55,13 @@ def _check_outputs(tangent: Tangent, likelihood: Likelihood, inputs: Any) -> Non
     if likelihood.activation is not None:
         weight = next(iter(tangent.parameters.values()))
         outputs = tangent.outputs_of(batches.plain(batches.take(inputs, slice(0, 16)), tangent.device))
-        rows = outputs if tangent.positions is None else tangent.positions.rows(outputs)
-        check_logits(likelihood, rows, weight.dtype)
+        check_logits(likelihood, tangent.positions.rows(outputs), weight.dtype)
 
 
 def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
     """Raises if the network does not accept the inputs, or the likelihood does not accept their targets."""
     inputs, targets = batches.split((inputs, targets), tangent.device)
     tangent.check(inputs)
-    outputs = tangent.outputs_of(inputs)
-    if tangent.positions is not None:
-        places = tangent.positions.places(len(targets), tangent.positions.sizes(outputs.shape))
-        outputs, targets = tangent.positions.rows(outputs), places.targets(targets, tangent.outputs)
-    likelihood.check(outputs, targets)
+    outputs, positions = tangent.outputs_of(inputs), tangent.positions
+    places = positions.places(len(targets), positions.sizes(outputs.shape))
+    likelihood.check(positions.rows(outputs), places.targets(targets, tangent.outputs))

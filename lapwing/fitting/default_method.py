@@ -97,7 +97,7 @@ def default_fit(
     except LapwingError as error:  # frozen weights, quantized layers, ...
         survey(params=last_layer, warn=False)  # raises for what is wrong with inputs
         return f"Only the last layer is treated, because all trained weights cannot be: {error}"
-    method = None if tangent.positions is not None else default_method(tangent, likelihood, count())
+    method = None if tangent.positions.several else default_method(tangent, likelihood, count())
     if method is not None:
         return method, tangent, (
             f"{method} over all {tangent.size} trained weights, the default for a regression of this size. For cheaper "

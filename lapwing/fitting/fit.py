@@ -255,7 +255,7 @@ def fit_of_all_weights(setup: Setup, last: Posterior) -> Posterior | None:
     Returns None if the user named the method or the parameters, or if all weights cost too much or cannot be treated.
     """
     options, data, tangent = setup.options, setup.data, last.tangent
-    if not options.compares or data.likelihood.logit_temperature is None or tangent.positions is not None:
+    if not options.compares or data.likelihood.logit_temperature is None or tangent.positions.several:
         return None  # at positions a prediction needs a backward pass for each output of each position
     try:
         wide = survey(replace(options, method=KFAC()), data, setup.checkpoint, warn=False)

@@ -245,8 +245,7 @@ class Runner:
             if samples:
                 counted = self._counted(targets, problem)
                 yield Batch(
-                    problem.tangent, inputs, targets, before + at.start,
-                    None if problem.tangent.positions is None else counted, weights=weights,
+                    problem.tangent, inputs, targets, before + at.start, counted, weights=weights,
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=rounds,
                 )  # fmt: skip
             at.start, at.batches = at.start + samples, at.batches + 1

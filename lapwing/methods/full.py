@@ -46,7 +46,7 @@ class Full(Method):
     form: Literal["auto", "primal", "dual"] = "auto"
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        if self.form == "dual" and tangent.positions is not None:
+        if self.form == "dual" and tangent.positions.several:
             raise LapwingError(
                 "Full(form='dual') needs a fixed number of outputs, and these outputs have positions. Write "
                 "lw.Full(form='primal')."
@@ -62,7 +62,7 @@ class Full(Method):
 
     def _is_primal(self, tangent: Tangent, rows: int) -> bool:
         """Whether the fit sums the GGN instead of keeping all rows."""
-        return tangent.positions is not None or self.form == "primal" or (self.form == "auto" and rows >= tangent.size)
+        return tangent.positions.several or self.form == "primal" or (self.form == "auto" and rows >= tangent.size)
 
     def _need(self, tangent: Tangent, rows: int) -> MemoryNeed:
         size = tangent.size

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..covariance import Covariance, PriorCovariance, has_prior
 from ..data import batches
 from ..errors import LapwingError, shown
-from ..likelihoods import Likelihood, apply_weights, curvature_weights
+from ..likelihoods import Likelihood, curvature_weights
 from ..network.gate import Checked
 from ..options import Options
 from ..tangent import Record, Tangent
@@ -39,7 +39,7 @@ class Batch:
     Attributes:
         inputs: B samples that have passed the gate.
         start: number of samples before this batch.
-        counted: mask of the targets that count, from `Likelihood.labelled`, for outputs with positions; None for all.
+        counted: mask of the targets that count, from `Likelihood.labelled`; None for all.
         weights: sample weights w (B,); None for ones.
         likelihood: p(y|f), whose weights of targets multiply the curvature; None to ignore them.
         round: number of times that this pass has already read all data; 0 at first.
@@ -53,10 +53,9 @@ class Batch:
     weights: Tensor | None = None
     likelihood: Likelihood | None = None
     round: int = 0
-    _outputs: list[tuple[slice, Tensor]] = field(default_factory=list, init=False)
-    _rows: Tensor | None = field(default=None, init=False)
+    _outputs: list[Tensor] = field(default_factory=list, init=False)
     _kept: Tensor | None = field(default=None, init=False)
-    _sizes: tuple[int, ...] | None = field(default=None, init=False)
+    _sizes: tuple[int, ...] = field(default=(), init=False)
 
     @property
     def checked(self) -> Checked:
@@ -75,67 +74,49 @@ class Batch:
 
         If positions are samples, the records for the Fisher root of the fit hold only positions whose targets count.
         """
-        positions, self._rows = self.tangent.positions, None
-        if positions is None:
-            for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample):
-                self.note(record.outputs, part)
-                self._weigh(record, None if cotangents is None else self.curvature_weights(record.outputs, part))
-                yield part, record
-            return
-        kept = self.counted if positions.direct and isinstance(cotangents, (FisherRoot, FisherByParts)) else None
+        direct, outputs, weights = self.tangent.positions.direct, [], None
+        kept = self.counted if direct and isinstance(cotangents, (FisherRoot, FisherByParts)) else None
         kept = None if kept is None else kept.flatten(1)
-        noted: list[Tensor] = []
         for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample, kept):
+            if part.step is None:  # all outputs of these samples
+                outputs.append(record.outputs.reshape(-1, self.tangent.outputs))
             if cotangents is not None:
-                noted.append(record.outputs.reshape(-1, positions.outputs))
-                self._weigh(record, self._weights_at(record, part, kept))
-            self._sizes = record.sizes
+                weights = self.curvature_weights(record.outputs, part, record.sizes, kept)
+            if weights is not None:
+                record.weigh(weights.sqrt())
+                record.weights = weights
+            sizes = record.sizes
             yield part, record
-        self._rows, self._kept = (torch.cat(noted), kept) if noted else (None, None)
+        if outputs:
+            self._outputs, self._kept, self._sizes = outputs, kept, sizes
 
-    def _weigh(self, record: Record, weights: Tensor | None) -> None:
-        """Multiplies the cotangents of a record by the roots of weights (B, 1) or (B, C), which the record keeps."""
-        if weights is not None:
-            record.weigh(weights.sqrt())
-            record.weights = weights
+    def curvature_weights(
+        self, outputs: Tensor, part: slice, sizes: tuple[int, ...] = (), kept: Tensor | None = None
+    ) -> Tensor | None:
+        """Returns factors of Λ for the outputs of a part: (N, 1) or (N, C) for rows, (B, T C) for samples.
 
-    def _weights_at(self, record: Record, part: slice, kept: Tensor | None) -> Tensor | None:
-        """Returns factors of Λ for a record at positions: (N, 1) or (N, C) for rows, or (B, T C) for samples."""
+        None means ones. `sizes` and `kept` are those of the records.
+        """
         if self.likelihood is None and self.weights is None:
             return None
-        positions = self.tangent.positions
-        assert positions is not None
-        assert record.sizes is not None
-        count, targets, weights = self._at_positions(record.sizes, kept)
-        rows = part if positions.direct else slice(part.start * count, part.stop * count)
-        some, outputs = None if weights is None else weights[rows], record.outputs.reshape(-1, positions.outputs)
+        count, targets, weights = self._targets_of_rows(sizes, kept)
+        every = self.tangent.positions.direct or count == 1
+        rows = part if every else slice(part.start * count, part.stop * count)
+        some, flat = None if weights is None else weights[rows], outputs.reshape(-1, self.tangent.outputs)
         if self.likelihood is None:
-            every = None if some is None else some[:, None]
+            factors = None if some is None else some[:, None]
         else:
-            every = curvature_weights(self.likelihood, outputs, targets[rows], some)
-        return every if every is None or positions.direct else every.expand_as(outputs).reshape_as(record.outputs)
+            factors = curvature_weights(self.likelihood, flat, targets[rows].to(outputs.device), some)
+        return factors if factors is None or every else factors.expand_as(flat).reshape_as(outputs)
 
-    def _at_positions(self, sizes: tuple[int, ...], kept: Tensor | None) -> tuple[int, Tensor, Tensor | None]:
+    def _targets_of_rows(self, sizes: tuple[int, ...], kept: Tensor | None) -> tuple[int, Tensor, Tensor | None]:
         """Returns the number of positions of a sample, and targets and weights of all positions, or of `kept` ones."""
-        positions = self.tangent.positions
-        assert positions is not None
-        places = positions.places(self.count, sizes)
-        targets = places.targets(self.targets, positions.outputs)
+        places = self.tangent.positions.places(self.count, sizes)
+        targets = places.targets(self.targets, self.tangent.outputs)
         weights = None if self.weights is None else self.weights.repeat_interleave(places.count)
         if kept is not None:
             targets, weights = targets[kept.flatten()], None if weights is None else weights[kept.flatten()]
         return places.count, targets, weights
-
-    def curvature_weights(self, outputs: Tensor, part: slice = slice(None)) -> Tensor | None:
-        """Returns factors of Λ, (B, 1) for each sample of a part or (B, C) for each output; None means ones."""
-        weights = None if self.weights is None else self.weights[part]
-        if self.likelihood is None:
-            return None if weights is None else weights[:, None]
-        return curvature_weights(self.likelihood, outputs, self.targets[part].to(outputs.device), weights)
-
-    def weighted(self, values: Tensor, part: slice = slice(None)) -> Tensor:
-        """Returns values of a part (B, ...), each times the weight of its sample."""
-        return values if self.weights is None else apply_weights(values, self.weights[part])
 
     def take(self, rows: Tensor, start: int) -> Batch:
         """Returns the batch of some of the samples."""
@@ -144,33 +125,21 @@ class Batch:
         counted = None if self.counted is None else self.counted[rows]
         return replace(self, inputs=inputs, targets=targets, start=start, counted=counted, weights=weights)
 
-    def note(self, outputs: Tensor, part: slice | None = None) -> None:
-        """Keeps outputs that a pass has computed, so that `outputs` need not run the network again."""
-        self._outputs.append((part or slice(0, len(outputs)), outputs))
-
-    def outputs(self) -> Tensor:
-        """Returns the outputs of the network (B, C): the noted ones if they are complete, else by a forward pass."""
-        if sum(part.stop - part.start for part, _ in self._outputs) == self.count:
-            return torch.cat([outputs for _, outputs in sorted(self._outputs, key=lambda item: item[0].start)])
-        outputs = self.tangent.outputs_of(self.inputs)
-        batches.check_outputs(outputs, "these inputs")
-        self._outputs = [(slice(0, len(outputs)), outputs)]
-        return outputs
+    def note(self, outputs: Tensor) -> None:
+        """Keeps the next outputs (B, C) that a pass has computed, so that `rows` need not run the network again."""
+        self._outputs.append(outputs)
 
     def rows(self) -> dict[str, Any]:
         """Returns outputs (N, C), targets and weights of samples, or of their positions, for `DataSummary.add`.
 
         They may include labels that do not count, which have a log probability of 0.
         """
-        positions = self.tangent.positions
-        if positions is None:
-            return {"outputs": self.outputs(), "targets": self.targets, "weights": self.weights, "samples": self.count}
-        outputs, kept = self._rows, self._kept
-        if outputs is None or self._sizes is None:
-            shaped = self.outputs()
-            self._sizes, outputs, kept = positions.sizes(shaped.shape), positions.rows(shaped), None
-        _, targets, weights = self._at_positions(self._sizes, kept)
-        return {"outputs": outputs, "targets": targets, "weights": weights, "samples": self.count}
+        if not self._outputs:
+            shaped, positions = self.tangent.outputs_of(self.inputs), self.tangent.positions
+            batches.check_outputs(shaped, "these inputs")
+            self._outputs, self._sizes = [positions.rows(shaped)], positions.sizes(shaped.shape)
+        _, targets, weights = self._targets_of_rows(self._sizes, self._kept)
+        return {"outputs": torch.cat(self._outputs), "targets": targets, "weights": weights, "samples": self.count}
 
 
 class SumPass(ABC, Generic[S]):

@@ -57,8 +57,7 @@ class MemoryNeed:
 
 def root_positions(tangent: Tangent) -> int:
     """Returns the number of positions of an input that one Fisher root covers."""
-    positions = tangent.positions
-    return 1 if positions is None or positions.direct else positions.count
+    return 1 if tangent.positions.direct else tangent.positions.count
 
 
 def root_columns(likelihood: Likelihood, outputs: int, positions: int, device: torch.device) -> int:

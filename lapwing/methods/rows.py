@@ -118,7 +118,7 @@ def _anchors(
     problem: Problem, chosen: _ChosenInputs, state: KeptInputs, samples: Tensor, outputs: Tensor, every: bool
 ) -> Anchors:
     groups, places = chosen.groups(state), torch.searchsorted(samples.unique(), samples)
-    if problem.tangent.positions is not None:  # outputs were drawn for the number of positions of the first batch
+    if problem.tangent.positions.several:  # outputs were drawn for the number of positions of the first batch
         widths = torch.cat([torch.full((batches.size(g),), output_width(problem.tangent, g)) for g in groups])
         if every:
             places = torch.arange(len(widths)).repeat_interleave(widths)

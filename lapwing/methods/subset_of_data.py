@@ -92,7 +92,7 @@ class SubsetOfData(Method):
 
     def _exact(self, tangent: Tangent, points: int, columns: int) -> Full | ELLA:
         """Returns the method that gives the exact posterior of the points within the memory budget."""
-        rows, size, at_positions = points * columns, tangent.size, tangent.positions is not None
+        rows, size, at_positions = points * columns, tangent.size, tangent.positions.several
         if (24 * size**2 if rows >= size or at_positions else 16 * rows * size) <= tangent.memory:
             return Full()
         rank = size if at_positions else points * tangent.outputs  # at positions, later inputs may have more rows

@@ -1,4 +1,4 @@
-"""Outputs with positions: tokens (B, T, C), pixels (B, C, H, W), voxels (B, C, D, H, W).
+"""Outputs with positions: tokens (B, T, C), pixels (B, C, H, W), voxels (B, C, D, H, W). Outputs (B, C) have T = 1.
 
 The rest of lapwing handles outputs as a matrix. `Positions` says which dimension holds the C outputs of a position. It
 reshapes outputs to a matrix (B, T C), position by position, or to rows (B T, C). `Places` gives rows of one batch the
@@ -29,7 +29,7 @@ class Places:
 
     Attributes:
         samples: B.
-        sizes: (T,), (H, W) or (D, H, W).
+        sizes: (T,), (H, W) or (D, H, W); () for outputs (B, C).
         axis: the dimension of the outputs that holds the C outputs of a position, 1 or -1.
     """
 
@@ -51,9 +51,13 @@ class Places:
     def targets(self, targets: Tensor, outputs: int) -> Tensor:
         """Returns targets of a batch as rows: (B T,) for one target per position, (B T, k) for k of them.
 
+        Targets of outputs (B, C) come back unchanged.
+
         Raises:
             LapwingError: if the targets have other positions than the outputs.
         """
+        if not self.sizes:
+            return targets
         each, shape = (self.samples, *self.sizes), tuple(targets.shape)
         if shape in (each, self.shape(1)):
             return targets.reshape(-1)
@@ -86,15 +90,16 @@ class Places:
 
 @dataclass(frozen=True)
 class Positions:
-    """Calls a network whose outputs have positions, and says which dimension holds the C outputs of a position.
+    """Calls a network, and says which dimension of its outputs holds the C outputs of a position.
 
     Attributes:
         forward: `forward(model, inputs)`, or None.
         axis: the dimension of these C outputs, 1 or -1.
-        dims: number of dimensions of the outputs.
+        dims: number of dimensions of the outputs, 2 for outputs (B, C).
         outputs: C.
         count: T on the first batch; later batches may have another T.
-        direct: whether the outputs are those of the treated layer. Then each position counts as a sample.
+        direct: whether the outputs have positions and are those of the treated layer. Then each position counts as a
+            sample.
     """
 
     forward: Forward | None
@@ -117,6 +122,11 @@ class Positions:
             axis = -axis
         outputs = shape[axis]
         return cls(forward, axis, len(shape), outputs, prod(shape[1:]) // max(1, outputs))
+
+    @property
+    def several(self) -> bool:
+        """Whether the outputs have dimensions of positions, so that they are not (B, C)."""
+        return self.dims > 2
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields except `forward`, as JSON."""

@@ -113,7 +113,7 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
         weights = batches.weights_of(batch, tangent.device)
         for rows, chunk in batches.chunks(inputs, length):
             labels, positions = targets[rows], tangent.positions
-            if positions is not None:
+            if positions.several:
                 sizes = positions.sizes(tangent.outputs_of(chunk).shape)
                 labels = positions.places(len(labels), sizes).targets(labels, tangent.outputs)
 

@@ -66,7 +66,7 @@ def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via:
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))
-    if tangent.positions is not None:
+    if tangent.positions.several:
         if not has_positions(latent):
             raise LapwingError(
                 f"The outputs of {type(tangent.model).__name__} have positions, which via={shown(via)} does not "

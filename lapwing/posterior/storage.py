@@ -35,7 +35,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "@lapwing.covariance.register_covariance."
         )
     tangent = posterior.tangent
-    forward = tangent.positions.forward if tangent.positions else tangent.forward
+    forward = tangent.positions.forward
     likelihood, state = posterior.likelihood, tangent.state()
     registered = REGISTERED.get(likelihood.name) is type(likelihood)  # `load` gets an instance of another class
     tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}

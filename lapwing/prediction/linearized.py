@@ -110,7 +110,7 @@ class Linearized(Way):
         values, spreads = separate(inputs)
         if self.draws is not None:
             return self._of_draws(tangent, covariance, values, spreads, joint)
-        if tangent.positions is not None:
+        if tangent.positions.several:
             self._check_positions(bool(spreads))
             return at_positions(tangent, covariance, tangent.check(values), joint)
         selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)
@@ -183,11 +183,11 @@ class DefaultWay(Way):
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the latent Gaussian, exact or from draws."""
-        outputs = tangent.outputs * (1 if tangent.positions is None else tangent.positions.count)
+        outputs = tangent.width
         if outputs > MANY_OUTPUTS and not tangent.treats_output_alone and not separate(inputs)[1]:
             latent = latent_of_draws(tangent, covariance, inputs, DEFAULT_DRAWS, 0, joint)
             if latent is not None:
-                _log_draws(outputs, tangent.positions is None)
+                _log_draws(outputs, not tangent.positions.several)
                 return latent
         return Linearized().latent(tangent, covariance, inputs, joint)
 

@@ -24,8 +24,6 @@ def at_positions(tangent: Tangent, covariance: Covariance, checked: Checked, joi
     Raises:
         LapwingError: for a joint latent, or too many outputs.
     """
-    positions = tangent.positions
-    assert positions is not None
     if joint:
         raise refused_joint()
     parts: list[tuple[slice, Latent]] = []
@@ -34,12 +32,12 @@ def at_positions(tangent: Tangent, covariance: Covariance, checked: Checked, joi
     for rows, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
         terms = tuple(term.to(record.outputs) for term in covariance.output_covariance(record))
         parts.append((rows, Latent(record.outputs, terms)))
-        sizes = record.sizes or ()
+        sizes = record.sizes
     latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
     if any(rows.step is not None for rows, _ in parts):
         order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
         latent = latent.taken(order.argsort().to(latent.mean.device))
-    return LatentAtPositions(latent, positions.places(checked.samples, sizes))
+    return LatentAtPositions(latent, tangent.positions.places(checked.samples, sizes))
 
 
 AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
@@ -54,7 +52,7 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDr
     Cost: a forward pass, which gives the sizes of the positions.
     """
     positions = tangent.positions
-    if positions is None:
+    if not positions.several:
         return latent
     if latent.joint:
         raise refused_joint()

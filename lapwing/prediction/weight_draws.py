@@ -33,8 +33,7 @@ def latent_of_draws(
     """
     checked = tangent.check(inputs)
     count = min(draws, covariance.distinct_draws or draws)
-    positions = 1 if tangent.positions is None else tangent.positions.count
-    check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.outputs * positions)
+    check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.width)
     largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
     chunks = list(checked.chunks(_length(tangent, largest, tangent.size)))
     mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])

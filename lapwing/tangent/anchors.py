@@ -25,7 +25,7 @@ Weights = Mapping[str, float]
 
 def output_width(tangent: Tangent, inputs: Any) -> int:
     """Returns the number of outputs per input: C, or T C with positions. Cost: one forward pass for the latter."""
-    if tangent.positions is None:
+    if not tangent.positions.several:
         return tangent.outputs
     return tangent.outputs_of(batches.take(inputs, slice(0, 1))).numel()
 

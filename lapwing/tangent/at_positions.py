@@ -121,7 +121,7 @@ def _of_patches(
 def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
     """Returns the only use of the treated weights if its output is the network's output at each position, or None."""
     positions, noted = tangent.positions, {i for every in uses.values() for i, _, _ in every}
-    if positions is None or len(noted) != 1 or set(uses) != {block.name for block in tangent.blocks}:
+    if len(noted) != 1 or set(uses) != {block.name for block in tangent.blocks}:
         return None
     use = recording.noted[noted.pop()]
     same = use.out is recording.shaped and use.out._version == use.versions[1] and not use.spread

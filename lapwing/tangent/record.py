@@ -67,11 +67,11 @@ class Record(Mapping[str, BlockJacobian]):
         device: device of the contractions: the CPU if they are float64 and the device of the outputs has no float64.
         noted: the recorded uses of layers.
         graph: f with its graph, or None after all gradients are computed.
-        sizes: sizes of the grid of positions, such as (H, W), or None without positions.
+        sizes: sizes of the grid of positions, such as (H, W), or () for outputs (B, C).
         weights: factors of Λ for each sample (B, 1) or each of its outputs (B, C); None means ones.
     """
 
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = ()
     weights: Tensor | None = None
 
     def __init__(
@@ -148,7 +148,6 @@ class Record(Mapping[str, BlockJacobian]):
         Its cotangents are `columns` (C, R), or the C outputs.
         """
         positions, graph = self.tangent.positions, self.graph
-        assert positions is not None
         assert graph is not None
         width = positions.outputs
         u = positions.cotangents_at(len(graph), graph.shape[1] // width, which, graph, columns)

@@ -33,7 +33,7 @@ def to_json(tangent: Tangent) -> dict[str, Any]:
     """Returns all fields except the network and the memory budget, as JSON."""
     data = {"blocks": [asdict(b) for b in tangent.blocks], "plan": tangent.plan.to_json(), "outputs": tangent.outputs,
             "reasons": [line.reason for line in tangent.coverage.lines]}  # fmt: skip
-    if tangent.positions is not None:
+    if tangent.positions.several:
         data["positions"] = tangent.positions.to_json()
     return data
 

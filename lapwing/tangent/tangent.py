@@ -156,15 +156,15 @@ class Tangent:
         """Number of weights whose rows are always formed."""
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
 
-    @property
-    def positions(self) -> Positions | None:
-        """Layout of the positions of the outputs, or None if the outputs are a matrix (B, C)."""
-        return self.forward if isinstance(self.forward, Positions) else None
+    @cached_property
+    def positions(self) -> Positions:
+        """Layout of the positions of the outputs; one position if the outputs are a matrix (B, C)."""
+        return self.forward if isinstance(self.forward, Positions) else Positions(self.forward, 1, 2, self.outputs, 1)
 
     @property
     def width(self) -> int:
         """Number of outputs per input of the first batch: C, or T C."""
-        return self.outputs * (1 if self.positions is None else self.positions.count)
+        return self.outputs * self.positions.count
 
     @cached_property
     def treats_output_alone(self) -> bool:
@@ -173,7 +173,7 @@ class Tangent:
 
     def gives_outputs(self, block: Block) -> bool:
         """Whether all uses of a block give the outputs."""
-        if self.positions is not None:
+        if self.positions.several:
             return self.positions.direct
         uses = self.plan.uses.get(block.name, [(-1,)])
         return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
@@ -208,7 +208,7 @@ class Tangent:
                 outputs = shaped_outputs(self.model, chunk, self.forward)
                 parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
         outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self.positions is not None:
+        if self.positions.several:
             self.positions.sizes(outputs.shape)
         return outputs
 
@@ -243,8 +243,7 @@ class Tangent:
             at = outputs if differentiable else outputs.detach()
             u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ with the same precision
         record = Record(self, checked.inputs, outputs, recording.noted, uses, u, dtype, differentiable)
-        if self.positions is not None:
-            record.sizes = self.positions.sizes(recording.shaped.shape)
+        record.sizes = self.positions.sizes(recording.shaped.shape)
         return record
 
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
@@ -258,7 +257,7 @@ class Tangent:
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = run(self.model, checked.inputs, self.forward, watched, spread, frozen)
-        width = self.outputs if self.positions is None else recording.outputs.shape[1]
+        width = recording.outputs.shape[1] if self.positions.several else self.outputs
         check_recording(self.model, checked.inputs, recording, width, late)
         noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])
@@ -296,19 +295,17 @@ class Tangent:
         """
         dtype = dtype or self.dtype
         positions = self.positions
-        if positions is None:
-            yield from self._chunks(inputs, cotangents, dtype, scratch_per_sample, marginal)
-        elif positions.direct:
+        if positions.direct:
             stride = 1 if some is None else -(-positions.count // (DENSER * some))
             yield from direct_records(
                 self, positions, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride
             )
-        else:
-            scratch_per_sample *= 1 if cotangents is None else positions.count
-            for part, record in self._chunks(inputs, cotangents, dtype, scratch_per_sample):
-                probes = cotangents if isinstance(cotangents, RandomCotangents) else None
-                each = cotangents is None or probes is not None
-                yield from by_position(record, part, positions, some, probes) if each else [(part, record)]
+            return
+        scratch_per_sample *= 1 if cotangents is None else positions.count
+        probes = cotangents if isinstance(cotangents, RandomCotangents) else None
+        each = positions.several and (cotangents is None or probes is not None)
+        for part, record in self._chunks(inputs, cotangents, dtype, scratch_per_sample, marginal):
+            yield from by_position(record, part, positions, some, probes) if each else [(part, record)]
 
     def _chunks(
         self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int, marginal: bool = False

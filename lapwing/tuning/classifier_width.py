@@ -66,7 +66,7 @@ def mean_costs(candidates: Sequence[Posterior], training: Training, samples: int
 def number_of_inputs(posterior: Posterior, samples: int) -> int:
     """Returns the maximum number of inputs that are read for a number of samples, each of which may be a position."""
     positions = posterior.tangent.positions
-    if positions is None:
+    if not positions.several:
         return samples
     count = 16 * samples // min(positions.count, 1024)
     if not positions.direct:  # each position needs its own backward passes

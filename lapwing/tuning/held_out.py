@@ -148,8 +148,6 @@ def _contracted(
 
 def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:
     """Returns the targets of a batch, with positions as rows, and the number of rows per sample."""
-    if tangent.positions is None or record.sizes is None:
-        return targets, 1
     places = tangent.positions.places(len(targets), record.sizes)
     return places.targets(targets, tangent.outputs), places.count
 

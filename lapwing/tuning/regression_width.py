@@ -35,7 +35,7 @@ WARN_FACTOR, WARN_SAMPLES = 10.0, 100
 
 def has_open_width(posterior: Posterior) -> bool:
     """Whether the noise variance is open, for outputs without positions."""
-    return not posterior.noise_fixed and posterior.tangent.positions is None
+    return not posterior.noise_fixed and not posterior.tangent.positions.several
 
 
 def with_left_out_width(posterior: Posterior, residual: float, training: Training, samples: int) -> Posterior:
@@ -81,7 +81,7 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
 
     λ determines how the widths of predictions differ between inputs; `(δ/c, c σ²)` has the same λ for every c.
     """
-    if not has_prior(posterior.covariance) or posterior.tangent.positions is not None:
+    if not has_prior(posterior.covariance) or posterior.tangent.positions.several:
         return None
     residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
     exact, *_ = _exact_model(posterior, residual, training, SAMPLES)

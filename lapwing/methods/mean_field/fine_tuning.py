@@ -123,7 +123,7 @@ class FineTuning(IteratePass[Descent]):
         leaves = {name: value.detach().requires_grad_() for name, value in state.values.items()}
         gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         fit, places, all_targets, all_weights = 0.0, 1, batch.targets, batch.weights
-        if tangent.positions is not None:
+        if tangent.positions.several:
             every = batch.rows()
             all_targets, all_weights = every["targets"], every["weights"]
             places = len(every["outputs"]) // every["samples"]
@@ -145,8 +145,8 @@ class FineTuning(IteratePass[Descent]):
             for total, gradient in zip(gradients.values(), parts, strict=True):
                 total += gradient
             fit += float(value.detach())
-            if tangent.positions is None:
-                batch.note(outputs.detach().to(tangent.dtype), part)
+            if not tangent.positions.several:
+                batch.note(outputs.detach().to(tangent.dtype))
         return fit, gradients, summary.statistics
 
     def _diverged(self, what: str, taken: int) -> LapwingError:

@@ -117,7 +117,7 @@ class _Along(SumPass[AlongState]):
 
 def _records(batch: Batch) -> Iterator[tuple[slice, Record]]:
     """Yields records of all outputs, at all positions, for each chunk of a batch."""
-    if batch.tangent.positions is None:
+    if not batch.tangent.positions.several:
         yield from batch.records()
         return
     for part, chunk in batch.checked.chunks(batch.tangent.chunk_length(2)):
@@ -128,12 +128,9 @@ def _of_rows(
     batch: Batch, part: slice, record: Record, outputs: Tensor, function: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Returns a function of outputs (N, C) and targets, times weights, at the samples of a part or their positions."""
-    positions, targets = batch.tangent.positions, batch.targets[part]
-    if positions is None:
-        return batch.weighted(function(outputs, targets), part)
-    assert record.sizes is not None
-    places = positions.places(len(outputs), record.sizes)
-    values = function(outputs.reshape(-1, positions.outputs), places.targets(targets, positions.outputs))
+    count = batch.tangent.outputs
+    places = batch.tangent.positions.places(len(outputs), record.sizes)
+    values = function(outputs.reshape(-1, count), places.targets(batch.targets[part], count))
     if batch.weights is None:
         return values
     return apply_weights(values, batch.weights[part].repeat_interleave(places.count))

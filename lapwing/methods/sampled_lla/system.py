@@ -61,7 +61,7 @@ class PositionedRoot:
         """Starts a new batch."""
         tangent = self._problem.tangent
         self._start, self._taken = batch.start, 0
-        if tangent.positions is not None and tangent.positions.direct and not self._problem.root.exact:
+        if tangent.positions.direct and not self._problem.root.exact:
             self._places = output_width(tangent, batch.inputs) // tangent.outputs
 
     def __call__(self, outputs: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class CurvatureProducts(SumPass[BlockSums]):
         self._scratch = 2 * self._count * (root.columns + widest)
         # in half precision, forward and backward mode round differently, so one record gives both products
         same = all(p.dtype == tangent.dtype for p in tangent.parameters.values())
-        self._either_mode = same and (tangent.positions is None or not tangent.positions.direct)
+        self._either_mode = same and not tangent.positions.direct
 
     def init(self) -> BlockSums:
         return BlockSums(self._problem.block_zeros(self._count))
@@ -157,11 +157,10 @@ class FirstProducts(CurvatureProducts):
     def _noise(self, record: Record, start: int, first: int) -> Tensor:
         """Returns ε (B, R, S); for a position it is the same in every batch and chunk."""
         shape, seed, tangent = (record.cotangents, self._draws), self._problem.seed, self._problem.tangent
-        if tangent.positions is None or not tangent.positions.direct:
+        if not tangent.positions.direct:
             numbers = range(start + first, start + first + record.samples)
             noise = [torch.randn(shape, generator=generator_at(seed, n, NOISE), dtype=torch.float64) for n in numbers]
             return torch.stack(noise).to(tangent.device, record.dtype)
-        assert record.sizes is not None
         noise, count, stop = [], prod(record.sizes), first + record.samples
         while first < stop:  # positions of one sample from one generator
             sample, place = divmod(first, count)

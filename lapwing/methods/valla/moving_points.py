@@ -147,7 +147,7 @@ class MovingSteps(IteratePass[Descent]):
     ) -> ObjectiveRows:
         """Returns the blocks of the NTK at a batch; outputs without positions are multiplied by `root` if given."""
         likelihood = self.problem.likelihood
-        if batch.tangent.positions is not None:
+        if batch.tangent.positions.several:
             return rows_at_positions(anchors, self.weights, batch, likelihood, generator).doubled()
         blocks = kernel(anchors, self.weights, batch.checked, root)
         likelihood.check(blocks.outputs, batch.targets)
@@ -239,7 +239,7 @@ class BoundSteps(MovingSteps):
         """Returns the blocks of the NTK at the columns of the Fisher root of a batch."""
         root = self.problem.root
         rows = self.rows(self.anchors_at(values), batch, generator, WeightedRoot(root, batch))
-        if batch.tangent.positions is None:
+        if not batch.tangent.positions.several:
             return rows
         blocks = rows.blocks
         weights = curvature_weights(self.problem.likelihood, blocks.outputs, rows.targets, rows.weights)

@@ -192,7 +192,7 @@ def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Te
     If the outputs have positions, the pairs are random, and spread evenly over the inputs. `picked` and `labels` (U,)
     are places and classes of the picked samples, class by class. `wanted` is M; the result has at most U C pairs.
     """
-    if problem.tangent.positions is not None:
+    if problem.tangent.positions.several:
         every = [torch.full((batches.size(group),), output_width(problem.tangent, group)) for group in inputs]
         generator, available = problem.generator(), torch.cat(every)[picked].tolist()
         shares = balanced_shares(available, wanted)

@@ -141,7 +141,7 @@ class Streamlined(Way):
             )
         values, spreads = separate(inputs)
         latent, positions = self.propagate(tangent, covariance, values, spreads), tangent.positions
-        if positions is None:
+        if not positions.several:
             return latent
         sizes = positions.sizes(tangent.outputs_of(batches.take(values, slice(0, 1))).shape)
         return LatentAtPositions(latent, positions.places(batches.size(values), sizes))

@@ -74,8 +74,7 @@ def build(
     sites = {
         node.name: Site(node, roles_of(node, treated), way.attention, network, layouts, correlated) for node in calls
     }
-    positions = tangent.positions
-    width = None if positions is None else positions.outputs
+    width = tangent.outputs if tangent.positions.several else None
     return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
 
 
