@@ -17,7 +17,6 @@ from ..likelihoods import Likelihood
 from ..linalg import doubled, placed
 from ..options import at_least, instance_of, option
 from ..tangent import Anchors, Tangent, Vectors
-from ..tangent.anchors import output_width
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .kfac import KFAC
 from .passes import Method, Pass, Passes, check_within, prior_covariance
@@ -95,7 +94,7 @@ class OptimalSubspace(Method):
         width = problem.tangent.outputs
         if self.at is not None:
             count = batches.size(self.at)
-            every = output_width(problem.tangent, self.at)
+            every = problem.tangent.width_of(self.at)
             samples = torch.arange(count).repeat_interleave(every)
             return Anchors(problem.tangent, (self.at,), samples, torch.arange(every).repeat(count))
         places = problem.tangent.width // width  # number of positions of an input

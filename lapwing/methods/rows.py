@@ -12,7 +12,6 @@ from torch import Tensor
 from ..data import batches, nesting
 from ..errors import LapwingError, shown
 from ..tangent import Anchors
-from ..tangent.anchors import output_width
 from .passes import Batch, Pass, SumPass
 from .problem import Problem
 from .state import State
@@ -119,7 +118,7 @@ def _anchors(
 ) -> Anchors:
     groups, places = chosen.groups(state), torch.searchsorted(samples.unique(), samples)
     if problem.tangent.positions.several:  # outputs were drawn for the number of positions of the first batch
-        widths = torch.cat([torch.full((batches.size(g),), output_width(problem.tangent, g)) for g in groups])
+        widths = torch.cat([torch.full((batches.size(g),), problem.tangent.width_of(g)) for g in groups])
         if every:
             places = torch.arange(len(widths)).repeat_interleave(widths)
             outputs = torch.arange(len(places)) - (widths.cumsum(0) - widths)[places]

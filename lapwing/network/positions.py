@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..data.batches import Forward
@@ -168,16 +167,6 @@ class Positions:
         """Returns outputs as rows (B T, C)."""
         self.sizes(outputs.shape)
         return outputs.movedim(self.axis, -1).flatten(0, -2)
-
-    def cotangents_at(
-        self, samples: int, places: int, which: int, like: Tensor, columns: Tensor | None = None
-    ) -> Tensor:
-        """Returns cotangents (B, T C, R) with columns (C, R) at one position, or the identity (C, C) if None."""
-        if columns is None:
-            columns = torch.eye(self.outputs, dtype=like.dtype, device=like.device)
-        u = torch.zeros(samples, places, *columns.shape, dtype=like.dtype, device=like.device)
-        u[:, which] = columns.to(u)
-        return u.flatten(1, 2)
 
 
 def _fits(shape: tuple[int, ...], targets: tuple[int, ...], axis: int) -> bool:

@@ -112,10 +112,7 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
         inputs, targets = batches.split(batch, tangent.device)
         weights = batches.weights_of(batch, tangent.device)
         for rows, chunk in batches.chunks(inputs, length):
-            labels, positions = targets[rows], tangent.positions
-            if positions.several:
-                sizes = positions.sizes(tangent.outputs_of(chunk).shape)
-                labels = positions.places(len(labels), sizes).targets(labels, tangent.outputs)
+            labels = tangent.places_of(chunk).targets(targets[rows], tangent.outputs)
 
             def score(outputs: Tensor, labels: Tensor = labels) -> Tensor:
                 scores = posterior.likelihood.score(outputs.reshape(-1, tangent.outputs), labels)

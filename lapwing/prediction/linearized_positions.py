@@ -49,19 +49,18 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDr
     Raises:
         LapwingError: for a joint latent if the outputs have positions.
 
-    Cost: a forward pass, which gives the sizes of the positions.
+    Cost: that of `Tangent.places_of`.
     """
-    positions = tangent.positions
-    if not positions.several:
+    places = tangent.places_of(inputs)
+    if not places.sizes:
         return latent
     if latent.joint:
         raise refused_joint()
-    sizes = positions.sizes(tangent.outputs_of(inputs).shape)
     tensors = {f.name: getattr(latent, f.name) for f in fields(latent)}
     for name, value in tensors.items():
         if isinstance(value, Tensor):
-            tensors[name] = value.unflatten(-1, (-1, positions.outputs)).flatten(-3, -2)
-    return LatentAtPositions(replace(latent, **tensors), positions.places(latent.mean.shape[0], sizes))
+            tensors[name] = value.unflatten(-1, (places.count, -1)).flatten(-3, -2)
+    return LatentAtPositions(replace(latent, **tensors), places)
 
 
 def refused_joint() -> LapwingError:

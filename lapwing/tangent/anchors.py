@@ -23,13 +23,6 @@ from .tangent import Tangent
 Weights = Mapping[str, float]
 
 
-def output_width(tangent: Tangent, inputs: Any) -> int:
-    """Returns the number of outputs per input: C, or T C with positions. Cost: one forward pass for the latter."""
-    if not tangent.positions.several:
-        return tangent.outputs
-    return tangent.outputs_of(batches.take(inputs, slice(0, 1))).numel()
-
-
 def ntk(mine: Record, theirs: Record, weights: Weights) -> Tensor:
     """Returns `Σ_b w_b J_b J'_bᵀ` (B, R, B', R'), the weighted NTK of two records."""
     blocks = ((weight, name, mine[name]) for name, weight in weights.items())
@@ -187,8 +180,8 @@ class Anchors:
 
     @cached_property
     def _widths(self) -> list[int]:
-        """Number of outputs per input in each group, see `output_width`."""
-        return [output_width(self.tangent, group) for group in self.inputs]
+        """Number of outputs per input in each group."""
+        return [self.tangent.width_of(group) for group in self.inputs]
 
     def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
         """Yields `(slots, inputs, cotangents)` of chunks. A sample is in several chunks if its outputs do not fit.

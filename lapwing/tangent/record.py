@@ -147,10 +147,12 @@ class Record(Mapping[str, BlockJacobian]):
 
         Its cotangents are `columns` (C, R), or the C outputs.
         """
-        positions, graph = self.tangent.positions, self.graph
+        width, graph = self.tangent.outputs, self.graph
         assert graph is not None
-        width = positions.outputs
-        u = positions.cotangents_at(len(graph), graph.shape[1] // width, which, graph, columns)
+        columns = torch.eye(width, device=graph.device) if columns is None else columns
+        u = graph.new_zeros(len(graph), graph.shape[1] // width, *columns.shape)
+        u[:, which] = columns.to(u)
+        u = u.flatten(1, 2)  # (B, T C, R)
         record = Record(self.tangent, self._inputs, graph, self.noted, self._uses, u, self.dtype, self._differentiable)
         record.outputs, record.sizes = self.outputs[:, which * width : (which + 1) * width], self.sizes
         return record

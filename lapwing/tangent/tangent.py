@@ -25,7 +25,7 @@ from ..network.eager import parameters_of, without_compiled
 from ..network.entry import outside_modes
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
-from ..network.positions import Positions
+from ..network.positions import Places, Positions
 from ..network.probe import probe
 from ..network.recording_plan import Coverage, RecordingPlan, Uses
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
@@ -207,10 +207,18 @@ class Tangent:
             for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
                 outputs = shaped_outputs(self.model, chunk, self.forward)
                 parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
-        outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def places_of(self, inputs: Any) -> Places:
+        """Returns the positions of the outputs. Cost: a forward pass of two samples, or none for outputs (B, C)."""
+        sizes: tuple[int, ...] = ()
         if self.positions.several:
-            self.positions.sizes(outputs.shape)
-        return outputs
+            sizes = self.positions.sizes(self.outputs_of(batches.take(inputs, slice(0, 2))).shape)
+        return self.positions.places(batches.size(inputs), sizes)
+
+    def width_of(self, inputs: Any) -> int:
+        """Returns the number of outputs per input: C, or T C. Cost: that of `places_of`."""
+        return self.outputs * self.places_of(inputs).count
 
     def record(
         self,

@@ -20,7 +20,6 @@ from ...covariance import PriorCovariance
 from ...errors import LapwingError
 from ...linalg import doubled, row_products, total
 from ...tangent import Record, Vectors
-from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
 from ..problem import FisherRoot, Problem, root_positions
 from ..state import BlockSums
@@ -62,7 +61,7 @@ class PositionedRoot:
         tangent = self._problem.tangent
         self._start, self._taken = batch.start, 0
         if tangent.positions.direct and not self._problem.root.exact:
-            self._places = output_width(tangent, batch.inputs) // tangent.outputs
+            self._places = tangent.places_of(batch.inputs).count
 
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns R (B, C, R) at the outputs (B, C) of the next B samples, or of the next positions of samples."""

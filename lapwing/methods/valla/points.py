@@ -14,7 +14,6 @@ from torch import Tensor
 from ...data import batches, nesting
 from ...errors import LapwingError
 from ...tangent import Anchors, Tangent
-from ...tangent.anchors import output_width
 from ..passes import Batch, Pass, SumPass
 from ..problem import Problem
 from ..rows import KeptInputs, choose, class_labels, rank_in_class
@@ -193,7 +192,7 @@ def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Te
     are places and classes of the picked samples, class by class. `wanted` is M; the result has at most U C pairs.
     """
     if problem.tangent.positions.several:
-        every = [torch.full((batches.size(group),), output_width(problem.tangent, group)) for group in inputs]
+        every = [torch.full((batches.size(group),), problem.tangent.width_of(group)) for group in inputs]
         generator, available = problem.generator(), torch.cat(every)[picked].tolist()
         shares = balanced_shares(available, wanted)
         drawn = [choose(width, share, generator) for width, share in zip(available, shares, strict=True)]

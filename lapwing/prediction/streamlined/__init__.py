@@ -140,11 +140,8 @@ class Streamlined(Way):
                 "Pass via=lw.Linearized(), or joint=False."
             )
         values, spreads = separate(inputs)
-        latent, positions = self.propagate(tangent, covariance, values, spreads), tangent.positions
-        if not positions.several:
-            return latent
-        sizes = positions.sizes(tangent.outputs_of(batches.take(values, slice(0, 1))).shape)
-        return LatentAtPositions(latent, positions.places(batches.size(values), sizes))
+        latent, places = self.propagate(tangent, covariance, values, spreads), tangent.places_of(values)
+        return LatentAtPositions(latent, places) if places.sizes else latent
 
     @outside_modes
     def propagate(
