@@ -99,7 +99,7 @@ class Batch:
         """
         if self.likelihood is None and self.weights is None:
             return None
-        count, targets, weights = self._targets_of_rows(sizes, kept)
+        count, targets, weights = self.targets_of_rows(sizes, kept)
         every = self.tangent.positions.direct or count == 1
         rows = part if every else slice(part.start * count, part.stop * count)
         some, flat = None if weights is None else weights[rows], outputs.reshape(-1, self.tangent.outputs)
@@ -109,7 +109,7 @@ class Batch:
             factors = curvature_weights(self.likelihood, flat, targets[rows].to(outputs.device), some)
         return factors if factors is None or every else factors.expand_as(flat).reshape_as(outputs)
 
-    def _targets_of_rows(self, sizes: tuple[int, ...], kept: Tensor | None) -> tuple[int, Tensor, Tensor | None]:
+    def targets_of_rows(self, sizes: tuple[int, ...], kept: Tensor | None = None) -> tuple[int, Tensor, Tensor | None]:
         """Returns the number of positions of a sample, and targets and weights of all positions, or of `kept` ones."""
         places = self.tangent.positions.places(self.count, sizes)
         targets = places.targets(self.targets, self.tangent.outputs)
@@ -138,7 +138,7 @@ class Batch:
             shaped, positions = self.tangent.outputs_of(self.inputs), self.tangent.positions
             batches.check_outputs(shaped, "these inputs")
             self._outputs, self._sizes = [positions.rows(shaped)], positions.sizes(shaped.shape)
-        _, targets, weights = self._targets_of_rows(self._sizes, self._kept)
+        _, targets, weights = self.targets_of_rows(self._sizes, self._kept)
         return {"outputs": torch.cat(self._outputs), "targets": targets, "weights": weights, "samples": self.count}
 
 

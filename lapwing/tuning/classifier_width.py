@@ -66,12 +66,10 @@ def mean_costs(candidates: Sequence[Posterior], training: Training, samples: int
 def number_of_inputs(posterior: Posterior, samples: int) -> int:
     """Returns the maximum number of inputs that are read for a number of samples, each of which may be a position."""
     positions = posterior.tangent.positions
-    if not positions.several:
-        return samples
     count = 16 * samples // min(positions.count, 1024)
     if not positions.direct:  # each position needs its own backward passes
         count = min(count, samples // min(positions.count, SOME_POSITIONS))
-    return max(8, count)
+    return max(min(8, samples), count)
 
 
 def _raised(posterior: Posterior, exponent: float) -> Posterior:

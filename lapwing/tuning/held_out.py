@@ -134,9 +134,10 @@ def _contracted(
             dtype = first.covariance.record_dtype
             records = first.tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
             for part, record in records:
-                every, repeats = _rows_of(targets, first.tangent, record)
-                labels, weights = every[part], batches.weights_of(batch, record.device)
-                weights = None if weights is None else weights.repeat_interleave(repeats)[part]
+                places = first.tangent.positions.places(len(targets), record.sizes)
+                labels = places.targets(targets, first.tangent.outputs)[part]
+                weights = batches.weights_of(batch, record.device)
+                weights = None if weights is None else weights.repeat_interleave(places.count)[part]
                 first.likelihood.check(record.outputs, labels)
                 labels = labels.to(record.device)
                 for members in groups:
@@ -144,12 +145,6 @@ def _contracted(
                     latents = _latents(record, list(some.values()), reads, probes is not None)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
-
-
-def _rows_of(targets: Tensor, tangent: Tangent, record: Record) -> tuple[Tensor, int]:
-    """Returns the targets of a batch, with positions as rows, and the number of rows per sample."""
-    places = tangent.positions.places(len(targets), record.sizes)
-    return places.targets(targets, tangent.outputs), places.count
 
 
 def no_batch() -> LapwingError:

@@ -122,11 +122,8 @@ class FineTuning(IteratePass[Descent]):
         known = likelihood.with_noise_variance(1.0) if likelihood.needs_noise else likelihood
         leaves = {name: value.detach().requires_grad_() for name, value in state.values.items()}
         gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-        fit, places, all_targets, all_weights = 0.0, 1, batch.targets, batch.weights
-        if tangent.positions.several:
-            every = batch.rows()
-            all_targets, all_weights = every["targets"], every["weights"]
-            places = len(every["outputs"]) // every["samples"]
+        fit, sizes = 0.0, tangent.places_of(batch.inputs).sizes
+        places, all_targets, all_weights = batch.targets_of_rows(sizes)
         for part, inputs in batches.chunks(batch.inputs, tangent.chunk_length(1)):
             here = slice(part.start * places, part.stop * places)  # the positions of these samples
             targets, weights = all_targets[here], None if all_weights is None else all_weights[here]
