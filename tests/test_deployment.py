@@ -261,6 +261,7 @@ def test_any_structure_streamlined(method: str) -> None:
     assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "latent", 5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", others_slow(["4.bias", "4.weight", "2.bias", "0.*"], ["2.bias"]))
 def test_parts_of_a_network(params: str) -> None:
     posterior, inputs = fitted("mlp", lw.Full(), lw.matching(params))
@@ -268,6 +269,7 @@ def test_parts_of_a_network(params: str) -> None:
     assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "latent", 5e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("inner", [lw.Streamlined(), pytest.param(lw.Linearized(), marks=pytest.mark.slow)], ids=str)
 def test_scaled(inner: Any) -> None:
     posterior, inputs = fitted("mlp", params=lw.last_layer)
@@ -286,6 +288,7 @@ def test_options_of_the_way(name: str, via: Any) -> None:
     assert_same(lw.deploy(posterior, inputs(2), via)(inputs(3)), posterior, inputs(3), via, "prediction")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "params"),
     [
@@ -302,6 +305,7 @@ def test_links(link: Any, params: Any) -> None:
     torch.testing.assert_close(found, wanted.probs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [None, lw.Probit()], ids=["quadrature", "probit"])
 def test_bernoulli(link: Any) -> None:
     posterior, inputs = fitted("mlp", likelihood=lw.Bernoulli())
@@ -310,6 +314,7 @@ def test_bernoulli(link: Any) -> None:
     torch.testing.assert_close(predictor(inputs(7)), wanted.probs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("via", [lw.Streamlined(), pytest.param(lw.Linearized(), marks=pytest.mark.slow)], ids=str)
 def test_regression_with_one_output(via: Any) -> None:
     x = torch.randn(20, 5)
@@ -378,6 +383,7 @@ def test_its_dtype_stays() -> None:
     assert torch.equal(predictor.float().to("cpu", torch.float32)(inputs(3)), wanted)
 
 
+@pytest.mark.slow
 def test_two_tensors() -> None:
     case = ZOO["frozen_trunk"]
 

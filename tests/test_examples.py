@@ -106,6 +106,7 @@ def test_own_network_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert (tmp_path / "posterior.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_positions_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "positions.py"), run_name="__main__")
     text = capsys.readouterr().out

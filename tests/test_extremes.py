@@ -180,6 +180,7 @@ def test_a_shift_of_all_logits_has_no_curvature(method: lw.Method, params: str) 
     check_full(method, 1.0, 1e-12, "classes", params)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", others_slow(AT_EDGES, ["full", "kfac", "ella"]))
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(name: str, edge: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -267,6 +268,7 @@ def test_numbers_that_float32_cannot_express_are_refused(bad: float) -> None:
     assert double.predict(x.double()).variance.isfinite().all()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "method",
     others_slow(

@@ -104,6 +104,7 @@ def _samples_are_independent(case: Case, model: nn.Module, x: Any) -> None:
     _combine(lambda a, b: _close(a, b, rtol=0, atol=0), x, before)
 
 
+@pytest.mark.quick(10)
 @cases
 def test_jacobian_agrees_with_central_differences(case: Case) -> None:
     model, x = case.build(), case.inputs(B, 0)

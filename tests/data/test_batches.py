@@ -184,6 +184,7 @@ class Streaming(IterableDataset):
         return zip(self.x, self.y, strict=True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Full(), lw.ELLA(rank=4, rows="all")], ids=str)
 def test_loaders_and_batch_sizes_do_not_matter(method: lw.Method) -> None:
     case = ZOO["mlp"]

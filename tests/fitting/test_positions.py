@@ -152,6 +152,7 @@ def test_a_last_layer_is_that_of_single_positions(method):
     assert mine.log_marginal_likelihood() == pytest.approx(single.log_marginal_likelihood(), rel=1e-9)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_subspaces_of_all_rows_or_weights_are_the_whole(name, params):

@@ -153,6 +153,7 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
+@pytest.mark.quick(3)
 @covering(LARGE, ["text"], METHODS, "kfac")
 def test_posteriors_with_a_budget_below_one_sample(
     name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch

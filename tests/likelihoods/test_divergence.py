@@ -96,6 +96,7 @@ class TestAgainstIntegration:
         drawn = Categorical().log_power_mean(latent.mean, latent.covariance, labels, alpha, link=SampledLink(200_000))
         torch.testing.assert_close(drawn, wanted, rtol=0, atol=2e-2)
 
+    @pytest.mark.quick(2)
     def test_categorical_of_three_classes(self, alpha, scale):
         latent, labels = random_latent(size=3, scale=scale), torch.tensor([0, 1, 2, 0])
         mean, covariance = without_shift(latent.mean, latent.covariance)

@@ -188,6 +188,7 @@ def test_missing_targets_have_the_dense_curvature_and_density():
         torch.testing.assert_close(mixed[n], one.logsumexp(0) - torch.tensor(5.0).log())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", [None, lw.KFAC(), lw.Diagonal()], ids=repr)
 def test_one_missing_target_is_a_sample_left_out(method):
     """In the tuning too: δ, σ² and the width by leaving out, and the choice by held-out data."""

@@ -209,6 +209,19 @@ class OnFewNetworks:
     def test_batches_chunks_and_order_do_not_matter(self, name, monkeypatch):
         super().test_batches_chunks_and_order_do_not_matter(name, monkeypatch)
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["deep_linear", "cnn_bn_inplace"])
+    def test_temperature_and_data_size(self, name):
+        super().test_temperature_and_data_size(name)
+
+    @pytest.mark.slow
+    def test_weight_decay_and_prior_mean(self):
+        super().test_weight_decay_and_prior_mean()
+
+    @pytest.mark.slow
+    def test_many_outputs_sample_the_fisher(self, monkeypatch):
+        super().test_many_outputs_sample_the_fisher(monkeypatch)
+
 
 class OnEveryNetwork:
     """For the exact method and for the default factors."""

@@ -77,6 +77,7 @@ def test_draws_are_the_dense_solution(name, count):
     assert fitted.history["residuals"].max() <= 1e-12
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mlp", "deep_linear"])
 def test_temperature_data_size_and_prior(name):
     problem = setup(name)
@@ -115,6 +116,7 @@ def test_more_draws_than_weights():
     close(draws_of(fitted), solved(problem, 50), 1e-8)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mlp", "mlp_scalar"])
 def test_covariance_is_fulls_within_monte_carlo_error(name):
     """`E‖Σ - Ψ‖² = (tr(Ψ)² + ‖Ψ‖²)/S` for S exact draws; second moments each within 5.5 standard errors."""
@@ -383,6 +385,7 @@ def features(problem: Setup) -> Tensor:
     return torch.where(ratio > 1e-6, ratio, 1.0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "embedding_bag_of_tokens"])
 def test_g_prior_is_isotropic_over_scaled_features(name):
     problem = setup(name)  # tokens that never occur have no curvature

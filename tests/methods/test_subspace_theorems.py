@@ -97,6 +97,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "family"), [*(("mlp", family) for family in FAMILIES), ("cnn_bn_inplace", "ELLA"), ("tied", "ELLA")]
 )

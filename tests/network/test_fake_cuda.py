@@ -341,6 +341,7 @@ WITHOUT_DOUBLE: dict[str, lw.Method | None] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "kind",
     others_slow(

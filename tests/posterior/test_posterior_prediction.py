@@ -51,6 +51,7 @@ def test_weight_draws_have_the_covariance(name, method):
     sampled_from(flat - problem.theta, fitted.covariance.to_dense())
 
 
+@pytest.mark.quick(3)
 @every_method
 def test_monte_carlo_is_linearised_for_a_linear_model(method):
     """Means and covariances over weight draws, within their standard errors; joint across inputs."""
@@ -177,6 +178,7 @@ def test_predictions_are_differentiable_in_x():
 # --- loaders ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(5)
 @covering(["mlp", "squeezed", "grouped_strided_conv", "bilinear", "prelu"], ["prelu"], METHODS, "kfac")
 def test_loaders_predict_as_tensors_do(name, method):
     problem = setup(name)

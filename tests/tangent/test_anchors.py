@@ -50,6 +50,7 @@ def diagonal(problem: Setup) -> Tensor:
     return torch.cat([torch.full((block.size,), 0.5 + i) for i, block in enumerate(problem.blocks)]).double()
 
 
+@pytest.mark.quick(4)
 def test_rows_gram_combinations_and_products(case):
     problem, anchors, J = case
     blocks = problem.blocks

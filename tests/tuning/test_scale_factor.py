@@ -90,6 +90,7 @@ def test_the_latent_keeps_its_mean_and_scales_its_covariance(via):
         torch.testing.assert_close(four.centred_variance, 4 * one.centred_variance)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last layer"])
 @pytest.mark.parametrize("method", others_slow([lw.KFAC(), lw.ELLA(5, 12), lw.Full()], [lw.KFAC()]), ids=repr)
 def test_the_linearised_way_is_that_of_the_scaled_posterior(method, params):
