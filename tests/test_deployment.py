@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.deployment import Predictor
 from papers.common.networks import MnistCNN, ResNet20
+from tests.prediction.test_streamlined_networks import bert
 from tests.quick import others_slow
 from tests.zoo import ZOO
 
@@ -24,17 +25,6 @@ SIZES = (1, 3, 7)
 
 def real(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[int], Tensor]:
     return lambda samples: torch.randn(samples, *shape, generator=torch.Generator().manual_seed(samples)).to(dtype)
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=17, max_position_embeddings=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, num_labels=3, initializer_range=0.4,
-    )  # fmt: skip
-    return BertForSequenceClassification(config).eval()
 
 
 def gpt2() -> nn.Module:
@@ -84,7 +74,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "resnet20": (lambda: normed(ResNet20()), real(3, 32, 32)),
     "encoder": (lambda: Encoder().eval(), real(4, 8)),
     "one": (lambda: Encoder(1).eval(), real(4, 8)),
-    "bert": (bert, texts),
+    "bert": (lambda: bert().float(), texts),
     "gpt2": (gpt2, texts),
 }
 QUICK = ("mlp", "mnist_cnn")
