@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data.batches import Forward, describe, short, size, tensors
 from ..errors import LapwingError, is_out_of_memory
+from ..jacobian.plain_functions import transformed
 from .entry import network_precision
 from .invoke import invoke
 from .module_state import preserved_state
@@ -18,6 +20,9 @@ from .positions import Positions
 
 OUTPUT_KEYS = "logits", "out"
 """Keys of the outputs in a returned dict, as Hugging Face and torchvision (segmentation) name them."""
+
+_DIFFERENTIATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Networks that take gradients in their forward pass, such as those of forces: they run under `enable_grad`."""
 
 
 class OutputsWithPositions(LapwingError):
@@ -67,12 +72,18 @@ def shaped_outputs(
         LapwingError: if the model cannot be called with the inputs, rejects their shape or dtype, or returns outputs
             that are not a (B, C) matrix.
     """
+    plain = not torch.is_grad_enabled() and not transformed()
+    graph = plain and model in _DIFFERENTIATING
     try:
-        with network_precision(), preserved_state(model):
+        with network_precision(), preserved_state(model), torch.enable_grad() if graph else nullcontext():
             with mode or nullcontext():
                 out = invoke(model, inputs, forward)
             out = output_tensor(out)  # which may be the network's own attribute
+        out = out.detach() if graph and isinstance(out, Tensor) else out
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if plain and not graph and "does not require grad" in str(error):
+            _DIFFERENTIATING.add(model)
+            return shaped_outputs(model, inputs, forward, mode)
         if _blames_inputs(error):
             raise _refused(model, inputs, forward, error) from error
         raise

@@ -6,12 +6,13 @@ meanwhile sees the trained weights.
 
 Some code bypasses function modes: scripted modules, `torch.autograd.Function`, transformations of torch.func in a
 forward. The survey detects this (`first_call`). Use within `torch.no_grad()` counts as a bypass too, to be safe. For
-such a network `torch.func.functional_call` sets the values in the module itself, under lapwing's lock.
+such a network `torch.func.functional_call` sets the values in the module itself, under lapwing's lock. If the network
+reads its own parameters even then, as in a backward pass that runs a module again, it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data.batches import Forward
+from ..errors import LapwingError
 from .calling import call
 from .eager import EagerMode, eager_math, swapped, without_compiled
 from .module_state import preserved_state
@@ -48,22 +50,19 @@ class StandIns(EagerMode):
         return swapped(args, self._values)
 
 
-class _WithoutGradients(StandIns):
-    """Also collects the parameters that are used while gradients are off, as in a forward of `autograd.Function`."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        super().__init__(parameters, values)
-        self.used: set[int] = set()
+class _WithGradients(StandIns):
+    """Replaces parameters only while gradients are on, so that `_Reads` sees the forward of an `autograd.Function`."""
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        out = super().intercept(function, args, kwargs)
-        if not torch.is_grad_enabled() and (isinstance(out, Tensor) or function is Tensor.data_ptr):
-            self.used.update(self._values.keys() & map(id, pytree.tree_leaves((args, kwargs))))
-        return out
+        if torch.is_grad_enabled():
+            return super().intercept(function, args, kwargs)
+        if function is Tensor.data_ptr:  # for a kernel that reads the memory itself
+            args[0].detach()
+        return function(*args, **kwargs)
 
 
 class _Reads(TorchDispatchMode):
-    """Collects the given tensors that any operation of torch reads, also inside scripted code."""
+    """Collects the names of the parameters that any operation of torch reads, also inside scripted code."""
 
     supports_higher_order_operators = True
 
@@ -71,13 +70,14 @@ class _Reads(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would import torch._dynamo, which takes seconds
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._tensors = set(map(id, tensors))
-        self.read: set[int] = set()
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.read.update(self._tensors.intersection(map(id, pytree.tree_leaves((args, kwargs)))))
+        met = self._names.keys() & map(id, pytree.tree_leaves((args, kwargs)))
+        self.names.update(self._names[one] for one in met)
         return function(*args, **(kwargs or {}))
 
 
@@ -126,11 +126,38 @@ class FirstCall(NamedTuple):
         leaves: name -> leaf that replaced the parameter.
         unseen: names of parameters that bypass function modes: an operation read the parameter itself, or a function
             used it while gradients were off, as a custom `autograd.Function` does.
+        reads: collects the parameters that the network reads instead of their leaves.
     """
 
     outputs: Tensor
     leaves: Mapping[str, Tensor]
     unseen: Set[str]
+    reads: _Reads
+
+    def gradients(self, names: Sequence[str], u: Tensor, kind: str) -> dict[str, Tensor]:
+        """Returns `Jᵀu` by name, without parameters that the outputs do not depend on.
+
+        Raises:
+            LapwingError: if the network of class `kind` read one of the parameters instead of its leaf.
+        """
+        gradients: tuple[Tensor | None, ...] = ()
+        error = None
+        try:
+            with self.reads:
+                gradients = torch.autograd.grad(self.outputs, [self.leaves[n] for n in names], u, allow_unused=True)
+        except RuntimeError as raised:  # the backward pass of such a function may miss the leaves
+            error = raised
+        own = [name for name in names if name in self.reads.names]
+        if own:
+            raise LapwingError(
+                f"{kind} uses {own[0]} in a torch.autograd.Function whose backward pass runs a module again, or by a "
+                "reference from outside of the module, so lapwing cannot replace it there. Call the module itself in "
+                "eval mode (odeint instead of odeint_adjoint), or leave such parameters out, for instance by "
+                "params=lw.last_layer."
+            ) from error
+        if error is not None:
+            raise error
+        return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
 
 
 def first_call(
@@ -144,10 +171,12 @@ def first_call(
 
     The arguments are those of `call_with`, with `leaves` as the values.
     """
-    mode, reads = _WithoutGradients(parameters, leaves), _Reads(parameters.values())
+    reads = _Reads(parameters)
     with without_compiled(), reads:
-        outputs = call(model, inputs, forward, mode)
-    unseen = {name for name, parameter in parameters.items() if id(parameter) in reads.read | mode.used}
+        outputs = call(model, inputs, forward, _WithGradients(parameters, leaves))
+    unseen = frozenset(reads.names)
     if unseen:
-        outputs = call_with(model, forward, parameters, leaves, inputs, unseen=True)
-    return FirstCall(outputs, leaves, unseen)
+        reads.names.clear()
+        with reads:
+            outputs = call_with(model, forward, parameters, leaves, inputs, unseen=True)
+    return FirstCall(outputs, leaves, unseen, reads)

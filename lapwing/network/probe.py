@@ -305,8 +305,7 @@ def _autograd_rows(first: FirstCall, names: Sequence[str], u: Tensor, model: str
             f"({', '.join(names[:3])}) to treat. Take @torch.no_grad() off forward(), or choose other "
             "parameters with params=."
         )
-    gradients = torch.autograd.grad(first.outputs, [first.leaves[name] for name in names], u, allow_unused=True)
-    return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
+    return first.gradients(names, u, model)
 
 
 def _compare_with_autograd(
