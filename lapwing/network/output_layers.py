@@ -4,6 +4,10 @@ They are read off the graph of one more run. A node that has no weights, such as
 its inputs come from. A node that multiplies by weights is a layer. Norms, activations and one learned number count as
 constants. A product of two tensors that come from different layers, such as a gate, has no last layer. If the network
 takes a gradient itself, such as a force, the last layer is that of the function that it differentiates.
+
+What is computed from weights and constants is a weight, such as a low-rank product. But data may reach the network
+past torch: rows looked up by number, NumPy, texts that become tokens in the forward. So tensors that are multiplied by
+weights, and are not made of weights, count as data if several matrices would otherwise be one layer.
 """
 
 from __future__ import annotations
@@ -109,14 +113,17 @@ class _Origins(EagerMode):
 
     Attributes:
         nodes: nodes of the graph whose results depend on the inputs, except nodes within torch functions.
+        constant: nodes of functions of weights and of tensors that are neither weights nor depend on the inputs.
         gradients: node of each gradient that the network takes -> nodes of the tensors that it differentiates.
     """
 
     def __init__(self, weights: Iterable[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._known = {id(tensor): (tensor, False) for tensor in weights}  # keeps tensors, so that ids stay unique
+        self._weights = set(self._known)
         self._known |= {id(tensor): (tensor, True) for tensor in inputs}
         self.nodes = {tensor.grad_fn for tensor in inputs}
+        self.constant = set[Node | None]()
         self.gradients: dict[Node, list[Node | None]] = {}
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -131,19 +138,19 @@ class _Origins(EagerMode):
             sources = [tensor.grad_fn for tensor in _tensors((args[0], kwargs.get("grad_outputs")))]
             nodes = {tensor.grad_fn for tensor in made}.difference(sources)  # a cotangent may be the gradient
             self.gradients.update((node, sources) for node in nodes if node is not None)
-        depends = any([self._depends(tensor) for tensor in _tensors((args, kwargs))])
+        used = _tensors((args, kwargs))
+        depends = any([self._depends(tensor) for tensor in used])
         self._known.update((id(tensor), (tensor, depends)) for tensor in made)
-        if depends:
-            self.nodes.update(tensor.grad_fn for tensor in made)
+        if depends or not all(tensor.requires_grad or id(tensor) in self._weights for tensor in used):
+            (self.nodes if depends else self.constant).update(tensor.grad_fn for tensor in made)
         return out
 
     def _depends(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on the inputs. If no function here made it, scripted code may have."""
-        if id(tensor) in self._known:
-            return self._known[id(tensor)][1]
-        if tensor.requires_grad:
-            self.nodes.add(tensor.grad_fn)
-        return tensor.requires_grad
+        _, depends = self._known.get(id(tensor), (tensor, tensor.requires_grad))
+        if depends:
+            self.nodes.add(tensor.grad_fn)  # an `autograd.Function` sets it after the functions that it calls
+        return depends
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -177,10 +184,11 @@ def _last_layers(
             graph[node] = [branch for branch in branches if branch is not None]
             left += graph[node]
     owners = {id(leaf): frozenset((name,)) for name, leaf in leaves.items()}
-    depending, last = set(origins.nodes), dict[Node | None, frozenset[str]]({None: NONE})
-    for node in TopologicalSorter(graph).static_order():
-        kind = "" if node in origins.gradients else type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-        dependent = depending.intersection(graph[node])
+    last = dict[Node | None, frozenset[str]]({None: NONE})
+
+    def layers(node: Node, dependent: Set[Node | None]) -> frozenset[str]:
+        """Returns the last layers at a node if these branches depend on data."""
+        kind = "" if node in origins.gradients else _kind(node)
         added: Sequence[Node | None] = ()
         if kind in JOINING or not dependent:  # also a weight, and what is computed from weights only
             added = graph[node]
@@ -196,9 +204,25 @@ def _last_layers(
             parts.update(last[branch] for branch in factors if branch in dependent)
         product = (PRODUCT,) if len(parts - {NONE}) > 1 else ()
         own = owners.get(id(getattr(node, "variable", None)), NONE)
-        last[node] = own.union(product, *parts, *(last[branch] for branch in added))
+        return own.union(product, *parts, *(last[branch] for branch in added))
+
+    depending, touched = set(origins.nodes), set[Node | None]()
+    for node in TopologicalSorter(graph).static_order():
+        dependent, constant = depending.intersection(graph[node]), touched.intersection(graph[node])
+        last[node] = layers(node, dependent)
+        if not dependent and constant and sum(leaves[name].ndim > 1 for name in last[node]) > 1:
+            fewer = layers(node, constant)
+            if PRODUCT not in fewer and fewer < last[node]:
+                last[node], dependent = fewer, constant
         depending.update((node,) if dependent else ())
+        if constant or (node in origins.constant and _kind(node) not in JOINING | ELEMENTWISE):
+            touched.add(node)
     return last[root]
+
+
+def _kind(node: Node) -> str:
+    """Returns the name of a node's function, such as Addmm."""
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
 
 
 def _matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -362,6 +363,79 @@ def test_a_gradient_that_the_network_takes_has_the_last_layer_of_what_it_is_take
             return forward(net, x)
 
     assert treated(built(lambda: Net(with_gradients, a=tower(1), b=tower(1)))) == names
+
+
+ROWS = torch.arange(12)
+
+
+def tokens(rows: Tensor) -> Tensor:
+    """Turn row numbers into 4 token numbers each, unseen by torch."""
+    return torch.tensor([[(5 * k + j) % 12 for j in range(4)] for k in rows.tolist()])
+
+
+def texts(net: Any, rows: Tensor) -> Tensor:
+    return net.a(net.table(tokens(rows)).mean(1))
+
+
+def over_a_graph(net: Any, rows: Tensor) -> Tensor:
+    """Two layers of a graph network over all nodes; the rows only select."""
+    return (X @ X.T @ net.b(torch.relu(X @ X.T @ net.a(X))))[rows]
+
+
+BYPASSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
+    "rows looked up by number": (lambda net, rows: net.a(X[rows.tolist()]), A_HEAD),
+    "rows of a buffer": (lambda net, rows: net.a(net.norm.running_mean.expand(12, 6)[rows.tolist()]), A_HEAD),
+    "NumPy": (lambda net, rows: net.a(torch.from_numpy(np.sin(X.numpy()[rows.numpy()]))), A_HEAD),
+    "tokens made in the forward": (texts, A_HEAD),
+    "two towers": (lambda net, rows: net.a(X[rows.tolist()]) + net.b(X[rows.tolist()]), BOTH),
+    "one layer": (lambda net, rows: net.b[0](X[rows.tolist()]), ["b.0.weight", "b.0.bias"]),
+    "a graph network": (lambda net, rows: over_a_graph(net.g, rows), ["g.b.weight", "g.b.bias"]),
+    "a low-rank product with a mask": (
+        lambda net, rows: net.a[0](X[rows.tolist()]) @ (net.p * net.norm.running_var[:1] @ net.q).T, ["p", "q"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", BYPASSED)
+def test_inputs_that_bypass_torch_are_data(name: str, frozen: bool) -> None:
+    forward, names = BYPASSED[name]
+    parts = {"a": tower(), "b": tower(), "table": nn.Embedding(12, 6), "norm": nn.BatchNorm1d(6)}
+    graph = Net(lambda net, x: x, a=nn.Linear(6, 8), b=nn.Linear(8, 5))
+    model = built(lambda: Net(forward, **parts, g=graph, p=parameter(5, 2), q=parameter(2, 8)))
+    assert treated(model.requires_grad_(not frozen), ROWS) == names
+
+
+def test_labels_read_inside_the_forward_multiply_a_tower() -> None:
+    model = built(lambda: Net(lambda net, x: net.a(x) @ texts(net.b, ROWS).T, a=tower(), b=encoder()))
+    with pytest.raises(lw.LapwingError, match=r"write params=lw.matching\('a.2.\*', 'b.a.2.\*'\)"):
+        treated(model)
+
+
+def encoder() -> nn.Module:
+    return Net(texts, a=tower(), table=nn.Embedding(12, 6))
+
+
+class Tripled(torch.autograd.Function):
+    """A layer and its backward pass as one function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 3 * x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, 3 * gradient.T @ ctx.saved_tensors[0]
+
+
+def test_a_layer_within_a_function_of_its_own_is_not_part_of_the_head() -> None:
+    assert treated(
+        built(lambda: Net(lambda net, x: net.b(Tripled.apply(x, net.a.weight)), a=hidden(), b=nn.Linear(8, 5)))
+    ) == [
+        "b.weight",
+        "b.bias",
+    ]
 
 
 def test_the_log_and_the_posterior_name_what_is_treated(caplog: pytest.LogCaptureFixture) -> None:
