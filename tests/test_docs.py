@@ -20,7 +20,9 @@ from tests.quick import others_slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-QUICK_PAGES = [page for page in PAGES if page.stem not in ("training", "sensitivity", "deployment", "extending")]
+QUICK_PAGES = [
+    page for page in PAGES if page.stem not in ("training", "sensitivity", "deployment", "extending", "likelihoods")
+]
 EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "papers").rglob("*.md"))]
 MODULES = ["lapwing", *sorted(module.name for module in pkgutil.walk_packages(lapwing.__path__, "lapwing."))]
 WITH_EXAMPLES = [

@@ -224,7 +224,7 @@ class OnFewNetworks:
 
 
 class OnEveryNetwork:
-    """For the exact method and for the default factors."""
+    """For the factors of the default method."""
 
     @pytest.mark.parametrize("name", NO_VIT)
     def test_covariance_and_latent(self, name):
@@ -254,7 +254,7 @@ class TestDiagonal(MethodConformance):
         return torch.diag(1 / (G.diagonal() + delta))
 
 
-class TestFullPrimal(OnEveryNetwork, MethodConformance):
+class TestFullPrimal(MethodConformance):
     method = lw.Full(form="primal")
 
     def sigma(self, problem, G, delta, fitted):

@@ -211,7 +211,7 @@ def ratio_to_full(noise: float, count: int, dtype: torch.dtype) -> Tensor:
     return fitted.latent(test.to(dtype)).variance.double() / full
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("count", [4, 32, 500])
 @pytest.mark.parametrize("noise", [1e-4, 1e-10])
 def test_draws_of_a_network_that_interpolates(noise, count):

@@ -17,7 +17,10 @@ import lapwing as lw
 from lapwing.data import batches
 from lapwing.evaluation import sensitivity
 
-GETTERS = {getattr(Tensor, name).__get__ for name in ("dtype", "is_meta", "is_nested", "layout", "ndim", "shape")}
+GETTERS = {
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "is_meta", "is_nested", "is_quantized", "layout", "ndim", "shape")
+}
 HARMLESS = {Tensor.dim, Tensor.is_floating_point, Tensor.is_inference, Tensor.numel, Tensor.size, len, Tensor.__len__}
 
 

@@ -99,7 +99,7 @@ def reads_of_fit(kind: str, layers: int, samples: int, count: int) -> int:
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("kind", others_slow(READS, ["KFAC", "ELLA"]))
+@pytest.mark.parametrize("kind", others_slow(READS, ["KFAC"]))
 def test_reads_of_a_batch_do_not_grow_with_chunks_or_layers(kind: str) -> None:
     for layers, samples in ((1, 4), (3, 8)):
         more = reads_of_fit(kind, layers, samples, 3) - reads_of_fit(kind, layers, samples, 1)

@@ -69,6 +69,7 @@ class TestTexts:
         assert st.labels(found).tolist() == [1, 3, 2, 0]
 
 
+@pytest.mark.slow
 def test_what_is_treated(images, texts):
     for setting, attention, mlp in ((images, "vit.layers.{}.attention", "vit.layers.{}.mlp"),
                                     (texts, "transformer.h.{}.attn", "transformer.h.{}.mlp")):  # fmt: skip

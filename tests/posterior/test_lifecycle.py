@@ -415,7 +415,7 @@ def in_threads(work: Callable[[int], None], turns: int) -> None:
     assert not wrong, wrong[0]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mlp", "custom_parameter", "compiled", "lstm", "gpt2", "weight_norm"])
 def test_threads_that_predict_at_the_same_time(name: str) -> None:
     """Each thread runs the network at drawn weights, which no other thread may see."""

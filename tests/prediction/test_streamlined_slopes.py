@@ -100,6 +100,7 @@ def test_variances_are_those_of_forward_mode(name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_every_call_of_the_table_is_tested() -> None:
     """Except other names of the same calls, and operators that other tests register."""
     seen = {node.target for function in FUNCTIONS.values() for node in fused_of(function)[0].body}

@@ -220,7 +220,7 @@ class TestEveryWay:
         torch.testing.assert_close(found.variance[3:], found.variance[:3])
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined(), lw.Streamlined("full")])
 @pytest.mark.parametrize("bayes", [False, True])
 def test_derivatives(via, bayes):
