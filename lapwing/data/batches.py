@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
     Raises:
         LapwingError: if the batch has another structure, or more targets than samples.
     """
-    inputs, targets = _pair(batch)
+    inputs, targets = (plain(part) for part in _pair(batch))
     if isinstance(targets, Tensor):
         check_dense(targets, "A tensor of the targets")
         if not targets.ndim or len(targets) > size(inputs):
@@ -98,7 +99,7 @@ def weighted(batch: Any) -> Weighted:
             "the loader yield (inputs, targets, weights), or dicts with the key sample_weights."
         )
     inputs, targets = _pair(rest)
-    count, values = size(inputs), torch.as_tensor(weights)
+    count, values = size(inputs), plain(torch.as_tensor(weights))
     check_dense(values, "A tensor of the sample weights")
     if values.shape not in ((count,), (count, 1)) or values.dtype.is_complex:
         raise LapwingError(
@@ -211,22 +212,41 @@ def plain(inputs: Any, device: torch.device | None = None) -> Any:
     """Returns inputs as ordinary tensors on a device, or the same object if they already are.
 
     It copies tensors that were made in `torch.inference_mode()`, which autograd cannot record, and tensors on another
-    device. Every batch passes through this function.
+    device. It makes plain tensors of subclasses, such as images with metadata, for which some operations have no rule.
+    Every batch passes through this function.
 
     Raises:
         LapwingError: if a tensor is on the meta device.
     """
-    if not any(leaf.is_inference() or device not in (None, leaf.device) for leaf in tensors(inputs)):
+    if not any(_is_subclass(x) or x.is_inference() or device not in (None, x.device) for x in tensors(inputs)):
         return inputs
     return pytree.tree_map(lambda x: _ordinary(x, device) if isinstance(x, Tensor) else x, _tree(inputs))
 
 
+def _is_subclass(x: Tensor) -> bool:
+    """Whether a tensor has another class but the storage of a plain tensor. Nested tensors, for instance, have not."""
+    return type(x) is not Tensor and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def _ordinary(x: Tensor, device: torch.device | None) -> Tensor:
+    x = x.as_subclass(Tensor) if _is_subclass(x) else x
     if device is not None and x.device != device:
         if x.is_meta:
             check_dense(x, "A tensor of the batch")
         x = x.to(device, non_blocking=device.type == "cuda")  # a copy to the CPU would not wait for the values
     return x.clone() if x.is_inference() else x
+
+
+def copied(batch: Any) -> Any:
+    """Returns a batch with copies of its tensors."""
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, MutableMapping):  # such as a batch of Hugging Face, which pytree does not look into
+            leaf = copy.copy(leaf)
+            leaf.update({key: copied(value) for key, value in leaf.items()})
+        return plain(leaf).clone() if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(copy_of, batch)
 
 
 def size(inputs: Any) -> int:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .. import ranks
 from ..errors import LapwingError
 from . import batches
 from .frames import as_loader
-from .loaders import equal_batches, first_batch, known_size, sampler_size
+from .loaders import check_data_size, equal_batches, first_batch, kept_batches, known_size, sampler_size
 
 log = logging.getLogger("lapwing")
 
@@ -43,37 +44,49 @@ class Data:
         given: the user's data, in any form that `as_loader` accepts.
         network: network whose weights decide the dtype of arrays.
         sample_weights: whether the batches hold sample weights. Then `Data` yields `batches.Weighted`.
+        data_size: N, if the user gave it. A loader without a length, which may be endless, is read up to N samples.
 
     Attributes:
         loader: the data as an iterable of batches.
         weighted: whether the batches hold sample weights.
     """
 
-    def __init__(self, given: Any, network: Any, sample_weights: bool = False) -> None:
-        self.loader, self.weighted = as_loader(given, network), sample_weights
+    def __init__(self, given: Any, network: Any, sample_weights: bool = False, data_size: int | None = None) -> None:
+        self.loader, self.weighted, self._data_size = as_loader(given, network), sample_weights, data_size
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches.
 
         Raises:
-            LapwingError: if sample weights are missing or negative, or, in one process, if all of them are 0.
+            LapwingError: if sample weights are missing or negative, or, in one process, if all of them are 0; if a
+                loader with a length shows more than `data_size` samples.
         """
-        left, total = _unrepeated(self.loader) if ranks.several() else None, 0.0
-        for batch in self.loader if left != 0 else ():
-            if left is not None:
+        most, total, shown = _unrepeated(self.loader) if ranks.several() else None, 0.0, 0
+        if most is None and not length_hint(self.loader):
+            most = self._data_size
+        for batch in kept_batches(self.loader) if most != 0 else ():
+            if most is not None or self._data_size is not None:
                 size = batches.size(batches.split(batch)[0])
-                batch = batch if size <= left else batches.take(batch, slice(0, left))
-                left -= size
+                if most is not None and size > most - shown:
+                    batch = batches.take(batch, slice(0, most - shown))
+                shown += size
+                if most is None and self._data_size is not None:
+                    check_data_size(self._data_size, shown)
             if self.weighted:
                 batch = batches.weighted(batch)
                 total += float(batch.weights.sum())  # type: ignore[union-attr]
             yield batch
-            if left is not None and left <= 0:
+            if most is not None and shown >= most:
                 break
         if self.weighted and not total and not ranks.several():
             raise LapwingError(
                 "All sample weights are 0, so there are no data. Pass positive weights for some samples."
             )
+
+    @classmethod
+    def of(cls, given: Any, network: Any) -> Data:
+        """Returns the data of a loader, or `given` if it already is `Data`."""
+        return given if isinstance(given, cls) else cls(given, network)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -177,7 +190,7 @@ class Data:
             total = len(loader.dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1
-            two = list(islice(loader, 2)) if streams else []
+            two = list(islice(kept_batches(loader), 2)) if streams else []
             if len(two) == 2 and equal_batches(*two):
                 log.warning(
                     "Two workers of the loader begin with the same batch: each sample may count once per worker. %s",

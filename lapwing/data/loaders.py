@@ -21,6 +21,19 @@ def equal_batches(one: Any, other: Any) -> bool:
     return [x.dtype for x in first] == [x.dtype for x in second] and all(map(torch.equal, first, second))
 
 
+def kept_batches(loader: Any) -> Iterator[Any]:
+    """Yields the batches of a loader, which stay as they are while others are read.
+
+    A loader may fill the same tensors with every batch. So their tensors are copied, unless the loader is a list, or
+    torch's own that joins samples into new tensors or receives them from workers.
+    """
+    torchs_own = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    makes_new = torchs_own and (loader.collate_fn is default_collate or loader.num_workers > 0)
+    if makes_new or type(loader) in (list, tuple):
+        return iter(loader)
+    return map(batches.copied, loader)
+
+
 def first_batch(loader: Any) -> Any:
     """Returns the first batch of a loader that can be read several times.
 
@@ -43,7 +56,7 @@ def first_batch(loader: Any) -> Any:
             )
         if batches.size(batches.split(batch)[0]) == 0:
             raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")
-        return batch
+        return batches.copied(batch)
     raise LapwingError(
         f"The loader, of type {type(loader).__name__}, yields no batch. Check the dataset's length, and drop_last=True "
         "with a batch size above it."
@@ -90,6 +103,15 @@ def other_size(shown: int, to: str, before: int | None) -> LapwingError:
         f"The loader showed {first} at first and shows {shown} samples {to}. Every pass needs the same data. Pass a "
         "DataLoader or a list of batches, not a generator."
     )
+
+
+def check_data_size(data_size: int, count: int) -> None:
+    """Raises if N is below the number of samples that the loader shows."""
+    if data_size < count:
+        raise LapwingError(
+            f"data_size={data_size} is below the {count} samples that the loader shows. Leave data_size out, or give "
+            "the size of the whole training set."
+        )
 
 
 def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor | None]]:

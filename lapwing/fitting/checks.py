@@ -16,15 +16,6 @@ from ..tangent import Tangent
 from ..tuning import Tuning
 
 
-def check_data_size(data_size: int, count: int) -> None:
-    """Raises if N is below the number of samples that the loader shows."""
-    if data_size < count:
-        raise LapwingError(
-            f"data_size={data_size} is below the {count} samples that the loader shows. Leave data_size out, or give "
-            "the size of the whole training set."
-        )
-
-
 def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, held_out: bool) -> None:
     """Raises if the method, the network, the likelihood and the tuning do not fit together.
 

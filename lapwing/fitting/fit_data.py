@@ -12,13 +12,14 @@ from torch import Tensor
 from .. import ranks
 from ..data import batches
 from ..data.data import Data
+from ..data.loaders import check_data_size
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..posterior.prior import Prior
 from ..tangent import Tangent
 from ..tuning import EarlyStopping, Tuning, Validation
-from .checks import check_batch, check_data_size
+from .checks import check_batch
 from .options import FitOptions
 
 log = logging.getLogger("lapwing")
@@ -57,7 +58,7 @@ class FitData:
         Raises:
             LapwingError: if the data cannot be used, or if `data_size` is below the number of samples.
         """
-        training, held_out = Data(loader, model, options.sample_weights), None
+        training, held_out = Data(loader, model, options.sample_weights, options.data_size), None
         inputs, targets = batches.split(training.first)
         tune = options.tune
         if options.validation is not None:
@@ -111,8 +112,7 @@ def with_joined_data(tune: Tuning | None, model: Any) -> Tuning | None:
     """Returns the tuning with the held-out data of all ranks on rank 0, and without data on other ranks."""
     if not ranks.several() or not isinstance(tune, (EarlyStopping, Validation)):
         return tune
-    held_out = tune.loader if isinstance(tune.loader, Data) else Data(tune.loader, model)
-    return replace(tune, loader=held_out.on_first_rank())
+    return replace(tune, loader=Data.of(tune.loader, model).on_first_rank())
 
 
 def _warn_of_held_out(held_out: Data, training: Data) -> None:

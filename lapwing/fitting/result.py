@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import ranks
 from ..covariance import Covariance, has_prior, has_rank
 from ..data.data import Data
+from ..data.loaders import check_data_size
 from ..errors import LapwingError
 from ..linalg import is_finite
 from ..methods import FitResult, Method, Problem
@@ -19,7 +20,7 @@ from ..posterior import MethodInfo, Posterior
 from ..tangent.retry import retried
 from ..tuning import Training, Tuning
 from ..tuning.training_samples import spread_batches
-from .checks import check_data_size, check_noise
+from .checks import check_noise
 from .runner import Runner
 
 log = logging.getLogger("lapwing")

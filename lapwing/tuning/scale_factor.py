@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..covariance import has_positions, is_selected
 from ..data import batches
-from ..data.frames import as_loader
+from ..data.data import Data
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..linalg import doubled
@@ -84,7 +84,8 @@ def scale_factor(
         >>> posterior.predict(x, via=way).probs.shape
         torch.Size([64, 3])
     """
-    loader = as_loader(loader, getattr(posterior, "model", None))
+    data = Data(loader, getattr(posterior, "model", None))
+    loader = data.loader
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise LapwingError(
             "lw.scale_factor needs a posterior and a loader of (inputs, targets) batches, not "
@@ -97,7 +98,7 @@ def scale_factor(
     expected, likelihood = by == "evidence", posterior.likelihood
     trace, size = _divergence(posterior) if expected else (0.0, 0.0)
     with torch.no_grad():
-        kept, count = _latents(posterior, loader, via, link, expected)
+        kept, count = _latents(posterior, data, via, link, expected)
 
         def score(exponent: float) -> float:
             factor, total = 10**exponent, 0.0

@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..data.frames import as_loader, check_data
+from ..data.data import Data
+from ..data.frames import check_data
 from ..errors import LapwingError, is_whole
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
@@ -107,7 +108,7 @@ class Validation(_OnHeldOutData):
         if self._reads_training(posterior) and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
-            with_ranks(posterior, self.ranks), self.decades, self.points, as_loader(self.loader, posterior.model),
+            with_ranks(posterior, self.ranks), self.decades, self.points, Data.of(self.loader, posterior.model),
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
         log.info("Validation of %s: %s", best.method, chosen_numbers(best))
@@ -180,7 +181,7 @@ class EarlyStopping(_OnHeldOutData):
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))
-        loader = as_loader(self.loader, posterior.model)
+        loader = Data.of(self.loader, posterior.model)
         best = best_of(candidates, self.decades, self.points, loader)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, posterior.samples)))

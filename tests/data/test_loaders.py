@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 import lapwing as lw
+from lapwing.data.data import Data
 
 X, Y, REAL = torch.randn(20, 4), torch.arange(20) % 3, torch.randn(20, 1)
 DATA = TensorDataset(X, Y)
@@ -180,3 +181,109 @@ def test_workers_that_begin_with_the_same_batch_are_said(shares: bool, caplog: p
     loader = DataLoader(WithoutLength(shares), batch_size=5, num_workers=2)
     assert lw.fit(network(), loader, tune=None).samples == (20 if shares else 40)
     assert ("begin with the same batch" in caplog.text) == (not shares)
+
+
+# --- the same tensors for every batch --------------------------------------------------------------------------------
+class Refilling:
+    """Batches that are written into the same tensors, as staging buffers are."""
+
+    def __init__(self, *columns: Tensor) -> None:
+        self.columns = [column.split(6) for column in columns]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        kept = [parts[0].clone() for parts in self.columns]
+        for batch in zip(*self.columns, strict=True):
+            for tensor, values in zip(kept, batch, strict=True):
+                tensor.resize_(values.shape).copy_(values)
+            yield tuple(kept)
+
+
+def fresh(*columns: Tensor) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(column.split(6) for column in columns), strict=True))
+
+
+def _latents(posterior: lw.Posterior) -> Tensor:
+    latent = posterior.latent(X)
+    return torch.cat([latent.mean, latent.variance], 1)
+
+
+def _fitted(y: Tensor, **options: Any) -> lw.Posterior:
+    torch.manual_seed(0)
+    return lw.fit(network(1 if y is REAL else 3), [(X, y)], lw.KFAC(), prior_precision=1.0, **options)
+
+
+def _fit(*arguments: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return _latents(lw.fit(network(1 if arguments[0] else 3), *arguments[1:], **options))
+
+
+WAYS_IN = {
+    "default": lambda kind, y: _fit(y is REAL, kind(X, y)),
+    "points": lambda kind, y: _fit(y is REAL, kind(X, y), lw.VaLLA(4)),
+    "labels": lambda kind, y: _fit(y is REAL, kind(X, y), lw.ELLA(3, 8, sampling="balanced" if y is Y else "uniform")),
+    "subset": lambda kind, y: _fit(y is REAL, kind(X, y), lw.SubsetOfData(8)),
+    "steps": lambda kind, y: _fit(y is REAL, kind(X, y), lw.MeanField(steps=3)),
+    "weights": lambda kind, y: _fit(y is REAL, kind(X, y, torch.linspace(0.5, 2.0, 20)), sample_weights=True),
+    "validation": lambda kind, y: _fit(y is REAL, [(X, y)], validation=kind(X + 0.1, y)),
+    "early stopping": lambda kind, y: _fit(y is REAL, kind(X, y), lw.KFAC(), tune=lw.EarlyStopping(kind(X + 0.1, y))),
+    "update": lambda kind, y: _latents(_fitted(y).update(kind(X, y))),
+    "scale factor": lambda kind, y: torch.tensor(lw.scale_factor(_fitted(y), kind(X, y), decades=(-1, 1)).factor),
+    "compare": lambda kind, y: torch.tensor(lw.compare({"a": _fitted(y)}, kind(X, y), kind(-X, y)).rows["a"]["NLL"]),
+    "prediction": lambda kind, y: _fitted(y).latent(kind(X, y)).variance,
+    "mode": lambda kind, y: torch.tensor(
+        _fitted(y).log_marginal_likelihood(linearised_mode=True, loader=kind(X, y))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("y", [Y, REAL], ids=["classes", "real"])
+@pytest.mark.parametrize("way_in", WAYS_IN)
+def test_a_loader_that_fills_the_same_tensors_gives_what_a_list_gives(way_in: str, y: Tensor) -> None:
+    torch.testing.assert_close(WAYS_IN[way_in](Refilling, y), WAYS_IN[way_in](fresh, y), rtol=0, atol=0)
+
+
+def test_batches_of_a_list_and_of_torchs_own_loader_are_not_copied() -> None:
+    first = (X[:5], Y[:5])
+    assert next(iter(Data([first], network())))[0] is first[0]
+    buffer = torch.zeros(5, 4)
+    loader = DataLoader(DATA, 5, collate_fn=lambda samples: (buffer, Y[: len(samples)]))
+    assert next(iter(Data(loader, network())))[0] is not buffer
+
+
+# --- a stream that shows more than N samples --------------------------------------------------------------------------
+class Counted(Endless):
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return islice(super().__iter__(), len(self))
+
+
+def test_a_stream_ends_after_data_size_and_a_loader_with_a_length_is_refused() -> None:
+    stream, model = Endless(Y, 100), network()
+    posterior = lw.fit(model, stream, lw.Diagonal(), data_size=18, prior_precision=1.0)
+    assert (posterior.samples, posterior.data_factor) == (18, 1)
+    with pytest.raises(lw.LapwingError, match="data_size=18 is below the 20 samples that the loader shows"):
+        lw.fit(model, Counted(Y, 100), lw.Diagonal(), data_size=18)
+    assert lw.fit(model, Counted(Y, 100), lw.Diagonal(), data_size=70).data_factor == 2
+
+
+# --- subclasses of Tensor ---------------------------------------------------------------------------------------------
+class Tagged(Tensor):
+    """A tensor with metadata, which most operations do not accept."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.__name__ in ("as_subclass", "dim", "size", "__len__", "__get__", "__format__"), function
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_subclasses_of_tensor_become_plain_tensors() -> None:
+    model, weights = network(), torch.ones(20)
+    x, y, w = (part.as_subclass(Tagged) for part in (X, Y, weights))
+    expected = lw.fit(model, [(X, Y)])
+    for posterior in (lw.fit(model, [(x, y)]), lw.fit(model, [(x, y, w)], sample_weights=True)):
+        torch.testing.assert_close(posterior.latent(X).variance, expected.latent(X).variance)
+    assert type(expected.predict(x).probs) is Tensor
+    assert lw.compare({"a": expected}, [(x, y)], x).rows["a"]["accuracy"] <= 1
