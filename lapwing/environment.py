@@ -39,6 +39,11 @@ def versions() -> str:
         "devices": ", ".join(["cpu " + torch.backends.cpu.get_cpu_capability(), *devices]),
         "threads": str(torch.get_num_threads()),
     }
+    if (other := _installed("lapwing")) != "not installed":
+        lines["conflict"] = (
+            f"the distribution lapwing {other} is installed too, with a folder lapwing/ of its own. Run pip uninstall "
+            "lapwing lapwing-torch, and install lapwing-torch again"
+        )
     return "\n".join(f"{name:<12} {value}" for name, value in lines.items())
 
 

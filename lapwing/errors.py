@@ -138,5 +138,5 @@ def extra(module: str, group: str | None = None) -> Any:
         if (error.name or "").partition(".")[0] != top:
             raise  # the package is installed, but one of its dependencies is missing
         raise LapwingError(
-            f"This needs {package}, which is not installed. Run pip install lapwing[{group or name}]."
+            f'This needs {package}, which is not installed. Run pip install "lapwing-torch[{group or name}]".'
         ) from error

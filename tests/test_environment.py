@@ -32,6 +32,14 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     assert "tqdm         not installed" in lw.versions()
 
 
+def test_the_distribution_lapwing_of_others_is_reported(monkeypatch):
+    from lapwing import environment
+
+    monkeypatch.setattr(environment, "version", {"lapwing": "1.1.0"}.get)
+    assert "\nconflict     the distribution lapwing 1.1.0 is installed too" in lw.versions()
+    assert "pip uninstall lapwing lapwing-torch" in lw.versions()
+
+
 def test_the_module_prints_them(capsys):
     runpy.run_module("lapwing", run_name="__main__")
     assert capsys.readouterr().out == lw.versions() + "\n"

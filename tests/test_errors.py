@@ -51,7 +51,7 @@ def test_a_missing_extra_is_one_sentence_and_a_line(name: str, monkeypatch: pyte
     with pytest.raises(lw.LapwingError) as caught:
         use()
     assert str(caught.value) == (
-        f"This needs {PACKAGES[package][0]}, which is not installed. Run pip install lapwing[{group}]."
+        f'This needs {PACKAGES[package][0]}, which is not installed. Run pip install "lapwing-torch[{group}]".'
     )
 
 

@@ -42,7 +42,7 @@ def refused(name: str, use: Callable[[], Any]) -> None:
         use()
     except lw.LapwingError as error:
         said = str(error)
-    assert "is not installed. Run pip install lapwing[" in said, f"{name} said {said}"
+    assert 'is not installed. Run pip install "lapwing-torch[' in said, f"{name} said {said}"
     print(f"{name}: {said}")
 
 

@@ -5,7 +5,7 @@
 1. The source distribution is built, and the wheel from it. Neither misses a file, and the wheel holds the package
    alone.
 2. An empty environment gets the wheel with the dependencies that it declares, and nothing else.
-3. There run the Python blocks of the README, but those after a comment `<!-- needs lapwing[...] -->`, and
+3. There run the Python blocks of the README, but those after a comment `<!-- needs lapwing-torch[...] -->`, and
    `tools/bare_install.py`.
 
 Needs Python 3.10 or newer with venv, and PyPI; works in a temporary folder.
@@ -24,7 +24,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(<!-- needs lapwing\[\w+\] -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(<!-- needs lapwing-torch\[\w+\] -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 SOURCES = {
@@ -65,7 +65,7 @@ def built(folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lapwing").rglob("*.py")} | {"lapwing/py.typed"}
-    odd = {name for name in packed ^ package if not re.fullmatch(r"lapwing-[^/]+\.dist-info/.+", name)}
+    odd = {name for name in packed ^ package if not re.fullmatch(r"lapwing_torch-[^/]+\.dist-info/.+", name)}
     if odd:
         raise SystemExit(f"{wheel.name} and the folder lapwing differ in {', '.join(sorted(odd))}.")
     return wheel

@@ -1,4 +1,4 @@
-"""Measures of the quality of predictions and their error bars; some need `pip install lapwing[eval]`.
+"""Measures of the quality of predictions and their error bars; some need `pip install "lapwing-torch[eval]"`.
 
 This room may import every room except `integrations`, and only the package's `__init__` imports it. Begin with
 `comparison.py`, which compares methods in a table, and `metrics.py`.

@@ -1,7 +1,8 @@
 """Metrics of predictions: pure functions from tensors to one number, computed in float64 on the CPU.
 
 scikit-learn computes the accuracy, the Brier score, the RMSE and the AUROC, and torchmetrics the calibration error
-(`pip install lapwing[eval]`). The functions here first check shapes and values, and raise an error of one sentence.
+(`pip install "lapwing-torch[eval]"`). The functions here first check shapes and values, and raise an error of one
+sentence.
 
 N is the number of samples, C of classes or outputs. Every function returns a float64 tensor of shape () without a
 gradient, and costs O(N C) time and memory; `auroc` also sorts N values.
@@ -119,7 +120,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
 
     Raises:
         LapwingError: if shapes, dtypes or values are not as above, or torchmetrics is missing
-            (`pip install lapwing[eval]`).
+            (`pip install "lapwing-torch[eval]"`).
 
     Example:
         >>> round(expected_calibration_error(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])).item(), 4)
@@ -149,7 +150,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         scores_out: finite scores of out-of-distribution samples (N_out,).
 
     Raises:
-        LapwingError: if shapes or values are not as above, or scikit-learn is missing (`pip install lapwing[eval]`).
+        LapwingError: if shapes or values are not as above, or scikit-learn is missing.
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9])).item()  # 5 of 6 pairs in order

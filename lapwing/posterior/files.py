@@ -148,7 +148,7 @@ def _check_format(path: str | os.PathLike[str], version: Any) -> None:
     if type(version) is not int or version < 1:
         raise ValueError("its format is unknown")
     if version != FORMAT:
-        line = f"newer than the {FORMAT} that this version reads. Install a newer one with pip install -U lapwing."
+        line = f"newer than the {FORMAT} that this version reads. Install a newer version of lapwing-torch."
         if version < FORMAT:
             line = f"older than the {FORMAT} that this version reads. Fit again and write it with posterior.save(path)."
         raise LapwingError(f"The file {_shown(path)} has format {version}, {line}")

@@ -85,7 +85,7 @@ def load(
             raise
         raise LapwingError(
             f"The file {path} does not hold a posterior of this version: {reason(error)}. Save it again with "
-            "posterior.save(path), or upgrade with pip install -U lapwing."
+            "posterior.save(path), or install a newer version of lapwing-torch."
         ) from error
 
 
@@ -112,7 +112,7 @@ def _rebuilt(
     if kind not in COVARIANCES:
         raise LapwingError(
             f"The covariance of {path} has the class {shown(kind)}, which is not registered. Import the module that "
-            "defines it before lw.load, or upgrade with pip install -U lapwing."
+            "defines it before lw.load, or install a newer version of lapwing-torch."
         )
     tangent = from_json(header["tangent"], model, forward, memory)
     _check_same(path, tangent, part("weights/"), header["dtypes"])

@@ -27,4 +27,4 @@ def test_a_missing_package_is_one_sentence(module: str, package: str, name: str,
     monkeypatch.setattr(sys, "meta_path", [HiddenPackage(package), *sys.meta_path])
     with pytest.raises(lw.LapwingError) as caught:
         importlib.import_module(adapter).fit_trainer(None)
-    assert str(caught.value) == f"This needs {name}, which is not installed. Run pip install lapwing[{module}]."
+    assert str(caught.value) == f'This needs {name}, which is not installed. Run pip install "lapwing-torch[{module}]".'

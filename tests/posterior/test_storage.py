@@ -199,7 +199,7 @@ def test_foreign(tmp_path: Path) -> None:
 def test_other_formats(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version, parts in (
         (4, ("has format 4, older than the 5", "Fit again")),
-        (6, ("format 6, newer", "pip install")),
+        (6, ("format 6, newer", "newer version of lapwing-torch")),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(files, "FORMAT", version)
@@ -307,7 +307,7 @@ def test_nothing_is_saved_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_structures_of_another_version(saved: Path) -> None:
     rewritten(saved, lambda header: header["covariance"].update({"class": "Future"}))
-    refused(lambda: lw.load(saved, network()), "the class 'Future'", "not registered", "pip install -U lapwing")
+    refused(lambda: lw.load(saved, network()), "the class 'Future'", "not registered", "newer version of lapwing-torch")
     rewritten(saved, lambda header: header["covariance"].update({"class": "Blockwise"}))
     rewritten(saved, lambda header: header["likelihood"].update(name="unknown"))
     refused(lambda: lw.load(saved, network()), "unknown")
