@@ -47,6 +47,7 @@ lint: .venv/installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/check_types.py
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lapwing needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
@@ -58,5 +59,5 @@ $(BIN)/pip:
 	@touch $@
 
 .venv/installed-lint: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt ruff mypy
+	$(BIN)/python -m pip install -q -c constraints.txt ruff mypy "pyright[nodejs]"
 	@touch $@

@@ -59,13 +59,15 @@ __version__ = "0.2.0"
 _LATER = {"compare": ".evaluation", "deploy": ".deployment"}
 
 
-def __getattr__(name: str) -> Any:
-    """Imports `lw.evaluation`, `lw.compare` and `lw.deploy` when asked for: `import lapwing` stays light."""
-    if name == "evaluation":
-        return import_module(".evaluation", __name__)
-    if name in _LATER:
-        return getattr(import_module(_LATER[name], __name__), name)
-    raise AttributeError(f"module 'lapwing' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Imports `lw.evaluation`, `lw.compare` and `lw.deploy` when asked for: `import lapwing` stays light."""
+        if name == "evaluation":
+            return import_module(".evaluation", __name__)
+        if name in _LATER:
+            return getattr(import_module(_LATER[name], __name__), name)
+        raise AttributeError(f"module 'lapwing' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

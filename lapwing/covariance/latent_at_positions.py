@@ -31,6 +31,14 @@ class Described:
     is_selected: ClassVar[bool] = False
     has_factor: ClassVar[bool] = False
 
+    if TYPE_CHECKING:  # what some latents have, for the code of users who asked for it
+
+        @property
+        def standard_error(self) -> Tensor: ...
+
+        @property
+        def outputs(self) -> Tensor: ...
+
     @property
     def std(self: Any) -> Tensor:
         """Marginal standard deviations, in the shape of the mean."""
@@ -86,6 +94,11 @@ class LatentAtPositions(Described):
     def draws(self) -> Tensor | None:
         """Outputs under draws of the weights (S, ...), or None if the latent has no draws."""
         return None if self.rows.draws is None else self.places.whole(self.rows.draws, 1)
+
+    @property
+    def standard_error(self) -> Tensor:
+        """Monte Carlo standard errors of the variances, in their shape, for `lw.Linearized(draws=...)`."""
+        return self.places.whole(self.rows.standard_error)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, ...), independently per position unless the latent has draws. None means seed 0."""

@@ -18,7 +18,7 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.progress import show_progress
 from ..errors import LapwingError
-from ..likelihoods import Likelihood
+from ..likelihoods import Likelihood, P
 from ..methods import KFAC, FisherRoot, Method, Problem
 from ..network.entry import outside_modes
 from ..posterior import Posterior
@@ -51,11 +51,11 @@ def fit(
     loader: Any,
     method: Method | None = None,
     *,
-    likelihood: str | Likelihood | None = None,
+    likelihood: str | Likelihood[P] | None = None,
     params: Predicate | LastLayer | None = None,
     prior_precision: float | Mapping[str, float] | None = None,
     prior_mean: float | Mapping[str, Tensor] = 0.0,
-    prior: Posterior | None = None,
+    prior: Posterior[P] | None = None,
     tune: Tuning | None = DEFAULT_TUNING,
     validation: Any = None,
     data_size: int | None = None,
@@ -68,7 +68,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     progress: bool | None = None,
-) -> Posterior:
+) -> Posterior[P]:
     """Fits a Gaussian `N(θ̂, Σ)` over the weights of a trained network. The network does not change.
 
     If `torch.distributed` is initialised with several processes, each of them calls `lw.fit` with a loader of its share

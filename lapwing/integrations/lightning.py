@@ -53,7 +53,7 @@ class LaplaceCallback(_Callback):
         super().__init__()
         self.method, self.network, self.validation, self.filename = method, network, validation, filename
         self.options = options
-        self.posterior: lw.Posterior | None = None
+        self.posterior: lw.Posterior | Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Raises for several processes, or a submodule that does not exist, before the training starts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, doubled, seeded
 from ..options import Options
 from .links import Link, SampledLink, at_least_float32
-from .predictions import Prediction
+from .predictions import P
 from .quadrature import weighted_log_power_mean
 
 Integrals = dict[type[Link], Callable[..., Tensor]]
@@ -43,7 +43,7 @@ def curvature_weights(
     return weights[:, None] if of_targets is None else of_targets * weights.to(of_targets)[:, None]
 
 
-class Likelihood(Options, ABC):
+class Likelihood(Options, ABC, Generic[P]):
     """p(y | f) at network outputs f (B, C), a root of its Fisher information Λ, and the predictions.
 
     Λ = E_{y~p(y|f)}[-∂² log p(y|f)] = root rootᵀ, always at unit noise; a noise variance σ² divides it. Roots have the
@@ -176,10 +176,10 @@ class Likelihood(Options, ABC):
         """Returns the σ² of highest likelihood for summed statistics, the start of tuning; None without a σ²."""
 
     @abstractmethod
-    def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
+    def with_noise_variance(self, noise_variance: float | None) -> Likelihood[P]:
         """Returns the likelihood at another σ²."""
 
-    def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
+    def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood[P]:
         """Returns the likelihood at another T.
 
         Raises:
@@ -210,9 +210,7 @@ class Likelihood(Options, ABC):
         return "variances" if one or not link.reads_covariance else "covariances"
 
     @abstractmethod
-    def predict(
-        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
-    ) -> Prediction:
+    def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
         """Returns the distribution of y under a latent.
 
         Args:
@@ -305,7 +303,7 @@ class Likelihood(Options, ABC):
         logs = likelihood.log_prob(outputs.flatten(0, 1), repeated).reshape(link.draws, -1)  # (S B,) -> (S, B)
         return weighted_log_power_mean(logs, logs.new_full((link.draws, 1), -math.log(link.draws)), alpha, 0)
 
-    def choose_link(self, latent: AnyLatent, link: Link | None) -> Link:
+    def choose_link(self, latent: AnyLatent, link: Link | None) -> Any:
         """Returns the link to use; None means the default. Raises if it does not fit the likelihood or the latent."""
         if is_selected(latent) and not self.selects_outputs:
             raise LapwingError(
@@ -330,7 +328,7 @@ class Likelihood(Options, ABC):
         )
 
 
-class NoiselessLikelihood(Likelihood):
+class NoiselessLikelihood(Likelihood[P]):
     """A likelihood without a noise variance. Its only statistic is the log likelihood."""
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
@@ -368,7 +366,7 @@ class NoiselessLikelihood(Likelihood):
     def residual_variance(self, statistics: dict[str, Tensor]) -> None:
         return
 
-    def with_noise_variance(self, noise_variance: float | None) -> Likelihood:
+    def with_noise_variance(self, noise_variance: float | None) -> Likelihood[P]:
         """Returns the likelihood itself; raises if the noise variance is not None."""
         if noise_variance is not None:
             raise LapwingError(

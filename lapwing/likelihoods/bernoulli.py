@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..linalg import check_draws, doubled, seeded
 from ..options import POSITIVE_NUMBERS, option
 from . import quadrature
 from .base import Integrals, Likelihood
-from .links import BinaryLink, Link, Probit, Quadrature, SampledLink, at_least_float32
+from .links import Link, Probit, Quadrature, SampledLink, at_least_float32
 from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
 from .registry import register_likelihood
@@ -26,7 +26,7 @@ from .targets import aligned_targets, check_binary_targets
 
 @register_likelihood
 @dataclass(frozen=True, repr=False)
-class Bernoulli(LogitLikelihood):
+class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
     """`y_c ~ Bernoulli(σ(f_c))`, independently for each of C outputs; Λ = diag(p(1 - p)).
 
     Use one output for a question with two answers, and several outputs for several labels at once. Targets are 0 and 1,
@@ -103,7 +103,7 @@ class Bernoulli(LogitLikelihood):
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> BernoulliPrediction:
         """Returns probabilities of yes by `Quadrature()`, `Probit()` or `SampledLink()`, or averages weight draws."""
-        chosen, latent = cast("BinaryLink", self.choose_link(latent, link)), self.tempered(latent)
+        chosen, latent = self.choose_link(latent, link), self.tempered(latent)
         log_odds = chosen.log_odds(latent, generator)
         return BernoulliPrediction(log_odds, latent, chosen, self.soft_targets, self.missing)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from .targets import check_class_probabilities, check_labels, is_soft, which_cou
 
 @register_likelihood
 @dataclass(frozen=True, repr=False)
-class Categorical(LogitLikelihood):
+class Categorical(LogitLikelihood["ClassPrediction"]):
     """`y ~ softmax(f)` with integer labels (B,) from 0 to C - 1; Λ = diag(p) - p pᵀ.
 
     Labels equal to `ignore_index`, for example padding, do not count, as in `torch.nn.functional.cross_entropy`. They
@@ -155,7 +155,7 @@ class Categorical(LogitLikelihood):
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> ClassPrediction:
         """Returns class probabilities by `Probit()`, `LaplaceBridge()` or `SampledLink()`, or averages weight draws."""
-        chosen, latent = cast("ClassLink", self.choose_link(latent, link)), self.tempered(latent)
+        chosen, latent = self.choose_link(latent, link), self.tempered(latent)
         if is_selected(latent):
             latent = latent.of_classes()
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen, self.ignore_index)

@@ -35,7 +35,7 @@ _VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 
 @register_likelihood
 @dataclass(frozen=True, repr=False)
-class Gaussian(Likelihood):
+class Gaussian(Likelihood[RegressionPrediction]):
     """`y ~ N(f, σ² I)` with one σ² for all C outputs; Λ = I / σ², which is I at unit noise.
 
     Targets are (B, C), or (B,) if C = 1. With ratios r the noise variance of output c is `r_c σ²`, and `Λ = diag(1/r)`

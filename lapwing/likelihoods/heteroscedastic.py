@@ -28,7 +28,7 @@ NODES, REACH = 65, 8.0
 
 @register_likelihood
 @dataclass(frozen=True)
-class HeteroscedasticGaussian(NoiselessLikelihood):
+class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
     """`y_k ~ N(m_k, exp(s_k))` for outputs (B, 2K), first K means m and then K log variances s; Λ = diag(exp(-s), 1/2).
 
     `torch.nn.GaussianNLLLoss` trains such a network, if exp is applied to its log variances. Targets are (B, K), or

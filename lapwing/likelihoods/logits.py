@@ -8,11 +8,12 @@ from ..covariance import AnyLatent
 from ..errors import shown
 from ..options import option, positive
 from .base import Likelihood, NoiselessLikelihood
+from .predictions import P
 from .registry import options_of
 
 
 @dataclass(frozen=True)
-class LogitLikelihood(NoiselessLikelihood):
+class LogitLikelihood(NoiselessLikelihood[P]):
     """A likelihood of logits. Predictions divide the mean of the logits by a temperature T and keep their covariance.
 
     An overconfident network has logits that are too large, and no covariance of the weights scales all of them down
@@ -33,7 +34,7 @@ class LogitLikelihood(NoiselessLikelihood):
         options |= {name: shown(value) for name, value in options_of(self).items()}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
 
-    def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood:
+    def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood[P]:
         """Returns a likelihood of the same class with another T; None means 1."""
         return replace(self, logit_temperature=1.0 if logit_temperature is None else logit_temperature)
 

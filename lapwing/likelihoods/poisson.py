@@ -31,7 +31,7 @@ LEAST_VARIANCE = 1e-12
 
 @register_likelihood
 @dataclass(frozen=True)
-class Poisson(NoiselessLikelihood):
+class Poisson(NoiselessLikelihood["CountPrediction"]):
     """`y_c ~ Poisson(exp(f_c))`, independently for each of C outputs; Λ = diag(exp(f)).
 
     Outputs are logarithms of rates, as for `torch.nn.PoissonNLLLoss`. Targets are counts, whole numbers from 0 up as

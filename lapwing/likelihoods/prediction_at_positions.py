@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ from ..data.frames import as_targets
 from ..network.positions import Places
 from .base import Likelihood
 from .links import Link
-from .predictions import Prediction
+from .predictions import P, Prediction
 
 
-def predicted(
-    likelihood: Likelihood, latent: AnyLatent, link: Link | None, generator: torch.Generator | None
-) -> Prediction:
-    """Returns the distribution of y under a latent, one for each position if the latent has positions."""
+def predicted(likelihood: Likelihood[P], latent: AnyLatent, link: Link | None, generator: torch.Generator | None) -> P:
+    """Returns the distribution of y under a latent, one for each position if the latent has positions.
+
+    `PredictionAtPositions` has the attributes of P, so it passes for P.
+    """
     if has_positions(latent):
-        return PredictionAtPositions(likelihood.predict(latent.rows, link, generator), latent)
+        return cast(P, PredictionAtPositions(likelihood.predict(latent.rows, link, generator), latent))
     return likelihood.predict(latent, link, generator)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch import distributions as dist
+from typing_extensions import TypeVar
 
 from ..data.frames import as_targets
 from ..errors import LapwingError, check_choice, shown
@@ -72,6 +73,10 @@ class Prediction(ABC):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for metrics by name, with rows in the order of the inputs; checks the targets."""
         return {"log_prob": self.log_prob(targets)}
+
+
+P = TypeVar("P", bound=Prediction, default=Any, covariant=True)
+"""The class of a likelihood's predictions: `Likelihood` without brackets is one of any predictions."""
 
 
 class DiscretePrediction(Prediction):

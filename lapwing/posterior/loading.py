@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..covariance import COVARIANCES
 from ..data.batches import Forward
 from ..errors import LapwingError, is_out_of_memory, shown
-from ..likelihoods import Likelihood, resolve
+from ..likelihoods import Likelihood, P, resolve
 from ..likelihoods.registry import REGISTERED
 from ..linalg import double_device, placed
 from ..network.entry import outside_modes
@@ -31,10 +31,10 @@ def load(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
-    likelihood: Likelihood | None = None,
+    likelihood: Likelihood[P] | None = None,
     forward: Forward | None = None,
     memory: int | None = None,
-) -> Posterior:
+) -> Posterior[P]:
     """Reads a posterior written by `Posterior.save`, around the same trained network.
 
     Args:

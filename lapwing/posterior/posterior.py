@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, PriorCovariance, has_prior
 from ..data.progress import with_progress
 from ..errors import LapwingError, check_flag
-from ..likelihoods import Likelihood, Link, Prediction
+from ..likelihoods import Likelihood, Link, P
 from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import check_memory
 from ..network.entry import full_precision, outside_modes
@@ -40,7 +40,7 @@ SMALLER_PREDICTION = (
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Posterior:
+class Posterior(Generic[P]):
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 
     `lw.fit` and `lw.load` make posteriors, which never change. A posterior uses the network without a copy, so the
@@ -74,7 +74,7 @@ class Posterior:
 
     tangent: Tangent
     covariance: Covariance
-    likelihood: Likelihood
+    likelihood: Likelihood[P]
     prior: Prior
     statistics: dict[str, Tensor] = field(repr=False)
     samples: int
@@ -113,7 +113,7 @@ class Posterior:
         return self.tangent.model
 
     @property
-    def prior_precision(self) -> float | dict[str, float] | None:
+    def prior_precision(self) -> Any:
         """δ: one number if it is equal in all blocks, else {block: number}; None if the covariance has no prior."""
         if self.covariance.precision is None:
             return None
@@ -123,12 +123,12 @@ class Posterior:
         return {block.name: value for block, value in zip(self.tangent.blocks, values, strict=True)}
 
     @property
-    def noise_variance(self) -> float | None:
+    def noise_variance(self) -> float | Any:
         """σ² of the likelihood, or None if it has none."""
         return self.likelihood.noise_variance
 
     @property
-    def logit_temperature(self) -> float | None:
+    def logit_temperature(self) -> float | Any:
         """T, which divides the mean of the logits in predictions, or None if the outputs are not logits."""
         return self.likelihood.logit_temperature
 
@@ -138,7 +138,7 @@ class Posterior:
         return Scale(self.samples, self.samples * self.data_factor, self.temperature, self.noise_variance)
 
     @outside_modes
-    def at(self, precision: Tensor, noise_variance: float | None) -> Posterior:
+    def at(self, precision: Tensor, noise_variance: float | None) -> Posterior[P]:
         """Returns the posterior at another prior precision (n_blocks,) and noise variance, with the same curvature."""
         likelihood = self.likelihood.with_noise_variance(noise_variance)
         assert not likelihood.needs_noise  # σ² = None would count as 1
@@ -148,7 +148,7 @@ class Posterior:
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
         )
 
-    def with_noise(self, noise_variance: float | None) -> Posterior:
+    def with_noise(self, noise_variance: float | None) -> Posterior[P]:
         """Returns the posterior at another noise variance; a covariance without a prior does not change."""
         if has_prior(self.covariance):
             return self.at(self.prior.precision, noise_variance)
@@ -157,7 +157,7 @@ class Posterior:
     @outside_modes
     def with_prior(
         self, prior_precision: float | Mapping[str, float], noise_variance: float | None = None
-    ) -> Posterior:
+    ) -> Posterior[P]:
         """Returns the posterior with another prior precision and, if given, another noise variance.
 
         Subspace methods keep their span. Fit again to choose a new one.
@@ -183,7 +183,7 @@ class Posterior:
             check_range("noise variance", torch.tensor(noise, dtype=torch.float64), self.tangent.dtype)
         return self.at(prior.precision, noise)
 
-    def with_defaults(self) -> Posterior:
+    def with_defaults(self) -> Posterior[P]:
         """Returns the posterior without tuning: δ = 1 and σ² the mean squared residual, unless the user gave them."""
         noise = self.noise_variance if self.noise_fixed else self.likelihood.residual_variance(self.statistics)
         return self.at(self.prior.precision, noise)
@@ -290,7 +290,7 @@ class Posterior:
         generator: torch.Generator | None = None,
         *,
         progress: bool | None = None,
-    ) -> Prediction:
+    ) -> P:
         """Returns the predictive distribution of y.
 
         Args:
@@ -354,7 +354,7 @@ class Posterior:
     @with_progress
     def update(
         self, loader: Any, *, tune: Any = None, sample_weights: bool = False, progress: bool | None = None
-    ) -> Posterior:
+    ) -> Posterior[P]:
         """Returns the posterior of the former data plus further data, at the same weights.
 
         `G = G_1 + G_2`, and the statistics of the likelihood add too, so for Diagonal, KFAC and Full the result equals

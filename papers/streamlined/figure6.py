@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
+from lapwing.tuning import Tuning
 from papers.common.results import Rows, once
 from papers.streamlined.table2 import MLPTask
 
@@ -25,7 +26,7 @@ def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
 def _add(rows: Rows, seed: int) -> None:
     task = once(lambda: MLPTask.load("mnist", seed))
 
-    def make(tune: lw.Tuning) -> dict[str, Any]:
+    def make(tune: Tuning) -> dict[str, Any]:
         return products(task().model, task().laplace(lw.KFAC(), tune), task().tested[0][:1])
 
     rows.add(f"KFAC, seed {seed}", "evidence", make, lw.Evidence())

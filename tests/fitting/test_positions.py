@@ -409,6 +409,7 @@ def test_draws_of_linearised_outputs(name):
     close(drawn.mean, exact.mean)
     assert (drawn.variance / exact.variance - 1).abs().max() < 6 * (2 / 1000) ** 0.5
     assert drawn.covariance.shape == exact.covariance.shape
+    close(drawn.standard_error, drawn.variance * (2 / 1000) ** 0.5)
     assert (drawn.covariance - exact.covariance).abs().max() < 0.25 * exact.covariance.abs().max()
     assert posterior.predict(x, via=lw.Linearized(draws=8)).entropy().shape == posterior.predict(x).entropy().shape
 
