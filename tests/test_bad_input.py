@@ -472,24 +472,6 @@ def test_checkpointing(reentrant: bool, method: lw.Method) -> None:
     torch.testing.assert_close(last, lw.fit(plain, [(X, Y)], prior_precision=1.0).predict(X).probs)
 
 
-def test_complex_parameters() -> None:
-    class Spectral(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.waves, self.head = nn.Parameter(torch.randn(3, dtype=torch.cfloat)), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.waves, n=4))
-
-    model = Spectral().eval()
-    parts = "parameter waves", "torch.complex64", "real", "not parameter.is_complex()"
-    for params in (lw.everything, lw.matching("*"), lw.matching("waves")):
-        refused(lambda params=params: fit([(X, Y)], model, params=params), *parts)
-        refused(lambda params=params: lw.coverage(model, X, params=params), *parts)
-    assert fit([(X, Y)], model, params=lambda name, parameter: not parameter.is_complex()).tangent.size == 15
-    assert lw.fit(model, [(X, Y)]).tangent.size == 15
-
-
 class Quantized(nn.Module):
     """A statically quantized layer between floating-point numbers."""
 

@@ -20,7 +20,7 @@ from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype
 from ..network.calling import call
-from ..network.eager import parameters_of, uncompiled, without_compiled
+from ..network.eager import parameters_of, real, uncompiled, without_compiled
 from ..network.entry import outside_modes
 from ..network.selection import select
 from ..options import SEED, check_argument, positive
@@ -231,6 +231,7 @@ class SnapshotCollector:
     @torch.no_grad()
     def _take(self, state: Mapping[str, Tensor]) -> None:
         buffers = dict(uncompiled(self.model).named_buffers())
+        state = {name: real(value) if name in self.mean else value for name, value in state.items()}
         for name, before in {**buffers, **self.mean}.items():
             same = name not in state or state[name].shape == before.shape
             if same and (name in buffers or torch.isfinite(state[name]).all()):

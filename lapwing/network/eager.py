@@ -91,10 +91,31 @@ def batching_quiet() -> Iterator[None]:
         yield
 
 
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+def own_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Returns name -> parameter of the network. The lock keeps out values that another thread sets for a call."""
     with LOCK:
         return dict(model.named_parameters())
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns name -> parameter of the network. A complex one is `real`, so that all weights are real numbers."""
+    own = own_parameters(model)
+    return {
+        name: real(value.detach()).requires_grad_(value.requires_grad) if value.is_complex() else value
+        for name, value in own.items()
+    }
+
+
+def real(value: Tensor) -> Tensor:
+    """Returns the same tensor, or pairs (..., 2) of real and imaginary parts in the memory of a complex one."""
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
+def native(values: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns values by name in the form of the network's own parameters: the inverse of `real`."""
+    return {
+        name: torch.complex(*value.unbind(-1)) if own[name].is_complex() else value for name, value in values.items()
+    }
 
 
 class EagerMode(TorchFunctionMode):

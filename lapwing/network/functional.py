@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..data.batches import Forward
 from ..errors import LapwingError
 from .calling import call
-from .eager import EagerMode, eager_math, swapped, without_compiled
+from .eager import EagerMode, eager_math, native, swapped, without_compiled
 from .module_state import preserved_state
 
 
@@ -95,10 +95,11 @@ def call_with(
         model: the uncompiled network.
         forward: the user's way to call the network, or None.
         parameters: name -> parameter of the network, at least for the names in `values`.
-        values: name -> value for this call.
+        values: name -> value for this call, of a complex parameter as `real`.
         inputs: a batch.
         unseen: whether the network bypasses function modes. Then the values are set in the module during the call.
     """
+    values = native(values, parameters)
     if not unseen:
         with without_compiled():
             return call(model, inputs, forward, StandIns(parameters, values))
@@ -173,7 +174,7 @@ def first_call(
     """
     reads = _Reads(parameters)
     with without_compiled(), reads:
-        outputs = call(model, inputs, forward, _WithGradients(parameters, leaves))
+        outputs = call(model, inputs, forward, _WithGradients(parameters, native(leaves, parameters)))
     unseen = frozenset(reads.names)
     if unseen:
         reads.names.clear()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data import batches
 from ..errors import LapwingError, shown
-from .eager import parameters_of, uncompiled
+from .eager import own_parameters, uncompiled
 from .refusals import check_layers
 from .tracing import Recording
 
@@ -49,7 +49,7 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
             "the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
         )
     model = uncompiled(model)
-    named = parameters_of(model)
+    named = own_parameters(model)
     sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
     check_layers(model, last_layer)
     if not named:

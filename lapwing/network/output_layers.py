@@ -26,11 +26,10 @@ from torch.utils import _pytree as pytree
 from ..data import batches
 from ..data.batches import Forward
 from ..errors import LapwingError
-from .eager import EagerMode
+from .eager import EagerMode, real
 from .functional import FirstCall, first_call
 from .module_state import modules_of
 from .refusals import quantized_layers
-from .selection import check_real
 from .tracing import Recording, graph_leaves
 
 log = logging.getLogger("lapwing")
@@ -75,7 +74,7 @@ def output_layers(
     kind = type(model).__name__
     norms = {name for use in recording.noted if use.use.normalises for name in use.names.values()}
     leaves = {
-        name: value.detach().requires_grad_(name not in norms)
+        name: real(value.detach()).requires_grad_(name not in norms)
         for name, value in parameters.items()
         if value.is_floating_point() or value.is_complex()
     }
@@ -102,7 +101,6 @@ def output_layers(
             f"The outputs of {kind} are a product of what several of its weights give, so no layer is the last. Name "
             f"the weights to treat: write {_matching_line(set(names), parameters)}."
         )
-    check_real(names, parameters)
     if warn:
         log.info("The last layer of %s is treated: %s.", kind, ", ".join(names))
     return names, first

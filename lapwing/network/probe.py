@@ -24,7 +24,7 @@ from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
 from .calling import call
-from .eager import RandomCalls, without_compiled
+from .eager import RandomCalls, real, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
 from .recording_plan import Coverage, RecordingPlan, planned
@@ -103,7 +103,8 @@ def probe(
     uses = [(use, axis or BatchAxis()) for use, axis in pairs if covered & set(use.names.values())]
     unseen = not first.unseen.isdisjoint(names)
     blocks, plan = planned(uses, covered, parameters, outputs, batches.shared(inputs), unseen)
-    blocks += [Block(name, (name,), (tuple(parameters[name].shape),), "generic") for name in names if reasons[name]]
+    alone = {name: tuple(real(parameters[name]).shape) for name in names if reasons[name]}
+    blocks += [Block(name, (name,), (shape,), "generic") for name, shape in alone.items()]
     coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])
     return tuple(blocks), plan, coverage, outputs.shape[1]
 
@@ -118,13 +119,14 @@ def _recorded(
 ) -> tuple[tuple[str, ...], Recording, FirstCall | None]:
     """Returns the names of the parameters to treat, a recording, and the call that found the last layer (or None)."""
     names = () if isinstance(params, LastLayer) else select(params, parameters, type(model).__name__)
-    frozen = [parameters[name] for name in names if not parameters[name].requires_grad]
-    recording = run_spread(model, few, forward, parameters, frozen)
+    watched = {name: value for name, value in parameters.items() if not value.is_complex()}  # layers are real
+    frozen = [watched[name] for name in names if name in watched and not watched[name].requires_grad]
+    recording = run_spread(model, few, forward, watched, frozen)
     batches.check_outputs(recording.outputs, "the first batch")
     if not isinstance(params, LastLayer):
         return names, recording, None
     names, first = output_layers(model, few, forward, parameters, recording, warn)
-    late = {name: parameters[name] for name in names if not parameters[name].requires_grad}
+    late = {name: watched[name] for name in names if name in watched and not watched[name].requires_grad}
     if late:  # only these frozen parameters need gradients; masks and tables may not accept them
         elsewhere = run(model, few, forward, late, frozen=list(late.values())).elsewhere
         recording = recording._replace(elsewhere=recording.elsewhere | elsewhere)
@@ -134,7 +136,7 @@ def _recorded(
 def _call_with_leaves(
     model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any
 ) -> FirstCall:
-    leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+    leaves = {name: real(value.detach()).requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
         return first_call(model, forward, parameters, leaves, inputs)
 

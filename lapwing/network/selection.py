@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -115,8 +115,7 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
             f"params={shown(params)} raised TypeError ({str(error).splitlines()[0]}). Pass a function of a name and a "
             "parameter: write params=lambda name, parameter: name.startswith('head')."
         ) from error
-    check_real(chosen, parameters)
-    names = tuple(name for name in chosen if parameters[name].is_floating_point())
+    names = tuple(name for name in chosen if parameters[name].is_floating_point() or parameters[name].is_complex())
     if names:
         return names
     frozen = sum(not value.requires_grad for value in parameters.values())
@@ -126,14 +125,3 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
         f"names: {listed}). Pass params=lw.matching('*') to treat frozen parameters too, or name some with "
         "params=lw.matching(...)."
     )
-
-
-def check_real(names: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
-    """Raises if one of the parameters to treat is complex."""
-    for name in names:
-        if parameters[name].is_complex():
-            raise LapwingError(
-                f"The parameter {name} has the dtype {parameters[name].dtype}, and only real ones can be treated. "
-                "Leave complex ones out by params=lambda name, parameter: not parameter.is_complex(), or keep real and "
-                "imaginary part as one real parameter and call torch.view_as_complex(parameter) in forward()."
-            )

@@ -121,7 +121,7 @@ class Recorder(EagerMode):
         use = None if reader is None else reader(args, kwargs, self._is_watched)
         used = {} if use is None else use.parameters
         names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
-        if use is None or not names:
+        if use is None or not names or use.inputs.is_complex():  # layers are real
             self.routed = self.routed or _routes(function, args)
             self.differentiated = self.differentiated or function in DIFFERENTIATES
             if self._stand_ins:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..covariance import Covariance, has_prior
 from ..errors import LapwingError
-from ..network.eager import parameters_of, uncompiled
+from ..network.eager import own_parameters, real, uncompiled
 from ..network.entry import full_precision
 from ..tangent import Tangent, join
 from .method_info import MethodInfo
@@ -19,14 +19,15 @@ from .method_info import MethodInfo
 def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: MethodInfo) -> Tensor:
     """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights θ of another network: see `Posterior.penalty`."""
     parameters = tangent.parameters
-    named = parameters_of(uncompiled(model)) if isinstance(model, nn.Module) else {}
+    named = own_parameters(uncompiled(model)) if isinstance(model, nn.Module) else {}
+    named = {name: real(value) for name, value in named.items()}  # with the graph of a complex parameter
     wrong = [name for name, value in parameters.items() if name not in named or named[name].shape != value.shape]
     if wrong:
         raise LapwingError(
             f"The posterior treats the parameter {wrong[0]} {tuple(parameters[wrong[0]].shape)}, and "
             f"{type(model).__name__} has none with this name and shape. Pass a network of the same architecture."
         )
-    if any(named[name] is value for name, value in parameters.items()):
+    if any(named[name].data_ptr() == value.data_ptr() != 0 for name, value in parameters.items()):
         raise LapwingError(
             "The network is the posterior's own, whose weights must stay as they are. Train a copy of it, "
             "model = copy.deepcopy(posterior.model), and write posterior.penalty(model)."

@@ -336,7 +336,8 @@ class Posterior(Generic[P]):
         mean, parameters = self.tangent.mean(), self.tangent.parameters
         deviations = self.covariance.sample(n, generator)
         draws = {name: mean[name] + deviation.to(mean[name]) for name, deviation in deviations.items()}
-        return {name: draw.to(parameters[name].dtype) for name, draw in split(self.tangent.blocks, draws).items()}
+        draws = {name: draw.to(parameters[name].dtype) for name, draw in split(self.tangent.blocks, draws).items()}
+        return self.tangent.native(draws)
 
     @outside_modes
     def diagnose(self) -> Diagnosis:

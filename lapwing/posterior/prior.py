@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import LapwingError, is_positive, shown
 from ..linalg import double_device
+from ..network.eager import real
 from ..options import positive, refusal
 from ..tangent import Tangent, Vectors, join
 
@@ -102,6 +103,7 @@ def _is_mean_of(value: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
 def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
     parameters, dtype = tangent.parameters, tangent.dtype
     if isinstance(mean, Mapping):
+        mean = {name: real(value) if isinstance(value, Tensor) else value for name, value in mean.items()}
         wrong = [
             str(name) for name, value in mean.items()
             if name not in parameters or not _is_mean_of(value, parameters[name], dtype)

@@ -21,7 +21,7 @@ from ..data.batches import Forward
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype, double_device, doubled
 from ..network.calling import OutputsWithPositions, shaped_outputs
-from ..network.eager import parameters_of, without_compiled
+from ..network.eager import native, own_parameters, parameters_of, without_compiled
 from ..network.entry import outside_modes
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
@@ -96,7 +96,7 @@ class Tangent:
         """
         memory = checked_memory(memory)
         model = checked_network(model, isinstance(params, LastLayer))
-        parameters = parameters_of(model)
+        parameters = own_parameters(model)
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
         check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
@@ -127,9 +127,18 @@ class Tangent:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """Treated parameters of the model by name (not copies)."""
+        """Treated parameters of the model by name (not copies). Complex ones are pairs of real numbers (..., 2)."""
         named = parameters_of(self.model)
         return {name: named[name] for block in self.blocks for name in block.parameters}
+
+    @cached_property
+    def _own(self) -> dict[str, Tensor]:
+        named = own_parameters(self.model)
+        return {name: named[name] for name in self.parameters}
+
+    def native(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns values of treated parameters with complex numbers where the network has them."""
+        return native(values, self._own)
 
     @cached_property
     def named_blocks(self) -> dict[str, Block]:
@@ -195,7 +204,7 @@ class Tangent:
 
         Differentiable in the values and the inputs. The network is not written. All inputs run as one chunk.
         """
-        return call_with(self.model, self.forward, self.parameters, values, inputs, self.plan.unseen)
+        return call_with(self.model, self.forward, self._own, values, inputs, self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
         """Returns the network's outputs (B, C), or in their own shape with positions, without gradients.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,3 +75,85 @@ def test_forward_mode_is_quiet() -> None:
         "assert torch.allclose(jvp(torch.sin, (x,), (x,))[1], x.cos())"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+class Spectral(nn.Module):
+    """A spectral convolution with complex weights, or with the same weights as pairs of real numbers."""
+
+    def __init__(self, pairs: bool, positions: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        waves = torch.randn(4, 2, dtype=torch.float64)
+        self.first, self.head = nn.Linear(6, 6).double(), nn.Linear(6, 3).double()
+        self.waves = nn.Parameter(waves if pairs else torch.view_as_complex(waves))
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = self.waves if self.waves.is_complex() else torch.view_as_complex(self.waves)
+        modes = torch.fft.rfft(torch.tanh(self.first(x))) * self.scale
+        out = self.head(torch.tanh(torch.fft.irfft(modes * waves, n=6)))
+        return out[..., None].expand(-1, -1, 2) if self.positions else out
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "the default": {},
+    "the width of a last layer": {"params": lw.last_layer},
+    "complex weights alone": {"method": lw.Full(), "params": lw.matching("waves")},
+    "a diagonal": {"method": lw.Diagonal(), "params": lw.everything},
+    "mean field": {"method": lw.MeanField(steps=2)},
+    "a prior mean": {"method": lw.Full(), "params": lw.everything, "prior_precision": 2.0, "prior_mean": {"waves"}},
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_complex_weight_counts_as_pairs_of_real_numbers(way: str, positions: bool) -> None:
+    x, found = torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
+    for pairs in (False, True):
+        model = Spectral(pairs, positions).eval()
+        y = (model(x) + 0.1 * torch.cos(5 * x[:, :1, None] if positions else 5 * x[:, :1])).detach()
+        options = dict(WAYS[way])
+        if "prior_mean" in options:
+            options["prior_mean"] = {"waves": 0.5 * model.waves.detach()}
+        posterior = lw.fit(model, [(x, y)], options.pop("method", None), **options)
+        prediction = posterior.predict(x[:3])
+        drawn = posterior.predict(x[:3], via=lw.MonteCarlo(draws=2))
+        found.append((posterior.noise_variance, prediction.variance, drawn.variance, posterior.tangent.size))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=0)
+
+
+def test_complex_weights_go_in_and_out_as_complex_numbers(tmp_path: Path) -> None:
+    model, pairs = Spectral(False).eval(), Spectral(True).eval()
+    x, posteriors, penalties = torch.randn(8, 6, dtype=torch.float64), [], []
+    for network in (model, pairs):
+        options = {"likelihood": lw.Gaussian(0.1), "prior_precision": 1.0, "params": lw.everything}
+        posterior = lw.fit(network, [(x, network(x).detach())], lw.Full(), **options)
+        other = copy.deepcopy(network)
+        with torch.no_grad():
+            other.waves *= 1.1
+        posterior.penalty(other).backward()
+        penalties.append(other.waves.grad)
+        posteriors.append(copy.deepcopy(posterior))
+    draws = [posterior.sample(2)["waves"] for posterior in posteriors]
+    assert draws[0].is_complex()
+    torch.testing.assert_close(torch.view_as_real(draws[0]), draws[1])
+    torch.testing.assert_close(torch.view_as_real(penalties[0]), penalties[1])
+    posteriors[0].save(tmp_path / "p")
+    torch.testing.assert_close(lw.load(tmp_path / "p", model).latent(x).variance, posteriors[1].latent(x).variance)
+
+
+def test_swag_moves_complex_weights() -> None:
+    x, found = torch.randn(8, 6, dtype=torch.float64), []
+    for pairs in (False, True):
+        model = Spectral(pairs).eval()
+        collector = lw.SWAG.collector(model)
+        for _ in range(3):
+            with torch.no_grad():
+                model.waves *= 1.1
+            collector.add(model.state_dict())
+        posterior = lw.SWAG.from_snapshots(collector, [(x, model(x).detach())], likelihood=lw.Gaussian(0.1))
+        found.append((posterior.model(x).detach(), posterior.latent(x).variance))
+    torch.testing.assert_close(*found)
