@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -198,7 +200,7 @@ def test_inputs_of_the_wrong_shape(posterior: lw.Posterior) -> None:
         refused(lambda via=via: posterior.predict(torch.tensor(1.0), via=via), "Tensor ()", "no samples", "x[None]")
     refused(lambda: fit([(X[0], Y[:1])]), "one row for each sample", "x[None]")
     convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3)).eval()
-    refused(lambda: fit([(torch.randn(8, 1, 3, 3), Y)], convolution), "(4, 1, 3, 3)", "channels", "loader")
+    refused(lambda: fit([(torch.randn(8, 1, 3, 3), Y)], convolution), "(8, 1, 3, 3)", "channels", "loader")
     images = fit([(torch.randn(8, 3, 3, 3), Y)], nn.Sequential(nn.BatchNorm2d(3), *convolution).eval())
     refused(lambda: images.predict(torch.randn(3, 3, 3)), "expected 4D input", "pass a single sample as x[None]")
     raw = torch.ones(8, 3, 3, 3, dtype=torch.uint8)
@@ -215,12 +217,14 @@ def test_outputs_that_are_no_matrix() -> None:
     picked = fit([((x, at), Y)], sequence, forward=lambda model, i: model(i[0])[torch.arange(len(i[1])), i[1]])
     assert picked.predict((x, at)).probs.shape == (8, 3)
     deep = lambda model, x: model(x)[..., None, None, None]  # noqa: E731
-    refused(lambda: fit([(x, Y)], sequence, forward=deep), "(4, 5, 3, 1, 1, 1)", "(batch, outputs, rows, columns)")
-    parts = "Linear", "shape (20, 3)", "4 samples", "one row for each sample", "forward="
+    refused(lambda: fit([(x, Y)], sequence, forward=deep), "(8, 5, 3, 1, 1, 1)", "(batch, outputs, rows, columns)")
+    parts = "Linear", "shape (40, 3)", "8 samples", "one row for each sample", "forward="
     flat = lambda model, x: model(x).flatten(0, 1)  # noqa: E731
     refused(lambda: fit([(torch.randn(8, 5, 4), Y)], sequence, forward=flat), *parts)
     refused(
-        lambda: fit([(X, Y)], forward=lambda model, x: [model(x)]), "no tensor", "must return a floating-point tensor"
+        lambda: fit([(X, Y)], forward=lambda model, x: [model(x)]),
+        "list(Tensor (8, 3) float32)",
+        "must return a floating-point tensor",
     )
     refused(
         lambda: fit([(X, Y)], forward=lambda model, x: model(x).argmax(1)), "int64", "floating-point tensor of shape"
@@ -535,8 +539,8 @@ def test_inputs_that_are_not_understood(posterior: lw.Posterior) -> None:
 
 def test_inputs_the_network_is_not_called_with(posterior: lw.Posterior) -> None:
     line = "forward=lambda model, inputs"
-    refused(lambda: fit([{"pixels": X, "labels": Y}]), "model(**inputs)", "pixels=Tensor (4, 4)", "'pixels'", line)
-    refused(lambda: fit([(X, X, Y)]), "model(*inputs)", "tuple(Tensor (4, 4)", "positional arguments", line)
+    refused(lambda: fit([{"pixels": X, "labels": Y}]), "model(**inputs)", "pixels=Tensor (8, 4)", "'pixels'", line)
+    refused(lambda: fit([(X, X, Y)]), "model(*inputs)", "tuple(Tensor (8, 4)", "positional arguments", line)
     refused(lambda: fit([(X, Y)], forward=lambda model: model(X)), "forward(model, inputs)", "TypeError", line)
     refused(lambda: posterior.predict((X, Y)), "model(*inputs)", "without targets", line)
     refused(lambda: posterior.predict({"foo": X}), "model(**inputs)", "'foo'", line)
@@ -668,17 +672,115 @@ def test_a_data_size_below_the_loader_is_seen_before_the_network_runs(loader: An
 @pytest.mark.parametrize(
     "loader",
     [
-        Rounds(100),
         DataLoader(TensorDataset(X, Y), batch_size=4, collate_fn=lambda rows: default_collate(rows[:3])),
         DataLoader(TensorDataset(X, Y), batch_sampler=BatchSampler(range(6), batch_size=3, drop_last=False)),
         DataLoader(TensorDataset(X, Y), batch_size=6, drop_last=True),
     ],
-    ids=["unsized", "own collate", "own batches", "drop_last"],
+    ids=["own collate", "own batches", "drop_last"],
 )
 def test_a_data_size_is_compared_with_what_is_shown(loader: Any) -> None:
-    shown = 16 if isinstance(loader, Rounds) else 6
-    assert fit(loader, data_size=shown).samples == shown
-    refused(lambda: fit(loader, data_size=shown - 1), f"data_size={shown - 1} ", f"{shown} samples", "Leave data_size")
+    assert fit(loader, data_size=6).samples == 6
+    refused(lambda: fit(loader, data_size=5), "data_size=5 ", "6 samples", "Leave data_size")
+
+
+class Returning(nn.Module):
+    """A linear layer, and a function of it and the inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 3), function
+        self.eval()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self.layer, *inputs, **named)
+
+
+class Pair(NamedTuple):
+    prediction: Tensor
+    attention: Tensor
+
+
+@pytest.mark.parametrize(
+    ("returned", "line"),
+    [
+        (lambda out: (out, out[0]), "tuple(Tensor (8, 3) float32, Tensor (3,) float32)|model(inputs)[0] to"),
+        (lambda out: [out.sum(), out], "list(Tensor () float32, Tensor (8, 3) float32)|model(inputs)[1] to"),
+        (lambda out: Pair(out, out), "Pair(Tensor (8, 3) float32, |model(inputs)[0] to"),
+        (lambda out: {"loss": out.sum(), "preds": out}, "dict(loss=Tensor () float32, |model(inputs)['preds'] to"),
+        (lambda out: SimpleNamespace(scores=out), "SimpleNamespace|model(inputs).scores to"),
+        (lambda out: None, "NoneType|floating-point tensor"),
+        (lambda out: out[:, :0], "Tensor (8, 0) float32|which has no entries|at least one output"),
+        (lambda out: out[:, None][..., :0], "Tensor (8, 1, 0) float32|which has no entries|at least one output"),
+    ],
+)
+def test_outputs_that_are_not_one_tensor(returned: Callable[[Tensor], Any], line: str) -> None:
+    refused(lambda: fit([(X, Y)], Returning(lambda layer, x: returned(layer(x)))), *line.split("|"))
+
+
+def test_the_line_to_write_has_the_call_of_the_network() -> None:
+    pair = Returning(lambda layer, a, b: (layer(a + b),))
+    refused(lambda: fit([(X, X, Y)], pair), "model(*inputs)[0] to")
+    named = Returning(lambda layer, x: (layer(x),))
+    refused(lambda: fit([{"x": X, "labels": Y}], named), "model(**inputs)[0] to")
+    refused(lambda: fit([(X, Y)], named, forward=lambda model, x: model(x)), "forward(model, inputs)[0] to")
+
+
+OWNERS = torch.arange(8) // 2
+
+
+def pooled(layer: nn.Module, x: Tensor, owner: Tensor) -> Tensor:
+    """The mean of the nodes of each graph."""
+    outputs = layer(x)
+    return torch.zeros(int(owner.max()) + 1, 3).index_add(0, owner, outputs) / 2
+
+
+def split_up(layer: nn.Module, x: Tensor, sizes: Tensor) -> Tensor:
+    """The mean of the points of each cloud."""
+    return torch.stack([layer(points).mean(0) for points in x.split(sizes.tolist())])
+
+
+def test_nodes_and_points_of_several_samples_in_one_tensor() -> None:
+    """The message has the shapes that were passed, not those of the rows that are tried, and its line works."""
+    join = "numbers of samples, [(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: model(*join("
+    graphs, clouds = Returning(pooled), Returning(split_up)
+    refused(lambda: fit([(X, OWNERS, Y[:4])], graphs), "(4, 3) at 8 samples", "(8, 4)", join)
+    refused(lambda: fit([{"x": X, "owner": OWNERS, "y": Y[:4]}], graphs), "(4, 3) at 8 samples", "owner=", join)
+    refused(lambda: fit([(X, torch.tensor([2, 3, 3]), Y[:3])], clouds), "(3, 3) at 8 samples", "(8, 4)", join)
+    needs_all = Returning(lambda layer, x: layer(x.reshape(8, 4)))
+    refused(lambda: fit([(X, Y)], needs_all), "accepts the first batch, Tensor (8, 4)", "'[8, 4]' is invalid", join)
+
+    def joined(numbers: list[int]) -> tuple[Tensor, Tensor]:
+        rows = torch.cat([X[2 * k : 2 * k + 2] for k in numbers])
+        return rows, torch.arange(len(numbers)).repeat_interleave(2)
+
+    forward = lambda model, numbers: model(*joined(numbers.tolist()))  # noqa: E731
+    posterior = fit([(torch.arange(4), Y[:4])], graphs, forward=forward)
+    means = X.unflatten(0, (4, 2)).mean(1)
+    torch.testing.assert_close(posterior.latent(torch.arange(4)).mean, graphs.layer(means))
+
+
+def test_the_batch_as_second_dimension() -> None:
+    refused(lambda: fit([(torch.randn(5, 8, 4), Y)], nn.Linear(4, 3).eval()), "(5, 8, 4)", "x.transpose(0, 1)")
+
+
+@pytest.mark.parametrize("names", [("none", "x"), ("x", "none")])
+def test_a_tensor_for_columns_that_a_data_set_does_not_have(names: tuple[str, str]) -> None:
+    model = Returning(lambda layer, none, x: layer(x))
+    inputs = {name: {"none": torch.empty(0), "x": X}[name] for name in names}
+    posterior = fit([{**inputs, "y": Y}], model)
+    assert posterior.predict(inputs).probs.shape == (8, 3)
+
+
+@pytest.mark.parametrize(
+    "method", [None, lw.KFAC(), lw.Full(), lw.Diagonal()], ids=lambda method: type(method).__name__
+)
+def test_parameters_without_entries_are_left_out(method: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = nn.Sequential(nn.Linear(4, 3)).eval()
+    model[0].register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    posterior = fit([(X, Y)], model, method)
+    assert list(posterior.tangent.parameters) == ["0.weight", "0.bias"]
+    assert method is None or "Parameters without entries are left out: 0.nothing" in caplog.text
 
 
 def test_options_that_exclude_each_other() -> None:

@@ -20,6 +20,14 @@ LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 WEIGHT_KEYS = ("sample_weights", "weights")
 
 
+JOINED = (
+    "If one tensor holds the nodes or points of several samples, let the loader yield the numbers of samples, "
+    "[(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: model(*join(numbers.tolist())), with your "
+    "function join(...) that makes such a batch of these samples."
+)
+"""Remedy if the first dimension of the inputs does not hold the samples."""
+
+
 class Weighted(NamedTuple):
     """A batch with a weight for each sample, as `weighted` returns it.
 
@@ -70,9 +78,14 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
         check_dense(targets, "A tensor of the targets")
         if not targets.ndim or len(targets) > size(inputs):
             what = "have more rows than the samples" if targets.ndim else "have no dimensions"
+            line = "Pass one row for each sample in both: a single one as x[None] and y[None]."
+            if targets.ndim and any(leaf.shape[1:2] == targets.shape[:1] for leaf in tensors(inputs)):
+                line = (
+                    "If the second dimension of the inputs is the batch, pass x.transpose(0, 1), and forward=lambda "
+                    "model, x: model(x.transpose(0, 1))."
+                )
             raise LapwingError(
-                f"The targets of a batch, {describe(targets)}, {what}. The inputs are {describe(inputs)}. Pass one row "
-                "for each sample in both: a single one as x[None] and y[None]."
+                f"The targets of a batch, {describe(targets)}, {what}. The inputs are {describe(inputs)}. {line}"
             )
     return plain(inputs, device), plain(targets, device)
 
@@ -250,11 +263,15 @@ def copied(batch: Any) -> Any:
 
 
 def size(inputs: Any) -> int:
-    """Returns B, the number of samples: the first dimension of the first tensor that has a dimension."""
-    for leaf in tensors(inputs):
+    """Returns B, the number of samples: the first dimension of the first tensor that has a dimension.
+
+    A tensor (0,) before others stands for columns that a data set does not have, and is shared by all samples.
+    """
+    leaves = tensors(inputs)
+    for place, leaf in enumerate(leaves, 1):
         if leaf.is_nested or leaf.layout != torch.strided:
             check_dense(leaf, "A tensor of the inputs")
-        if leaf.ndim:
+        if leaf.ndim and (tuple(leaf.shape) != (0,) or not any(other.ndim for other in leaves[place:])):
             return leaf.shape[0]
     raise LapwingError(
         f"The inputs, {describe(inputs)}, hold no tensor whose first dimension is the batch. Pass such a tensor "

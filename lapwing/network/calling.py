@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import Forward, describe, short, size, tensors
+from ..data.batches import JOINED, Forward, describe, short, size, tensors
 from ..errors import LapwingError, is_out_of_memory
 from ..jacobian.plain_functions import transformed
 from .entry import network_precision
@@ -35,6 +35,18 @@ class OutputsWithPositions(LapwingError):
     def __init__(self, message: str, shape: torch.Size) -> None:
         super().__init__(message)
         self.shape = shape
+
+
+class CallRefused(LapwingError):
+    """Raised if the network rejects a batch, or does not return one row of outputs for each sample.
+
+    Attributes:
+        reason: what the network did, the end of a sentence.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def call(
@@ -77,8 +89,8 @@ def shaped_outputs(
     try:
         with network_precision(), preserved_state(model), torch.enable_grad() if graph else nullcontext():
             with mode or nullcontext():
-                out = invoke(model, inputs, forward)
-            out = output_tensor(out)  # which may be the network's own attribute
+                returned = invoke(model, inputs, forward)
+            out = output_tensor(returned)  # which may be the network's own attribute
         out = out.detach() if graph and isinstance(out, Tensor) else out
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if plain and not graph and "does not require grad" in str(error):
@@ -87,26 +99,38 @@ def shaped_outputs(
         if _blames_inputs(error):
             raise _refused(model, inputs, forward, error) from error
         raise
+    if isinstance(out, Tensor) and out.ndim > 1 and not out.numel() and out.shape[0] == size(inputs) > 0:
+        raise CallRefused(
+            f"{type(model).__name__} returns {describe(out)}, which has no entries. Pass a network with at least one "
+            "output for each sample.",
+            f"it returns {describe(out)}",
+        )
     positioned = isinstance(out, Tensor) and out.is_floating_point() and 3 <= out.ndim <= 5
     if positioned and out.shape[0] == size(inputs):
         if isinstance(forward, Positions):
             return out
         raise _with_positions(model, out)
     if not positioned and (not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point()):
-        returned = "no tensor and no .logits" if not isinstance(out, Tensor) else describe(out)
+        found = describe(returned)
         if isinstance(out, Tensor) and out.ndim == 0:
-            returned += " (squeeze() also takes the batch away where it is one sample: write squeeze(-1))"
-        raise LapwingError(
-            f"{type(model).__name__} returns {returned}, and must return a floating-point tensor of shape (batch, "
+            found += " (squeeze() also removes the batch of a single sample: write squeeze(-1))"
+        entry = _entry_of_outputs(returned, size(inputs))
+        line = f"inputs: {_how_called(inputs, forward, 'inputs')}{entry or '...'} to return one"
+        raise CallRefused(
+            f"{type(model).__name__} returns {found}, and must return a floating-point tensor of shape (batch, "
             "outputs), or with positions (batch, positions, outputs) or (batch, outputs, rows, columns). Pass "
-            "forward=lambda model, inputs: model(inputs)... to return one."
+            f"forward=lambda model, {line}.",
+            f"it returns {found}",
         )
     if out.shape[0] != size(inputs):
-        raise LapwingError(
-            f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} at {size(inputs)} samples, "
-            f"{describe(inputs)}, and must have one row for each sample, with the batch first in inputs and outputs. "
-            "Pass a single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return such "
-            "outputs."
+        reason = f"{tuple(out.shape)} at {size(inputs)} samples"
+        line = "Pass a single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return them."
+        several = any(leaf.ndim > 1 for leaf in tensors(inputs))  # not the entries of one sample
+        raise CallRefused(
+            f"The outputs of {type(model).__name__} have the shape {reason}, {describe(inputs)}, and must have one row "
+            "for each sample, with the batch first in inputs and outputs. "
+            f"{JOINED if out.shape[0] < size(inputs) and several else line}",
+            f"its outputs have the shape {reason}",
         )
     return out
 
@@ -117,6 +141,18 @@ def output_tensor(out: Any) -> Any:
         named = next((out[key] for key in OUTPUT_KEYS if key in out), None) if isinstance(out, Mapping) else None
         out = getattr(out, "logits", named)
     return out[:, None] if isinstance(out, Tensor) and out.ndim == 1 else out
+
+
+def _entry_of_outputs(returned: Any, samples: int) -> str | None:
+    """Returns the code that takes the outputs from what a network returns, such as `[0]`: the first floats (B, ...)."""
+    if isinstance(returned, Mapping):
+        entries = [(f"[{key!r}]", value) for key, value in returned.items()]
+    elif isinstance(returned, (tuple, list)):
+        entries = [(f"[{place}]", value) for place, value in enumerate(returned)]
+    else:
+        entries = [(f".{name}", value) for name, value in getattr(returned, "__dict__", {}).items()]
+    floats = ((entry, x) for entry, x in entries if isinstance(x, Tensor) and x.is_floating_point() and x.ndim)
+    return next((entry for entry, x in floats if len(x) == samples), None)
 
 
 def _with_positions(model: nn.Module, out: Tensor) -> OutputsWithPositions:
@@ -137,7 +173,7 @@ def _blames_inputs(error: Exception) -> bool:
     return any(word in str(error).lower() for word in words)
 
 
-def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> LapwingError:
+def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exception) -> CallRefused:
     """Returns the error for inputs that the network rejects, with the call and the remedy."""
     weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     leaves = tensors(inputs)
@@ -154,17 +190,18 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
             "Pass inputs of the shape and range that it was trained with, the batch first: check what the loader "
             "yields, and pass a single sample as x[None]."
         )
-    first = str(error).strip().partition("\n")[0].rstrip(".")
-    return LapwingError(
-        f"{type(model).__name__}, called as {_how_called(inputs, forward)} on {describe(inputs)}, raised "
-        f"{type(error).__name__} ({first}). {line}"
+    reason = f"{type(error).__name__} ({str(error).strip().partition(chr(10))[0].rstrip('.')})"
+    return CallRefused(
+        f"{type(model).__name__}, called as {_how_called(inputs, forward)} on {describe(inputs)}, raised {reason}. "
+        f"{line}",
+        f"it raised {reason}",
     )
 
 
-def _how_called(inputs: Any, forward: Forward | None) -> str:
-    """Returns the call of the network as code."""
+def _how_called(inputs: Any, forward: Forward | None, name: str = "x") -> str:
+    """Returns the call of the network as code; `name` is a tensor's name."""
     if (forward.forward if isinstance(forward, Positions) else forward) is not None:
         return "forward(model, inputs)"
     if isinstance(inputs, Mapping):
         return "model(**inputs)"
-    return "model(x)" if isinstance(inputs, Tensor) else "model(*inputs)"
+    return f"model({name})" if isinstance(inputs, Tensor) else "model(*inputs)"

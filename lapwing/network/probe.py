@@ -23,12 +23,12 @@ from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
-from .calling import call
+from .calling import CallRefused, call
 from .eager import RandomCalls, real, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
 from .recording_plan import Coverage, RecordingPlan, planned
-from .selection import LastLayer, Predicate, select
+from .selection import LastLayer, Predicate, select, with_entries
 from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
 
 log = logging.getLogger("lapwing")
@@ -76,9 +76,12 @@ def probe(
         LapwingError: if no parameter is selected, or if outputs change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
-    names, recording, first = _recorded(model, few, forward, parameters, params, warn)
-    outputs = recording.outputs
-    _check_repeatable(model, few, forward, outputs.detach())
+    try:
+        names, recording, first = _recorded(model, few, forward, parameters, params, warn)
+        outputs = recording.outputs
+        _check_repeatable(model, few, forward, outputs.detach())
+    except CallRefused as error:
+        raise _of_few_rows(model, inputs, forward, error) from error
 
     samples, generator = len(outputs), torch.Generator(outputs.device).manual_seed(0)
     u = torch.randn(samples, outputs.shape[1], 3, generator=generator, dtype=outputs.dtype, device=outputs.device)
@@ -126,6 +129,7 @@ def _recorded(
     if not isinstance(params, LastLayer):
         return names, recording, None
     names, first = output_layers(model, few, forward, parameters, recording, warn)
+    names = with_entries(names, parameters)
     late = {name: watched[name] for name in names if name in watched and not watched[name].requires_grad}
     if late:  # only these frozen parameters need gradients; masks and tables may not accept them
         elsewhere = run(model, few, forward, late, frozen=list(late.values())).elsewhere
@@ -233,6 +237,22 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
     except (RuntimeError, TypeError, ValueError, IndexError):  # for instance a text model without padding
         return inputs
     return twice
+
+
+def _of_few_rows(model: nn.Module, inputs: Any, forward: Forward | None, error: CallRefused) -> LapwingError:
+    """Returns the error for a batch of which the network rejects a few rows: of the whole batch, if it rejects that."""
+    try:
+        with torch.no_grad(), without_compiled():
+            call(model, inputs, forward)
+    except CallRefused as whole:
+        return whole
+    if "squeeze(-1)" in error.reason:
+        return error
+    return LapwingError(
+        f"{type(model).__name__} accepts the first batch, {batches.describe(inputs)}, but not a few of its rows: "
+        f"{error.reason}. lapwing takes each row of the first dimension as one sample, so the network must accept any "
+        f"number of rows. {batches.JOINED}"
+    )
 
 
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor
 
 from ..errors import LapwingError, shown
+
+log = logging.getLogger("lapwing")
 
 Predicate = Callable[[str, Tensor], bool]
 
@@ -115,7 +118,8 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
             f"params={shown(params)} raised TypeError ({str(error).splitlines()[0]}). Pass a function of a name and a "
             "parameter: write params=lambda name, parameter: name.startswith('head')."
         ) from error
-    names = tuple(name for name in chosen if parameters[name].is_floating_point() or parameters[name].is_complex())
+    numbers = [name for name in chosen if parameters[name].is_floating_point() or parameters[name].is_complex()]
+    names = with_entries(numbers, parameters)
     if names:
         return names
     frozen = sum(not value.requires_grad for value in parameters.values())
@@ -125,3 +129,12 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
         f"names: {listed}). Pass params=lw.matching('*') to treat frozen parameters too, or name some with "
         "params=lw.matching(...)."
     )
+
+
+def with_entries(names: Iterable[str], parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Returns the names of the parameters that have entries; logs which ones have none."""
+    chosen = tuple(names)
+    empty = [name for name in chosen if not parameters[name].numel()]
+    if empty:
+        log.info("Parameters without entries are left out: %s", ", ".join(empty))
+    return tuple(name for name in chosen if name not in empty)
