@@ -229,9 +229,9 @@ class Problem:
         device = double_device(self.tangent.device) if dtype == torch.float64 else self.tangent.device
         return torch.zeros(shape, dtype=dtype or self.tangent.dtype, device=device)
 
-    def block_zeros(self, *shape: int) -> dict[str, Tensor]:
-        """Returns zeros (*shape, P_block) for each block."""
-        return {block.name: self.zeros(*shape, block.size) for block in self.tangent.blocks}
+    def block_zeros(self, *shape: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Returns zeros (*shape, P_block) for each block, see `zeros`."""
+        return {block.name: self.zeros(*shape, block.size, dtype=dtype) for block in self.tangent.blocks}
 
     def require(self, need: MemoryNeed) -> None:
         """Raises if the tensors of a need exceed the memory budget."""

@@ -27,6 +27,9 @@ from .system import FirstProducts, LinearSystem, PositionedRoot, inner, inner_by
 
 log = logging.getLogger("lapwing")
 
+SMALL_VARIANCE = 1e-3
+"""Maximum variance by rounding of stored draws, relative to the variance of predictions."""
+
 NO_CURVATURE = 1e-6
 """Curvature relative to its mean below which the feature of a weight is rounding noise and not scaled."""
 
@@ -74,8 +77,8 @@ class SampledLLA(Method):
     Cost: a pass for the right-hand sides and first products, then for each solve (3 to 9 if δ is open) about one pass
     per iteration; with `per_block` one more for each later solve. `lw.plan` counts all iterations of all solves, and
     most fits end far sooner. A pass is C backward passes and products of S vectors with J. A fit needs
-    memory for six numbers per weight and draw, the posterior for one: 11 million weights in float32 and 32 draws need
-    1.4 GB per copy. A prediction needs S products with J.
+    memory for six numbers in float64 per weight and draw, the posterior for one in the network's dtype: with 11 million
+    weights and 32 draws, 2.8 GB per copy in float64, and 1.4 GB in float32. A prediction needs S products with J.
 
     Example:
         >>> import torch, lapwing as lw
@@ -146,18 +149,20 @@ class SampledLLA(Method):
         if worst > self.solver.tolerance:
             log.warning(
                 "The draws of SampledLLA were solved to errors, in standard deviations, of up to %.1e, not to %.1e; "
-                "ConjugateGradients(iterations=%d) reaches it.",
-                worst, self.solver.tolerance, 2 * self.solver.iterations,
+                "so variances are too large. Pass SampledLLA(solver=lw.ConjugateGradients(iterations=%d)), or a larger "
+                "prior_precision than %.3g.",
+                worst, self.solver.tolerance, 4 * self.solver.iterations, system.precision.min(),
             )  # fmt: skip
+        draws = {name: z.to(problem.tangent.dtype, copy=True) for name, z in solution.items()}
         return FitResult(
-            Draws(problem.tangent.blocks, {name: z.clone() for name, z in solution.items()}, system.precision),
+            Draws(problem.tangent.blocks, draws, system.precision),
             system.precision, float(history["noise_variance"][-1]) if problem.likelihood.needs_noise else None,
             {"residuals": solved.residuals[: self.draws], **history},
         )  # fmt: skip
 
     def _need(self, tangent: Tangent) -> MemoryNeed:
         return MemoryNeed(
-            f"SampledLLA(draws={self.draws})", 6 * tangent.size * self.draws * tangent.dtype.itemsize,
+            f"SampledLLA(draws={self.draws})", 6 * tangent.size * self.draws * tangent.contraction_dtype.itemsize,
             f"six numbers for each of {tangent.size} weights and each draw", "take fewer draws or parameters",
         )  # fmt: skip
 
@@ -196,8 +201,9 @@ class SampledLLA(Method):
         before = Footprint(0, 0, 0.0) if prepared is None else prepared.footprint(shape)
         if before is None:
             return None
-        kept = shape.stored(Draws, {"count": draws})
-        peak = 6 * kept + before.kept + shape.chunk(tangent.dtype, 3 * shape.columns * draws)
+        kept, dtype = shape.stored(Draws, {"count": draws}), tangent.contraction_dtype
+        peak = 6 * shape.stored(Draws, {"count": draws}, dtype) + before.kept
+        peak += shape.chunk(dtype, 3 * shape.columns * draws)
         sums = (1 + self.em_steps) * (self.solver.iterations + 1) + 2
         passes = before.passes + sums * shape.pass_length
         return Footprint(kept, max(before.peak, peak), passes, needs=(*before.needs, self._need(tangent)))
@@ -206,16 +212,18 @@ class SampledLLA(Method):
 def _largest_scale(system: LinearSystem, start: Vectors, products: Vectors) -> float:
     """Returns the largest s/δ for which rounding is smaller than the posterior variances of a regression.
 
-    This is `1/(ε λ)`, with the rounding error ε of the dtype and `λ = Σ λ_i² / Σ λ_i` of G at unit precision, computed
-    from `G Z₀`. It is infinite for classifiers.
+    With `λ = Σ λ_i² / Σ λ_i` of G at unit precision, computed from `G Z₀`, and the rounding ε of a dtype, the solve
+    needs `ε λ s/δ < 1` in its own dtype. The draws, and the products with J in predictions, have the dtype of the
+    network: their rounding is ε times the prior's standard deviation. It is infinite for classifiers.
     """
     if system.problem.noise_variance() is None:
         return math.inf
     prior = system.prior()
     squares = inner(products, {name: v / prior[name] for name, v in products.items()}).sum()
     largest = float(squares / inner(start, products).sum()) * float(system.precision.min())
-    epsilon = torch.finfo(system.problem.tangent.dtype).eps
-    return 1 / (epsilon * largest) if largest > 0 else math.inf
+    tangent = system.problem.tangent
+    solve, kept = (torch.finfo(dtype).eps for dtype in (tangent.contraction_dtype, tangent.dtype))
+    return min(1 / solve, SMALL_VARIANCE / kept**2) / largest if largest > 0 else math.inf
 
 
 def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:

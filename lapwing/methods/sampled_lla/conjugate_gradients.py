@@ -54,8 +54,9 @@ class ConjugateGradients(Options):
     up to 2 at σ² = 1e-10.
 
     Draws start at draws from the prior, `Δ^(-1/2) ε₀`. Without a preconditioner they stay exact in directions that the
-    data do not determine, even if σ² is tiny. If rounding would dominate the draws (in float32, if the data reduce a
-    variance by more than a factor of some thousands), the fit uses a larger σ² for them and logs a warning.
+    data do not determine, even if σ² is tiny. Solves run in float64, and the draws get the dtype of the network. If
+    rounding would dominate them (in float32, if the data reduce a variance by a factor of more than 1e10), the fit uses
+    a larger σ² for them and logs a warning.
 
     All draws are solved as one block: each iteration adds S directions, and every draw uses all of them. So one pass
     uses S times as much of the curvature as with separate solves (O'Leary 1980; the factors of the residual are kept

@@ -101,7 +101,7 @@ class _Along(SumPass[AlongState]):
 
     def __init__(self, problem: Problem, likelihood: Likelihood, offset: Vectors, step: Vectors) -> None:
         self._problem, self._likelihood = problem, likelihood
-        self._both = {name: torch.cat([value, step[name]]) for name, value in offset.items()}
+        self._both = {name: torch.cat([value, step[name].to(value)]) for name, value in offset.items()}
 
     def init(self) -> AlongState:
         return AlongState(self._problem.zeros(1 + len(LENGTHS), dtype=torch.float64))

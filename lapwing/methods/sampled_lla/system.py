@@ -3,7 +3,10 @@
 Then `Cov[z] = (sG + Δ)⁻¹ (sG + Δ) (sG + Δ)⁻¹ = Ψ`, so z is an exact draw. G is never formed: each pass computes a
 product `G Z = Σ_n JᵀR (RᵀJ Z)`. One record of `RᵀJ` (R backward passes) is enough for both factors. If there are more
 than twice as many outputs as vectors, forward mode and a record of S cotangents are cheaper (about 2 S forward and S
-backward passes).
+backward passes); only float64 networks use it.
+
+Vectors are float64 on devices that have it, whatever the dtype of the network: at a weak prior draws are far longer in
+directions without data than in those that the data determine, where float32 would leave rounding of the former.
 """
 
 from __future__ import annotations
@@ -111,18 +114,19 @@ class CurvatureProducts(SumPass[BlockSums]):
         self._problem, self._root, self._vectors = problem, root, vectors
         self._count = sums or len(next(iter(vectors.values())))
         tangent = problem.tangent
+        self._dtype = tangent.contraction_dtype
         widest = max(block.matrix_shape[1] for block in tangent.blocks)
         self._scratch = 2 * self._count * (root.columns + widest)
-        # in half precision, forward and backward mode round differently, so one record gives both products
-        same = all(p.dtype == tangent.dtype for p in tangent.parameters.values())
+        # below this dtype forward and backward mode round differently, so one record gives both products
+        same = all(p.dtype == self._dtype for p in tangent.parameters.values())
         self._either_mode = same and not tangent.positions.direct
 
     def init(self) -> BlockSums:
-        return BlockSums(self._problem.block_zeros(self._count))
+        return BlockSums(self._problem.block_zeros(self._count, dtype=self._dtype))
 
     def update(self, state: BlockSums, batch: Batch) -> None:
         self._root.begin(batch)
-        for part, record in batch.records(self._root, scratch_per_sample=self._scratch):
+        for part, record in batch.records(self._root, self._dtype, self._scratch):
             u = self.cotangents(record, batch.start, part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
                 weighted = record.u @ u  # (B, C, S)
@@ -181,7 +185,7 @@ def prior_noise(problem: Problem, count: int) -> Iterator[tuple[str, Tensor]]:
         noise = torch.randn(
             (count, block.size), generator=generator, dtype=problem.tangent.dtype, device=generator.device
         )
-        yield block.name, noise
+        yield block.name, noise.to(problem.tangent.contraction_dtype)
 
 
 def inner(first: Vectors, second: Vectors) -> Tensor:
@@ -242,7 +246,7 @@ class LinearSystem:
     def prior(self) -> Vectors:
         """Returns Δ, (P_block,) or (1,) by block."""
         tangent = self.problem.tangent
-        deltas = self.precision.to(tangent.device, tangent.dtype)[:, None].unbind()
+        deltas = self.precision.to(tangent.device, tangent.contraction_dtype)[:, None].unbind()
         prior = {block.name: delta for block, delta in zip(tangent.blocks, deltas, strict=True)}
         if self.features is None:
             return prior
@@ -301,8 +305,13 @@ class LinearSystem:
         if self.curvature is None:
             prior = self.prior()
             return lambda vectors: {name: v / prior[name] for name, v in vectors.items()}
-        covariance, dtype = self.curvature.with_prior(self.mean_precision(), self.scale), self.problem.tangent.dtype
-        return lambda vectors: {name: v.to(dtype) for name, v in covariance.mv(vectors).items()}
+        covariance, tangent = self.curvature.with_prior(self.mean_precision(), self.scale), self.problem.tangent
+
+        def precondition(vectors: Vectors) -> Vectors:
+            products = covariance.mv({name: v.to(covariance.dtype) for name, v in vectors.items()})
+            return {name: v.to(tangent.contraction_dtype) for name, v in products.items()}
+
+        return precondition
 
     def mean_precision(self) -> Tensor:
         """Returns the mean of Δ over each block, (n_blocks,)."""
