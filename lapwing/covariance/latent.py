@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..linalg import check_draws, doubled, is_finite, nonnegative, psd_root, seeded, total
+from ..linalg import check_draws, doubled, is_finite, nonnegative, possible, psd_root, seeded, total
 from ..network.entry import full_precision
 from .latent_at_positions import Described
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, multiplied_out
@@ -92,6 +92,13 @@ class Latent(Described):
     def with_checks(self) -> Latent:
         """Returns the latent for the user, which raises a LapwingError for moments that are not finite."""
         return replace(self, checked=True)
+
+    def without_impossible(self) -> Latent:
+        """Returns the latent in which outputs of classes that cannot be follow the average of the other outputs."""
+        mask = possible(self.mean).to(self.mean)
+        share = mask / mask.sum(-1, keepdim=True)
+        move = torch.diag_embed(mask) + (1.0 - mask).unsqueeze(2) * share.unsqueeze(1)  # (B, C, C)
+        return replace(self, terms=(DenseTerm(move @ self.covariance @ move.mT),))
 
     @staticmethod
     def concatenate(parts: Sequence[Latent]) -> Latent:
@@ -169,15 +176,18 @@ class SelectedLatent(Latent):
         Raises:
             LapwingError: if k is 1, because a softmax depends only on differences between logits.
         """
-        count, classes = self.mean.shape[1], self.every_mean.shape[1]
-        if count < 2:
+        if self.mean.shape[1] < 2:
             raise LapwingError(
                 "A classifier's probabilities depend on differences between outputs, and one output is selected. Write "
                 "via=lw.Linearized(outputs=10)."
             )
-        gaps = self.centred_variance * (count / (count - 1) * (classes - 1) / classes) ** 2
+        mask = possible(self.every_mean)
+        chosen = mask.gather(1, self.outputs)  # the others cannot be, and have no variance
+        classes, count = (part.sum(-1, keepdim=True).clamp_min(2).to(self.mean) for part in (mask, chosen))
+        share = self.mean.shape[1] / count
+        gaps = self.centred_variance * (count / (count - 1) * (classes - 1) / classes).square()
         plain, centred = (
-            part.mean(-1, keepdim=True).expand_as(self.every_mean).scatter(1, self.outputs, part)
+            (part.mean(-1, keepdim=True) * share * mask).scatter(1, self.outputs, part)
             for part in (self.variance, gaps)
         )
         rows = self.covariance - self.covariance.mean(-1, keepdim=True)

@@ -20,6 +20,7 @@ from ..data.frames import with_tensors
 from ..errors import LapwingError, check_choice, shown
 from ..likelihoods import Likelihood, Link
 from ..network.entry import outside_modes
+from ..network.impossible import excluded_by
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Way
 from ..prediction.streamlined import Streamlined
@@ -88,6 +89,12 @@ def deploy(
         raise LapwingError(
             f"The outputs of {type(posterior.model).__name__} have positions, and a deployed network returns one row "
             "per input. Predict with posterior.predict(x), or with via=lw.Streamlined()."
+        )
+    excluding = excluded_by(posterior.tangent.forward)
+    if excluding is not None and excluding.axis is not None:
+        raise LapwingError(
+            f"Some classes of {type(posterior.model).__name__} cannot be, and a deployed network does not leave them "
+            "out of the average over classes. Predict with posterior.predict(x), or with via=lw.Streamlined()."
         )
     streamlined, factor, linearised = _exported_way(via)
     check_choice("lw.deploy", "outputs", outputs, ("prediction", "latent"))

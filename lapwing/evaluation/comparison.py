@@ -26,6 +26,7 @@ from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.prediction_at_positions import predicted
 from ..network.calling import shaped_outputs
 from ..network.entry import outside_modes
+from ..network.impossible import EXCLUDED
 from ..network.positions import Positions
 from ..options import at_least, check_argument
 from ..posterior import Posterior
@@ -46,6 +47,9 @@ METRICS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "90 % interval": (metrics.interval_coverage, ("lower", "upper", "y")),
 }
 """Column -> its metric, and the entries of `Prediction.for_metrics` that it needs. Without them there is no column."""
+MANY_LABELS = 10
+"""Maximum number of labels that get a column each."""
+
 FORMATS = {"accuracy": ".2%", "ECE": ".2%", "90 % interval": ".1%", "fit s": ".2f", "passes": ".1f"}
 """Column -> its format. Other columns are printed to four digits."""
 
@@ -99,9 +103,14 @@ class Comparison:
     def _cells(self) -> list[list[str]]:
         """Returns the names of the columns, then the rounded numbers of each row, as strings."""
         return [["", *self.columns]] + [
-            [name, *(format(row[c], FORMATS.get(c, ".4f")) if c in row else "" for c in self.columns)]
+            [name, *(_cell(column, row[column]) if column in row else "" for column in self.columns)]
             for name, row in self.rows.items()
         ]
+
+
+def _cell(column: str, number: float) -> str:
+    """Returns a number in the format of its column."""
+    return format(number, FORMATS.get(column, ".2%" if "ECE" in column else ".4f"))
 
 
 @outside_modes
@@ -120,9 +129,10 @@ def compare(
     """Compares posteriors on the same held-out data.
 
     Classification: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score, and
-    AUROC; Bernoulli outputs are two classes each, pooled. Regression: RMSE, NLL, CRPS, coverage of the 90 % interval,
-    and AUROC. A network predicts with the mean squared training residual as noise variance, unless σ² was given. If no
-    candidate is a module and all posteriors are around one network, this network is added as the row "MAP".
+    AUROC; Bernoulli outputs are two classes each, pooled, and "ECE c" is the error of label c (of more than 10 labels
+    only the "worst ECE"). Regression: RMSE, NLL, CRPS, coverage of the 90 % interval, and AUROC. A network predicts
+    with the mean squared training residual as noise variance, unless σ² was given. If no candidate is a module and all
+    posteriors are around one network, this network is added as the row "MAP".
 
     Args:
         posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
@@ -287,6 +297,8 @@ def _network(
             )
         layout = Positions.of(outputs.shape, None, None) if positions is None or outputs.ndim == 2 else positions
         rows = layout.rows(outputs)
+        if likelihood.activation is not None:
+            rows = rows.clamp_min(EXCLUDED)  # -inf marks a class that cannot be
         batches.check_outputs(rows, "a batch of compare")
         latent = Latent(rows, (EigenTerm(None, torch.zeros_like(rows)),))
         places = layout.places(len(outputs), layout.sizes(outputs.shape))
@@ -363,11 +375,24 @@ def _row(parts: list[Prediction], targets: list[Tensor]) -> dict[str, float]:
     """Returns the metrics of one candidate."""
     values = [part.for_metrics(y) for part, y in zip(parts, targets, strict=True)]
     joined = {name: torch.cat([value[name].detach() for value in values]) for name in values[0]}
-    return {
+    row = {
         column: float(metric(*(joined[name] for name in names)))
         for column, (metric, names) in METRICS.items()
         if set(names) <= set(joined)
     }
+    return row | _errors_of_labels(joined) if "places" in joined else row
+
+
+def _errors_of_labels(joined: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the ECE of each label by column, or only the largest one of many labels; nothing for a single label."""
+    errors = {}
+    for place in joined["places"].unique().tolist():
+        rows = joined["places"] == place
+        error = metrics.expected_calibration_error(joined["probs"][rows], joined["labels"][rows])
+        errors[f"ECE {place}"] = float(error)
+    if len(errors) > MANY_LABELS:
+        return {"worst ECE": max(errors.values())}
+    return errors if len(errors) > 1 else {}
 
 
 __all__ = ["Comparison", "compare"]

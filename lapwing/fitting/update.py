@@ -61,7 +61,7 @@ def continued(
     _check_invertible(former)
     data = Data(loader, model, options.sample_weights)
     inputs, _ = batches.split(data.first)
-    tangent = _surveyed(options, former.tangent, model, inputs)
+    tangent = _surveyed(options, former.tangent, model, inputs, former.likelihood.activation)
     if checkpoint is not None:
         network = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory}
         checkpoint.open(data, {**options.described(), **fingerprint_of(network)})
@@ -115,7 +115,7 @@ def _check_invertible(former: Posterior) -> None:
         )
 
 
-def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any) -> Tangent:
+def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any, activation: str | None) -> Tangent:
     """Surveys the network that was trained further, with the parameters of the former fit."""
     if isinstance(model, torch.nn.Module):
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -123,7 +123,7 @@ def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any) -> 
             raise _other_network(model, former)
     tangent = Tangent.survey(
         model, inputs, lambda name, _: name in former.parameters, options.forward or former.forward,
-        options.memory or former.memory,
+        options.memory or former.memory, activation=activation,
     )  # fmt: skip
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
         raise _other_network(tangent.model, former)

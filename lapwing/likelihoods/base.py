@@ -82,6 +82,11 @@ class Likelihood(Options, ABC, Generic[P]):
         """The link for a Gaussian latent if `predict` gets None."""
         return self.links[0]()
 
+    @property
+    def tuning_link(self) -> Link | None:
+        """The link for the scores of a tuning, if there is a faster one that agrees with the default to 1e-4."""
+        return None
+
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Checks targets against outputs (B, C).
@@ -113,6 +118,11 @@ class Likelihood(Options, ABC, Generic[P]):
     def plain(self) -> Likelihood:
         """The likelihood of predictions, without options of the loss such as class weights and label smoothing."""
         return self
+
+    @property
+    def label_weights(self) -> tuple[float, ...] | None:
+        """Weights of the labels in the loss, whose logs are added to the logits of a trained network; None for ones."""
+        return None
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns factors of Λ from the targets: w (B, 1), or (B, C) for `diag(√w) Λ diag(√w)`; None for ones.

@@ -17,7 +17,7 @@ from ..linalg import check_draws, doubled, seeded
 from ..options import POSITIVE_NUMBERS, option
 from . import quadrature
 from .base import Integrals, Likelihood
-from .links import Link, Probit, Quadrature, SampledLink, at_least_float32
+from .links import Link, Probit, Quadrature, SampledLink, TabulatedQuadrature, at_least_float32
 from .logits import LogitLikelihood
 from .predictions import DiscretePrediction
 from .registry import register_likelihood
@@ -58,6 +58,14 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
     links: ClassVar[tuple[type[Link], ...]] = (Quadrature, Probit, SampledLink)
     activation: ClassVar[str | None] = "sigmoid"
     selects_outputs: ClassVar[bool] = True
+
+    @property
+    def tuning_link(self) -> Link | None:
+        return TabulatedQuadrature()
+
+    @property
+    def label_weights(self) -> tuple[float, ...] | None:
+        return self.pos_weight
 
     @property
     def plain(self) -> Likelihood:
@@ -220,11 +228,15 @@ class BernoulliPrediction(DiscretePrediction):
         return torch.bernoulli(probs, generator=generator).long()
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns log probabilities (B,), and for each known answer the probabilities of no and yes and the label."""
+        """Returns log probabilities (B,), and of each known answer the probabilities of no and yes, label, output."""
         yes = self.probs.double().flatten()
         log_prob, answers = self.log_prob(targets), targets.flatten().to(yes)
-        yes, answers = yes[~answers.isnan()], answers[~answers.isnan()]
-        return {"log_prob": log_prob, "probs": torch.stack([1.0 - yes, yes], 1), "labels": (answers > 0.5).long()}
+        places, known = torch.arange(len(yes), device=yes.device) % self.log_odds.shape[1], ~answers.isnan()
+        yes, answers = yes[known], answers[known]
+        return {
+            "log_prob": log_prob, "probs": torch.stack([1.0 - yes, yes], 1), "labels": (answers > 0.5).long(),
+            "places": places[known],
+        }  # fmt: skip
 
     def distribution(self) -> dist.Independent:
         """Returns independent `torch.distributions.Bernoulli` with batch shape (B,) and event shape (C,)."""

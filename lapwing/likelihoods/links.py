@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..linalg import seeded
+from ..linalg import possible, seeded
 from ..options import Options, at_least, integer, option
 from . import quadrature
 
@@ -54,6 +54,12 @@ def latent_draws(latent: AnyLatent, count: int, generator: torch.Generator | Non
 def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
     """Returns `m / sqrt(1 + π/8 v)`: MacKay's probit approximation."""
     return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
+
+
+def _possible(mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a mask of the classes that can be (B, C), and their number (B, 1). The others have no variance."""
+    mask = possible(mean)
+    return mask, mask.sum(-1, keepdim=True).to(mean)
 
 
 class Link(Options):
@@ -125,14 +131,15 @@ class Probit(ClassLink, BinaryLink):
         mean = at_least_float32(latent.mean)
         if self.scale == "marginal":
             return torch.log_softmax(probit_logits(mean, at_least_float32(latent.variance)), -1)
-        classes = mean.shape[-1]
-        variance = at_least_float32(latent.centred_variance) * (classes / (classes - 1)) ** 2  # of f_c - mean_{k≠c} f_k
+        mask, classes = _possible(mean)
+        variance = at_least_float32(latent.centred_variance)
+        variance = variance * (classes / (classes - 1).clamp_min(1)).square()  # of f_c - mean_{k≠c} f_k
         if self.scale == "class":
-            mean = mean - mean.mean(-1, keepdim=True)
+            mean = mean - torch.where(mask, mean, 0.0).sum(-1, keepdim=True) / classes
         elif self.scale == "weighted":
             variance = (mean.softmax(-1) * variance).sum(-1, keepdim=True)
         else:
-            variance = variance.mean(-1, keepdim=True)
+            variance = variance.mean(-1, keepdim=True) * (mean.shape[-1] / classes)
         return torch.log_softmax(probit_logits(mean, variance), -1)
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
@@ -178,13 +185,13 @@ class LaplaceBridge(ClassLink):
 
     def _log_concentration(self, latent: AnyLatent) -> Tensor:
         mean, variance = at_least_float32(latent.mean), at_least_float32(latent.centred_variance)
-        classes = mean.shape[-1]
-        centred = mean - mean.mean(-1, keepdim=True)
+        mask, classes = _possible(mean)
+        centred = mean - torch.where(mask, mean, 0.0).sum(-1, keepdim=True) / classes
         variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
-        grown = centred + torch.logsumexp(-centred, -1, keepdim=True) - 2.0 * math.log(classes)
-        if classes > 2:  # for two classes 1 - 2/C is 0
-            grown = torch.logaddexp(grown, torch.full_like(grown, math.log(1.0 - 2.0 / classes)))
-        return grown - variance.log()
+        inverse = torch.where(mask, -centred, -torch.inf).logsumexp(-1, keepdim=True)  # log Σ_l e^{-μ_l}
+        grown = centred + inverse - 2.0 * classes.log()
+        grown = torch.logaddexp(grown, torch.log((1.0 - 2.0 / classes).clamp_min(0.0)))  # -inf for two classes
+        return torch.where(mask, grown - variance.log(), centred)
 
 
 @dataclass(frozen=True)
@@ -219,6 +226,16 @@ class Quadrature(BinaryLink):
         """Returns log odds (B, C) from the mean and variances, without draws."""
         mean = at_least_float32(latent.mean)
         return quadrature.log_odds(mean, latent.variance, self.nodes).to(mean)
+
+
+@dataclass(frozen=True)
+class TabulatedQuadrature(Quadrature):
+    """`Quadrature` from a table, for the many candidates of a tuning. Not differentiable."""
+
+    def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
+        """Returns log odds (B, C) from the mean and variances, without draws."""
+        mean = at_least_float32(latent.mean)
+        return quadrature.tabulated_log_odds(mean, latent.variance.to(mean))
 
 
 @dataclass(frozen=True)

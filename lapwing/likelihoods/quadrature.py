@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -87,6 +88,43 @@ def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
     signs = torch.where(mean < 0, -1.0, 1.0).to(mean.dtype)
     smaller = log_sigmoid_mean(-signs * mean, variance, nodes)
     return signs * (torch.log1p(-smaller.exp()) - smaller)
+
+
+_LARGEST_LOGIT = math.log1p(200.0)  # end of the table, in log(1 + |m| / sqrt(1 + π/8 v))
+_LARGEST_STD = math.log1p(_WIDEST)  # end of the table, in log(1 + s)
+
+
+def tabulated_log_odds(mean: Tensor, variance: Tensor) -> Tensor:
+    """Returns `log_odds` from a table, 100 times as fast, for tuning. Not differentiable.
+
+    The table holds the ratio to the log odds `a = m / sqrt(1 + π/8 v)` of the probit approximation, and is interpolated
+    linearly. Errors of `log E[σ(f)]` are below 1e-4 for log odds up to 10, and about 1e-6 in the mean.
+    """
+    approximate = mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
+    places = approximate.abs().log1p() / _LARGEST_LOGIT, variance.sqrt().log1p() / _LARGEST_STD
+    grid = 2.0 * torch.stack(places, -1).reshape(1, 1, -1, 2) - 1.0
+    table = _log_ratios(mean.device, mean.dtype)
+    ratios = F.grid_sample(table, grid, padding_mode="border", align_corners=True)
+    return approximate * ratios.reshape(mean.shape).exp()
+
+
+@cache
+def _log_ratios(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns the table of `tabulated_log_odds` (1, 1, stds, logits), by Chebyshev interpolation of 6 144 entries."""
+
+    def interpolation(count: int, points: int) -> tuple[Tensor, Tensor]:
+        """Returns Chebyshev nodes between 0 and 1, and the matrix from values there to values at even points."""
+        angles = math.pi * (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        orders = torch.arange(count, dtype=torch.float64)[:, None]
+        weights = torch.full_like(orders, 2.0 / count)
+        weights[0] /= 2.0
+        even = torch.linspace(-1.0, 1.0, points, dtype=torch.float64).acos()
+        return (1.0 + angles.cos()) / 2.0, torch.cos(orders * even).T @ (weights * torch.cos(orders * angles))
+
+    (logits, to_logits), (stds, to_stds) = interpolation(64, 1024), interpolation(96, 2048)
+    approximate, std = (logits * _LARGEST_LOGIT).expm1(), (stds * _LARGEST_STD).expm1()[:, None]
+    exact = log_odds(approximate * (1.0 + (math.pi / 8.0) * std.square()).sqrt(), std.square() + 0.0 * approximate, 64)
+    return (to_stds @ (exact / approximate).log() @ to_logits.T).to(device, dtype)[None, None]
 
 
 def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: int = NODES) -> Tensor:

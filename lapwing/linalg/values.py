@@ -51,6 +51,11 @@ def check_finite(matrix: Tensor) -> None:
     )
 
 
+def possible(logits: Tensor, dim: int = -1) -> Tensor:
+    """Returns a mask of the classes that can be: their logits are less than 500 below the largest one of their row."""
+    return logits > logits.amax(dim, keepdim=True) - 500.0
+
+
 def nonnegative(values: Tensor) -> Tensor:
     """Sets values below 0 to 0. The derivative at 0 is 1; the derivative of `clamp_min` may be 0."""
     return torch.where(values < 0, 0.0, values) if values.requires_grad else values.clamp_min(0.0)

@@ -74,7 +74,9 @@ def constructed(
     """
     inputs, targets = batches.split(data.first)
     likelihood = inferred_likelihood(targets, data) if likelihood is None else resolve(likelihood)
-    tangent = Tangent.survey(model, inputs, lambda name, _: name in names, forward, memory, targets=targets)
+    tangent = Tangent.survey(
+        model, inputs, lambda name, _: name in names, forward, memory, targets=targets, activation=likelihood.activation
+    )
     summary = DataSummary()
     with show_progress(progress):
         for inputs, targets, weights in checked_batches(tangent.model, tracked(data, "likelihood")):

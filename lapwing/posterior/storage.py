@@ -35,7 +35,6 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "@lapwing.covariance.register_covariance."
         )
     tangent = posterior.tangent
-    forward = tangent.positions.forward
     likelihood, state = posterior.likelihood, tangent.state()
     registered = REGISTERED.get(likelihood.name) is type(likelihood)  # `load` gets an instance of another class
     tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
@@ -57,7 +56,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "data_factor": posterior.data_factor,
         "temperature": posterior.temperature,
         "method": asdict(posterior.method),
-        "forward": forward is not None,
+        "forward": tangent.users_forward is not None,
         "dtypes": {name: str(value.dtype) for name, value in state.items()},
     }
     try:

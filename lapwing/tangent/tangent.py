@@ -25,6 +25,7 @@ from ..network.eager import native, own_parameters, parameters_of, without_compi
 from ..network.entry import outside_modes
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
+from ..network.impossible import ImpossibleClasses, PossibleClasses
 from ..network.positions import Places, Positions
 from ..network.probe import probe
 from ..network.recording_plan import Coverage, RecordingPlan, Uses
@@ -78,6 +79,7 @@ class Tangent:
         memory: int | None = None,
         warn: bool = True,
         targets: Any = None,
+        activation: str | None = None,
     ) -> Tangent:
         """Runs the network on a few samples. Finds and checks the layer family of each parameter.
 
@@ -89,6 +91,7 @@ class Tangent:
             memory: budget in bytes for one chunk; None means 1 GiB.
             warn: whether to warn of idle parameters and of needs above the budget.
             targets: targets of the batch, or None. Their shape may show which dimension of the outputs holds classes.
+            activation: function from outputs to probabilities, "softmax" or "sigmoid", if the outputs are logits.
 
         Cost: five forward passes, two of them on one sample and three on at most four. One more for each of: a first
             batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network.
@@ -101,11 +104,15 @@ class Tangent:
         check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
-        try:
-            surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
-        except OutputsWithPositions as error:
-            forward = Positions.of(error.shape, tuple(targets.shape) if isinstance(targets, Tensor) else None, forward)
-            surveyed = probe(model, parameters, inputs, params, forward, max_numbers=memory // 16, warn=warn)
+        surveyed = None
+        while surveyed is None:
+            try:
+                surveyed = probe(model, parameters, inputs, params, forward, memory // 16, warn, activation)
+            except OutputsWithPositions as error:
+                shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
+                forward = Positions.of(error.shape, shape, forward)
+            except ImpossibleClasses as error:
+                forward = error.forward
         check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, *surveyed, memory)
         if isinstance(forward, Positions):
@@ -169,6 +176,14 @@ class Tangent:
     def positions(self) -> Positions:
         """Layout of the positions of the outputs; one position if the outputs are a matrix (B, C)."""
         return self.forward if isinstance(self.forward, Positions) else Positions(self.forward, 1, 2, self.outputs, 1)
+
+    @property
+    def users_forward(self) -> Forward | None:
+        """The function that the user passed, or None."""
+        forward = self.forward
+        while isinstance(forward, (Positions, PossibleClasses)):
+            forward = forward.forward
+        return forward
 
     @property
     def width(self) -> int:

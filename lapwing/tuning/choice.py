@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -32,10 +32,16 @@ TEMPERATURES = evenly(0.0, 1.5, 16)
 """Candidates for log10 of the logit temperature T. T below 1 would sharpen the means and permit a huge spread."""
 
 SHARPER = -0.1
-"""log10 of a temperature that is scored only for a warning: if it is surely better, the network is underconfident."""
+"""log10 of a temperature that shows, without spread, whether the network is underconfident."""
+
+SHARP = evenly(-2.0, 0.0, 21)
+"""Candidates for log10 T of an underconfident network."""
 
 WIDER = 1e-3
 """Maximum cost, in nats per sample, of a wider spread than the best, for any standard error."""
+
+FAINT = 5e-3
+"""Maximum change of log probabilities, in nats per sample, by the spread of an underconfident network."""
 
 SURE = 3.0
 """Paired standard errors by which another λ = δσ² of a regression must be better than the λ of the training data."""
@@ -122,6 +128,9 @@ def _best_point(
     scores = sample_scores(posteriors, candidates, loader, [SHARPER, *temperatures] if open_temperature else ())
     sharper, scores = scores[:, :, 0], scores[:, :, 1:] if open_temperature else scores
     means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
+    if open_temperature and _is_underconfident(sharper, scores):
+        which, _ = _highest(sharper[:, -1:].mean(-1, dtype=torch.float64))
+        return _sharpened(posteriors[which], exponents, candidates, loader, tolerance)
     table, places = means.max(-1)
     which, at = _highest(table)
     best, row, exponent = posteriors[which], table[which].tolist(), None
@@ -130,9 +139,11 @@ def _best_point(
         widest = widest_of_equals(chosen, at, tolerance)
         exponent = _refined(exponents, row, at) if widest == at else exponents[widest]
         at = widest
-    unsure = open_temperature and _warn_of_unsure(best, sharper[which], scores[which, at])
-    if exponent is not None and at in (0, len(exponents) - 1) and not unsure:
-        _warn_of_edge(best, exponents, row, at, exponent)
+        spread = scores[which, at, places[which, at]] - scores[which, -1, places[which, at]]
+        if best.logit_temperature is not None and float(spread.abs().mean()) < PLATEAU:
+            _warn_of_no_spread(best, exponent)
+        elif at in (0, len(exponents) - 1):
+            _warn_of_edge(best, exponents, row, at, exponent)
     if open_temperature:
         tops = [_refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]
         top = tops[at] if exponent is None else _between(exponents, tops, at, exponent)
@@ -169,7 +180,7 @@ def _best_width(
     best, row = posteriors[which], table[which].tolist()
     exponent = _refined(exponents, row, at)
     factor = _between(exponents, factors[which].tolist(), at, exponent)
-    if product is not None and not _surely_better(scores[which, at], scores[which, -1]):
+    if product is not None and not _surely_better(scores[which, at], scores[which, -1], SURE):
         exponent, factor = every[-1], float(factors[which, -1])
     elif at in (0, len(exponents) - 1):
         _warn_of_edge(best, exponents, row, at, exponent - factor)
@@ -202,8 +213,6 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
         meaning = "no spread in the weights at all" if at else "the widest spread in the range"
         wider = f"tune=lw.Validation(loader, decades=({low - 3:g}, {high + 3:g}))"
         advice = f"the held-out data prefer {meaning}; {wider} searches further"
-    if at and best.logit_temperature is not None:
-        advice += ". Without spread only the network's own confidence ranks out-of-distribution inputs"
     relative = best.logit_temperature is None and not best.noise_fixed
     log.log(
         logging.INFO if 1 < tied < len(row) and not at else logging.WARNING,
@@ -213,25 +222,52 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
     )  # fmt: skip
 
 
-def _warn_of_unsure(best: Posterior, sharper: Tensor, scores: Tensor) -> bool:
-    """Returns whether held-out data surely prefer a temperature below 1, which no fit chooses, and warns if they do.
+def _warn_of_no_spread(best: Posterior, exponent: float) -> None:
+    """Warns that the posterior of a classifier is the network alone, and says how to get one with spread."""
+    log.warning(
+        "Validation of %s chose a prior precision of %.3g, which leaves no uncertainty of the weights: the mutual "
+        "information is rounding noise, and only the confidence of the network ranks out-of-distribution inputs. "
+        "For a map of what the network does not know, leave validation= out: lw.fit(model, loader, lw.KFAC()).",
+        best.method, 10**exponent,
+    )  # fmt: skip
 
-    Scores are (points, N) at a `sharper` temperature below 1, and (temperatures, N) at the others for the chosen
-    candidate.
+
+def _is_underconfident(sharper: Tensor, scores: Tensor) -> bool:
+    """Whether a temperature below 1 without spread is better than every pair of a spread and a temperature from 1 up.
+
+    Scores are (posteriors, points, N) at `SHARPER`, and (posteriors, points, temperatures, N). The gain must exceed
+    `WIDER` and one paired standard error, which is a likelihood ratio test at 5 %.
     """
-    first, second = (
-        part[int(part.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())] for part in (sharper, scores)
+    best, reference = (
+        part[int(part.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())].double()
+        for part in (sharper[:, -1], scores.flatten(0, 2))
     )
-    gain = float((first - second).double().mean())
-    unsure = gain > 2 * WIDER and _surely_better(first, second)
-    if unsure:
-        log.warning(
-            "%s is underconfident on the held-out data: dividing its logits by %.2g gains %.2g nats per sample. "
-            "validation= never chooses a temperature below 1. If calibration matters most, write "
-            "lw.fit(model, held_out, lw.TemperatureScaling()).",
-            type(best.tangent.model).__name__, 10**SHARPER, gain,
-        )  # fmt: skip
-    return unsure
+    return float((best - reference).mean()) > WIDER and _surely_better(best, reference, 1.0)
+
+
+def _sharpened(
+    best: Posterior,
+    exponents: Sequence[float],
+    candidates: Callable[[Posterior], list[Posterior]],
+    loader: Iterable[Any],
+    tolerance: float,
+) -> Posterior:
+    """Returns the posterior of an underconfident network: T is the best one without spread.
+
+    At this T a spread is chosen that hardly changes predictions. A wider one could make up for means that are too
+    sharp.
+    """
+    scores = sample_scores([best], candidates, loader, SHARP)[0]  # (points, temperatures, N)
+    line = scores[-1].mean(-1, dtype=torch.float64).nan_to_num(-math.inf)
+    place, last = int(line.argmax()), len(scores) - 1
+    best = replace(best, likelihood=best.likelihood.with_logit_temperature(10 ** _refined(SHARP, line.tolist(), place)))
+    if not exponents:
+        return best
+    changes = (scores[:, place] - scores[last, place]).abs().mean(-1, dtype=torch.float64).tolist()
+    at = next(i for i, change in enumerate(changes) if change <= (FAINT if tolerance else 0.0))
+    if changes[at] < PLATEAU:
+        _warn_of_no_spread(best, exponents[at])
+    return at_precision(best, 10 ** exponents[at])
 
 
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
@@ -258,10 +294,10 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     return residual
 
 
-def _surely_better(scores: Tensor, reference: Tensor) -> bool:
-    """Whether scores (N,) are better than the reference (N,) in the mean, by more than chance."""
+def _surely_better(scores: Tensor, reference: Tensor, errors: float) -> bool:
+    """Whether scores (N,) are better than the reference (N,) in the mean, by a number of paired standard errors."""
     gain = scores - reference
-    return float(gain.mean()) > SURE * float(gain.std(correction=0)) / math.sqrt(len(gain))
+    return float(gain.mean()) > errors * float(gain.std(correction=0)) / math.sqrt(len(gain))
 
 
 def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:

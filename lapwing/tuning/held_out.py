@@ -49,7 +49,8 @@ def sample_scores(
         if divisors:
             latent = latent.concatenate([latent.tempered(divisor) for divisor in divisors])  # one copy for each
             labels = labels.repeat(len(divisors), *[1] * (labels.ndim - 1))
-        scores = likelihood.predict(latent).log_prob(labels).unflatten(0, (max(1, len(divisors)), -1))
+        prediction = likelihood.predict(latent, likelihood.tuning_link)
+        scores = prediction.log_prob(labels).unflatten(0, (max(1, len(divisors)), -1))
         counted = likelihood.labelled(labels[: scores.shape[1]])
         rows.setdefault(place, []).append((scores if counted is None else scores[:, counted]).cpu())
     joined = _joined(rows)
@@ -83,7 +84,7 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tupl
             every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
             every = every if weights is None else every * weights.to(every.dtype)
             count += float(every.sum())
-        costs = doubled(certain) - doubled(likelihood.predict(latent).log_prob(labels))
+        costs = doubled(certain) - doubled(likelihood.predict(latent, likelihood.tuning_link).log_prob(labels))
         totals[i] += float(apply_weights(costs, every).sum())
     return totals, count
 

@@ -56,7 +56,9 @@ class Validation(_OnHeldOutData):
 
     Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits, because
     spread cannot correct logits that are all too large. Among pairs that the held-out data cannot distinguish from the
-    best, the pair with the widest spread is chosen, because it detects out-of-distribution inputs best.
+    best, the pair with the widest spread is chosen, because it detects out-of-distribution inputs best. If `T < 1`
+    without spread is better than every pair, the network is underconfident: then T is that of `TemperatureScaling`, and
+    the spread changes log probabilities by at most 0.005 nats. With a given prior precision T is free.
 
     Regression: for each `λ = δσ²`, the best factor c of the covariance of y, which `(δ/c, c σ²)` multiplies by c, has a
     closed form, `mean r²/(σ² + v)` for one output. λ determines how widths differ between inputs, which few held-out

@@ -243,3 +243,47 @@ class TestFits:
         again = lw.load(tmp_path / "p.safetensors", model)
         assert again.likelihood == Bernoulli()
         torch.testing.assert_close(again.predict(x, via=via).probs, prediction.probs)
+
+
+def test_the_link_of_a_tuning_agrees_with_quadrature():
+    """A table: 1e-4 for each answer, 1e-5 in the mean; also for no variance, and beyond the table."""
+    generator = torch.Generator().manual_seed(0)
+    mean = 4 * torch.randn(5000, generator=generator)
+    variance = (4 * torch.rand(5000, generator=generator)).square()
+    exact, fast = quadrature.log_odds(mean, variance), quadrature.tabulated_log_odds(mean, variance)
+    errors = (torch.nn.functional.logsigmoid(exact) - torch.nn.functional.logsigmoid(fast)).abs()
+    assert errors.max() < 1e-4
+    assert errors.mean() < 1e-5
+    few = torch.tensor([0.0, -7.0, 300.0])
+    torch.testing.assert_close(quadrature.tabulated_log_odds(few, torch.zeros(3)), few, rtol=1e-5, atol=0.0)
+    assert quadrature.tabulated_log_odds(few, torch.full((3,), 1e30)).abs().max() < 1e-4
+
+
+def test_tuning_takes_no_longer_than_its_softmax(monkeypatch):
+    """The scores of a tuning use the table, and no quadrature for each candidate."""
+    x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    y, model = x[:, :3] > 0, torch.nn.Linear(4, 3).eval()
+    quadrature.tabulated_log_odds(x, x.square())  # makes the table
+    monkeypatch.setattr(quadrature, "log_odds", None)
+    for options in ({}, {"validation": (x, y)}):
+        lw.fit(model, (x, y), **options)
+
+
+def test_weights_of_labels_beside_held_out_data(caplog):
+    """A warning names the shift of the logits, with which each label is calibrated; a comparison shows each label."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(2500, 3), torch.tensor([4.0, 1.0, 8.0])
+    true = torch.nn.Linear(3, 3).eval()
+    y = torch.rand(2500, 3) < (true(x) - 1).sigmoid()
+    trained = {"forward": lambda model, inputs: model(inputs) - 1 + weights.log()}  # the minimum of the weighted loss
+    first, held_out, test = [(x[rows], y[rows]) for rows in (slice(100), slice(100, 600), slice(600, 2500))]
+    likelihood = lw.Bernoulli(pos_weight=weights.tolist())
+    weighted = lw.fit(true, first, lw.KFAC(), likelihood=likelihood, validation=held_out, **trained)
+    assert caplog.text.count("subtract their logs") == 1
+    shift = {"forward": lambda model, inputs: trained["forward"](model, inputs) - weights.log()}
+    shifted = lw.fit(true, first, lw.KFAC(), validation=held_out, **shift)
+    assert caplog.text.count("subtract their logs") == 1
+    for posterior, low, high in ((weighted, 0.1, 0.5), (shifted, 0.0, 0.06)):
+        row = lw.compare({"one": posterior}, test)["one"]
+        assert low < max(row[f"ECE {label}"] for label in range(3)) < high
+        assert row["ECE"] <= max(row[f"ECE {label}"] for label in range(3)) + 1e-9

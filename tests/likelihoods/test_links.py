@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import lapwing as lw
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.errors import LapwingError
@@ -225,3 +226,77 @@ def test_default_link_and_refused_links():
         Categorical().predict(latent, ExactLink())
     with pytest.raises(LapwingError, match=r"Probit \(a class, not an instance\)"):
         Categorical().predict(latent, Probit)
+
+
+def of_three_classes(excluded=0, value=0.0, moves=False):
+    """A network of three classes, with further ones that cannot be, whose logits may move with the weights."""
+
+    def forward(model, inputs):
+        logits = model(inputs)
+        others = logits[:, :1].expand(-1, excluded) if moves else torch.zeros(len(logits), excluded)
+        return torch.cat([logits[:, :1], others + value, logits[:, 1:]], 1)
+
+    return forward
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize(("excluded", "value", "moves"), [(12, -1e4, False), (96, -math.inf, False), (12, -1e9, True)])
+def test_classes_that_cannot_be_change_no_probability(excluded, value, moves, held_out):
+    """Masked and padded classes, for every link, the prior precision and the uncertainty."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).eval()
+    x, y = torch.randn(80, 4), torch.arange(80) % 3
+    options = {"validation": (x[40:], y[40:])} if held_out else {}
+    labels = y + excluded * (y > 0)
+    options_of_all = {"validation": (x[40:], labels[40:])} if held_out else {}
+    alone = lw.fit(model, (x[:40], y[:40]), lw.KFAC(), **options)
+    forward = of_three_classes(excluded, value, moves)
+    masked = lw.fit(model, (x[:40], labels[:40]), lw.KFAC(), forward=forward, **options_of_all)
+    assert masked.prior_precision == pytest.approx(alone.prior_precision, rel=1e-3)
+    links = [lw.LaplaceBridge(), *(lw.Probit(scale=scale) for scale in ("mean", "weighted", "class", "marginal"))]
+    kept = [0, 1 + excluded, 2 + excluded]
+    for link in links:
+        probs = masked.predict(x, link=link).probs
+        torch.testing.assert_close(probs[:, kept], alone.predict(x, link=link).probs, rtol=0.0, atol=1e-4)
+        assert probs.sum(1).sub(1).abs().max() < 1e-5
+    for via in (lw.Linearized(outputs=2), lw.Linearized(outputs=10), lw.Linearized(draws=50), lw.MonteCarlo(20)):
+        reference = alone.predict(x, via=lw.Linearized(outputs=3) if via == lw.Linearized(outputs=10) else via)
+        torch.testing.assert_close(masked.predict(x, via=via).probs[:, kept], reference.probs, rtol=0.0, atol=1e-4)
+    prediction, reference = masked.predict(x), alone.predict(x)
+    torch.testing.assert_close(prediction.entropy(), reference.entropy(), rtol=0.0, atol=1e-4)
+    assert prediction.mutual_information().isfinite().all()
+    assert prediction.log_prob(labels).isfinite().all()
+
+
+def test_classes_that_cannot_be_in_files_comparisons_and_other_shapes(tmp_path):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 3).eval(), torch.randn(20, 4)
+    forward = of_three_classes(5, -math.inf)
+    posterior = lw.fit(model, (x, torch.arange(20) % 3 // 2 * 7), lw.KFAC(), forward=forward)
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = lw.load(tmp_path / "posterior.safetensors", model, forward=forward)
+    assert torch.equal(loaded.predict(x).probs, posterior.predict(x).probs)
+    assert lw.compare({"one": posterior}, (x, torch.zeros(20, dtype=torch.long)))["MAP"]["NLL"] > 0
+    sigmoids = lw.fit(model, (x, torch.zeros(20, 8, dtype=torch.bool)), lw.KFAC(), forward=forward)
+    assert sigmoids.predict(x).probs[:, 1:6].max() == 0
+    maps = lw.fit(
+        model, (x, torch.zeros(20, 2, dtype=torch.long)), lw.KFAC(),
+        forward=lambda m, i: forward(m, i)[:, None].expand(-1, 2, -1),
+    )  # fmt: skip
+    torch.testing.assert_close(maps.predict(x).probs[..., 1:6].max(), torch.tensor(0.0))
+    with pytest.raises(lw.LapwingError, match="NaN or infinite"):
+        lw.fit(model, (x, torch.randn(20, 8)), lw.KFAC(), forward=forward)
+
+
+def test_streamlined_leaves_out_classes_that_cannot_be():
+    """It equals the same calls without such classes; a deployed network has no link that leaves them out."""
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(4, 3).eval(), torch.randn(30, 4), torch.arange(30) % 3
+    fits = [
+        lw.fit(model, (x, y + n * (y > 0)), lw.KFAC(), prior_precision=1.0, forward=of_three_classes(n, -1e4))
+        for n in (0, 12)
+    ]
+    alone, masked = (fit.predict(x, via=lw.Streamlined()).probs for fit in fits)
+    torch.testing.assert_close(masked[:, [0, 13, 14]], alone, rtol=0.0, atol=1e-5)
+    with pytest.raises(LapwingError, match="cannot be"):
+        lw.deploy(fits[1], x)

@@ -94,7 +94,8 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
 
 @pytest.mark.parametrize("classes", [1, 3])
 @pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], [torch.float32]))
-def test_an_underconfident_network_is_warned_of_instead_of_the_edge(classes, dtype, caplog):
+def test_an_underconfident_network_is_sharpened(classes, dtype, caplog):
+    """T is that of temperature scaling, beside a spread that hardly changes predictions; others keep T >= 1."""
     torch.manual_seed(0)
     x, model = torch.randn(400, 3, dtype=dtype), torch.nn.Linear(3, classes).to(dtype).eval()
     with torch.no_grad():
@@ -104,12 +105,30 @@ def test_an_underconfident_network_is_warned_of_instead_of_the_edge(classes, dty
     if classes > 1:
         y = torch.distributions.Categorical(logits=logits).sample()
     for factor, unsure in ((0.4, True), (1.0, False), (2.0, False)):
-        caplog.clear()
         loader, held_out = [(x[:100], y[:100])], [(x[100:150], y[100:150]), (x[150:], y[150:])]
-        posterior = lw.fit(model, loader, lw.Diagonal(), validation=held_out, forward=lambda m, i, f=factor: f * m(i))
-        assert ("Linear is underconfident on the held-out data" in caplog.text) is unsure
-        assert posterior.logit_temperature >= 1
-        assert not (unsure and "edge of its range" in caplog.text)
+        scaled = {"forward": lambda m, i, f=factor: f * m(i)}
+        posterior = lw.fit(model, loader, lw.Diagonal(), validation=held_out, **scaled)
+        assert (posterior.logit_temperature < 0.6) is unsure
+        if unsure:
+            alone = lw.fit(model, held_out, lw.TemperatureScaling(), **scaled)
+            assert posterior.logit_temperature == pytest.approx(alone.logit_temperature, rel=0.02)
+            assert score(posterior, held_out) == pytest.approx(score(alone, held_out), abs=5e-3)
+            assert posterior.predict(x[:50]).mutual_information().mean() > 1e-5
+        else:
+            assert posterior.logit_temperature >= 1
+    assert "underconfident" not in caplog.text
+
+
+def test_no_uncertainty_of_the_weights_is_said_with_the_call_for_a_map(caplog):
+    """Labels that follow the network exactly, so any spread costs: the mutual information is rounding noise."""
+    torch.manual_seed(0)
+    x, model = torch.randn(1000, 3), torch.nn.Linear(3, 2).eval()
+    y = torch.distributions.Categorical(logits=model(x)).sample()
+    posterior = lw.fit(model, (x[:10], y[:10]), lw.KFAC(), tune=lw.Validation((x[10:], y[10:]), decades=(5.0, 9.0)))
+    assert posterior.predict(x).mutual_information().max() < 1e-4
+    assert "leaves no uncertainty of the weights" in caplog.text
+    assert "lw.fit(model, loader, lw.KFAC())" in caplog.text
+    assert lw.fit(model, (x[:10], y[:10]), lw.KFAC()).predict(x).mutual_information().max() > 1e-4
 
 
 def overconfident(scale=4.0, outputs=3):
@@ -152,10 +171,11 @@ def test_prior_and_temperature_are_the_best_pair(outputs):
     torch.testing.assert_close(by_hand.probs, chosen.predict(held_out[0][0]).probs)
 
 
-def test_an_underconfident_network_keeps_its_logits():
-    """T is at least 1: below it the means are sharpened beside a variance that should be smaller."""
+def test_logits_are_tempered_only_if_allowed():
+    """Without `tempered` T stays 1; beside a given prior precision T is free, since no spread can make up for it."""
     model, loader, held_out = overconfident(scale=0.3)
-    assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out)).logit_temperature == 1.0
+    tuning = lw.Validation(held_out)
+    assert lw.fit(model, loader, lw.KFAC(), prior_precision=1e6, tune=tuning).logit_temperature < 0.6
     model, loader, held_out = overconfident()
     assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tempered=False)).logit_temperature == 1.0
 

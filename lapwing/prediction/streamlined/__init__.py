@@ -23,6 +23,7 @@ from ...errors import LapwingError
 from ...linalg import is_finite
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
+from ...network.impossible import excluded_by
 from ...network.refusals import check_layers
 from ...network.tracing import wants_gradient
 from ...tangent import Tangent
@@ -180,7 +181,8 @@ class Streamlined(Way):
                 "precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
             )
         mean = mean.to(tangent.dtype).reshape(term.variance().shape)
-        return Latent(mean, (term.to(mean),))
+        latent, excluding = Latent(mean, (term.to(mean),)), excluded_by(tangent.forward)
+        return latent if excluding is None or excluding.axis is None else latent.without_impossible()
 
     def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_layers(tangent.model)
