@@ -117,9 +117,9 @@ class _Origins(EagerMode):
 
     def __init__(self, weights: Iterable[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._known = {id(tensor): (tensor, False) for tensor in weights}  # keeps tensors, so that ids stay unique
+        self._known = {id(tensor): (tensor, False, True) for tensor in weights}  # keeps tensors: ids stay unique
         self._weights = set(self._known)
-        self._known |= {id(tensor): (tensor, True) for tensor in inputs}
+        self._known |= {id(tensor): (tensor, True, True) for tensor in inputs}
         self.nodes = {tensor.grad_fn for tensor in inputs}
         self.constant = set[Node | None]()
         self.gradients: dict[Node, list[Node | None]] = {}
@@ -138,16 +138,21 @@ class _Origins(EagerMode):
             self.gradients.update((node, sources) for node in nodes if node is not None)
         used = _tensors((args, kwargs))
         depends = any([self._depends(tensor) for tensor in used])
-        self._known.update((id(tensor), (tensor, depends)) for tensor in made)
+        self._known.update((id(tensor), (tensor, depends, tensor.requires_grad)) for tensor in made)
         if depends or not all(tensor.requires_grad or id(tensor) in self._weights for tensor in used):
             (self.nodes if depends else self.constant).update(tensor.grad_fn for tensor in made)
         return out
 
     def _depends(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on the inputs. If no function here made it, scripted code may have."""
-        _, depends = self._known.get(id(tensor), (tensor, tensor.requires_grad))
+        """Whether a tensor depends on the inputs. If no function here made it, scripted code may have.
+
+        Scripted code and an `autograd.Function` set the node of their result after the functions that they call.
+        """
+        _, depends, had_graph = self._known.get(id(tensor), (tensor, tensor.requires_grad, True))
         if depends:
-            self.nodes.add(tensor.grad_fn)  # an `autograd.Function` sets it after the functions that it calls
+            self.nodes.add(tensor.grad_fn)
+        elif not had_graph:
+            self.constant.add(tensor.grad_fn)
         return depends
 
 

@@ -389,6 +389,9 @@ BYPASSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
     "tokens made in the forward": (texts, A_HEAD),
     "two towers": (lambda net, rows: net.a(X[rows.tolist()]) + net.b(X[rows.tolist()]), BOTH),
     "one layer": (lambda net, rows: net.b[0](X[rows.tolist()]), ["b.0.weight", "b.0.bias"]),
+    "scripted and own functions": (
+        lambda net, rows: net.b[2](Tripled.apply(net.s(X[rows.tolist()]), net.b[0].weight[:, :5])), BOTH[2:],
+    ),
     "a graph network": (lambda net, rows: over_a_graph(net.g, rows), ["g.b.weight", "g.b.bias"]),
     "a low-rank product with a mask": (
         lambda net, rows: net.a[0](X[rows.tolist()]) @ (net.p * net.norm.running_var[:1] @ net.q).T, ["p", "q"],
@@ -401,6 +404,7 @@ BYPASSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
 def test_inputs_that_bypass_torch_are_data(name: str, frozen: bool) -> None:
     forward, names = BYPASSED[name]
     parts = {"a": tower(), "b": tower(), "table": nn.Embedding(12, 6), "norm": nn.BatchNorm1d(6)}
+    parts["s"] = torch.jit.script(nn.Linear(6, 5))
     graph = Net(lambda net, x: x, a=nn.Linear(6, 8), b=nn.Linear(8, 5))
     model = built(lambda: Net(forward, **parts, g=graph, p=parameter(5, 2), q=parameter(2, 8)))
     assert treated(model.requires_grad_(not frozen), ROWS) == names
