@@ -98,7 +98,7 @@ def tabulated_log_odds(mean: Tensor, variance: Tensor) -> Tensor:
     """Returns `log_odds` from a table, 100 times as fast, for tuning. Not differentiable.
 
     The table holds the ratio to the log odds `a = m / sqrt(1 + π/8 v)` of the probit approximation, and is interpolated
-    linearly. Errors of `log E[σ(f)]` are below 1e-4 for log odds up to 10, and about 1e-6 in the mean.
+    linearly. Errors of `log E[σ(f)]` are at most 1.2e-4 for log odds up to 10, and about 1e-6 in the mean.
     """
     approximate = mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
     places = approximate.abs().log1p() / _LARGEST_LOGIT, variance.sqrt().log1p() / _LARGEST_STD
