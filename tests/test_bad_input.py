@@ -181,6 +181,7 @@ def test_labels_out_of_range(posterior: lw.Posterior) -> None:
         (Y[:5], "categorical", ("labels of shape (8,)", "(5,)")),
         (Y[:, None], "categorical", ("labels of shape (8,)", "(8, 1)", "y.squeeze(1)")),
         (F.one_hot(Y, 3), None, ("labels of shape (8,)", "(8, 3)", "y.argmax(1)")),
+        (20 + F.one_hot(Y, 3), None, ("(8, 3)", "int64", "likelihood='gaussian'", "y.float()")),  # ages, colours
         (REAL[:, 0], None, ("(8, 3)", "(8,)", "Linear(features, 1)")),
         (Y, "gaussian", ("(8, 3)", "(8,)", 'likelihood="categorical"')),
         (REAL.T.contiguous(), "gaussian", ("(8, 3)", "(3, 8)", "y.T")),
@@ -207,6 +208,69 @@ def test_inputs_of_the_wrong_shape(posterior: lw.Posterior) -> None:
     refused(lambda: fit([(raw, Y)], convolution), "uint8", "Input type", "x.to(torch.float32)")
     tokens = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 3)).eval()
     refused(lambda: fit([(torch.full((8, 2), 5), Y)], tokens), "int64", "IndexError", "range that it was trained with")
+
+
+class Graphs(nn.Module):
+    """Expects an object with the features `x`, as graph networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, graph: Any) -> Tensor:
+        return self.head(self.norm(graph.x))
+
+
+def test_inputs_of_a_type_that_the_network_does_not_know() -> None:
+    """Errors about attributes and keys of the inputs are explained, and others are not."""
+    graphs = Graphs().eval()
+    refused(lambda: fit([(X, Y)], graphs), "Graphs, called as model(x)", "(8, 4)", "no attribute 'x'", "forward=")
+    keyed = lambda model, batch: model.head(batch["x"] + batch["labels"])  # noqa: E731
+    refused(lambda: fit([{"x": X, "labels": Y}], graphs, forward=keyed), "dict(x=", "KeyError ('labels')", "names that")
+    lists = [{"tokens": [1, 2], "labels": i % 3} for i in range(8)]
+    for layer in ("embedding", "norm", "head"):
+        first = lambda model, batch, layer=layer: model.get_submodule(layer)(batch["tokens"])  # noqa: E731
+        parts = "tokens=list(", "not list", "let the data set return tensors"
+        refused(lambda first=first: fit([default_collate(lists)], graphs, forward=first), *parts)
+    sized = lambda model, batch: model.head(batch["tokens"].float())  # noqa: E731
+    refused(lambda: fit([default_collate(lists)], graphs, forward=sized), "'list' object", "let the data set return")
+    with pytest.raises(AttributeError, match="'Graphs' object has no attribute 'tail'"):
+        fit([(X, Y)], graphs, forward=lambda model, x: model.tail(x))
+
+
+def test_a_list_of_several_inputs_is_a_loader() -> None:
+    """PyTorch's loaders make a list of several inputs, and a list of tensors is a loader of batches."""
+    both = nn.Bilinear(4, 4, 3).eval()
+    for batch, forward in (([X, X], None), ([X, X], lambda model, x: model(x[0], x[1]))):
+        fitted = fit([(batch, Y)], both, forward=forward)
+        refused(lambda fitted=fitted: fitted.predict([X, X]), "A list is read as a loader", "2 tensors", "tuple(x)")
+        assert fitted.predict((X, X)).probs.shape == (8, 3)
+
+
+class Remembers(nn.Module):
+    """Adds what it saw in its last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head, self.state = nn.GRUCell(4, 5), nn.Linear(5, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        fits = self.state is not None and len(self.state) == len(x)
+        self.state = self.cell(x, self.state if fits else None).detach()
+        return self.head(self.state)
+
+
+@pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last layer"])
+def test_a_state_kept_between_calls(params: Any) -> None:
+    """It is restored after each call of ours, so that two calls agree, and predictions would depend on older calls."""
+    network = Remembers().eval()
+    outer = "setattr(model, 'state', None)"
+    refused(lambda: fit([(X, Y)], network, params=params), "Remembers keeps a state", "(state)", outer)
+    inner = "setattr(model.get_submodule('0'), 'state', None)"
+    refused(lambda: fit([(X, Y)], nn.Sequential(network).eval(), params=params), "(0.state)", inner)
+    reset = lambda model, inputs: (setattr(model, "state", None), model(inputs))[1]  # noqa: E731
+    fitted = fit([(X, Y)], network, params=params, forward=reset)
+    torch.testing.assert_close(fitted.predict(X[:3]).probs, fitted.predict(X).probs[:3])
 
 
 def test_outputs_that_are_no_matrix() -> None:

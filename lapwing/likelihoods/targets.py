@@ -34,6 +34,8 @@ def check_labels(
             line = "Write `y.squeeze(1)`"
         elif shape == (batch, classes) and _several_at_once(labels):
             line = "Write `likelihood='bernoulli'` for several labels that may hold at once"
+        elif shape == (batch, classes) and not dtype.is_floating_point and bool((labels.abs() > 1).any()):
+            line = "Write `likelihood='gaussian'` and `y.float()` for numbers, or `likelihood='poisson'` for counts"
         elif shape == (batch, classes):
             line = "Write `y.argmax(1)` for one-hot labels or class probabilities"
         else:

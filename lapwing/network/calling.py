@@ -15,11 +15,19 @@ from ..errors import LapwingError, is_out_of_memory
 from ..jacobian.plain_functions import transformed
 from .entry import network_precision
 from .invoke import invoke
-from .module_state import preserved_state
+from .module_state import modules_of, preserved_state
 from .positions import Positions
+
+LISTS = (
+    "If samples are lists of numbers, let the data set return tensors: torch joins lists of T numbers into T tensors."
+)
+"""What to write if torch's collate function has made lists of tensors."""
 
 OUTPUT_KEYS = "logits", "out"
 """Keys of the outputs in a returned dict, as Hugging Face and torchvision (segmentation) name them."""
+
+INPUT_TYPES = "Tensor", "list", "tuple", "dict", "NoneType", "str"
+"""Types of inputs and of their parts, whose missing attributes are the fault of the loader."""
 
 _DIFFERENTIATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Networks that take gradients in their forward pass, such as those of forces: they run under `enable_grad`."""
@@ -92,11 +100,11 @@ def shaped_outputs(
                 returned = invoke(model, inputs, forward)
             out = output_tensor(returned)  # which may be the network's own attribute
         out = out.detach() if graph and isinstance(out, Tensor) else out
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         if plain and not graph and "does not require grad" in str(error):
             _DIFFERENTIATING.add(model)
             return shaped_outputs(model, inputs, forward, mode)
-        if _blames_inputs(error):
+        if _blames_inputs(inputs, error):
             raise _refused(model, inputs, forward, error) from error
         raise
     if isinstance(out, Tensor) and out.ndim > 1 and not out.numel() and out.shape[0] == size(inputs) > 0:
@@ -135,6 +143,21 @@ def shaped_outputs(
     return out
 
 
+def state_kept(model: nn.Module, inputs: Any, forward: Forward | None, tolerance: Tensor) -> list[str] | None:
+    """Returns the attributes that make a second call give other outputs than the first; None if outputs are the same.
+
+    Every other call restores them, so that it does not show what the network keeps, such as a hidden state.
+    """
+    with torch.no_grad(), network_precision(), preserved_state(model):
+        before = {module: dict(vars(module)) for _, module in modules_of(model)}
+        with torch.enable_grad() if model in _DIFFERENTIATING else nullcontext():
+            first, second = (output_tensor(invoke(model, inputs, forward)) for _ in range(2))
+        if first.shape == second.shape and bool((first - second).abs().max() <= tolerance):
+            return None
+        paths = {prefix: (vars(module), before[module]) for prefix, module in modules_of(model) if module in before}
+        return [prefix + name for prefix, (now, old) in paths.items() for name in now if now[name] is not old.get(name)]
+
+
 def output_tensor(out: Any) -> Any:
     """Returns the tensor of outputs in the result of a network, (B,) as (B, 1), or None if there is no such tensor."""
     if not isinstance(out, Tensor):
@@ -165,10 +188,14 @@ def _with_positions(model: nn.Module, out: Tensor) -> OutputsWithPositions:
     )
 
 
-def _blames_inputs(error: Exception) -> bool:
-    """Whether an exception of the network is about its arguments, or about their shapes, dtypes and indices."""
+def _blames_inputs(inputs: Any, error: Exception) -> bool:
+    """Whether an exception of the network is about its arguments, or about their types, shapes, dtypes and indices."""
     if isinstance(error, (LapwingError, NotImplementedError)) or is_out_of_memory(error):
         return False
+    if isinstance(error, KeyError):
+        return isinstance(inputs, Mapping) and error.args[0] not in inputs
+    if isinstance(error, AttributeError):  # forward() expects tensors and gets a list, or expects a graph
+        return any(str(error).startswith(f"'{kind}' object has no attribute") for kind in INPUT_TYPES)
     words = ("argument",) if isinstance(error, TypeError) else ("shape", "size", "type", "dimension", "index", "input")
     return any(word in str(error).lower() for word in words)
 
@@ -182,6 +209,11 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
         line = "Pass what this call takes, without targets, or forward=lambda model, inputs: model(...)."
         if isinstance(inputs, tuple) and len(inputs) == 2 == len(leaves):
             line = f"{line} A fit to batches (inputs, targets, weights) needs sample_weights=True."
+        if "list" in str(error):
+            line = f"{line} {LISTS}"
+    elif isinstance(error, (AttributeError, KeyError)):
+        line = "Pass inputs of the types and names that forward() uses, or make them: forward=lambda model, inputs: "
+        line += f"model(...).{f' {LISTS}' if 'list' in str(error) else ''}"
     elif other and "type" in str(error):
         line = f"Its weights have the dtype {short(weight)}. Pass inputs of the same dtype: write x.to({weight})"
         line += "." if leaves[0].is_floating_point() else f", or x.astype('{short(weight)}') of an array."

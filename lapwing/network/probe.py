@@ -23,7 +23,7 @@ from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
-from .calling import CallRefused, call
+from .calling import CallRefused, call, state_kept
 from .eager import RandomCalls, real, without_compiled
 from .functional import FirstCall, first_call
 from .impossible import check_possible
@@ -292,6 +292,16 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
             f"Two calls of {type(model).__name__} on the same batch give outputs that differ by "
             f"{float(difference):.2g}{named}. Call model.eval(), and turn off sampling, noise and augmentation inside "
             "forward()."
+        )
+    with without_compiled():
+        kept = state_kept(model, inputs, forward, tolerance)
+    if kept is not None:
+        path, _, name = (kept[0] if kept else "state").rpartition(".")
+        owner = f"model.get_submodule({path!r})" if path else "model"
+        raise LapwingError(
+            f"{type(model).__name__} keeps a state from one call to the next ({', '.join(kept[:3]) or 'in a container'}"
+            "), so its outputs depend on earlier calls. Reset it at each call: write forward=lambda model, inputs: "
+            f"(setattr({owner}, {name!r}, None), model(inputs))[1]."
         )
     for single, in_batch in ends:  # also the last sample: a recurrence along the batch leaves the first one unchanged
         fits = single.shape[1:] == in_batch.shape

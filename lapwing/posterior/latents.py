@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def latent_of(
         return _latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
-    with show_progress(progress):
+    with show_progress(progress), _explained(x):
         parts = [
             _latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False).without_wide_factors()
             for batch in tracked(x, "predictions")
@@ -49,6 +50,21 @@ def latent_of(
         )
     kind: Any = type(parts[0])
     return kind.concatenate(parts).with_checks()
+
+
+@contextlib.contextmanager
+def _explained(x: Any) -> Iterator[None]:
+    """Adds the remedy to an error if x is a list of tensors, which may be several inputs that a DataLoader joined."""
+    try:
+        yield
+    except LapwingError as error:
+        several = isinstance(x, list) and len(x) > 1 and all(isinstance(part, Tensor) for part in x)
+        if not several or (error.__cause__ is None and "one row for each sample" not in str(error)):
+            raise
+        raise LapwingError(
+            f"{error} A list is read as a loader, and each of its {len(x)} tensors as one batch. If they are several "
+            "inputs of one call, pass tuple(x)."
+        ) from error
 
 
 def _inputs_of(batch: Any, tangent: Tangent) -> Any:

@@ -57,7 +57,16 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
             if actual != shape or not named[name].is_floating_point():
                 raise LapwingError(
                     f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {actual}. "
-                    "Build the network with the same options as in the fit."
+                    f"{_remedy(name, named)}"
                 )
     plan, report = RecordingPlan.from_json(data["plan"], blocks), Coverage.of(blocks, data["reasons"])
     return Tangent(model, forward, blocks, plan, report, data["outputs"], memory)
+
+
+def _remedy(name: str, parameters: Mapping[str, Any]) -> str:
+    """Returns what to write if the network has no parameter of this name and shape: often only a wrapper differs."""
+    if f"module.{name}" in parameters:
+        return "The fit was made without the wrapper: pass model.module."
+    if name.removeprefix("module.") in parameters and name.startswith("module."):
+        return "The fit was made with a wrapped network: pass torch.nn.DataParallel(model)."
+    return "Build the network with the same options as in the fit."

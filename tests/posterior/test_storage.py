@@ -335,6 +335,11 @@ def test_other_weights_at_load(saved: Path) -> None:
     refused(load(lambda model: network(7)), "0.weight (6, 4)", "has (7, 4)", "same options")
     refused(load(lambda model: nn.Sequential(model[0], model[2])), "2.weight", "no such parameter", "same options")
     refused(load(lambda model: model.append(nn.Linear(3, 3))), "3.weight", "Only Sequential has", "same options")
+    refused(load(nn.DataParallel), "0.weight", "no such parameter", "without the wrapper: pass model.module")
+    wrapped = nn.DataParallel(network()).eval()
+    lw.fit(wrapped, [(X, Y)], lw.Diagonal()).save(saved.with_name("wrapped"))
+    bare = lambda: lw.load(saved.with_name("wrapped"), wrapped.module)  # noqa: E731
+    refused(bare, "module.0.weight", "no such parameter", "pass torch.nn.DataParallel(model)")
     refused(load(lambda model: model.double()), "torch.float64", "torch.float32", "model.to(torch.float32)")
     refused(load(lambda model: model.bfloat16()), "torch.bfloat16", "model.to(torch.float32)")
     refused(load(lambda model: model.to("meta")), "meta device", "load_state_dict")
