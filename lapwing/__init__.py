@@ -47,7 +47,7 @@ from .posterior import Posterior, load
 from .prediction import Linearized, MonteCarlo, Scaled, Uncertain, propagate
 from .prediction.streamlined import Streamlined
 from .tangent import coverage, everything, last_layer, matching
-from .tuning import BoundedEvidence, EarlyStopping, Evidence, Validation, scale_factor
+from .tuning import BoundedEvidence, EarlyStopping, Evidence, Refit, Validation, scale_factor
 
 if TYPE_CHECKING:
     from . import evaluation
@@ -80,7 +80,7 @@ __all__ = [
     "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "HeteroscedasticGaussian",
     "InducingPoints", "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method",
     "MonteCarlo", "NaturalGradient", "OptimalSubspace", "Poisson", "Posterior", "Probit", "Quadrature",
-    "SampledLLA", "SampledLink", "Scaled", "Streamlined", "SubsetOfData", "SubsetOfWeights",
+    "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined", "SubsetOfData", "SubsetOfWeights",
     "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare", "coverage", "deploy",
     "evaluation", "everything", "fit", "last_layer", "load", "matching", "plan", "propagate", "scale_factor",
     "versions",

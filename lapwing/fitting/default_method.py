@@ -38,8 +38,8 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
     """Returns the method for all weights and N samples, or None if they cost too much."""
     if not _is_regression(likelihood):
         return None
-    weights, rows = tangent.size, samples * tangent.outputs
-    numbers = min(weights, rows) * weights
+    weights, rows = tangent.size, samples * tangent.width
+    numbers = (weights if tangent.positions.several else min(weights, rows)) * weights  # primal at positions
     fits = numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS
     if fits and tangent.contraction_dtype == torch.float64:
         return Full()
@@ -49,7 +49,7 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
 def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
     """Whether KFAC over all weights may be the default: the tuning reads them all, and there are few outputs."""
     affordable = tangent.size <= MAX_WEIGHTS and tangent.explicit_size <= MAX_EXPLICIT_WEIGHTS
-    return affordable and tangent.outputs <= outputs
+    return affordable and tangent.width <= outputs
 
 
 def method_and_tangent(
@@ -103,7 +103,7 @@ def default_fit(
     except LapwingError as error:  # frozen weights, quantized layers, ...
         survey(params=last_layer, warn=False)  # raises for what is wrong with inputs
         return f"Only the last layer is treated, because all trained weights cannot be: {error}"
-    method = None if tangent.positions.several else default_method(tangent, likelihood, count())
+    method = default_method(tangent, likelihood, count())
     if method is not None:
         return method, tangent, (
             f"{method} over all {tangent.size} trained weights, the default for a regression of this size. For cheaper "

@@ -24,7 +24,7 @@ from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
-from ..tuning import BoundedEvidence, Training, Tuning, Validation
+from ..tuning import BoundedEvidence, Refit, Training, Tuning, Validation
 from .checkpoint import Checkpoint
 from .default_method import price, surveyed
 from .fingerprints import check_same_network, fingerprint_of
@@ -96,8 +96,9 @@ def fit(
             decides all options except `sample_weights`, `forward`, `memory`, `checkpoint`, `every` and `progress`. The
             sum is exact for Full and Diagonal; for KFAC the factors add, an approximation (Ritter, Botev and Barber
             2018).
-        tune: how to tune δ and σ² if they are not given. `BoundedEvidence()` and `Evidence()` need no held-out data;
-            `Validation(loader)` and `EarlyStopping(loader)` do. None means δ = 1 and σ² the mean squared residual.
+        tune: how to tune δ and σ² if they are not given. `BoundedEvidence()`, `Evidence()` and, for a regression,
+            `Refit()` need no held-out data; `Validation(loader)` and `EarlyStopping(loader)` do. None means δ = 1 and
+            σ² the mean squared residual.
         validation: held-out data, in any form that `loader` accepts, on which the network was not trained; a few
             hundred samples give the best calibration. `Validation` tunes δ, and σ² or the logit temperature of a
             classifier, on them. Excludes `tune`.
@@ -241,7 +242,7 @@ def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training
     open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
     if isinstance(tune, Validation) and (open_noise or posterior.logit_temperature == 1):
         return tuned(tune, posterior, replace(training, shown=None))
-    if isinstance(tune, BoundedEvidence) and open_noise:
+    if isinstance(tune, (BoundedEvidence, Refit)) and open_noise:
         return tuned(tune, posterior, training)
     if not setup.problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
         unused = "validation=" if setup.data.held_out is not None else f"tune={type(tune).__name__}"

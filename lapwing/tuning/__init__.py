@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from .bounded_evidence import BoundedEvidence
 from .evidence import Evidence, Training, Tuning
+from .refit import Refit
 from .scale_factor import scale_factor
 from .validation import EarlyStopping, Validation
 
-__all__ = ["BoundedEvidence", "EarlyStopping", "Evidence", "Training", "Tuning", "Validation", "scale_factor"]
+__all__ = ["BoundedEvidence", "EarlyStopping", "Evidence", "Refit", "Training", "Tuning", "Validation", "scale_factor"]

@@ -10,7 +10,7 @@ from ..options import at_least, option, positive
 from ..posterior import Posterior
 from .classifier_width import number_of_inputs, with_bounded_cost
 from .evidence import Evidence, Training, Tuning
-from .regression_width import has_open_width, with_left_out_width
+from .regression_width import has_open_width, inputs_read, with_left_out_width
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class BoundedEvidence(Tuning):
     All trained weights count in networks of at most a million weights, most of them with a layer family. In larger
     networks only the treated weights count. Freeze the weights that other data trained (`requires_grad`). A prior
     precision that the user gave is kept, and so is a covariance that chose its own prior (`SampledLLA`, `MeanField`):
-    then σ² makes the width. If the user gave the noise variance, the evidence chooses the prior precision. If the
-    outputs have positions, the evidence tunes a regression.
+    then σ² makes the width. If the user gave the noise variance, the evidence chooses the prior precision. A
+    sample whose outputs have positions is left out with all of them.
 
     Args:
         nats: maximum cost of the spread, in nats per training sample, with the default link.
         samples: maximum number of training samples that are read, four times as many for a regression. They come in
-            whole batches spread evenly over the loader, which should not be sorted. If the outputs have positions,
-            each position is a sample; a last layer reads 16 times as many. At least 8 inputs are read.
+            whole batches spread evenly over the loader, which should not be sorted. If a classifier's outputs have
+            positions, each position is a sample; a last layer reads 16 times as many. At least 8 inputs are read.
         decades: range of the search above the evidence's δ, in powers of ten.
         points: number of candidates in that range; the cost is interpolated between them.
 
@@ -81,7 +81,7 @@ class BoundedEvidence(Tuning):
 
     def training_samples(self, posterior: Posterior) -> int:
         if has_open_width(posterior):
-            return 4 * self.samples
+            return inputs_read(posterior, 4 * self.samples)
         if posterior.prior.fixed or posterior.likelihood.needs_noise:
             return 0
         return number_of_inputs(posterior, self.samples)

@@ -30,9 +30,10 @@ class LeaveOneOut:
         variance: mean variance by the n samples of the kernel.
         training_variance: `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior of these samples, which has seen the targets.
         curve: width by N samples, divided by the width by n.
-        precision: δ, or its ratio to the prior's δ if that is fixed.
+        precision: δ.
         samples: n.
         weights: number of weights that count.
+        explained: number of targets that the weights explain, divided by the number of all targets.
         drawn: mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors.
     """
 
@@ -44,6 +45,7 @@ class LeaveOneOut:
     noise_variance: float
     samples: int
     weights: int
+    explained: float = 0.0
     drawn: float = 0.0
 
     def unseen(self, training_variance: float) -> float:
@@ -70,8 +72,8 @@ class Process:
         labels: `√w r` (M,), in the same unit.
         counts: w (M,), number of targets that each pair represents.
         same: whether a sample is left out together with another (n, n).
-        prior_fixed: whether the user gave δ.
         weights: number of weights that count.
+        outputs_per_pair: number of outputs of a sample, divided by the number of its pairs.
     """
 
     values: Tensor
@@ -79,8 +81,8 @@ class Process:
     labels: Tensor
     counts: Tensor
     same: Tensor
-    prior_fixed: bool
     weights: int
+    outputs_per_pair: float = 1.0
 
     @property
     def samples(self) -> int:
@@ -115,8 +117,6 @@ class Process:
     def at(self, log10: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the eigenvalues of `δC`, and the best 1/δ for them."""
         spectrum = self.values + self.unit * 10**log10
-        if self.prior_fixed:
-            return spectrum, torch.ones_like(log10)
         return spectrum, ((self.squares / spectrum).sum() / self.total).clamp_min(1e-24)  # 0 if all labels are 0
 
     def evidence(self, log10: Tensor) -> Tensor:
@@ -149,11 +149,12 @@ class Process:
         spectrum = scale * spectrum
         variance, error = _left_out_moments(spectrum, self.vectors, self.labels, self.groups)
         variance, error = (variance + self.more * noise) / self.total, error / self.total
-        curve = learning_curve(scale * self.values, noise, size / self.samples, self.total)
+        more = self.outputs_per_pair * size / self.samples
+        curve = learning_curve(scale * self.values, noise, more, self.total)
         training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
         return LeaveOneOut(
             curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, self.samples,
-            self.weights,
+            self.weights, (training_variance / noise - 1) / more,
         )  # fmt: skip
 
 

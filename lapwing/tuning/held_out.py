@@ -25,6 +25,9 @@ from ..tangent import RandomCotangents, Record, Tangent
 SOME_POSITIONS = 16
 """Number of positions of an input that are scored if each needs its own backward passes."""
 
+WIDTH_OUTPUTS = 200
+"""Maximum number of outputs of an input, over all positions, that are all used for a mean variance."""
+
 PROBES = 16
 """Number of random combinations of the outputs of a sample, if more than 1 000 outputs need a backward pass each."""
 
@@ -157,23 +160,37 @@ def no_batch() -> LapwingError:
 
 
 def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weighted]) -> list[float]:
-    """Returns the weighted mean of the linearised `J_n Σ J_nᵀ` over outputs and samples, for each posterior.
+    """Returns the weighted mean of the linearised `J_n Σ J_nᵀ` over outputs and samples, for each posterior."""
+    return means_over_samples(posteriors, parts, lambda _, variance: variance)
 
-    Each output is in units of its noise ratio. The posteriors may differ only in prior and noise.
+
+def means_over_samples(
+    posteriors: Sequence[Posterior],
+    parts: Iterable[batches.Weighted],
+    function: Callable[[Posterior, Tensor], Tensor],
+) -> list[float]:
+    """Returns the weighted mean of a function of a posterior and its variances `J_n Σ J_nᵀ` (B, C), for each posterior.
+
+    Each output is in units of its noise ratio. If an input has more than `WIDTH_OUTPUTS` outputs over its positions,
+    some positions are used. The posteriors may differ only in prior and noise.
     """
     first = posteriors[0]
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     scratch = _numbers_per_sample(posteriors, 1, "variances")
+    many = first.tangent.positions.several and first.tangent.width > WIDTH_OUTPUTS
+    dtype, few = first.covariance.record_dtype, SOME_POSITIONS if many else None
     with torch.no_grad():
         for inputs, targets, weights in parts:
-            for part, record in first.tangent.records(inputs, None, first.covariance.record_dtype, scratch):
-                some = None if weights is None else weights[part]
-                every = curvature_weights(first.likelihood, record.outputs, targets[part], some)
+            for part, record in first.tangent.records(inputs, None, dtype, scratch, some=few):
+                places = first.tangent.positions.places(len(targets), record.sizes)
+                labels = places.targets(targets, first.tangent.outputs)[part]
+                some = None if weights is None else weights.repeat_interleave(places.count)[part]
+                every = curvature_weights(first.likelihood, record.outputs, labels, some)
                 every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
-                latents = _latents(record, posteriors, "variances")
-                share = every / first.likelihood.ratios(record.outputs)
-                share = share.to(record.device)
-                totals += torch.stack([doubled(share * latent.variance).sum().cpu() for latent in latents])
+                ratios = first.likelihood.ratios(record.outputs).to(record.device)
+                for i, latent in enumerate(_latents(record, posteriors, "variances")):
+                    values = function(posteriors[i], doubled(latent.variance) / ratios)
+                    totals[i] += float((every.to(values) * values).sum())
                 count += float(doubled(every).sum())
     return (totals / count).tolist()
 

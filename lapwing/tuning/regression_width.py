@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from ..covariance import has_prior
 from ..data import batches
 from ..posterior import Posterior
 from .evidence import Training
 from .gaussian_process import LeaveOneOut
-from .held_out import mean_variances
+from .held_out import WIDTH_OUTPUTS, mean_variances, means_over_samples
+from .input_process import width_by_inputs
 from .leave_one_out import leave_one_out
-from .search import crossing, evenly
+from .search import evenly
 from .training_samples import spread_batches
 
 log = logging.getLogger("lapwing")
+
+MIN_INPUTS = 20
+"""Minimum number of inputs that are read, however many positions they have."""
 
 SAMPLES = 2000
 """Default of the maximum number of training samples that the width is computed from."""
@@ -26,26 +30,44 @@ SAMPLES = 2000
 LOWEST_NOISE = 1e-6
 """Minimum of the noise variance, as a part of the width of predictions."""
 
-POINTS = 25
-"""Number of noise variances on the grid if the user gave the prior precision."""
+NOISES = evenly(-4.0, 0.0, 33)
+"""Candidates for log10 of σ² over the width, if the user gave the prior precision."""
 
-WARN_FACTOR, WARN_SAMPLES = 10.0, 100
-"""A warning is logged if the width exceeds `WARN_FACTOR` mean squared residuals of at least `WARN_SAMPLES` samples."""
+NARROW, ABOVE_RESIDUAL = 1.5, 6.0
+"""A width is too small if a yardstick exceeds `NARROW` times it, and `ABOVE_RESIDUAL` mean squared residuals."""
+
+Yardstick = Callable[[Posterior, Training], float | None]
+"""Estimates the width of unseen targets from training data; None if it cannot."""
 
 
 def has_open_width(posterior: Posterior) -> bool:
-    """Whether the noise variance is open, for outputs without positions."""
-    return not posterior.noise_fixed and not posterior.tangent.positions.several
+    """Whether the noise variance is open."""
+    return not posterior.noise_fixed
 
 
-def with_left_out_width(posterior: Posterior, residual: float, training: Training, samples: int) -> Posterior:
+def inputs_read(posterior: Posterior, samples: int) -> int:
+    """Returns the maximum number of inputs that are read for the width: fewer if each has very many positions."""
+    tangent = posterior.tangent
+    many = tangent.positions.several and tangent.width > WIDTH_OUTPUTS
+    return max(MIN_INPUTS, samples * WIDTH_OUTPUTS // tangent.width) if many else samples
+
+
+def with_left_out_width(
+    posterior: Posterior, residual: float, training: Training, samples: int, yardstick: Yardstick | None = None
+) -> Posterior:
     """Returns the posterior whose predictions of unseen targets have the width s of the leave-one-out predictions.
 
-    `residual` is the mean squared residual of the training data, of which at most `samples` samples are read.
+    Args:
+        posterior: posterior of a regression with open noise.
+        residual: mean squared residual of the training data.
+        training: training data.
+        samples: maximum number of samples that are read.
+        yardstick: returns another estimate of the width, which replaces s if s is far smaller; None only warns if a
+            Gaussian process on the inputs shows that s may be too small.
     """
     exact, parts, size = _exact_model(posterior, residual, training, samples)
-    explained = (exact.training_variance / exact.noise_variance - 1) * exact.samples / size
-    width = max(exact.width, (1 + explained) * residual)  # the network may fit worse than its linearised model
+    width = max(exact.width, (1 + exact.explained) * residual)  # the network may fit worse than its linearised model
+    width = _checked_width(posterior, training, parts, size, width, residual, yardstick)
     keeps_prior = posterior.prior.fixed or not has_prior(posterior.covariance)
     precision = torch.full_like(posterior.prior.precision, exact.precision)
     noise = exact.noise_variance
@@ -57,7 +79,7 @@ def with_left_out_width(posterior: Posterior, residual: float, training: Trainin
     elif not has_prior(posterior.covariance):
         noise = max(factor * (noise + variance) - variance, residual)
     elif posterior.prior.fixed:
-        noise = _noise_of_width(posterior, parts, factor * (noise + variance))
+        noise = _noise_at_prior(posterior, parts, width)
     else:
         noise = max(factor * noise, LOWEST_NOISE * width)
     log.info(
@@ -65,15 +87,36 @@ def with_left_out_width(posterior: Posterior, residual: float, training: Trainin
         "samples, and the mean squared residual is %.3g: the noise variance of %s is %.3g",
         exact.width, exact.weights, exact.samples, residual, posterior.method, noise,
     )  # fmt: skip
-    if width > WARN_FACTOR * residual and exact.samples >= WARN_SAMPLES:
-        log.warning(
-            "%s has memorised its training targets: the mean squared residual is %.3g, and predictions of unseen "
-            "targets need a variance of %.3g, which they have now. Train for a shorter time or with more weight "
-            "decay. If other data trained some of the layers, freeze these before the fit: "
-            "parameter.requires_grad_(False).",
-            type(posterior.tangent.model).__name__, residual, width,
-        )  # fmt: skip
     return posterior.with_noise(noise) if keeps_prior else posterior.at(precision / factor, noise)
+
+
+def _checked_width(
+    posterior: Posterior, training: Training, parts: Sequence[batches.Weighted], size: float, width: float,
+    residual: float, yardstick: Yardstick | None,
+) -> float:  # fmt: skip
+    """Returns the width, or the yardstick if it shows that the width is too small; warns in this case."""
+    least = max(NARROW * width, ABOVE_RESIDUAL * residual)
+    if yardstick is None:
+        ratios = posterior.likelihood.ratios(torch.ones(1, posterior.tangent.outputs))
+        other = width_by_inputs(parts, size, ratios, least)
+    else:
+        other = yardstick(posterior, training)
+    if other is None or other <= least:
+        return width
+    name = type(posterior.tangent.model).__name__
+    if yardstick is not None:
+        log.warning(
+            "%s has overfitted: a fresh copy predicts targets that it has not seen with a mean squared error of %.3g, "
+            "and the linearised network promised %.3g. All variances were multiplied by %.3g.",
+            name, other, width, other / width,
+        )  # fmt: skip
+        return other
+    log.warning(
+        "%s may have overfitted: its intervals have a variance of %.3g, and a Gaussian process on the inputs needs "
+        "%.3g. Pass validation=held_out, or tune=lw.Refit() if no data were held out, or train for a shorter time.",
+        name, width, other,
+    )  # fmt: skip
+    return width
 
 
 def trained_product(posterior: Posterior, training: Training) -> float | None:
@@ -81,7 +124,7 @@ def trained_product(posterior: Posterior, training: Training) -> float | None:
 
     λ determines how the widths of predictions differ between inputs; `(δ/c, c σ²)` has the same λ for every c.
     """
-    if not has_prior(posterior.covariance) or posterior.tangent.positions.several:
+    if not has_prior(posterior.covariance):
         return None
     residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
     exact, *_ = _exact_model(posterior, residual, training, SAMPLES)
@@ -92,14 +135,18 @@ def _exact_model(
     posterior: Posterior, residual: float, training: Training, samples: int
 ) -> tuple[LeaveOneOut, list[batches.Weighted], float]:
     """Returns the leave-one-out predictions, the batches they are computed from, and the number N of all samples."""
-    parts = list(spread_batches(training, samples, posterior))
+    parts = list(spread_batches(training, inputs_read(posterior, samples), posterior))
     size = max(training.shown or 0, posterior.samples * posterior.data_factor)
     return leave_one_out(posterior, parts, size, residual), parts, size
 
 
-def _noise_of_width(posterior: Posterior, parts: Sequence[batches.Weighted], width: float) -> float:
-    """Returns the σ² at which predictions of these batches have this mean variance, at the posterior's prior."""
-    logs = evenly(math.log(LOWEST_NOISE * width), math.log(width), POINTS)
-    candidates = [posterior.with_noise(math.exp(x)) for x in logs]
-    widths = [math.exp(x) + v for x, v in zip(logs, mean_variances(candidates, parts), strict=True)]
-    return math.exp(-crossing([-x for x in reversed(logs)], widths[::-1], width))  # from the widest to the narrowest
+def _noise_at_prior(posterior: Posterior, parts: Sequence[batches.Weighted], width: float) -> float:
+    """Returns the σ² of highest density `N(e; 0, σ² + v_n)` of errors of mean square `width`, at the given prior."""
+    candidates = [posterior.with_noise(width * 10**decade) for decade in NOISES]
+
+    def loss(candidate: Posterior, variance: Tensor) -> Tensor:
+        total = variance + (candidate.noise_variance or 0.0)
+        return total.log() + width / total
+
+    losses = means_over_samples(candidates, parts, loss)
+    return width * 10 ** NOISES[min(range(len(losses)), key=losses.__getitem__)]

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..covariance import has_prior
+from ..data import batches
 from ..likelihoods import aligned_targets, curvature_weights
 from ..linalg import doubled, symmetric_eigen
+from ..methods.passes import Batch
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.anchors import Anchors
@@ -40,47 +42,54 @@ MANY_EQUAL = 0.01
 
 
 def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]]) -> Process:
-    """Returns the process of samples spread over the parts; if there are too many pairs, of some outputs per sample."""
-    targets, residuals, every_weight = (
-        torch.cat(every) for every in zip(*(_targets(posterior, *part) for part in parts), strict=True)
-    )
-    treated = tangent is posterior.tangent
-    given = posterior.prior.fixed and has_prior(posterior.covariance)  # by the user
-    outputs, prior_fixed = residuals.shape[1], given and treated
+    """Returns the process of samples spread over the parts; if there are too many pairs, of some outputs per sample.
+
+    A sample has the outputs of all its positions, so that outputs (B, T, C) give the process of outputs (B, T C).
+    """
+    rows = [targets_of(posterior, *part) for part in parts]
+    ratios = posterior.likelihood.ratios(rows[0][1])
+    if (ratios == 1).all():
+        _warn_of_scales(*(torch.cat(every) for every in zip(*rows, strict=True)))
+    sizes = [batches.size(inputs) for inputs, *_ in parts]
+    widths = [part[0].numel() // size for part, size in zip(rows, sizes, strict=True)]
+    every = [
+        [pad(values.reshape(size, width), (0, max(widths) - width)) for values in part]
+        for part, size, width in zip(rows, sizes, widths, strict=True)
+    ]
+    targets, residuals, every_weight = (torch.cat(part) for part in zip(*every, strict=True))
+    outputs = min(widths)
     count = min(len(residuals), max(20, MAX_ROWS // outputs))
     times = min(outputs, MAX_ROWS // count)
     chosen = torch.arange(count) * len(residuals) // count
     samples = chosen.repeat_interleave(times)
-    turns = torch.arange(len(samples)) % outputs
+    turns = torch.arange(len(samples)) % torch.tensor(widths).repeat_interleave(torch.tensor(sizes))[samples]
     inputs = tuple(inputs for inputs, *_ in parts)
     if len(residuals) * tangent.bytes_per_sample(times, tangent.contraction_dtype) <= tangent.memory // 16:
-        inputs = _joined(inputs)
+        inputs = joined(inputs)
     anchors = Anchors(tangent, inputs, samples, turns)
-    precision = posterior.prior.precision if prior_fixed else torch.ones(len(tangent.blocks), dtype=torch.float64)
-    weights = {block.name: 1 / value for block, value in zip(tangent.blocks, precision.tolist(), strict=True)}
-    mean = posterior.prior.mean if treated else {}
+    weights = {block.name: 1.0 for block in tangent.blocks}
+    mean = posterior.prior.mean if tangent is posterior.tangent else {}
     offset = {
         name: (value - mean.get(name, 0.0)).to(tangent.contraction_dtype)[None]
         for name, value in tangent.mean().items()
     }
     counts = every_weight[samples, turns]
     labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
-    labels = labels - _means_of_outputs(labels, counts, turns.to(labels.device))
+    biased = turns if times == outputs else turns % len(ratios)  # few rows have the same output at the same position
+    labels = labels - _means_of_outputs(labels, counts, biased.to(labels.device))
     gram = anchors.gram(weights, tangent.contraction_dtype)
     same = _copies(gram, targets[chosen], times)
-    ratios = posterior.likelihood.ratios(residuals)
-    roots = counts.sqrt() / ratios.sqrt()[turns]
+    roots = counts.sqrt() / ratios.sqrt()[turns % len(ratios)]
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
-    if (ratios == 1).all():
-        _warn_of_scales(targets, residuals, every_weight)
-    return Process(values, vectors, roots * labels, counts, same, prior_fixed, tangent.size)
+    return Process(values, vectors, roots * labels, counts, same, tangent.size, sum(widths) / len(widths) / times)
 
 
-def _targets(
+def targets_of(
     posterior: Posterior, inputs: Any, targets: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y, y - f and w, each (B, C), in float64; missing targets have zeros."""
-    outputs = posterior.tangent.outputs_of(inputs)
+    """Returns y, y - f and w, each (B, C), or (B T, C) with positions, in float64; missing targets have zeros."""
+    rows = Batch(posterior.tangent, inputs, targets, 0, weights=weights).rows()
+    outputs, targets, weights = rows["outputs"], rows["targets"], rows["weights"]
     posterior.likelihood.check(outputs, targets)
     outputs = doubled(outputs)
     targets, weights = targets.to(outputs.device), None if weights is None else weights.to(outputs.device)
@@ -92,7 +101,7 @@ def _targets(
     return targets.nan_to_num(), torch.where(every == 0, 0.0, targets - outputs), every
 
 
-def _joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+def joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns rows of a table as one batch, since the kernel reads all pairs of batches, or the parts unchanged."""
     tables = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
     few = len(tables) == len(parts) and sum(part.numel() for part in tables) <= TABLE

@@ -15,7 +15,7 @@ from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
 from .choice import RISING, TEMPERATURES, best_of, chosen_numbers, with_ranks
 from .evidence import Training, Tuning, without_rank
-from .regression_width import SAMPLES, trained_product
+from .regression_width import SAMPLES, inputs_read, trained_product
 
 log = logging.getLogger("lapwing")
 
@@ -117,7 +117,7 @@ class Validation(_OnHeldOutData):
         return best
 
     def training_samples(self, posterior: Posterior) -> int:
-        return SAMPLES if self._reads_training(posterior) else 0
+        return inputs_read(posterior, SAMPLES) if self._reads_training(posterior) else 0
 
     def _reads_training(self, posterior: Posterior) -> bool:
         return not posterior.noise_fixed and not posterior.prior.fixed

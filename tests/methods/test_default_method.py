@@ -16,8 +16,9 @@ from lapwing.fitting.default_method import default_method
 def tangent(size, outputs=1, explicit=0, memory=2**30):
     """What the choice reads of a tangent."""
     return SimpleNamespace(
-        size=size, outputs=outputs, explicit_size=explicit, memory=memory, contraction_dtype=torch.float64
-    )
+        size=size, width=outputs, explicit_size=explicit, memory=memory, contraction_dtype=torch.float64,
+        positions=SimpleNamespace(several=False),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

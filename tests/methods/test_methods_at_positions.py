@@ -246,7 +246,8 @@ def test_the_gradient_of_the_linearised_model_is_the_dense_one(params):
 def test_em_over_positions():
     model, loader, x = case("1x1")
     data = [(x, model(x).detach() + 0.1 * torch.randn_like(model(x))) for x, _ in loader]
-    fitted = lw.fit(model, data, lw.SampledLLA(100, linearised_mode=True), params=lw.last_layer)
+    method = lw.SampledLLA(100, linearised_mode=True)
+    fitted = lw.fit(model, data, method, params=lw.last_layer, tune=lw.Evidence())  # the noise variance is that of EM
     full = lw.fit(model, data, lw.Full(), params=lw.last_layer, tune=lw.Evidence())
     assert fitted.noise_variance == pytest.approx(full.noise_variance, rel=0.1)
     assert fitted.predict(x).std.shape == model(x).shape

@@ -19,7 +19,10 @@ from lapwing.data import batches
 from lapwing.tuning import BoundedEvidence, Training
 from lapwing.tuning.classifier_width import mean_costs
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
+from lapwing.tuning.input_process import width_by_inputs
 from lapwing.tuning.leave_one_out import leave_one_out
+from lapwing.tuning.refit import fresh_copy
+from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
 from tests.quick import others_slow
 from tests.zoo import ZOO
@@ -163,9 +166,9 @@ def total(posterior, loader):
     return posterior.noise_variance + float(torch.cat([posterior.latent(one).variance for one in ones]).mean())
 
 
-def expected(posterior, loader, exact, given=False):
+def expected(posterior, loader, exact):
     """The width of predictions of the training data by the rule, from the process's own δ and σ²."""
-    precision = posterior.prior.precision if given else torch.full_like(posterior.prior.precision, exact.precision)
+    precision = torch.full_like(posterior.prior.precision, exact.precision)
     start = total(posterior.at(precision, exact.noise_variance), loader)
     return exact.width * start / exact.unseen(start)
 
@@ -191,17 +194,13 @@ def test_predictions_are_as_wide_as_left_out_at_the_ratio_of_the_exact_process(m
     assert tuned.predict(x).log_prob(y).mean() > own.predict(x).log_prob(y).mean() + 0.5
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"prior_precision": 0.5}, marks=pytest.mark.slow)], ids=["open", "given"]
-)
-def test_the_exact_posterior_is_that_of_the_process_as_wide_as_its_errors(options):
+def test_the_exact_posterior_is_that_of_the_process_as_wide_as_its_errors():
     model, loader, _ = overfitted()
-    exact = leave_one_out(lw.fit(model, loader, lw.Full(), tune=None, **options), loader)
-    tuned = lw.fit(model, loader, lw.Full(), **options)
+    exact = leave_one_out(lw.fit(model, loader, lw.Full(), tune=None), loader)
+    tuned = lw.fit(model, loader, lw.Full())
     factor = exact.width / exact.variance
-    if not options:
-        assert tuned.noise_variance == pytest.approx(factor * exact.noise_variance, rel=1e-6)
-        assert tuned.prior_precision == pytest.approx(exact.precision / factor, rel=1e-6)
+    assert tuned.noise_variance == pytest.approx(factor * exact.noise_variance, rel=1e-6)
+    assert tuned.prior_precision == pytest.approx(exact.precision / factor, rel=1e-6)
     assert total(tuned, loader) == pytest.approx(factor * exact.training_variance, rel=1e-2)
 
 
@@ -263,16 +262,155 @@ def test_predictions_are_never_narrower_than_the_residuals():
         assert 0.9 * width < total(tuned, [(x, y)]) < 1.000001 * width
 
 
-def test_the_width_holds_under_a_given_prior_scaled_data_and_a_temperature():
+def test_the_width_holds_under_scaled_data_and_a_temperature():
     model, loader, _ = overfitted()
-    for options in ({"prior_precision": 0.5}, {"data_size": 600}, {"temperature": 2.0}):
+    for options in ({"data_size": 600}, {"temperature": 2.0}):
         plain = lw.fit(model, loader, lw.Diagonal(), tune=lw.Evidence(), **options)
         tuned = lw.fit(model, loader, lw.Diagonal(), **options)
         exact = leave_one_out(plain, loader, options.get("data_size"))
-        width = expected(tuned, loader, exact, "prior_precision" in options)
-        assert total(tuned, loader) == pytest.approx(width, rel=0.02)
-        if "prior_precision" in options:
-            assert tuned.prior_precision == 0.5
+        assert total(tuned, loader) == pytest.approx(expected(tuned, loader, exact), rel=0.02)
+
+
+@pytest.mark.parametrize("delta", [0.01, 1.0])
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), None], ids=repr)
+def test_noise_at_a_given_prior_precision_is_about_the_best(method, delta):
+    """No other noise variance predicts other data much better, and none is above the error of unseen targets."""
+    model, loader, (x, y) = overfitted()
+    params = {} if method else {"params": lw.last_layer}
+    tuned = lw.fit(model, loader, method, likelihood="gaussian", prior_precision=delta, **params)
+    exact = leave_one_out(lw.fit(model, loader, lw.Diagonal(), tune=None), loader)
+    assert (tuned.prior_precision, tuned.noise_fixed) == (delta, False)
+    assert tuned.noise_variance <= exact.width
+    found, *others = (
+        float(tuned.with_noise(tuned.noise_variance * 10**decade).predict(x).log_prob(y).mean())
+        for decade in (0, -1.5, -1, -0.5, 0.5, 1)
+    )
+    assert found > max(others) - 0.3
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((6, 1), {}), ((3, 2), {"params": lw.last_layer}), ((3, 2), {"prior_precision": 1.0}),
+        ((1, 2, 3), {"method": lw.KFAC()}),
+    ],
+)  # fmt: skip
+def test_outputs_with_positions_have_the_fit_of_the_flattened_outputs(options, shape):
+    """A sample is left out with all positions, so an overfitted forecaster has the same intervals in any shape."""
+    torch.manual_seed(0)
+    x = torch.randn(30, 3, dtype=torch.float64)
+    flat = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6)).double().eval()
+    y, w = flat(2 * x).detach() + 0.1 * torch.randn(30, 6, dtype=torch.float64), torch.rand(30) + 0.5
+    y[4, 2] = math.nan
+    likelihood, fits = lw.Gaussian(missing=True), []
+    for model, targets in ((flat, y), (nn.Sequential(flat, nn.Unflatten(1, shape)), y.unflatten(1, shape))):
+        loader = [(x[:20], targets[:20], w[:20]), (x[20:], targets[20:], w[20:])]
+        fits.append(lw.fit(model, loader, likelihood=likelihood, sample_weights=True, **options))
+    wanted, found = fits
+    assert found.method == wanted.method
+    assert found.noise_variance == pytest.approx(wanted.noise_variance, rel=1e-6)
+    assert found.prior_precision == pytest.approx(wanted.prior_precision, rel=1e-6)
+    torch.testing.assert_close(found.predict(x).std.flatten(1), wanted.predict(x).std, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
+def test_many_positions_whose_number_varies(params, monkeypatch):
+    """Some positions of each sample are left out; weights that positions share learn from the others too."""
+    monkeypatch.setattr("lapwing.tuning.training_kernel.MAX_ROWS", 300)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double().eval()
+    loader = []
+    for count in (150, 210):
+        x = torch.randn(15, count, 3, dtype=torch.float64)
+        loader.append((x, model(x).detach() + 0.1 * torch.randn(15, count, 1, dtype=torch.float64)))
+    model[1].bias.data += 3  # a bias of the targets is no error
+    loader = [(x, y + 3) for x, y in loader]
+    tuned = lw.fit(model, loader, likelihood="gaussian", params=params)
+    assert tuned.noise_variance == pytest.approx(0.01, rel=0.25)
+
+
+class Memory(nn.Module):
+    """Looks the target of each training row up, which is the extreme of an overfitted network."""
+
+    def __init__(self, y):
+        super().__init__()
+        self.register_buffer("y", y.clone())
+        self.head = nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.head(self.y[(x[:, :1].round().long() % len(self.y))[:, 0]])
+
+
+def test_a_width_far_below_that_of_a_gaussian_process_on_the_inputs_is_warned_of(caplog):
+    torch.manual_seed(0)
+    x = torch.cat([torch.arange(120.0)[:, None], torch.randn(120, 2), torch.ones(120, 1)], 1)  # the last is constant
+    y = x[:, 1:2] + 0.3 * torch.randn(120, 1)
+    with torch.no_grad():
+        model = Memory(y).eval()
+        model.head.weight.fill_(0.99), model.head.bias.zero_()
+        linear = nn.Linear(4, 1).eval()
+        linear.weight.copy_(torch.tensor([[0.0, 1.0, 0.0, 0.0]])), linear.bias.zero_()
+    lw.fit(linear, [(x, y)])
+    assert "overfitted" not in caplog.text
+    narrow = lw.fit(model, [(x[:100], y[:100]), (x[100:], y[100:])])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("Memory may have overfitted: its intervals have a variance of")
+    assert "validation=held_out" in line
+    assert "tune=lw.Refit()" in line
+    parts = [batches.Weighted(x, y)]
+    found = width_by_inputs(parts, 120, torch.ones(1))
+    assert 0.07 < found < 0.15  # the noise variance is 0.09
+    assert f"needs {found:.3g}" in line
+    assert narrow.noise_variance < found / 10
+    assert width_by_inputs(parts, 120, torch.ones(1), least=100.0) is None
+    assert width_by_inputs([batches.Weighted(x.long(), y)], 120, torch.ones(1)) is None
+
+
+@pytest.mark.parametrize("times", [1.2, 1000.0])
+def test_a_yardstick_far_above_the_width_multiplies_all_variances(times, caplog):
+    model, loader, (x, _) = overfitted()
+    posterior = lw.fit(model, loader, lw.KFAC(), tune=None)
+    posterior = replace(posterior, noise_fixed=False)
+    arguments = posterior, residual(model, loader), Training(loader, (), 60), 2000
+    plain = with_left_out_width(*arguments)
+    exact = leave_one_out(posterior, loader)
+    checked = with_left_out_width(*arguments, lambda *_: times * exact.width)
+    ratio = checked.predict(x).variance / plain.predict(x).variance
+    torch.testing.assert_close(ratio, torch.full_like(ratio, times if times > 1.5 else 1.0))
+    assert ("All variances were multiplied by 1e+03" in caplog.text) is (times > 1.5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+@pytest.mark.parametrize("positions", [False, True])
+def test_error_of_a_fresh_copy(scale, positions, caplog):
+    torch.manual_seed(0)
+    x = torch.randn(200, 3)
+    y = scale * (7 + x @ torch.tensor([[1.0, 2.0], [-1.0, 0.0], [0.5, 1.0]]) + 0.1 * torch.randn(200, 2))
+    model = nn.Sequential(nn.Linear(3, 10), nn.Linear(10, 2)).eval()
+    y = y[..., None] if positions else y
+    model = nn.Sequential(model, nn.Unflatten(1, (2, 1))).eval() if positions else model
+    loader, before = list(zip(x.split(90), y.split(90), strict=True)), copy.deepcopy(model.state_dict())
+    posterior = lw.fit(model, loader, lw.Diagonal(), likelihood="gaussian", tune=lw.Evidence())
+    drawn = torch.random.get_rng_state()
+    error = lw.Refit(steps=300)._error(posterior, Training(loader, (), 200))
+    assert 0.005 * scale**2 < error < 0.02 * scale**2
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_copy_is_fresh_but_for_frozen_layers_or_is_not_trained(caplog):
+    model, loader, _ = overfitted()
+    model[0].requires_grad_(False)
+    fresh, kept = fresh_copy(model)
+    assert not kept
+    assert torch.equal(fresh[0].weight, model[0].weight)
+    assert not torch.equal(fresh[2].weight, model[2].weight)
+    model[2].reset_parameters = lambda: None
+    tuned, plain = (lw.fit(model, loader, lw.KFAC(), tune=tune) for tune in (lw.Refit(), lw.BoundedEvidence()))
+    assert "reset_parameters does not change 2.weight, 2.bias" in caplog.text
+    assert tuned.noise_variance == plain.noise_variance
+    with pytest.raises(lw.LapwingError, match=r"lw.Refit chooses the width of a regression.*Leave tune out"):
+        lw.fit(nn.Linear(3, 2).eval(), (torch.randn(9, 3), torch.arange(9) % 2), tune=lw.Refit())
 
 
 @pytest.mark.parametrize("y", [torch.tensor([[2.0]]), torch.full((6, 1), 1e6), torch.zeros(6, 1)], ids=str)
@@ -302,11 +440,10 @@ def process(model, loader, pairs, mean):
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("delta", [None, 0.7])
 @pytest.mark.parametrize(
     ("outputs", "most", "twice"), [(1, 1000, 0), (2, 1000, 0), (3, 1000, 9), (3, 45, 0), (3, 60, 0)]
 )
-def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, most, twice, delta, monkeypatch):
+def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, most, twice, monkeypatch):
     monkeypatch.setattr("lapwing.tuning.training_kernel.MAX_ROWS", most)
     torch.manual_seed(0)
     x = torch.randn(30, 4, dtype=torch.float64)
@@ -315,18 +452,14 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
     y = model(2 * x).detach() + 0.1 * torch.randn(30, outputs, dtype=torch.float64)
     y[30 - twice :] = y[:twice]
     loader = list(zip(x.split([12, 0, 11, 7]), y.split([12, 0, 11, 7]), strict=True))
-    posterior = lw.fit(
-        model, loader, lw.Diagonal(), likelihood="gaussian", prior_precision=delta, prior_mean=0.1, tune=None
-    )
+    posterior = lw.fit(model, loader, lw.Diagonal(), likelihood="gaussian", prior_mean=0.1, tune=None)
     found = leave_one_out(posterior, loader)
     count = min(30, max(20, most // outputs))
     each = min(outputs, most // count)
     pairs = [(i // each * 30 // count, i % outputs) for i in range(count * each)]
     assert len(set(pairs)) == len(pairs)
     j, labels = process(model, loader, pairs, 0.1)
-    precision = found.precision * (delta or 1.0)
-    if delta is not None:
-        assert found.precision == 1.0
+    precision = found.precision
 
     def covariance(precision, noise):
         return j @ j.T / precision + noise * torch.eye(len(j)).double()
@@ -337,9 +470,8 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
     best = evidence(precision, found.noise_variance)
     for factor in (0.9, 1.1):
         assert evidence(precision, found.noise_variance * factor) < best
-        if delta is None:
-            assert evidence(precision * factor, found.noise_variance) < best
-            assert evidence(precision * factor, found.noise_variance * factor) < best
+        assert evidence(precision * factor, found.noise_variance) < best
+        assert evidence(precision * factor, found.noise_variance * factor) < best
     full, variances, errors = covariance(precision, found.noise_variance), [], []
     for sample in range(30):
         mine = [m for m, (n, _) in enumerate(pairs) if n == sample]

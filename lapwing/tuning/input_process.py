@@ -1,0 +1,95 @@
+"""A yardstick for the width of a regression on a table: a Gaussian process that knows the inputs, not the network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..data import batches
+from ..linalg import doubled, symmetric_eigen
+from .gaussian_process import Process
+
+FEWEST, ROWS = 100, 500
+"""Minimum number of samples for which there is a width, and maximum number of rows of the kernel."""
+
+LENGTH_ROWS, STEPS, RATE = 200, 40, 0.2
+"""Maximum number of rows that choose the length scales; number and size of the steps of Adam."""
+
+JITTER = 1e-4
+"""Minimum of the noise, as a part of the kernel's variance."""
+
+OUTPUTS = 16
+"""Maximum number of outputs, which are spread evenly."""
+
+
+@torch.no_grad()
+def width_by_inputs(parts: Sequence[batches.Weighted], size: float, ratios: Tensor, least: float = 0.0) -> float | None:
+    """Returns the leave-one-out width of a Gaussian process with a squared-exponential kernel on the inputs.
+
+    The evidence chooses a length scale for each column. Sample weights do not count.
+
+    Args:
+        parts: batches of training data.
+        size: number N of all samples.
+        ratios: noise ratios (C,); the width of each output is in units of its ratio.
+        least: a width up to this is of no interest, so the result is None if the targets' variance is below it.
+
+    Returns:
+        The width, or None if the inputs are not rows (B, D) of floats, or if there are too few.
+
+    Cost: `STEPS` Cholesky decompositions of `LENGTH_ROWS` rows, and an eigendecomposition of `ROWS` rows.
+    """
+    tables = [part.inputs for part in parts if isinstance(part.inputs, Tensor)]
+    if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):
+        return None
+    x, y = (doubled(torch.cat(list(each))).flatten(1) for each in (tables, [part.targets[:, None] for part in parts]))
+    known = y.isfinite().all(1)
+    x, y = x[known], y[known] / (ratios.to(y).sqrt() if len(ratios) == y.shape[1] else 1.0)
+    if len(x) < FEWEST or float(y.var(0).mean()) <= least:
+        return None
+    x, y = _spread(x, ROWS), _spread(y.T, OUTPUTS).T
+    y, spread = _spread(y - y.mean(0), ROWS), x.std(0)
+    x = (x - x.mean(0)) / torch.where(spread > 0, spread, 1.0)
+    x = x / _lengths(_spread(x, LENGTH_ROWS), _spread(y, LENGTH_ROWS))
+    kernel = (torch.cdist(x, x).square() / -2).exp()
+    values, vectors = symmetric_eigen(kernel)
+    same = (kernel > 1 - 1e-9) & (y[:, None] == y).all(-1)
+    process = Process(values, vectors, y[:, 0], torch.ones_like(y[:, 0]), same, x.shape[1])
+    widths = []
+    for labels in y.T:
+        one = replace(process, labels=labels)
+        widths.append(one.left_out(one.best(), size).width)
+    return sum(widths) / len(widths)
+
+
+def _spread(values: Tensor, most: int) -> Tensor:
+    """Returns at most `most` rows, spread evenly."""
+    count = min(len(values), most)
+    return values[torch.arange(count, device=values.device) * len(values) // count]
+
+
+def _lengths(x: Tensor, y: Tensor) -> Tensor:
+    """Returns the length scale of each column (D,) by the evidence, by gradient steps from the median distance."""
+    y = y / y.square().mean().sqrt().clamp_min(torch.finfo(y.dtype).tiny)
+    distances = torch.pdist(x)
+    median = float(distances[distances > 0].median()) if bool((distances > 0).any()) else 1.0
+    start = x.new_tensor([-2.0, *[math.log(median)] * x.shape[1]])  # log of the noise, and of the lengths
+    with torch.enable_grad():
+        point = start.requires_grad_()
+        optimiser = torch.optim.Adam([point], RATE)
+        for _ in range(STEPS):
+            scaled = x / point[1:].exp()
+            squares = scaled.square().sum(1)
+            kernel = (scaled @ scaled.T - (squares[:, None] + squares) / 2).clamp_max(0).exp()
+            root = torch.linalg.cholesky(kernel + (point[0].exp() + JITTER) * torch.eye(len(x)).to(x))
+            whitened = torch.linalg.solve_triangular(root, y, upper=False)
+            # minus the log evidence, at the kernel's best scale
+            fit = y.numel() / 2 * whitened.square().sum().log() + y.shape[1] * root.diagonal().log().sum()
+            optimiser.zero_grad()
+            fit.backward()
+            optimiser.step()
+    return point[1:].detach().exp()
