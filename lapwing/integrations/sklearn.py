@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
+from ..network.calling import call
 from ..options import LIMIT, check_argument, integer, number
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
@@ -62,9 +63,10 @@ class _LaplaceEstimator(base.BaseEstimator):
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             self.module_ = self._network(X, outputs).eval()
+            self._integers = X.dtype.kind in "iu" and self._accepts_integers(X[:1])
             x = self._tensor(X)
             with torch.no_grad():
-                width = self._outputs(x[:1]).shape[1]
+                width = call(self.module_, x[:1]).shape[1]
             targets, likelihood, loss = self._task(y, width)
             targets, train, held_out = targets.to(x.device), torch.arange(len(x)), None
             share = self.validation_fraction
@@ -135,10 +137,10 @@ class _LaplaceEstimator(base.BaseEstimator):
         self, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor, counts: Tensor | None = None
     ) -> None:
         network = self.module_.train()
-        shares = x.new_ones(len(x)) if counts is None else (counts / counts.mean()).to(x.dtype)
         weights = [weight for weight in network.parameters() if weight.requires_grad]
         if not weights:
             raise LapwingError("No weight of the network requires a gradient. Write epochs=0 for a trained network.")
+        shares = weights[0].new_ones(len(x)) if counts is None else (counts / counts.mean()).to(weights[0].dtype)
         optimiser = torch.optim.AdamW(weights, lr=self.learning_rate, weight_decay=self.weight_decay)
         for _ in range(self.epochs):
             for rows in torch.randperm(len(x)).split(self.batch_size):
@@ -153,10 +155,23 @@ class _LaplaceEstimator(base.BaseEstimator):
         outputs = self.module_(x)
         return outputs[:, None] if outputs.ndim == 1 else outputs
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        """Returns an array in the dtype of the network's weights, on their device."""
+    def _accepts_integers(self, X: np.ndarray) -> bool:
+        """Whether the network runs on integers, as one that begins with an embedding does; a linear layer does not."""
         weight = next(self.module_.parameters(), torch.empty(0))
-        return torch.tensor(array, dtype=weight.dtype, device=weight.device)
+        try:
+            with torch.no_grad():
+                self.module_(torch.tensor(X, dtype=torch.int64, device=weight.device))
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+        return True
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        """Returns an array on the device of the network, as integers or in the dtype of its weights."""
+        weight = next(self.module_.parameters(), torch.empty(0))
+        if self._integers and (array != array.astype(np.int64)).any():
+            raise LapwingError("The estimator was fitted to integers, and X has fractions. Pass X.astype(int).")
+        dtype = torch.int64 if self._integers else weight.dtype
+        return torch.tensor(array, dtype=dtype, device=weight.device)
 
     def _predict(self, X: Any) -> Any:
         validation.check_is_fitted(self, "posterior_")
@@ -172,7 +187,8 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
     Args:
         module: network, which is copied, or a function `(features, outputs)` that makes one. It returns logits: one for
             each class in the order of `classes_`, or for two classes one logit of the second. None makes a perceptron
-            with two hidden layers of 50 units.
+            with two hidden layers of 50 units. It gets integers of X as integers if it accepts them, as an embedding
+            does, and otherwise in the dtype of its weights.
         epochs: number of passes of the training; 0 keeps the weights.
         learning_rate: learning rate of AdamW.
         weight_decay: weight decay of AdamW.

@@ -231,3 +231,37 @@ def test_a_frozen_network_is_fitted_without_training(data) -> None:
 def test_one_class_is_refused(data) -> None:
     with pytest.raises(lw.LapwingError, match="one class"):
         LaplaceClassifier(network).fit(data[0], np.zeros(60, dtype=int))
+
+
+class Tokens(nn.Module):
+    """A mean of embeddings, and a linear layer."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(7, 5), nn.Linear(5, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(x).mean(1))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8"])
+def test_integers_stay_integers_if_the_network_accepts_them(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    X = rng.integers(7, size=(40, 4)).astype(dtype)
+    classifier = LaplaceClassifier(Tokens(2), epochs=1).fit(X, X[:, 0] % 2, sample_weight=np.linspace(0.5, 1.5, 40))
+    assert classifier.predict_proba(X.astype(float)).shape == (40, 2)
+    with pytest.raises(lw.LapwingError, match="fitted to integers"):
+        classifier.predict(X + 0.5)
+    assert LaplaceRegressor(Tokens(1), epochs=1).fit(X, X[:, 0]).predict(X).shape == (40,)
+    linear = LaplaceRegressor(nn.Linear(4, 1), epochs=1).fit(X, X[:, 0])
+    assert linear.posterior_.predict(torch.tensor(X).float()).mean.shape == (40, 1)
+    with pytest.raises(lw.LapwingError, match="called as model\\(x\\) on Tensor \\(1, 4\\) float32"):
+        LaplaceClassifier(Tokens(2), epochs=1).fit(X + 0.5, X[:, 0] % 2)
+
+
+def test_columns_of_a_frame_in_another_order_are_refused() -> None:
+    pd = pytest.importorskip("pandas")
+    X = pd.DataFrame(np.random.default_rng(0).normal(size=(30, 2)), columns=["a", "b"])
+    regressor = LaplaceRegressor(epochs=1).fit(X, X["a"])
+    with pytest.raises(ValueError, match="same order"):
+        regressor.predict(X[["b", "a"]])
