@@ -24,7 +24,7 @@ from torch.utils.data import (
 from .. import ranks
 from ..errors import LapwingError
 from . import batches
-from .frames import as_loader
+from .frames import Columns, as_loader, columns_of, ordered
 from .loaders import check_data_size, equal_batches, first_batch, kept_batches, known_size, sampler_size
 
 log = logging.getLogger("lapwing")
@@ -45,14 +45,28 @@ class Data:
         network: network whose weights decide the dtype of arrays.
         sample_weights: whether the batches hold sample weights. Then `Data` yields `batches.Weighted`.
         data_size: N, if the user gave it. A loader without a length, which may be endless, is read up to N samples.
+        columns: names of the columns of the fit, in whose order frames are read; () keeps the order of each frame.
 
     Attributes:
         loader: the data as an iterable of batches.
         weighted: whether the batches hold sample weights.
+        columns: names of the columns, by frame; those of the data themselves if none were given.
     """
 
-    def __init__(self, given: Any, network: Any, sample_weights: bool = False, data_size: int | None = None) -> None:
-        self.loader, self.weighted, self._data_size = as_loader(given, network), sample_weights, data_size
+    def __init__(
+        self,
+        given: Any,
+        network: Any,
+        sample_weights: bool = False,
+        data_size: int | None = None,
+        columns: Columns = (),
+    ) -> None:
+        self.columns = columns or columns_of(given)
+        self.loader, self.weighted, self._data_size = (
+            as_loader(ordered(given, columns), network),
+            sample_weights,
+            data_size,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches.
@@ -84,9 +98,9 @@ class Data:
             )
 
     @classmethod
-    def of(cls, given: Any, network: Any) -> Data:
+    def of(cls, given: Any, network: Any, columns: Columns = ()) -> Data:
         """Returns the data of a loader, or `given` if it already is `Data`."""
-        return given if isinstance(given, cls) else cls(given, network)
+        return given if isinstance(given, cls) else cls(given, network, columns=columns)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from ..linalg import double_device
 from . import batches
 from .batches import is_array
@@ -62,6 +62,49 @@ def as_loader(data: Any, network: Any) -> Any:
     if type(data) in (list, tuple) and any(map(_holds_arrays, data)):
         return [_tensors(batch, dtype) for batch in data]
     return data
+
+
+Columns = tuple[tuple[str, ...], ...]
+"""Names of the columns of each frame of the training data that has several columns, all with strings as names."""
+
+
+def columns_of(data: Any) -> Columns:
+    """Returns the names of the columns of the frames in data, each order once."""
+    return tuple(dict.fromkeys(names for part in _parts(data) for names in columns_of(part))) or _names(data)
+
+
+def ordered(data: Any, columns: Columns) -> Any:
+    """Returns data with the columns of their frames in the order of the fit, found by name.
+
+    Raises:
+        LapwingError: if a frame has other columns than each frame of the fit.
+    """
+    if not columns or not columns_of(data):
+        return data
+    if isinstance(data, Mapping):
+        return {key: ordered(part, columns) for key, part in data.items()}
+    if _parts(data):
+        return type(data)(ordered(part, columns) for part in data)
+    (names,) = _names(data)
+    same = next((known for known in columns if sorted(known) == sorted(names)), None)
+    if same is None:
+        raise LapwingError(
+            f"A {type(data).__name__} has the columns {shown(list(names))}, and the data of the fit had "
+            f"{' or '.join(shown(list(known)) for known in columns)}. Pass these columns, or x.to_numpy() if only the "
+            "names differ."
+        )
+    return data if same == names else data[list(same)]
+
+
+def _parts(data: Any) -> list[Any]:
+    """Returns the entries of a tuple, list or dict, and [] for other data."""
+    return list(data.values()) if isinstance(data, Mapping) else list(data) if type(data) in (tuple, list) else []
+
+
+def _names(data: Any) -> Columns:
+    """Returns the names of the columns of a frame; () if it has one column, or names that are not strings."""
+    names = tuple(data.columns) if is_array(data) and hasattr(data, "columns") else ()
+    return (names,) if len(names) > 1 and all(isinstance(name, str) for name in names) else ()
 
 
 def check_data(data: Any, purpose: str) -> None:

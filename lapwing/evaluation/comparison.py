@@ -18,7 +18,7 @@ from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import EigenTerm
 from ..data import batches
 from ..data.data import Data
-from ..data.frames import as_inputs
+from ..data.frames import Columns, as_inputs, ordered
 from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, extra, shown
 from ..likelihoods import Likelihood, Prediction
@@ -173,11 +173,12 @@ def compare(
     network = around.model if isinstance(around, Posterior) else around
     data = Data(loader, network, sample_weights)
     batches.check_loader(data.loader, "compare")
-    foreign_sets = _foreign_sets(foreign, data, network)
     fits = fit_seconds or {}
     rows: dict[str, dict[str, float]] = {}
     for name, candidate in _candidates(posteriors, data).items():
-        parts, targets, cost = _run(candidate, tracked(data, name), repeats)
+        own = Data(loader, network, sample_weights, columns=candidate.columns)
+        foreign_sets = _foreign_sets(foreign, own, network)
+        parts, targets, cost = _run(candidate, tracked(own, name), repeats)
         rows[name] = _row(parts, targets)
         for column, inputs in foreign_sets.items():
             outside = _predictions(candidate, inputs)
@@ -229,6 +230,7 @@ def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any
     """Returns column -> foreign inputs. A dict of tensors may be one batch, if the network's inputs are dicts."""
     if foreign is None:
         return {}
+    foreign = ordered(foreign, data.columns)
     if not isinstance(foreign, Mapping):
         return {"AUROC": as_inputs(foreign, network)}
     held_out = next((batches.split(batch)[0] for batch in data), None)
@@ -244,12 +246,13 @@ def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A row: its prediction, the plain forward pass of its network, its device, and whether it is only the network."""
+    """A row: its prediction, its network's forward pass, device, whether it is only the network, and its columns."""
 
     predict: Callable[[Any], Prediction]
     forward: Callable[[Any], Tensor]
     device: torch.device | None
     alone: bool
+    columns: Columns = ()
 
 
 def _candidates(posteriors: Mapping[str, Candidate], data: Data) -> dict[str, _Candidate]:
@@ -258,19 +261,22 @@ def _candidates(posteriors: Mapping[str, Candidate], data: Data) -> dict[str, _C
     fitted = [posterior for posterior in around if isinstance(posterior, Posterior)]
     likelihood = _with_noise(fitted[0]) if fitted else _likelihood(data)
     positions = fitted[0].tangent.positions if fitted else None
+    columns = fitted[0].columns if fitted else ()
     rows: dict[str, _Candidate] = {}
     if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
-        rows["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device, positions)
+        rows["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device, positions, columns)
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
             device = next((parameter.device for parameter in candidate.parameters()), None)
             layout = None if positions is None else replace(positions, forward=None)
             run = torch.no_grad()(partial(shaped_outputs, candidate, forward=layout))
-            rows[name] = _network(run, likelihood, device, positions)
+            rows[name] = _network(run, likelihood, device, positions, columns)
         else:
             posterior, way = candidate if isinstance(candidate, tuple) else (candidate, None)
             predict = partial(posterior.predict, via=way)
-            rows[name] = _Candidate(predict, posterior.tangent.outputs_of, posterior.tangent.device, False)
+            rows[name] = _Candidate(
+                predict, posterior.tangent.outputs_of, posterior.tangent.device, False, posterior.columns
+            )
     return rows
 
 
@@ -284,7 +290,11 @@ def _with_noise(posterior: Posterior) -> Likelihood:
 
 
 def _network(
-    forward: Callable[[Any], Tensor], likelihood: Likelihood, device: torch.device | None, positions: Positions | None
+    forward: Callable[[Any], Tensor],
+    likelihood: Likelihood,
+    device: torch.device | None,
+    positions: Positions | None,
+    columns: Columns,
 ) -> _Candidate:
     """Returns a network as a posterior without spread."""
 
@@ -304,7 +314,7 @@ def _network(
         places = layout.places(len(outputs), layout.sizes(outputs.shape))
         return predicted(likelihood, LatentAtPositions(latent, places), None, None)
 
-    return _Candidate(predict, forward, device, True)
+    return _Candidate(predict, forward, device, True, columns)
 
 
 def _likelihood(data: Data) -> Likelihood:

@@ -62,13 +62,13 @@ class FitData:
         inputs, targets = batches.split(training.first)
         tune = options.tune
         if options.validation is not None:
-            held_out = Data(options.validation, model)
+            held_out = Data(options.validation, model, columns=training.columns)
             tune = Validation(held_out)
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
         likelihood = options.likelihood
         likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-        return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, model))
+        return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, training, model))
 
     @property
     def prefixes(self) -> int:
@@ -117,11 +117,11 @@ class FitData:
             _warn_of_own_tokens(self.inputs, self.targets, self.likelihood)
 
 
-def with_joined_data(tune: Tuning | None, model: Any) -> Tuning | None:
+def with_joined_data(tune: Tuning | None, training: Data, model: Any) -> Tuning | None:
     """Returns the tuning with the held-out data of all ranks on rank 0, and without data on other ranks."""
     if not ranks.several() or not isinstance(tune, (EarlyStopping, Validation)):
         return tune
-    return replace(tune, loader=Data.of(tune.loader, model).on_first_rank())
+    return replace(tune, loader=Data.of(tune.loader, model, training.columns).on_first_rank())
 
 
 def _warn_of_held_out(held_out: Data, training: Data) -> None:

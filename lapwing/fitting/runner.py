@@ -19,6 +19,7 @@ from .. import ranks
 from ..covariance import Covariance
 from ..data import batches
 from ..data.data import Data
+from ..data.frames import Columns
 from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
@@ -55,6 +56,11 @@ class Runner:
         self._labels: Tensor | None = None
         self._at = RunnerState()
         self.prefixes: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}
+
+    @property
+    def columns(self) -> Columns:
+        """Names of the columns of the training data."""
+        return self._data.columns
 
     @property
     def whole(self) -> bool:

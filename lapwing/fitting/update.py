@@ -42,10 +42,10 @@ def updated(
             "tune=lw.Validation(loader), or leave it out to keep the prior and the noise."
         )
     check_flag("posterior.update", "sample_weights", sample_weights)
-    data = Data(loader, posterior.model, sample_weights)
+    data = Data(loader, posterior.model, sample_weights, columns=posterior.columns)
     data.first  # noqa: B018 (checks the data)
     whole = _with_data(posterior, posterior.tangent, data)
-    tune = with_joined_data(tune, posterior.model)
+    tune = with_joined_data(tune, data, posterior.model)
     return checked(whole if tune is None else tuned(tune, whole, Training()))
 
 
@@ -59,7 +59,7 @@ def continued(
     """
     former._check_network()
     _check_invertible(former)
-    data = Data(loader, model, options.sample_weights)
+    data = Data(loader, model, options.sample_weights, columns=former.columns)
     inputs, _ = batches.split(data.first)
     tangent = _surveyed(options, former.tangent, model, inputs, former.likelihood.activation)
     if checkpoint is not None:

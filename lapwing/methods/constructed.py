@@ -96,4 +96,5 @@ def constructed(
     return Posterior(
         tangent, covariance(tangent), likelihood, Prior(zero, centre, fixed=True),
         summary.statistics, summary.samples, 1.0, 1.0, method, noise_fixed, Stamp.of(tangent.state()),
+        columns=data.columns,
     )  # fmt: skip

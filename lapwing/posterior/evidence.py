@@ -100,7 +100,7 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
     Cost: one pass over the data with one backward pass per batch.
     """
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
-    data = Data(loader, tangent.model, sample_weights)
+    data = Data(loader, tangent.model, sample_weights, columns=posterior.columns)
     batches.check_loader(data.loader, "The evidence at the linearised mode")
     mean, count = tangent.mean(), 0
     gradient = {

@@ -132,6 +132,7 @@ def _rebuilt(
         tangent, covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], MethodInfo.from_json(header["method"]),
         given["noise_variance"], Stamp.of(tangent.state()), part("history/"),
+        tuple(map(tuple, header.get("columns", ()))),
     )  # fmt: skip
 
 

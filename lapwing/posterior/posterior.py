@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, PriorCovariance, has_prior
+from ..data.frames import Columns, ordered
 from ..data.progress import with_progress
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
@@ -60,6 +61,7 @@ class Posterior(Generic[P]):
         method: how the posterior was made; `print(posterior.method)` shows the method and its options.
         noise_fixed: whether the user gave σ²; otherwise it is tuned.
         stamp: fingerprint of the network's state at the fit.
+        columns: names of the columns of the frames of the fit; later frames are read in their order.
         history: tensors by name that the method reports about its fit, such as the objective at each step.
 
     Example:
@@ -84,6 +86,7 @@ class Posterior(Generic[P]):
     noise_fixed: bool
     stamp: Stamp = field(repr=False)
     history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    columns: Columns = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         """One line; `model` is the network, and `print(posterior.tangent.coverage)` lists its blocks."""
@@ -278,7 +281,7 @@ class Posterior(Generic[P]):
         """
         self._check_network()
         check_flag("latent", "joint", joint)
-        return latent_of(self.tangent, self.covariance, x, via, joint, progress)
+        return latent_of(self.tangent, self.covariance, ordered(x, self.columns), via, joint, progress)
 
     @full_precision
     @memory_errors("The prediction", SMALLER_PREDICTION)

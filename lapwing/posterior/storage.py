@@ -57,6 +57,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "temperature": posterior.temperature,
         "method": asdict(posterior.method),
         "forward": tangent.users_forward is not None,
+        "columns": posterior.columns,
         "dtypes": {name: str(value.dtype) for name, value in state.items()},
     }
     try:

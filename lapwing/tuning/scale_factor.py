@@ -84,7 +84,7 @@ def scale_factor(
         >>> posterior.predict(x, via=way).probs.shape
         torch.Size([64, 3])
     """
-    data = Data(loader, getattr(posterior, "model", None))
+    data = Data(loader, getattr(posterior, "model", None), columns=getattr(posterior, "columns", ()))
     loader = data.loader
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise LapwingError(

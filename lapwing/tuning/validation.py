@@ -110,7 +110,8 @@ class Validation(_OnHeldOutData):
         if self._reads_training(posterior) and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
-            with_ranks(posterior, self.ranks), self.decades, self.points, Data.of(self.loader, posterior.model),
+            with_ranks(posterior, self.ranks), self.decades, self.points,
+            Data.of(self.loader, posterior.model, posterior.columns),
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
         log.info("Validation of %s: %s", best.method, chosen_numbers(best))
@@ -183,7 +184,7 @@ class EarlyStopping(_OnHeldOutData):
             if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
                 part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
             candidates.extend(with_ranks(part, self.ranks))
-        loader = Data.of(self.loader, posterior.model)
+        loader = Data.of(self.loader, posterior.model, posterior.columns)
         best = best_of(candidates, self.decades, self.points, loader)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, posterior.samples)))

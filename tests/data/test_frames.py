@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,3 +209,49 @@ def test_a_data_set_draws_no_random_numbers_and_a_set_of_batches_stays_a_loader(
     lw.fit(model, Rows(*arrays), lw.Diagonal(), prior_precision=1.0).predict(Rows(*arrays))
     assert torch.equal(torch.get_rng_state(), state)
     assert lw.fit(model, Batches(), lw.Diagonal(), prior_precision=1.0).samples == 120
+
+
+# --- columns in another order ----------------------------------------------------------------------------------------
+def shuffled(x: Any) -> Any:
+    return x[list(reversed(x.columns))]
+
+
+def test_columns_of_a_frame_are_found_by_name(tmp_path: Path) -> None:
+    pd = pytest.importorskip("pandas")
+    generator = np.random.default_rng(0)
+    x, y = pd.DataFrame(generator.normal(size=(40, 3)), columns=["a", "b", "c"]), generator.normal(size=(40, 1))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).eval()
+    posterior = lw.fit(model, (x, y), lw.Full(), prior_precision=1.0)
+    variance = posterior.latent(x).variance
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = lw.load(tmp_path / "posterior.safetensors", model)
+    for one in (posterior, loaded, posterior.with_prior(1.0), pickle.loads(pickle.dumps(posterior))):
+        for other in (shuffled(x), [shuffled(x)], [(shuffled(x[:7]), y[:7]), (shuffled(x[7:]), y[7:])]):
+            torch.testing.assert_close(one.latent(other).variance, variance)
+
+    def same(function: Callable[[Any], Any]) -> None:
+        torch.testing.assert_close(function(shuffled(x)), function(x))
+
+    same(lambda other: loaded.update((other, y)).latent(x).variance)
+    same(lambda other: lw.fit(model, (x, y), lw.KFAC(), validation=(other, y)).latent(x).variance)
+    same(lambda other: lw.fit(model, (x, y), lw.KFAC(), tune=lw.Validation((other, y))).latent(x).variance)
+    same(lambda other: lw.fit(model, (other, y), prior=posterior).latent(x).variance)
+    same(lambda other: torch.tensor(lw.scale_factor(posterior, (other, y)).factor))
+    same(lambda other: torch.tensor(posterior.log_marginal_likelihood(linearised_mode=True, loader=(other, y))))
+    tables = [lw.compare({"a": posterior}, (other, y), other + 1.0).rows for other in (x, shuffled(x))]
+    for row in ("MAP", "a"):
+        assert {**tables[0][row], "passes": 0} == pytest.approx({**tables[1][row], "passes": 0})
+    with pytest.raises(lw.LapwingError, match="has the columns .*'z'.* and the data of the fit had"):
+        posterior.predict(x.rename(columns={"a": "z"}))
+    torch.testing.assert_close(posterior.latent(x.to_numpy()).variance, variance)
+
+
+def test_each_posterior_of_a_comparison_has_its_own_columns() -> None:
+    pd = pytest.importorskip("pandas")
+    generator = np.random.default_rng(0)
+    x, y = pd.DataFrame(generator.normal(size=(40, 2)), columns=["a", "b"]), generator.normal(size=(40, 1))
+    model, mirrored = nn.Linear(2, 1).eval(), nn.Linear(2, 1).eval()
+    mirrored.load_state_dict({**model.state_dict(), "weight": model.weight.flip(1)})
+    rows = lw.compare({"a": lw.fit(model, (x, y)), "b": lw.fit(mirrored, (shuffled(x), y))}, (x, y)).rows
+    assert {**rows["a"], "passes": 0} == pytest.approx({**rows["b"], "passes": 0}, rel=1e-3)
