@@ -165,7 +165,7 @@ LINES = {
     "__init__": 90, "environment": 90, "errors": 160, "options": 220, "linalg": 480, "ranks": 240, "data": 1160,
     "jacobian": 2470, "network": 3510, "tangent": 1310, "covariance": 2920, "likelihoods": 3360, "prediction":
     5170, "posterior": 1500, "methods": 5910, "tuning": 2440, "fitting": 2090, "deployment": 910, "evaluation":
-    1030, "integrations": 850, "__main__": 10,
+    1040, "integrations": 850, "__main__": 10,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""
 
