@@ -884,12 +884,12 @@ def test_words_for_common_slips(posterior: lw.Posterior, tmp_path: Any) -> None:
 def test_a_posterior_is_shown_in_one_line(posterior: lw.Posterior) -> None:
     shown = repr(posterior)
     assert shown.startswith("<Posterior by KFAC(")
-    assert "over 51 weights of Sequential (0.weight, 0.bias, 2.weight, 2.bias), 8 samples, Categorical()" in shown
+    assert "over all 51 weights of Sequential (0.weight, 0.bias, 2.weight, 2.bias), 8 samples, Categorical()" in shown
     deep = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)).eval()
     assert "of Sequential (0.weight, 0.bias, 1.weight, 1.bias, ... 6 parameters), 8" in repr(fit([(X, Y)], deep))
     assert f"prior_precision={posterior.prior_precision:.4g}" in shown
     assert "\n" not in shown
-    assert len(shown) < 250
+    assert len(shown) < 260
     layers = posterior.with_prior({"0": 1.0, "2": 2.00001})
     assert "prior precision 0: 1, 2: 2\n" in str(layers.diagnose())
     assert "prior precision 0.3333\n" in str(posterior.with_prior(1 / 3).diagnose())

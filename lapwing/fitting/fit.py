@@ -17,6 +17,7 @@ from ..covariance import has_prior
 from ..data import batches
 from ..data.batches import Forward
 from ..data.progress import show_progress
+from ..display import warns_once
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
 from ..methods import KFAC, FisherRoot, Method, Problem
@@ -39,6 +40,7 @@ from .validation import preferred, worth_trying
 log = logging.getLogger("lapwing")
 
 
+@warns_once
 @outside_modes
 @ranks.across_ranks()
 @memory_errors(
@@ -230,7 +232,7 @@ def run_and_tune(setup: Setup) -> Posterior:
     if result.precision is not None or not has_prior(result.covariance):
         return checked(_with_prior_of_method(setup, posterior, training), parts)
     if tune is None:
-        return checked(posterior if posterior.tuned else posterior.with_defaults())
+        return checked(posterior if posterior.prior.fixed and posterior.noise_fixed else posterior.with_defaults())
     posterior = checked(tuned(tune, posterior, training), parts)
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
     return posterior

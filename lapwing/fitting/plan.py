@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..data import batches
 from ..data.batches import Forward
+from ..display import Displayed, warns_once
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..methods import Method
@@ -39,8 +40,8 @@ UNITS = (
 """The explanation below a table."""
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
     """What a fit would need; `print(plan)` shows a table. A number is None if the method has no footprint.
 
     Attributes:
@@ -63,15 +64,15 @@ class Plan:
     seconds: float | None = None
     advice: str | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Returns a table of one row."""
-        return str(Plans([self]))
+        return repr(Plans([self]))
 
 
-class Plans(tuple[Plan, ...]):
+class Plans(Displayed, tuple[Plan, ...]):
     """Plans of several methods; `print(plans)` shows a table."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Returns a row for each plan, the units, and each piece of advice once."""
         rows = [
             "  ".join([
@@ -88,6 +89,7 @@ def _cell(number: float | None, width: int, digits: int = 0, unit: int = 1) -> s
     return ("?" if number is None else f"{number / unit:,.{digits}f}").rjust(width)
 
 
+@warns_once
 @outside_modes
 def plan(
     model: nn.Module,

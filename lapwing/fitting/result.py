@@ -84,7 +84,10 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
     best = posterior if ranks.rank() else retried(posterior.tangent, lambda: tune.tune(posterior, whole))
-    return best if best is posterior else replace(best, method=replace(best.method, tuning=repr(tune)))
+    numbers = ("prior_precision", "noise_variance", "logit_temperature", "samples")
+    if all(getattr(best, name) == getattr(posterior, name) for name in numbers):
+        return best  # the user gave what the tuning could choose
+    return replace(best, method=replace(best.method, tuning=repr(tune)))
 
 
 def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
@@ -102,11 +105,12 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
         )
     check_noise(posterior.likelihood, posterior.tangent)
     if posterior.covariance.rounded():
-        log.warning(
-            "The sums of the curvature of %s have too few digits for a prior precision of %.3g: variances in "
-            "directions of least curvature are rounding noise. Scale the inputs to about 1, raise the prior precision, "
-            "or fit the network in float64 with model.double().",
-            posterior.method, posterior.prior.precision.min().item(),
+        log.log(
+            logging.WARNING if posterior.prior.fixed else logging.INFO,  # a tuning scored these very variances
+            "The prior precision %.3g is too weak for the digits of %s: variances of %s in directions of least "
+            "curvature are rounding noise. Pass a larger prior_precision=, or fit the network in float64 with "
+            "model.double().",
+            posterior.prior.precision.min().item(), posterior.tangent.dtype, posterior.method,
         )  # fmt: skip
     return posterior
 

@@ -12,6 +12,7 @@ from .. import ranks
 from ..covariance import has_rank
 from ..data import batches
 from ..data.data import Data
+from ..display import warns_once
 from ..errors import LapwingError, check_flag, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.updating import Update
@@ -30,6 +31,7 @@ from .result import checked, tuned
 from .runner import Runner
 
 
+@warns_once
 @outside_modes
 @ranks.across_ranks()
 def updated(

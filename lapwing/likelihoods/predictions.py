@@ -19,12 +19,15 @@ from torch import distributions as dist
 from typing_extensions import TypeVar
 
 from ..data.frames import as_targets
+from ..display import Displayed
 from ..errors import LapwingError, check_choice, shown
 from ..linalg import check_draws, seeded
 
 
-class Prediction(ABC):
+class Prediction(Displayed, ABC):
     """The distribution of y at B inputs. A new prediction extends `DiscretePrediction` or `RealPrediction`."""
+
+    _internal = frozenset({"for_metrics", "point", "summary", "uncertainty"})
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class TemperatureScaling(Method):
         chosen = float(TEMPERATURES[at])
         if at in (0, len(scores) - 1):
             log.warning(
-                "The best temperature is %.3g, the end of the range. %s", 10**chosen,
+                "The best temperature of TemperatureScaling is %.3g, the end of the range. %s", 10**chosen,
                 "The network predicts every class correctly: use more data, which the network was not trained on."
                 if at == 0 else "The logits do not predict the classes: check the network and the order of the labels.",
             )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..display import Displayed
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
@@ -30,8 +31,8 @@ class Covered:
     reason: str
 
 
-@dataclass(frozen=True)
-class Coverage:
+@dataclass(frozen=True, repr=False)
+class Coverage(Displayed):
     """Layer family of each block of parameters. The family `generic` is slower but also exact."""
 
     lines: tuple[Covered, ...]
@@ -47,7 +48,7 @@ class Coverage:
         """The blocks that no family covers."""
         return tuple(line for line in self.lines if line.family == "generic")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Returns a table: block, number of weights, family, and the reason if the block is generic."""
         width = max(len(line.block) for line in self.lines)
         rows = [f"{line.block:<{width}}  {line.weights:>10,}  {line.family:<9}  {line.reason}" for line in self.lines]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..covariance import PriorCovariance
 from ..data import batches
 from ..data.data import Data
+from ..display import Displayed
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import SLICE_NUMBERS, doubled, total
@@ -132,8 +133,8 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
     return gradient
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Displayed):
     """Summary of a posterior in numbers; prints as a short report.
 
     Attributes:
@@ -156,7 +157,7 @@ class Diagnosis:
     effective_parameters: float | None
     coverage: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """The report."""
         lines = [f"{self.method} over {self.weights:,} weights, {self.samples:,} samples"]
         delta = self.prior_precision

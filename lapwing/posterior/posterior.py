@@ -14,6 +14,7 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, PriorCovariance, has_prior
 from ..data.frames import Columns, ordered
 from ..data.progress import with_progress
+from ..display import Displayed
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
 from ..likelihoods.prediction_at_positions import predicted
@@ -22,7 +23,7 @@ from ..network.entry import full_precision, outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp
 from ..options import SEED, check_argument, instance_of, integer, positive
-from ..prediction import Way
+from ..prediction import DefaultWay, Way
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
@@ -41,7 +42,7 @@ SMALLER_PREDICTION = (
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Posterior(Generic[P]):
+class Posterior(Displayed, Generic[P]):
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 
     `lw.fit` and `lw.load` make posteriors, which never change. A posterior uses the network without a copy, so the
@@ -74,6 +75,8 @@ class Posterior(Generic[P]):
         10.0
     """
 
+    _internal = frozenset({"at", "noise_fixed", "scale", "stamp", "statistics", "with_defaults", "with_noise"})
+
     tangent: Tangent
     covariance: Covariance
     likelihood: Likelihood[P]
@@ -92,6 +95,8 @@ class Posterior(Generic[P]):
         """One line; `model` is the network, and `print(posterior.tangent.coverage)` lists its blocks."""
         precision, parameters = self.prior_precision, list(self.tangent.parameters)
         names = ", ".join(parameters[:4]) + (f", ... {len(parameters)} parameters" if len(parameters) > 4 else "")
+        size, every = self.tangent.size, sum(weight.numel() for weight in self.model.parameters())
+        weights = f"all {size:,} weights" if size == every else f"{size:,} of {every:,} weights"
         facts = [repr(self.likelihood)]
         if isinstance(precision, float):
             facts.append(f"prior_precision={precision:.4g}")
@@ -100,15 +105,18 @@ class Posterior(Generic[P]):
         facts += [
             f"{name}={getattr(self, name):g}" for name in ("data_factor", "temperature") if getattr(self, name) != 1
         ]
+        if self.method.tuning is not None:
+            facts.append(f"tuned by {self.method.tuning.partition('(')[0]}")
         return (
-            f"<Posterior by {self.method} over {self.tangent.size:,} weights of {type(self.model).__name__} ({names}), "
-            f"{self.samples:,} samples, {', '.join(facts)}>"
+            f"<Posterior by {self.method} over {weights} of {type(self.model).__name__} ({names}), "
+            f"{self.samples:,} samples, {', '.join(facts)}; "
+            f"a prediction costs about {DefaultWay().passes(self.tangent):,} forward passes>"
         )
 
     @property
     def tuned(self) -> bool:
-        """Whether both δ and σ² are fixed, so that no tuning is left to do."""
-        return self.prior.fixed and self.noise_fixed
+        """Whether a tuning chose δ, σ² or the logit temperature."""
+        return self.method.tuning is not None
 
     @property
     def model(self) -> torch.nn.Module:

@@ -136,8 +136,9 @@ class Evidence(Tuning):
         ends = [] if posterior.prior.fixed else [round(math.log10(delta), 3) for delta in precision.tolist()]
         if any(end <= lowest or end >= highest for end in ends):
             log.warning(
-                "The evidence has no maximum inside the searched range, prior precision %.0e to %.0e: it ends at %.0e",
-                10**lowest, 10**highest, 10 ** min(ends) if min(ends) <= lowest else 10 ** max(ends),
+                "The evidence of %s has no maximum inside the searched range, prior precision %.0e to %.0e: it ends at "
+                "%.0e. Pass validation=held_out or prior_precision= to lw.fit.",
+                posterior.method, 10**lowest, 10**highest, 10 ** min(ends) if min(ends) <= lowest else 10 ** max(ends),
             )  # fmt: skip
         return posterior.at(precision, noise)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..covariance import has_positions, is_selected
 from ..data import batches
 from ..data.data import Data
+from ..display import warns_once
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..linalg import doubled
@@ -26,6 +27,7 @@ from .search import golden_section
 log = logging.getLogger("lapwing")
 
 
+@warns_once
 @outside_modes
 def scale_factor(
     posterior: Posterior,

@@ -104,7 +104,7 @@ class Validation(_OnHeldOutData):
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         scaled = not self.tempered or posterior.logit_temperature != 1
-        if posterior.tuned and not self.ranks and scaled:
+        if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and scaled:
             return posterior
         product = None
         if self._reads_training(posterior) and training.shown is not None:

@@ -188,7 +188,7 @@ def test_predictions_are_as_wide_as_left_out_at_the_ratio_of_the_exact_process(m
     ratio = exact.noise_variance * exact.precision
     assert tuned.noise_variance * tuned.prior_precision == pytest.approx(ratio, rel=1e-6)
     assert not tuned.noise_fixed
-    assert not tuned.tuned
+    assert tuned.tuned
     assert tuned.predict(x).log_prob(y).mean() > plain.predict(x).log_prob(y).mean() + 0.5
     own = lw.fit(model, loader, method, tune=None).with_prior(1e8, noise_variance=residual(model, loader))
     assert tuned.predict(x).log_prob(y).mean() > own.predict(x).log_prob(y).mean() + 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -59,7 +60,7 @@ def test_training_data_are_noticed(caplog):
     def warnings(loader, held_out):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "lapwing"):
-            lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, validation=held_out)
+            lw.fit(copy.deepcopy(model), loader, lw.KFAC(), params=lw.last_layer, validation=held_out)
         return sum("The validation data are the training data." in one.getMessage() for one in caplog.records)
 
     assert warnings(loader, loader) == 1

@@ -1,0 +1,72 @@
+"""What users see: public names in tab completion, results in notebooks, and each warning once for a network."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from html import escape
+from typing import ClassVar, ParamSpec, TypeVar
+
+from torch import nn
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+NUMBER = re.compile(r"(?<![\w.=])-?\d[\d,]*(\.\d+)?(e[+-]?\d+)?(?!\w|\.\w)")
+"""A number in a message. Digits in names of parameters and in options of methods do not match."""
+
+
+class Displayed:
+    """Base of results. Notebooks show their `repr`, and tab completion leaves out what only lapwing calls."""
+
+    _internal: ClassVar[frozenset[str]] = frozenset()
+
+    def __dir__(self) -> list[str]:
+        """Lists the public names."""
+        return sorted(set(super().__dir__()) - self._internal)
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
+
+
+_SAID: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+"""Network -> its warnings without their numbers, each with a count of the writes to the weights."""
+_NETWORK: ContextVar[nn.Module | None] = ContextVar("network", default=None)
+
+
+def warns_once(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Logs each warning of a function once for a network, until its weights change.
+
+    The first argument is the network, or has it as `model`. Warnings that differ only in their numbers are one.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        first = args[0] if args else kwargs.get("model", kwargs.get("posterior"))
+        model = first if isinstance(first, nn.Module) else getattr(first, "model", None)
+        token = _NETWORK.set(model)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _NETWORK.reset(token)
+
+    return wrapped
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    """Whether a record is no warning, or one that was not logged for the network."""
+    model = _NETWORK.get()
+    if model is None or record.levelno != logging.WARNING:
+        return True
+    writes = sum(0 if weight.is_inference() else weight._version for weight in model.parameters())
+    said, entry = _SAID.setdefault(model, set()), (NUMBER.sub("", record.getMessage()), writes)
+    new = entry not in said
+    said.add(entry)
+    return new
+
+
+logging.getLogger("lapwing").addFilter(_is_new)

@@ -1,0 +1,108 @@
+"""What users see: names in tab completion, results in notebooks, and warnings, each once for a network."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.display import NUMBER, warns_once
+
+X, LABELS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+
+
+def network(outputs: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs)).eval()
+
+
+def public(result: object) -> set[str]:
+    return {name for name in dir(result) if not name.startswith("_")}
+
+
+def test_tab_completion_offers_what_users_call():
+    posterior = lw.fit(network(), [(X, LABELS)], prior_precision=1.0)
+    assert {"predict", "latent", "with_prior", "prior_precision", "model", "tuned", "samples"} <= public(posterior)
+    assert not {"at", "with_noise", "with_defaults", "stamp", "statistics", "scale", "noise_fixed"} & public(posterior)
+    tokens = lw.fit(nn.Linear(4, 3), [(X[:, None].expand(-1, 2, -1), LABELS[:, None].expand(-1, 2))])
+    for prediction in (posterior.predict(X), tokens.predict(X[:, None].expand(-1, 2, -1))):
+        assert {"probs", "entropy", "mutual_information", "log_prob"} <= public(prediction)
+        assert not {"for_metrics", "summary", "uncertainty", "point"} & public(prediction)
+    assert public(lw.plan(network(), [(X, LABELS)])) == {
+        "advice", "kept_bytes", "method", "outputs", "parameters", "passes", "peak_bytes", "seconds",
+    }  # fmt: skip
+
+
+def test_results_show_what_print_shows():
+    posterior = lw.fit(network(), [(X, LABELS)])
+    plans = lw.plan(network(), [(X, LABELS)], [lw.KFAC(), lw.Diagonal()])
+    for result in (posterior, plans, plans[0], posterior.tangent.coverage, posterior.diagnose()):
+        assert repr(result) == str(result)
+        assert result._repr_html_().startswith("<pre")
+        assert "<Posterior" not in result._repr_html_()
+    assert "weights     passes" in repr(plans[0])
+    assert "prior precision" in repr(posterior.diagnose())
+
+
+def test_a_posterior_says_what_the_default_chose_and_what_a_prediction_costs():
+    data = [(X, LABELS)]
+    text = repr(lw.fit(network(), data))
+    assert "over 27 of 67 weights of Sequential (2.weight, 2.bias)" in text
+    assert "tuned by BoundedEvidence; a prediction costs about 2 forward passes" in text
+    assert "all 67 weights" in repr(lw.fit(network(), data, lw.KFAC()))
+    assert "about 7 forward passes" in repr(lw.fit(network(), data, lw.KFAC()))
+    many = lw.fit(network(1100), [(X, LABELS)], lw.Diagonal(), params=lw.everything, prior_precision=1.0)
+    assert "about 193 forward passes" in repr(many)  # 64 draws
+
+
+def test_tuned_says_whether_a_tuning_chose_a_number():
+    data, noisy = [(X, LABELS)], [(X, X[:, :3])]
+    assert lw.fit(network(), data).tuned
+    assert lw.fit(network(), noisy, prior_precision=1.0).tuned
+    assert not lw.fit(network(), data, tune=None).tuned
+    assert not lw.fit(network(), data, prior_precision=1.0).tuned
+    assert not lw.fit(network(), noisy, prior_precision=1.0, likelihood=lw.Gaussian(0.1)).tuned
+    assert lw.fit(network(), data, prior_precision=1.0, validation=data).tuned  # the logit temperature
+
+
+def test_a_grid_over_priors_warns_once(caplog: pytest.LogCaptureFixture):
+    model, y = network(), 1e-3 * X[:, :3]
+    wide = [(1e4 * X.square(), y)]
+    with caplog.at_level(logging.WARNING, "lapwing"):
+        for exponent in range(-9, -6):
+            lw.fit(model, wide, lw.KFAC(), params=lw.everything, prior_precision=10.0**exponent,
+                   likelihood=lw.Gaussian(0.1))  # fmt: skip
+        (first,) = caplog.messages
+        assert "rounding noise" in first
+        assert "Scale the inputs" not in first
+        lw.fit(model, wide, lw.Full(), prior_precision=1e-9, likelihood=lw.Gaussian(0.1))
+        assert len(caplog.messages) == 2  # of another method
+        with torch.no_grad():
+            model[2].bias += 1
+        lw.fit(model, wide, lw.KFAC(), params=lw.everything, prior_precision=1e-9, likelihood=lw.Gaussian(0.1))
+        assert len(caplog.messages) == 3  # other weights
+
+
+def test_a_prior_that_a_tuning_chose_is_not_said_to_be_too_weak(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, "lapwing"):
+        lw.fit(network(), [(1e4 * X.square(), 1e-3 * X[:, :3])], lw.KFAC(), tune=lw.Evidence())
+    assert not [r for r in caplog.records if r.levelno == logging.WARNING and "rounding noise" in r.message]
+
+
+def test_warnings_without_a_network_and_other_levels_are_always_logged(caplog: pytest.LogCaptureFixture):
+    log = logging.getLogger("lapwing")
+    with caplog.at_level(logging.INFO, "lapwing"):
+        for model in (network(), None):
+            for number in (1.5, 2e-7):
+                warns_once(lambda model, number: log.warning("%g here", number))(model, number)
+                warns_once(lambda model, number: log.info("%g there", number))(model, number)
+    words = [message.partition(" ")[2] for message in caplog.messages]
+    assert words == ["here", "there", "there", "here", "there", "here", "there"]
+
+
+def test_digits_of_names_and_options_are_no_numbers():
+    text = "ELLA(rank=20) on 0.weight and fc2.bias has 1,200 of 3e-05 and 1.5, 7 %."
+    assert NUMBER.sub("", text) == "ELLA(rank=20) on 0.weight and fc2.bias has  of  and ,  %."
