@@ -16,6 +16,7 @@ from ..posterior import Posterior
 from .choice import RISING, TEMPERATURES, best_of, chosen_numbers, with_ranks
 from .evidence import Training, Tuning, without_rank
 from .regression_width import SAMPLES, inputs_read, trained_product
+from .shifted_logits import warn_of_shift
 
 log = logging.getLogger("lapwing")
 
@@ -106,14 +107,14 @@ class Validation(_OnHeldOutData):
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and scaled:
             return posterior
-        product = None
+        product, held_out = None, Data.of(self.loader, posterior.model, posterior.columns)
         if self._reads_training(posterior) and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
-            with_ranks(posterior, self.ranks), self.decades, self.points,
-            Data.of(self.loader, posterior.model, posterior.columns),
+            with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
+        warn_of_shift(best, held_out)
         log.info("Validation of %s: %s", best.method, chosen_numbers(best))
         return best
 

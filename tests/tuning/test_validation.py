@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -310,3 +311,27 @@ def test_a_likelihood_without_a_temperature():
 def test_a_likelihood_names_its_temperature():
     assert repr(lw.Categorical()) == "Categorical()"
     assert repr(lw.Bernoulli(logit_temperature=2)) == "Bernoulli(logit_temperature=2)"
+
+
+@pytest.mark.parametrize("likelihood", [lw.Categorical(), lw.Bernoulli()], ids=["softmax", "sigmoid"])
+def test_a_shift_of_the_logits_is_seen(likelihood, caplog):
+    """A network that was trained on balanced data predicts a rare class far too often, whatever the temperature."""
+    generator, outputs = torch.Generator().manual_seed(0), 2 if likelihood.activation == "softmax" else 1
+    x = 2 * torch.randn(600, 1, dtype=torch.float64, generator=generator)
+    y = torch.bernoulli((x - 3).sigmoid(), generator=generator)  # the truth; the network has learned sigmoid(x)
+    y = y[:, 0].long() if outputs == 2 else y
+    model = torch.nn.Linear(1, outputs).double().eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-0.5], [0.5]][2 - outputs :]) * (1 if outputs == 2 else 2))
+        model.bias.zero_()
+    numbers = r"\[(1\.\d+), -\1\]" if outputs == 2 else r"\[-[23]\.\d+\]"
+    lw.fit(model, [(x[:100], y[:100])], likelihood=likelihood, validation=[(x[100:], y[100:])])
+    (said,) = (r.getMessage() for r in caplog.records if "constant for each logit" in r.getMessage())
+    assert re.search(r"torch\.tensor\(" + numbers, said), said
+    caplog.clear()
+    shift = torch.tensor([1.5, -1.5] if outputs == 2 else [-3.0])
+    lw.fit(
+        model, [(x[:100], y[:100])], likelihood=likelihood, validation=[(x[100:], y[100:])],
+        forward=lambda model, inputs: model(inputs) + shift,
+    )  # fmt: skip
+    assert "constant for each logit" not in caplog.text
