@@ -154,11 +154,12 @@ def test_labels_not_finite() -> None:
     holes = changed(REAL.abs().round(), (3, 2), NAN)
     refused(lambda: fit([(X, holes)]), "Drop those rows", "lw.Gaussian(missing=True)")
     refused(lambda: fitted.predict(X).log_prob(holes), "Drop those rows", "lw.Gaussian(missing=True)")
+    noise = nn.Linear(4, 2).eval()
+    refused(lambda: fit([(X, holes[:, 2:])], noise, likelihood="heteroscedastic"), "HeteroscedasticGaussian(missing")
     counts = fit([(X, REAL.abs().round())], likelihood="poisson")
     for action in (
         lambda: fit([(X, holes)], likelihood="poisson"),
         lambda: counts.predict(X).log_prob(holes),
-        lambda: fit([(X, holes[:, 2:])], nn.Linear(4, 2).eval(), likelihood="heteroscedastic"),
     ):
         assert "Gaussian(missing" not in refused(action, "Drop those rows", "since this likelihood accepts no missing")
 

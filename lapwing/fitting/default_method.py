@@ -146,7 +146,7 @@ def surveyed(
     """
     method, tangent, reason = method_and_tangent(data, options, count, warn)
     shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)
-    check_fit(method, shape, data.tune, data.inputs, data.held_out is not None)
+    check_fit(method, shape, data.tune, data.inputs, data.targets, data.held_out is not None)
     prior = Prior.read(tangent, options.precision(count), options.prior_mean)
     data.check_held_out(tangent)
     return method, shape, prior, reason

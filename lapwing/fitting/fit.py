@@ -20,6 +20,7 @@ from ..data.progress import show_progress
 from ..display import warns_once
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
+from ..likelihoods.inferred import warn_of_misfit
 from ..methods import KFAC, FisherRoot, Method, Problem
 from ..network.entry import outside_modes
 from ..posterior import Posterior
@@ -27,6 +28,7 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, Refit, Training, Tuning, Validation
 from .checkpoint import Checkpoint
+from .checks import first_rows
 from .default_method import price, surveyed
 from .fingerprints import check_same_network, fingerprint_of
 from .fit_data import FitData
@@ -227,6 +229,7 @@ def run_and_tune(setup: Setup) -> Posterior:
     started = time.perf_counter()
     result = setup.runner.run(setup.method, setup.problem)
     posterior, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
+    _warn_of_misfit(setup, posterior)
     tune, training = setup.data.tune, Training(setup.data.training, parts, setup.runner.count())
     before = time.perf_counter()
     if result.precision is not None or not has_prior(result.covariance):
@@ -236,6 +239,15 @@ def run_and_tune(setup: Setup) -> Posterior:
     posterior = checked(tuned(tune, posterior, training), parts)
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
     return posterior
+
+
+def _warn_of_misfit(setup: Setup, posterior: Posterior) -> None:
+    """Warns if the outputs are not means of the targets, for Gaussian noise."""
+    tangent, likelihood = setup.problem.tangent, posterior.likelihood
+    if "targets" in posterior.statistics:
+        rows = first_rows(tangent, likelihood, setup.data.inputs, setup.data.targets)
+        if rows is not None:
+            warn_of_misfit(likelihood, *rows, posterior.statistics)
 
 
 def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training) -> Posterior:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,11 @@ from .options import FitOptions
 from .result import checked, tuned
 from .runner import Runner
 
+log = logging.getLogger("lapwing")
+
+FAR = 4.0
+"""Mean squared residual of further data, in noise variances, above which a warning is logged."""
+
 
 @warns_once
 @outside_modes
@@ -46,7 +52,10 @@ def updated(
     check_flag("posterior.update", "sample_weights", sample_weights)
     data = Data(loader, posterior.model, sample_weights, columns=posterior.columns)
     data.first  # noqa: B018 (checks the data)
-    whole = _with_data(posterior, posterior.tangent, data)
+    remedy = (
+        "Pass tune=lw.Validation(newest) with held-out data like these, or train the network further and fit again."
+    )
+    whole = _with_data(posterior, posterior.tangent, data, remedy if tune is None else None)
     tune = with_joined_data(tune, data, posterior.model)
     return checked(whole if tune is None else tuned(tune, whole, Training()))
 
@@ -68,15 +77,20 @@ def continued(
         network = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory}
         checkpoint.open(data, {**options.described(), **fingerprint_of(network)})
     with checkpoint or nullcontext():
-        whole = _with_data(former, tangent, data, checkpoint)
+        remedy = "Train the network longer on them, or fit without prior=, which tunes the noise variance again."
+        whole = _with_data(former, tangent, data, remedy, checkpoint)
     return replace(
         whole, prior=Prior(former.prior.precision, former.tangent.mean(), fixed=True), noise_fixed=True, history={},
         method=replace(former.method, after_former=True), stamp=Stamp.of(tangent.state()),
     )  # fmt: skip
 
 
-def _with_data(posterior: Posterior, tangent: Tangent, data: Data, checkpoint: Checkpoint | None = None) -> Posterior:
+def _with_data(
+    posterior: Posterior, tangent: Tangent, data: Data, remedy: str | None, checkpoint: Checkpoint | None = None
+) -> Posterior:
     """Returns the posterior with the curvature, at the weights of `tangent`, and the statistics of further data added.
+
+    With a `remedy`, a warning names it if the residuals of further data are far larger than the noise variance.
 
     Raises:
         LapwingError: if the curvatures do not add, or the data cannot be used.
@@ -97,7 +111,15 @@ def _with_data(posterior: Posterior, tangent: Tangent, data: Data, checkpoint: C
         temperature=posterior.temperature,
     )  # fmt: skip
     result = runner.run(Update(posterior.covariance, posterior.method), problem)
-    summary = DataSummary(posterior.samples, posterior.statistics).added(runner.summary())
+    further = runner.summary()
+    residual, noise = likelihood.residual_variance(further.statistics), posterior.noise_variance
+    if remedy is not None and residual is not None and noise is not None and residual > FAR * noise:
+        log.warning(
+            "The mean squared residual of the further data is %.3g, %.2g times the noise variance, which stays at "
+            "%.3g: the network predicts these data worse than expected, and they narrow its predictions all the same. "
+            "%s", residual, residual / noise, noise, remedy,
+        )  # fmt: skip
+    summary = DataSummary(posterior.samples, posterior.statistics).added(further)
     whole = replace(
         posterior, tangent=tangent, covariance=result.covariance, samples=summary.samples,
         statistics=summary.statistics, method=replace(posterior.method, first_samples=None),

@@ -14,15 +14,15 @@ from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
 from .logits import LogitLikelihood
 from .poisson import CountPrediction, Poisson
-from .predictions import DiscretePrediction, MixturePrediction, P, Prediction, RealPrediction
+from .predictions import DiscretePrediction, LabelMixture, MixturePrediction, P, Prediction, RealPrediction
 from .registry import register_likelihood, resolve
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
     "CountPrediction", "DiscretePrediction", "ExactLink", "Gaussian", "HeteroscedasticGaussian",
-    "HeteroscedasticPrediction", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood", "MixturePrediction",
-    "NoiselessLikelihood", "P", "Poisson", "Prediction", "Probit", "Quadrature", "RealPrediction",
+    "HeteroscedasticPrediction", "LabelMixture", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood",
+    "MixturePrediction", "NoiselessLikelihood", "P", "Poisson", "Prediction", "Probit", "Quadrature", "RealPrediction",
     "RegressionPrediction", "SampledLink", "aligned_targets", "apply_weights", "check_real_targets",
     "curvature_weights", "latent_draws", "register_likelihood", "resolve",
 ]  # fmt: skip

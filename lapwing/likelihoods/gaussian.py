@@ -119,7 +119,10 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return -0.5 * ((residual.square() / noise).sum(-1) + volume)
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns weighted float64 sums: number of known y, `Σ (y - f)²/r`, `Σ y²/r`, and with ratios `Σ log r`."""
+        """Returns weighted float64 sums: number of known y, `Σ (y - f)²/r`, `Σ y²/r`, and with ratios `Σ log r`.
+
+        "targets" (2, C) has the number of known y and `Σ y/√r` of each output.
+        """
         outputs = doubled(outputs)
         values = aligned_targets("Gaussian", outputs, targets)
         known = ~values.isnan()
@@ -132,7 +135,11 @@ class Gaussian(Likelihood[RegressionPrediction]):
         }
         if self.noise_ratios is not None:
             sums["log_ratio"] = counts * ratios.log()
-        return {name: (v if weights is None else apply_weights(v, weights)).sum() for name, v in sums.items()}
+        of_targets = torch.stack([counts, counts * values / ratios.sqrt()], 1)  # (B, 2, C)
+        return {
+            **{name: (v if weights is None else apply_weights(v, weights)).sum() for name, v in sums.items()},
+            "targets": (of_targets if weights is None else apply_weights(of_targets, weights)).sum(0),
+        }
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         """Returns `-1/2 [Σ (y - f)²/σ² + count log(2πσ²)]`, a float64 scalar."""

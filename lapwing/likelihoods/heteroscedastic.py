@@ -34,6 +34,9 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
     `torch.nn.GaussianNLLLoss` trains such a network, if exp is applied to its log variances. Targets are (B, K), or
     (B,) if K = 1. No noise variance is tuned: the network predicts it.
 
+    Args:
+        missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
+
     Raises:
         LapwingError: if the number of outputs is odd.
 
@@ -46,19 +49,31 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
         torch.Size([3])
     """
 
+    missing: bool = False
     name: ClassVar[str] = "heteroscedastic"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     one_output_per_target: ClassVar[bool] = False
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         mean, _ = _mean_and_log_variance(outputs)
-        check_real_targets("HeteroscedasticGaussian", mean.shape, outputs.device, targets)
+        check_real_targets("HeteroscedasticGaussian", mean.shape, outputs.device, targets, self.missing)
+
+    def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns 0 for both outputs of missing y and 1 for those of known y, (B, 2K); None for ones."""
+        if not self.missing or not bool(targets.isnan().any()):
+            return None
+        self.check(outputs, targets)
+        mean, _ = _mean_and_log_variance(outputs)
+        known = ~aligned_targets("HeteroscedasticGaussian", mean, targets).isnan()
+        return torch.cat([known, known], -1).to(outputs.dtype)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `-1/2 Σ_k [(y - m)² exp(-s) + s + log 2π]`, (B,)."""
+        """Returns `-1/2 Σ_k [(y - m)² exp(-s) + s + log 2π]` over the known y, (B,)."""
         mean, log_variance = _mean_and_log_variance(outputs)
-        squares = (aligned_targets("HeteroscedasticGaussian", mean, targets) - mean).square()
-        return -0.5 * (squares * (-log_variance).exp() + log_variance + math.log(2.0 * math.pi)).sum(-1)
+        residual = aligned_targets("HeteroscedasticGaussian", mean, targets) - mean
+        known = ~residual.isnan()
+        squares = torch.where(known, residual, 0.0).square() * (-log_variance).exp()
+        return -0.5 * (known * (squares + log_variance + math.log(2.0 * math.pi))).sum(-1)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `diag(exp(-s/2), 1/√2)`, (B, 2K, 2K)."""
@@ -73,7 +88,7 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
     ) -> HeteroscedasticPrediction:
         """Returns the distribution of y: moments in closed form, the rest by quadrature; `generator` is not used."""
         self.choose_link(latent, link)
-        return HeteroscedasticPrediction(latent)
+        return HeteroscedasticPrediction(latent, self.missing)
 
     def _roots(self, outputs: Tensor) -> Tensor:
         """Returns the diagonal of the root, (B, 2K)."""
@@ -104,9 +119,11 @@ class HeteroscedasticPrediction(RealPrediction):
 
     Args:
         latent: the latent over outputs (B, 2K).
+        missing: whether a NaN target is missing.
     """
 
     latent: AnyLatent
+    missing: bool = False
 
     @property
     def mean(self) -> Tensor:
@@ -137,14 +154,16 @@ class HeteroscedasticPrediction(RealPrediction):
         return low, high
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets (B, K), summed over the targets of one input, (B,)."""
+        """Returns the log density of the targets (B, K), summed over the known targets of one input, (B,)."""
         name, mean = "HeteroscedasticPrediction.log_prob", self.mean
         targets = as_targets(targets, mean.device)
-        check_real_targets(name, mean.shape, mean.device, targets)
+        check_real_targets(name, mean.shape, mean.device, targets, self.missing)
         means, variances, weights = self._mixture
-        squares = (aligned_targets(name, mean, targets).double() - means).square() / variances
+        targets = aligned_targets(name, mean, targets).double()
+        known = ~targets.isnan()
+        squares = (torch.where(known, targets, mean.double()) - means).square() / variances
         logs = -0.5 * (squares + (2.0 * math.pi * variances).log()) + weights.log()
-        return logs.logsumexp(0).sum(-1).to(mean.dtype)
+        return torch.where(known, logs.logsumexp(0), 0.0).sum(-1).to(mean.dtype)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, K): latent draws (joint across inputs if the latent is joint) plus independent noise."""

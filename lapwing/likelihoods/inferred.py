@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,29 @@ from .base import Likelihood
 from .bernoulli import Bernoulli
 from .categorical import Categorical
 from .gaussian import Gaussian
+from .links import at_least_float32
+from .targets import aligned_targets
 
 log = logging.getLogger("lapwing")
 
 MAX_SAMPLES = 10_000
 """Maximum number of samples that decide whether floating-point targets are labels."""
+
+FEW = 16
+"""Minimum number of outputs from which their kind is inferred."""
+
+SURE = 3.0
+"""Standard errors by which a mean must differ from 0."""
+
+WORSE = 1.2
+"""Mean squared residual, in variances of the targets, above which a network is worse than the mean."""
+
+READINGS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "probabilities": (lambda f: f, "model(inputs).logit()"),
+    "percentages": (lambda f: f / 100, "(model(inputs) / 100).logit()"),
+    "log probabilities": (torch.exp, "-(-model(inputs)).expm1().log()"),
+}
+"""What outputs may be instead of logits -> the probabilities, and the logits as code."""
 
 
 def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
@@ -46,17 +64,20 @@ def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
 def _check_not_labels(targets: Tensor, loader: Iterable[Any]) -> None:
     """Raises if floating-point targets are labels; stops at the first batch of real numbers."""
     binary = rows = True
+    missing = False
     smallest, largest, count = 1.0, 0.0, 0
     for values in _targets(targets, loader):
         if not isinstance(values, Tensor) or values.is_meta:
             return
         values = values.cpu()
-        binary = binary and bool(((values == 0) | (values == 1)).all())
+        binary = binary and bool(((values == 0) | (values == 1) | values.isnan()).all())
+        missing = missing or bool(values.isnan().any())
         rows = rows and _sums_to_one(values, values.dtype)
         if not (binary or rows):
             return
         if values.numel():
-            smallest, largest = min(smallest, float(values.min())), max(largest, float(values.max()))
+            smallest = min(smallest, float(values.nan_to_num(1.0).min()))
+            largest = max(largest, float(values.nan_to_num(0.0).max()))
             count += len(values) if values.ndim else 1
         if count >= MAX_SAMPLES:
             break
@@ -68,6 +89,11 @@ def _check_not_labels(targets: Tensor, loader: Iterable[Any]) -> None:
             "a classification, or pass likelihood='gaussian' for a regression."
         )
     if smallest < largest:  # only zeros, or only ones, decide nothing
+        if missing:
+            raise LapwingError(
+                f"The targets are all 0, 1 or NaN in {dtype}. Pass likelihood=lw.Bernoulli(missing=True) for binary "
+                "labels of which some are missing, or likelihood=lw.Gaussian(missing=True) for a regression."
+            )
         raise LapwingError(
             f"The targets are all 0 or 1 in {dtype}. Pass likelihood='bernoulli' for binary labels or "
             "likelihood='gaussian' for a regression. Class labels must be integers: y.long()."
@@ -81,26 +107,48 @@ def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
         yield batches.split(batch)[1]
 
 
-def check_logits(likelihood: Likelihood, outputs: Tensor, weights: torch.dtype) -> None:
-    """Raises if the outputs are class probabilities instead of logits; warns if they may come from a sigmoid.
+def check_logits(likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: torch.dtype) -> None:
+    """Raises if outputs (B, C) are probabilities or percentages instead of logits; warns if they may be.
 
-    Log-softmax outputs are accepted: they have the same probabilities and the same Fisher information as logits. About
-    ten samples are enough. `weights`, the dtype of the network's weights, determines the rounding of the outputs.
+    Rows that sum to one or to 100 show a softmax. After a sigmoid the targets decide, which `likelihood` accepts: they
+    must be more likely by the probabilities than by the sigmoid of the outputs. Log-softmax outputs are accepted: they
+    have the same probabilities and the same Fisher information as logits. `weights`, the dtype of the network's
+    weights, determines the rounding of the outputs.
     """
-    if likelihood.activation == "softmax" and _sums_to_one(outputs, weights):
-        raise LapwingError(
-            f"The outputs of the network, of shape (batch, {outputs.shape[1]}), are probabilities that sum to one. The "
-            f"{likelihood.name} likelihood applies the softmax itself and needs logits. Pass forward=lambda model, "
-            "inputs: model[:-1](inputs) to leave out a softmax at the end of an nn.Sequential, or forward=lambda model,"
-            " inputs: model(inputs).log()."
-        )
-    few = outputs.numel() < 16  # logits may lie between 0 and 1 by chance
-    if likelihood.activation and not few and bool(((outputs > 0) & (outputs <= 1)).all()):
-        log.warning(
-            "The outputs of the network all lie between 0 and 1. The %s likelihood applies the %s itself and needs "
-            "logits. If the network ends in a sigmoid, pass forward=lambda model, inputs: model(inputs).logit().",
-            likelihood.name, likelihood.activation,
-        )  # fmt: skip
+    if likelihood.activation is None or outputs.numel() < FEW:  # a few logits may lie between 0 and 1 by chance
+        return
+    outputs, layer = at_least_float32(outputs), f"a {likelihood.activation}"
+    for kind, (probabilities, line) in READINGS.items():
+        p = probabilities(outputs)
+        if not bool(((p >= 0) & (p <= 1)).all()):
+            continue
+        if likelihood.activation == "softmax":
+            worse, better = False, kind != "log probabilities" and _sums_to_one(p, weights)
+            found = better
+        else:
+            gain = likelihood.log_prob(p.logit(1e-6), targets) - likelihood.log_prob(outputs, targets)
+            known = targets[~targets.isnan()]
+            better = len(known.unique()) > 1 and _surely_positive(gain)
+            worse = _surely_positive(-gain)
+            found = better and kind != "log probabilities" and float(p.min()) < 0.1 and float(p.max()) > 0.9
+        if found:
+            line = line.replace("logit()", "log()") if likelihood.activation == "softmax" else line
+            raise LapwingError(
+                f"The outputs of the network, of shape (batch, {outputs.shape[1]}), are {kind}"
+                f"{' that sum to one' if likelihood.activation == 'softmax' and kind == 'probabilities' else ''}. The "
+                f"{likelihood.name} likelihood applies the {likelihood.activation} itself and needs logits. Pass "
+                f"forward=lambda model, inputs: model[:-1](inputs) to leave out {layer} at the end of an "
+                f"nn.Sequential, or forward=lambda model, inputs: {line}."
+            )
+        if better or (kind == "probabilities" and not worse):
+            log.warning(
+                "The outputs of the network look like %s%s. The %s likelihood applies the %s itself and needs logits. "
+                "If the network ends in a sigmoid, pass forward=lambda model, inputs: model[:-1](inputs), which leaves "
+                "it out of an nn.Sequential, or forward=lambda model, inputs: %s.",
+                kind, ": they all lie between 0 and 1" if kind == "probabilities" else "", likelihood.name,
+                likelihood.activation, line,
+            )  # fmt: skip
+            return
 
 
 def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
@@ -110,3 +158,60 @@ def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
     rounding = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
     values = doubled(values.detach())
     return bool((values >= 0).all()) and bool(((values.sum(1) - 1).abs() <= rounding).all())
+
+
+def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor]) -> None:
+    """Warns if the outputs of a Gaussian likelihood are not means of the targets.
+
+    Args:
+        likelihood: the likelihood; only one with real targets and Gaussian noise is checked.
+        outputs: outputs (B, C) of some samples.
+        targets: their targets, which the likelihood accepts.
+        statistics: sums over all data, of `likelihood.statistics`.
+    """
+    if "targets" not in statistics:
+        return
+    known, sums = statistics["targets"]
+    count = statistics["count"]
+    variance = float((statistics["squared_target"] - (sums.square() / known.clamp_min(1)).sum()) / count)
+    residual = float(statistics["squared_error"] / count)
+    closer = _closer_function(outputs, targets)
+    if closer is not None:
+        log.warning(
+            "The targets are %s, and %s of the outputs is closer to them than the outputs, which the %s likelihood "
+            "takes for means (mean squared residual %.3g). If the network was trained for %s, pass %s.",
+            *closer[:2], likelihood.name, residual, *closer[2:],
+        )  # fmt: skip
+    elif float(known.min()) >= FEW and residual > WORSE * variance:
+        log.warning(
+            "The network predicts the training targets worse than their mean does: its mean squared residual is %.3g, "
+            "and the variance of the targets is %.3g. Pass the targets in the units of the outputs (standardised, for "
+            "example), or the likelihood of the loss that trained the network, such as likelihood='poisson' for logs "
+            "of rates.", residual, variance,
+        )  # fmt: skip
+
+
+def _closer_function(outputs: Tensor, targets: Tensor) -> tuple[str, str, str, str] | None:
+    """Returns the kind of the targets, the function of outputs that is closer to them, the loss, and what to pass."""
+    f = doubled(outputs)
+    y = aligned_targets("Gaussian", f, targets)
+    f, y = f[~y.isnan()], y[~y.isnan()]
+    if len(y) < FEW or not bool((y >= 0).all()) or float(y.min()) == float(y.max()):
+        return None
+    function, name, loss, line = torch.exp, "exp", "their logarithms", "forward=lambda model, x: model(x).exp()"
+    kind = "positive"
+    if bool((y == y.round()).all()):
+        kind, loss, line = "counts", "logs of rates", "likelihood='poisson'"
+    elif float(y.max()) <= 1:
+        kind, function, name = "between 0 and 1", torch.sigmoid, "the sigmoid"
+        loss, line = "logits", "likelihood=lw.Bernoulli(soft_targets=True)"
+    before, after = (y - f).abs(), (y - function(f)).abs()
+    closer = _surely_positive((before - after).sign()) or _surely_positive(before.square() - after.square())
+    fits = float(after.square().mean()) <= WORSE * float(y.var())
+    return (kind, name, loss, line) if closer and fits else None
+
+
+def _surely_positive(values: Tensor) -> bool:
+    """Whether the mean of values (N,) is above 0 by more than chance."""
+    values = doubled(values)
+    return len(values) > 1 and float(values.mean()) > SURE * float(values.std()) / len(values) ** 0.5

@@ -22,6 +22,7 @@ from ..data.frames import as_targets
 from ..display import Displayed
 from ..errors import LapwingError, check_choice, shown
 from ..linalg import check_draws, seeded
+from .targets import check_labels
 
 
 class Prediction(Displayed, ABC):
@@ -233,10 +234,16 @@ class RealPrediction(Prediction):
         return {"mean": self.mean, "variance": self.variance}
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns log densities (B,), and means, standard deviations, ends of 90 % intervals and targets, (B, ...)."""
-        lower, upper = self.interval(0.9)
-        values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper}
-        return {**super().for_metrics(targets), **values, "y": targets.reshape(self.mean.shape)}
+        """Returns log densities (B,), and means, standard deviations, ends of 90 % intervals and targets, (B, ...).
+
+        If some targets are missing, all but the log densities have one entry for each known target.
+        """
+        log_prob, (lower, upper), y = self.log_prob(targets), self.interval(0.9), targets.reshape(self.mean.shape)
+        values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y}
+        known = ~y.isnan()
+        if not bool(known.all()):
+            values = {name: value[known] for name, value in values.items()}
+        return {"log_prob": log_prob, **values}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -312,7 +319,8 @@ class MixturePrediction(RealPrediction):
     """An equal mixture over draws of any `torch.distributions` family, which a new likelihood can return.
 
     Args:
-        components: distribution of y under each draw, with batch shape (B, S).
+        components: distribution of y under each draw, with batch shape (B, S). Labels, which have no mean, are a
+            `LabelMixture` instead.
     """
 
     components: dist.Distribution
@@ -326,6 +334,11 @@ class MixturePrediction(RealPrediction):
                 "MixturePrediction needs a distribution of torch.distributions with batch shape (inputs, draws). "
                 f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
                 "tensors (inputs, draws)."
+            )
+        if isinstance(components, dist.Categorical):
+            raise LapwingError(
+                "MixturePrediction predicts numbers, and Categorical is a family of labels, which have no mean. Return "
+                "lapwing.likelihoods.LabelMixture(probs) with class probabilities (inputs, draws, classes)."
             )
 
     @property
@@ -409,3 +422,54 @@ class MixturePrediction(RealPrediction):
         """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
         weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
         return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelMixture(DiscretePrediction):
+    """Class probabilities as an equal mixture over draws, which a new likelihood of labels can return.
+
+    Args:
+        draws: class probabilities under each draw, (B, S, C).
+    """
+
+    draws: Tensor
+
+    @property
+    def probs(self) -> Tensor:
+        return self.draws.mean(1)
+
+    @property
+    def classes(self) -> Tensor:
+        return self.probs.argmax(-1)
+
+    @property
+    def confidence(self) -> Tensor:
+        return self.probs.amax(-1)
+
+    def entropy(self) -> Tensor:
+        return self.distribution().entropy()
+
+    def mutual_information(self) -> Tensor:
+        """Returns the epistemic part of the entropy, `H[E p] - E H[p]` in nats, (B,)."""
+        return (self.entropy() - dist.Categorical(self.draws).entropy().mean(1)).clamp_min(0.0)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log probability of the label of each input, (B,)."""
+        probs = self.probs
+        targets = as_targets(targets, probs.device)
+        check_labels("LabelMixture.log_prob", probs.shape, probs.device, targets)
+        return probs.gather(-1, targets.long()[:, None]).squeeze(-1).log()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws labels, int64 (n, B); inputs are independent."""
+        probs = self.probs.detach()
+        check_draws("sample", "n", n, 2 * len(probs))
+        return torch.multinomial(probs, n, replacement=True, generator=seeded(generator, probs.device)).T
+
+    def distribution(self) -> dist.Categorical:
+        """Returns `torch.distributions.Categorical` with batch shape (B,)."""
+        return dist.Categorical(self.probs)
+
+    def __repr__(self) -> str:
+        inputs, draws, classes = self.draws.shape
+        return f"LabelMixture({inputs} inputs, {draws} draws, {classes} classes)"

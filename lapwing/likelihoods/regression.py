@@ -104,14 +104,6 @@ class RegressionPrediction(RealPrediction):
         normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
         return (normal.log_prob(targets.double()) + holes).to(mean.dtype)
 
-    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors for metrics by name; if targets may be missing, one entry for each known target."""
-        values = super().for_metrics(targets)
-        if not self.missing:
-            return values
-        known = ~values["y"].isnan()
-        return {name: value if name == "log_prob" else value[known] for name, value in values.items()}
-
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""
         check_draws("sample", "n", n, self.latent.mean.numel())

@@ -87,8 +87,10 @@ def check_real_targets(
         holes = ""
         if not missing and bool(targets.isnan().any()):
             holes = ", since this likelihood accepts no missing targets"
-            if name in ("Gaussian", "RegressionPrediction.log_prob"):
-                holes = ", or write `lw.Gaussian(missing=True)` if NaN marks a missing target"
+            likelihood = {"Regression": "Gaussian", "Heteroscedastic": "HeteroscedasticGaussian"}
+            kind = likelihood.get(name.removesuffix("Prediction.log_prob"), name)
+            if kind in likelihood.values():
+                holes = f", or write `lw.{kind}(missing=True)` if NaN marks a missing target"
         raise LapwingError(
             f"{name} accepts finite targets, but {_where(bad, targets)} NaN or infinite. "
             f"Drop those rows with `keep = {keep}; x, y = x[keep], y[keep]`{holes}."
@@ -113,8 +115,10 @@ def _several_at_once(labels: Tensor) -> bool:
 
 
 def _are_whole(targets: Tensor) -> bool:
-    """Whether all real targets are whole numbers, like class labels."""
-    return not targets.is_meta and not targets.dtype.is_complex and bool((targets == targets.round()).all())
+    """Whether all real targets that are not NaN are whole numbers, like class labels."""
+    if targets.is_meta or targets.dtype.is_complex:
+        return False
+    return bool(((targets == targets.round()) | targets.isnan()).all())
 
 
 def is_soft(outputs_shape: torch.Size, targets: Tensor) -> bool:
@@ -197,7 +201,8 @@ def check_target_shape(name: str, outputs_shape: torch.Size, device: torch.devic
             integers = "`y.long()` and " if dtype == torch.bool else ""
             line = f'Write {integers}`likelihood="categorical"` for class labels'
         elif outputs > 1 and shape in ((batch,), (batch, 1)) and _are_whole(targets):
-            line = "Write `y.long()` for class labels, or give the network one output, `torch.nn.Linear(features, 1)`"
+            labels = "y.nan_to_num(-100).long()" if bool(targets.isnan().any()) else "y.long()"
+            line = f"Write `{labels}` for class labels, or give the network one output, `torch.nn.Linear(features, 1)`"
         elif outputs > 1 and shape in ((batch,), (batch, 1)):
             line = "Give the network one output, `torch.nn.Linear(features, 1)`, or pass one target for each output"
         elif len(shape) > 0 and shape[0] == batch and targets.numel() == batch * outputs:

@@ -17,7 +17,7 @@ from ..data.loaders import checked_batches, other_size
 from ..data.progress import show_progress, tracked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
-from ..likelihoods.inferred import check_logits, inferred_likelihood
+from ..likelihoods.inferred import check_logits, inferred_likelihood, warn_of_misfit
 from ..network.eager import LOCK, parameters_of, uncompiled
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
@@ -82,10 +82,13 @@ def constructed(
         for inputs, targets, weights in checked_batches(tangent.model, tracked(data, "likelihood")):
             rows = Batch(tangent, inputs, targets, summary.samples, weights=weights).rows()
             if not summary.samples:
-                check_logits(likelihood, rows["outputs"], next(tangent.model.parameters()).dtype)
+                likelihood.check(rows["outputs"], rows["targets"])
+                first = rows["outputs"], rows["targets"]
+                check_logits(likelihood, *first, next(tangent.model.parameters()).dtype)
             summary.add(likelihood, **rows)
     if not summary.samples:
         raise other_size(0, f"to {method.name}", None)
+    warn_of_misfit(likelihood, *first, summary.statistics)
     noise_fixed = not likelihood.needs_noise
     if not noise_fixed:
         likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))

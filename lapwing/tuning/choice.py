@@ -130,7 +130,16 @@ def _best_point(
     means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
     if open_temperature and _is_underconfident(sharper, scores):
         which, _ = _highest(sharper[:, -1:].mean(-1, dtype=torch.float64))
-        return _sharpened(posteriors[which], exponents, candidates, loader, tolerance)
+        best = _sharpened(posteriors[which], exponents, candidates, loader, tolerance)
+        if not has_prior(best.covariance) and float(best.prior.precision.min()) > 0:
+            log.warning(
+                "Predictions by %s are underconfident on the held-out data, which chose a logit temperature of %.2g. "
+                "validation= cannot change the prior precision of %s, here %.3g. If its spread is too wide, pass a "
+                "larger one to lw.fit, such as prior_precision=%.2g.",
+                best.method.name, best.logit_temperature, best.method.name, best.prior.precision.min().item(),
+                100 * float(best.prior.precision.min()),
+            )  # fmt: skip
+        return best
     table, places = means.max(-1)
     which, at = _highest(table)
     best, row, exponent = posteriors[which], table[which].tolist(), None

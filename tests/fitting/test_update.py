@@ -181,3 +181,21 @@ def test_an_update_after_early_stopping_forgets_the_first_samples() -> None:
     held_out = lw.EarlyStopping([(x, torch.arange(len(x)) % 3)])
     posterior = lw.fit(model, first, lw.ELLA(rank=4, rows=8), tune=held_out)
     assert posterior.update(second).method.first_samples is None
+
+
+def test_far_larger_residuals_of_further_data_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 2, generator=generator)
+    model = torch.nn.Linear(2, 1).eval()
+    y = model(x).detach() + 0.1 * torch.randn(80, 1, generator=generator)
+    posterior = lw.fit(model, (x[:60], y[:60]), lw.KFAC())
+    drifted = (x[60:], y[60:] + 1)
+    posterior.update((x[60:], y[60:]))
+    posterior.update(drifted, tune=lw.Validation(drifted))
+    assert "further data" not in caplog.text
+    posterior.update(drifted)
+    assert "times the noise variance" in caplog.text
+    assert "tune=lw.Validation(newest)" in caplog.text
+    caplog.clear()
+    lw.fit(torch.nn.Linear(2, 1).eval(), drifted, prior=posterior)
+    assert "without prior=" in caplog.text

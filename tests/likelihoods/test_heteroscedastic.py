@@ -102,3 +102,32 @@ def test_a_network_of_an_odd_number_of_outputs_is_refused(outputs):
     model, x = nn.Linear(4, outputs).eval(), torch.randn(5, 4)
     with pytest.raises(LapwingError, match=rf"Linear\(features, {2 * outputs}\)"):
         lw.fit(model, [(x, torch.zeros(5))], likelihood=LIKELIHOOD)
+
+
+def test_missing_targets_have_no_effect():
+    """Densities, curvature and evidence are those of the known targets."""
+    likelihood, generator = lw.HeteroscedasticGaussian(missing=True), torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(40, 2, generator=generator, dtype=torch.float64)
+    y[::3, 1] = torch.nan
+    y[5] = torch.nan
+    model = nn.Linear(3, 4).double().eval()
+    f, known = model(x).detach(), ~y.isnan()
+    wanted = torch.where(known, dist.Normal(f[:, :2], (0.5 * f[:, 2:]).exp()).log_prob(y.nan_to_num()), 0.0).sum(-1)
+    torch.testing.assert_close(likelihood.log_prob(f, y), wanted)
+    fitted = lw.fit(model, (x, y), lw.Full(), likelihood=likelihood, prior_precision=1.0)
+    J = torch.stack([torch.kron(torch.eye(4).double(), torch.cat([row, row.new_ones(1)])[None]) for row in x])
+    J = J.reshape(40, 4, 4, 4)  # of output c: weights of output c and its bias
+    order = [*(J[:, :, c, :3] for c in range(4)), *(J[:, :, c, 3:] for c in range(4))]
+    J = torch.cat(order, -1)
+    precision = torch.cat([(-f[:, 2:]).exp(), torch.full((40, 2), 0.5).double()], -1) * torch.cat([known, known], -1)
+    covariance = torch.linalg.inv(torch.einsum("ncp,nc,ncq->pq", J, precision, J) + torch.eye(16))
+    close(fitted.latent(x).covariance, torch.einsum("ncp,pq,ndq->ncd", J, covariance, J), 1e-8)
+    prediction = fitted.predict(x)
+    alone = lw.HeteroscedasticGaussian().predict(prediction.latent).log_prob(y.nan_to_num())
+    torch.testing.assert_close(prediction.log_prob(y)[known.all(1)], alone[known.all(1)])
+    assert float(prediction.log_prob(y)[5]) == 0
+    values = prediction.for_metrics(y)
+    assert values["y"].shape == (int(known.sum()),)
+    with pytest.raises(LapwingError, match=r"lw\.HeteroscedasticGaussian\(missing=True\)"):
+        lw.fit(model, (x, y), likelihood="heteroscedastic")

@@ -29,7 +29,7 @@ REAL = {
     "shares in one column": torch.tensor([[0.2], [0.8]]),
     "nearly one-hot": torch.tensor([[0.0, 1.0], [0.3, 0.9]]),
     "signed rows that sum to one": torch.tensor([[2.0, -1.0], [0.5, 0.5]]),
-    "not finite": torch.tensor([0.0, 1.0, float("nan")]),
+    "not finite": torch.tensor([0.0, 2.5, float("nan")]),
 }
 
 
@@ -47,6 +47,18 @@ def test_labels_as_floats_are_no_regression(name: str) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_real_targets_are_a_regression(name: str) -> None:
     assert inferred_likelihood(REAL[name], [(REAL[name], REAL[name])]).name == "gaussian"
+
+
+def test_missing_labels_are_no_regression() -> None:
+    x, y = torch.randn(40, 2), torch.arange(40.0).remainder(2)[:, None]
+    y[::5] = float("nan")
+    with pytest.raises(lw.LapwingError, match=r"0, 1 or NaN.*lw\.Bernoulli\(missing=True\)"):
+        lw.fit(nn.Linear(2, 1).eval(), (x, y))
+    lw.fit(nn.Linear(2, 1).eval(), (x, y), likelihood=lw.Bernoulli(missing=True))  # the line that it says
+    classes = torch.where(y[:, 0].isnan(), y[:, 0], torch.arange(40.0).remainder(3))
+    with pytest.raises(lw.LapwingError, match=r"y\.nan_to_num\(-100\)\.long\(\)"):
+        lw.fit(nn.Linear(2, 3).eval(), (x, classes))
+    assert lw.fit(nn.Linear(2, 3).eval(), (x, classes.nan_to_num(-100).long())).likelihood.name == "categorical"
 
 
 def test_all_batches_decide() -> None:
@@ -125,9 +137,84 @@ def test_a_sigmoid_at_the_end_is_warned_of_once(outputs: int, caplog: pytest.Log
     loader = [(x[:30], y[:30]), (x[30:], y[30:])]
     with caplog.at_level(logging.WARNING, "lapwing"):
         lw.fit(model, loader)
-        assert len([r for r in caplog.records if "between 0 and 1" in r.getMessage()]) == 1
+        assert len([r for r in caplog.records if "like probabilities" in r.getMessage()]) == 1
         caplog.clear()
         lw.fit(model, loader, forward=lambda model, inputs: model(inputs).logit())
         lw.fit(nn.Linear(4, outputs).eval(), [(x[:1], y[:1])])  # a few outputs may lie anywhere
         lw.fit(model, [(x, torch.randn(60, outputs))])
-    assert not [r for r in caplog.records if "between 0 and 1" in r.getMessage()]
+    assert not [r for r in caplog.records if "like probabilities" in r.getMessage()]
+
+
+def _answers() -> tuple[nn.Linear, Tensor, Tensor]:
+    """The logits of a network of one output, its inputs and answers that it fits."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 2, generator=generator)
+    model = nn.Linear(2, 1).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[4.0, -3.0]]))
+        model.bias.zero_()
+        return model, x, torch.rand(200, 1, generator=generator) < model(x).sigmoid()
+
+
+class _Percent(nn.Module):
+    def forward(self, logits: Tensor) -> Tensor:
+        return 100 * (logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1))
+
+
+def test_probabilities_of_answers_are_refused_if_they_fit_better_than_logits(caplog: pytest.LogCaptureFixture) -> None:
+    model, x, y = _answers()
+    sigmoid, percent = nn.Sequential(model, nn.Sigmoid()).eval(), nn.Sequential(model, _Percent()).eval()
+    for network, line in ((sigmoid, r"model\(inputs\)\.logit\(\)"), (percent, r"\(model\(inputs\) / 100\)\.logit\(\)")):
+        with pytest.raises(lw.LapwingError, match=line):
+            lw.fit(network, (x, y))
+    lw.fit(model, (x, y))
+    lw.fit(sigmoid, (x, y), forward=lambda model, inputs: model(inputs).logit())
+    lw.fit(percent, (x, y), forward=lambda model, inputs: (model(inputs) / 100).logit())
+    assert "look like" not in caplog.text
+    logs = nn.Sequential(model, nn.LogSigmoid()).eval()
+    lw.fit(logs, (x, y))
+    assert "look like log probabilities" in caplog.text
+    caplog.clear()
+    lw.fit(logs, (x, y), forward=lambda model, inputs: -(-model(inputs)).expm1().log())
+    assert not caplog.text
+    three, x, y = _classifier(_Percent())
+    with pytest.raises(lw.LapwingError, match=r"percentages.*\(model\(inputs\) / 100\)\.log\(\)"):
+        lw.fit(three, [(x, y)])
+
+
+# --- outputs that are not means of the targets -----------------------------------------------------------------------
+
+
+def test_outputs_that_are_no_means_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 2, generator=generator)
+    model = nn.Linear(2, 1).eval()
+    rate = model(x).detach().exp()
+    counts = torch.poisson(2 * rate, generator=generator)
+    with torch.no_grad():
+        model.bias.add_(0.6931)
+    noise = torch.rand(300, 1, generator=generator)
+    logits = nn.Linear(2, 1).eval()
+    with torch.no_grad():
+        logits.weight.mul_(5)
+    cases = {
+        "targets are counts, and exp": (model, counts, "likelihood='poisson'"),
+        "targets are positive, and exp": (model, 4 * rate * noise, "model(x).exp()"),
+        "targets are between 0 and 1": (logits, (logits(x).detach() + noise).sigmoid(), "soft_targets=True"),
+        "worse than their mean": (model, model(x).detach() + 50, "in the units of the outputs"),
+    }
+    for text, (network, y, line) in cases.items():
+        caplog.clear()
+        assert lw.fit(network, (x, y), tune=None).likelihood.name == "gaussian"
+        assert len(caplog.records) == 1, caplog.text
+        assert text in caplog.text
+        assert line in caplog.text
+    caplog.clear()
+    for y in (noise - 0.5, (model(x).detach() - model(x).detach().min() + 4 * noise).round()):
+        trained = nn.Linear(2, 1).eval()
+        with torch.no_grad():
+            solution = torch.linalg.lstsq(torch.cat([x, torch.ones(300, 1)], 1), y).solution[:, 0]
+            trained.weight.copy_(solution[None, :2])
+            trained.bias.copy_(solution[2:])
+        lw.fit(trained, (x, y), tune=None)  # noise, and counts of a network for their means
+    assert not caplog.text

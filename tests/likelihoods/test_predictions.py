@@ -15,6 +15,7 @@ from lapwing.likelihoods import (
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
+    LabelMixture,
     LaplaceBridge,
     MixturePrediction,
     Poisson,
@@ -431,3 +432,20 @@ def test_scaled_predictions_refuse_other_numbers():
             prediction.scaled(wrong, 1.0)
     with pytest.raises(LapwingError, match="not positive"):
         prediction.scaled(0.0, [1.0, 0.0])
+
+
+def test_a_mixture_of_labels_has_probabilities():
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(50, 6, 3, generator=generator, dtype=F64).softmax(-1)
+    with pytest.raises(LapwingError, match="LabelMixture"):
+        MixturePrediction(dist.Categorical(draws))
+    prediction, y = LabelMixture(draws), torch.arange(50) % 3
+    probs = draws.mean(1)
+    torch.testing.assert_close(prediction.log_prob(y), probs[torch.arange(50), y].log())
+    torch.testing.assert_close(prediction.entropy(), -(probs * probs.log()).sum(-1))
+    inside = -(draws * draws.log()).sum(-1).mean(1)
+    torch.testing.assert_close(prediction.mutual_information(), prediction.entropy() - inside)
+    assert torch.equal(prediction.point, probs.argmax(-1))
+    assert sorted(prediction.for_metrics(y)) == ["labels", "log_prob", "probs"]  # what lw.compare reads
+    frequencies = torch.nn.functional.one_hot(prediction.sample(4000), 3).double().mean(0)
+    assert (frequencies - probs).abs().max() < 0.05

@@ -419,3 +419,17 @@ def test_g_prior_is_isotropic_over_scaled_features(name):
 
 
 # --- refusals and warnings -------------------------------------------------------------------------------------------
+
+
+def test_validation_of_a_spread_that_is_too_wide_names_the_method(caplog):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator)
+    net = nn.Linear(2, 2).eval()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[2.0, 0.0], [-2.0, 0.0]]))
+        net.bias.zero_()
+    y = torch.multinomial(net(x).detach().softmax(-1), 1, generator=generator)[:, 0]
+    fitted = lw.fit(net, (x[:4], y[:4]), lw.SampledLLA(16), prior_precision=0.01, validation=(x[4:], y[4:]))
+    assert fitted.logit_temperature < 1
+    assert "prior precision of SampledLLA, here 0.01" in caplog.text
+    assert "prior_precision=1" in caplog.text
