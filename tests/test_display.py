@@ -66,6 +66,9 @@ def test_tuned_says_whether_a_tuning_chose_a_number():
     assert not lw.fit(network(), data, prior_precision=1.0).tuned
     assert not lw.fit(network(), noisy, prior_precision=1.0, likelihood=lw.Gaussian(0.1)).tuned
     assert lw.fit(network(), data, prior_precision=1.0, validation=data).tuned  # the logit temperature
+    assert not lw.fit(network(), data).with_prior(1.0).tuned
+    assert lw.fit(network(), noisy).with_prior(1.0).tuned  # the noise variance
+    assert not lw.fit(network(), noisy).with_prior(1.0, noise_variance=0.1).tuned
 
 
 def test_a_grid_over_priors_warns_once(caplog: pytest.LogCaptureFixture):

@@ -192,7 +192,9 @@ class Posterior(Displayed, Generic[P]):
         noise = self.noise_variance if noise_variance is None else noise_variance
         if noise is not None:
             check_range("noise variance", torch.tensor(noise, dtype=torch.float64), self.tangent.dtype)
-        return self.at(prior.precision, noise)
+        others_tuned = (noise_variance is None and not self.noise_fixed) or self.logit_temperature not in (None, 1)
+        method = self.method if others_tuned else replace(self.method, tuning=None)
+        return replace(self.at(prior.precision, noise), method=method)
 
     def with_defaults(self) -> Posterior[P]:
         """Returns the posterior without tuning: δ = 1 and σ² the mean squared residual, unless the user gave them."""
