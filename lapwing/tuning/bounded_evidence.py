@@ -49,8 +49,8 @@ class BoundedEvidence(Tuning):
     recorded and contracted once. For the default probit link the squares of J are summed over classes, and the
     `points` candidates cost almost nothing; other links need variances or Gram matrices of the outputs for each
     candidate. If more than 1 000 classes need a backward pass each, 16 random combinations estimate their mean
-    variance. For regressions: a kernel of at most 2 000 rows over all trained weights, its eigenvalues, and
-    predictions of the samples.
+    variance. For regressions: a kernel of at most 2 000 rows over all trained weights, 500 if a sample has more than
+    200 outputs, its eigenvalues, and predictions of the samples.
 
     Example:
         >>> import torch, lapwing as lw

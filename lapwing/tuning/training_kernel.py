@@ -19,11 +19,15 @@ from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.anchors import Anchors
 from .gaussian_process import Process
+from .held_out import WIDTH_OUTPUTS
 
 log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000
 """Maximum number of rows of the kernel: pairs of a sample and an output."""
+
+ROWS_OF_MAPS = 500
+"""The same if a sample has more than `WIDTH_OUTPUTS` outputs. A pixel of a map adds little to its neighbours."""
 
 OTHER_SCALE = 5.0
 """Ratio of the targets and residuals of two outputs above which a warning is logged."""
@@ -58,8 +62,9 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     ]
     targets, residuals, every_weight = (torch.cat(part) for part in zip(*every, strict=True))
     outputs = min(widths)
-    count = min(len(residuals), max(20, MAX_ROWS // outputs))
-    times = min(outputs, MAX_ROWS // count)
+    most = min(MAX_ROWS, ROWS_OF_MAPS) if outputs > WIDTH_OUTPUTS else MAX_ROWS
+    count = min(len(residuals), max(20, most // outputs))
+    times = min(outputs, most // count)
     chosen = torch.arange(count) * len(residuals) // count
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % torch.tensor(widths).repeat_interleave(torch.tensor(sizes))[samples]

@@ -24,6 +24,7 @@ from lapwing.tuning.leave_one_out import leave_one_out
 from lapwing.tuning.refit import fresh_copy
 from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
+from lapwing.tuning.training_kernel import process_of
 from tests.quick import others_slow
 from tests.zoo import ZOO
 
@@ -437,6 +438,16 @@ def process(model, loader, pairs, mean):
     for c in outputs.unique():
         labels[outputs == c] -= labels[outputs == c].mean()
     return rows, labels
+
+
+@pytest.mark.parametrize(("outputs", "rows"), [(200, 2000), (201, 500)])
+def test_outputs_of_a_map_have_a_small_kernel(outputs, rows):
+    x, model = torch.randn(30, 2), nn.Sequential(nn.Linear(2, outputs), nn.Unflatten(1, (outputs, 1))).eval()
+    y = model(x).detach()
+    posterior = lw.fit(model, [(x, y)], lw.Diagonal(), likelihood="gaussian", tune=None)
+    found = process_of(posterior, posterior.tangent, [(x, y)])
+    assert (found.samples, len(found.labels)) == (20, rows)
+    assert found.outputs_per_pair == outputs / (rows / 20)
 
 
 @pytest.mark.quick(4)
