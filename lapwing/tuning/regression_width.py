@@ -16,7 +16,7 @@ from .gaussian_process import LeaveOneOut
 from .held_out import WIDTH_OUTPUTS, mean_variances, means_over_samples
 from .input_process import width_by_inputs
 from .leave_one_out import leave_one_out
-from .search import evenly
+from .search import crossing, evenly
 from .training_samples import spread_batches
 
 log = logging.getLogger("lapwing")
@@ -29,6 +29,15 @@ SAMPLES = 2000
 
 LOWEST_NOISE = 1e-6
 """Minimum of the noise variance, as a part of the width of predictions."""
+
+TOO_LITTLE_NOISE = 0.4
+"""A noise variance is too small below this part of the least one, that of the exact posterior of this width."""
+
+NOISE_OF_RESIDUAL = 0.5
+"""Part of the mean squared residual that the least noise variance is, if this is larger."""
+
+RAISED = evenly(0.0, 4.0, 33)
+"""Candidates for log10 of δ over its value at too small a noise variance."""
 
 NOISES = evenly(-4.0, 0.0, 33)
 """Candidates for log10 of σ² over the width, if the user gave the prior precision."""
@@ -81,13 +90,19 @@ def with_left_out_width(
     elif posterior.prior.fixed:
         noise = _noise_at_prior(posterior, parts, width)
     else:
-        noise = max(factor * noise, LOWEST_NOISE * width)
+        least = max(noise * width / (exact.curve * exact.variance), NOISE_OF_RESIDUAL * residual)
+        wanted = factor * (noise + variance) - least
+        noise, precision = max(factor * noise, LOWEST_NOISE * width), precision / factor
+        if noise < TOO_LITTLE_NOISE * least:  # the mean variance is that of a few inputs far from the others
+            noise = least
+            if wanted > 0:
+                precision = _precision_of_variance(posterior, parts, precision, least, wanted)
     log.info(
         "Targets that are left out have a variance of %.3g by the exact linearised model of %d weights and %d "
         "samples, and the mean squared residual is %.3g: the noise variance of %s is %.3g",
         exact.width, exact.weights, exact.samples, residual, posterior.method, noise,
     )  # fmt: skip
-    return posterior.with_noise(noise) if keeps_prior else posterior.at(precision / factor, noise)
+    return posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
 
 
 def _checked_width(
@@ -150,3 +165,11 @@ def _noise_at_prior(posterior: Posterior, parts: Sequence[batches.Weighted], wid
 
     losses = means_over_samples(candidates, parts, loss)
     return width * 10 ** NOISES[min(range(len(losses)), key=losses.__getitem__)]
+
+
+def _precision_of_variance(
+    posterior: Posterior, parts: Sequence[batches.Weighted], precision: Tensor, noise: float, variance: float
+) -> Tensor:
+    """Returns the δ above `precision` at which the mean variance of training data is `variance`, at the noise."""
+    candidates = [posterior.at(precision * 10**decade, noise) for decade in RAISED]
+    return precision * 10 ** crossing(RAISED, mean_variances(candidates, parts), variance)

@@ -220,6 +220,19 @@ def test_noise_of_the_last_layer_has_the_width_of_the_whole_network(method, capl
     assert tuned.predict(x).log_prob(y).mean() > plain.predict(x).log_prob(y).mean() + 1.0
 
 
+@pytest.mark.parametrize("method", [lw.SubsetOfData(10), lw.VaLLA(5), lw.Full()], ids=repr)
+def test_a_posterior_that_is_far_too_wide_at_a_few_inputs_has_noise(method):
+    """The mean variance, of few inputs far away, gives both numbers, and most inputs hardly had any noise."""
+    torch.manual_seed(0)
+    x = torch.randn(300, 4, dtype=torch.float64) * torch.where(torch.arange(300) % 30 == 0, 30.0, 0.3)[:, None]
+    model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 1)).double().eval()
+    y = model(x).detach() + 0.1 * (3 * x[:, :1]).sin()  # could be fitted better
+    fits = [lw.fit(model, [(x[:150], y[:150])], each) for each in (method, lw.KFAC())]
+    found, other = (-fit.predict(x[150:]).log_prob(y[150:]).mean() for fit in fits)
+    assert fits[0].noise_variance > 0.2 * residual(model, [(x[:150], y[:150])])
+    assert found < other + 0.3
+
+
 def test_width_of_unseen_targets_by_the_training_variance():
     exact = LeaveOneOut(3.0, 2.0, 0.5, 1.0, 1.0, 0.25, 100, 10)
     assert exact.unseen(0.5) == 2.0  # the exact one
