@@ -53,7 +53,7 @@ def check_finite(matrix: Tensor) -> None:
 
 def possible(logits: Tensor, dim: int = -1) -> Tensor:
     """Returns a mask of the classes that can be: their logits are less than 500 below the largest one of their row."""
-    return logits > logits.amax(dim, keepdim=True) - 500.0
+    return logits - logits.amax(dim, keepdim=True) > -500.0
 
 
 def nonnegative(values: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from .invoke import invoke
 from .positions import Positions
 
 EXCLUDED = -3e4
-"""Logit of a class that cannot be, relative to the mean of the others. float16 can express it."""
+"""Logit of a class that cannot be, relative to the mean of the others near 0. float16 can express it."""
 
 
 @dataclass(frozen=True)
 class PossibleClasses:
-    """Calls a network, and replaces the logits of classes that cannot be by the mean of the others, minus 30 000.
+    """Calls a network, and puts the logits of classes that cannot be 30 000 and more below the mean of the others.
 
     Their probability stays 0. Their gradient is the mean gradient of the others. So the average over all classes, which
     links subtract, is the average over those that can be.
@@ -39,7 +39,7 @@ class PossibleClasses:
             return torch.where(outputs == -torch.inf, EXCLUDED, outputs)
         mask = possible(outputs, self.axis)
         mean = torch.where(mask, outputs, 0.0).sum(self.axis, keepdim=True) / mask.sum(self.axis, keepdim=True)
-        return torch.where(mask, outputs, mean + EXCLUDED)
+        return torch.where(mask, outputs, mean + (EXCLUDED - mean.detach().abs()))  # far below the mean of any size
 
 
 class ImpossibleClasses(Exception):

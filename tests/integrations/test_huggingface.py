@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,7 @@ def test_labels_that_are_the_tokens_themselves_are_warned_of(caplog) -> None:
     labels = texts.clone()
     labels[:, :2] = -100
     for own in (texts, labels):
-        lw.fit(model, [{"input_ids": texts, "labels": own}], prior_precision=1.0)
+        lw.fit(deepcopy(model), [{"input_ids": texts, "labels": own}], prior_precision=1.0)
         assert "lapwing.integrations.huggingface.NextTokens" in caplog.text
         caplog.clear()
     others = labels.clone()
