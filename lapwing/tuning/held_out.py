@@ -45,7 +45,7 @@ def sample_scores(
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     divisors = [10**exponent for exponent in temperatures]
-    for place, candidate, latent, labels, _ in _contracted(
+    for place, candidate, latent, labels, _ in contracted(
         posteriors, candidates, tracked(loader, "held-out data"), max(1, len(divisors))
     ):
         likelihood = candidate.likelihood
@@ -79,7 +79,7 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tupl
     """
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, certain, every = None, torch.empty(0), torch.empty(0)
-    for (i, _), posterior, latent, labels, weights in _contracted(posteriors, lambda one: [one], loader):
+    for (i, _), posterior, latent, labels, weights in contracted(posteriors, lambda one: [one], loader):
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
@@ -103,7 +103,7 @@ def width_scores(
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     outputs = posteriors[0].tangent.outputs
-    for place, candidate, latent, labels, _ in _contracted(posteriors, candidates, tracked(loader, "held-out data")):
+    for place, candidate, latent, labels, _ in contracted(posteriors, candidates, tracked(loader, "held-out data")):
         latent = latent.compact(covariances=outputs > 1)
         prediction, labels = candidate.likelihood.predict(latent), labels.to(latent.mean.device)
         holes = labels.reshape(latent.mean.shape).isnan()  # missing targets, if the likelihood allows them
@@ -121,7 +121,7 @@ def width_scores(
     return volume - (squares / factor + counts * factor.log()) / 2, factor.squeeze(-1).log10()
 
 
-def _contracted(
+def contracted(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], copies: int = 1
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
     """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights."""

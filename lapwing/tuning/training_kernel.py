@@ -30,7 +30,10 @@ ROWS_OF_MAPS = 500
 """The same if a sample has more than `WIDTH_OUTPUTS` outputs. A pixel of a map adds little to its neighbours."""
 
 OTHER_SCALE = 5.0
-"""Ratio of the targets and residuals of two outputs above which a warning is logged."""
+"""Ratio of the targets and residuals of two outputs above which they seem to have different units."""
+
+OTHER_NOISE, SURE = 2.0, 4.0
+"""Ratio of mean squared residuals of two outputs above which a warning is logged, if it is `SURE` standard errors."""
 
 TABLE = 2**20
 """Maximum number of entries of inputs that are joined into one batch."""
@@ -138,17 +141,25 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
 
 
 def _warn_of_scales(targets: Tensor, residuals: Tensor, weights: Tensor) -> None:
-    """Warns if one noise variance serves outputs of different scales, by targets and residuals, each (N, C)."""
+    """Warns if one noise variance serves outputs of different noise or units, by targets and residuals, each (N, C)."""
     totals = weights.sum(0)
     counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
     squares = (weights * residuals.square()).sum(0) / counts
     means = (weights * targets).sum(0) / counts
     variances = (weights * (targets - means).square()).sum(0) / counts
-    large, small = int(squares.argmax()), int(torch.where(totals > 0, squares, math.inf).argmin())
-    if all(float(part[large]) > OTHER_SCALE**2 * float(part[small]) for part in (squares, variances)):
-        log.warning(
-            "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "
-            "intervals of the latter too wide. Pass likelihood=lw.Gaussian(noise_ratios=y.var(0).tolist()), or train "
-            "on standardised targets and use prediction.scaled(mean, std).",
-            large, float(squares[large] / squares[small]) ** 0.5, small,
-        )  # fmt: skip
+    squares = torch.where(totals > 1, squares, math.nan)
+    large, small = int(squares.nan_to_num(-math.inf).argmax()), int(squares.nan_to_num(math.inf).argmin())
+    ratio = float(squares[large] / squares[small])
+    fourth = (weights * residuals.pow(4)).sum(0) / counts
+    errors = ((fourth / squares.square() - 1).clamp_min(0) / counts)[[large, small]].sum().sqrt()  # of log ratio
+    if not ratio > OTHER_NOISE or math.log(ratio) < SURE * float(errors):
+        return
+    other_units = ratio > OTHER_SCALE**2 and float(variances[large]) > OTHER_SCALE**2 * float(variances[small])
+    log.warning(
+        "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "
+        "intervals of the latter too wide. %s",
+        large, ratio**0.5, small,
+        "Pass likelihood=lw.Gaussian(noise_ratios=y.var(0).tolist()), or train on standardised targets and use "
+        "prediction.scaled(mean, std)." if other_units else
+        "Pass validation=held_out, which tunes a noise variance for each output, or lw.Gaussian(noise_ratios=...).",
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
 from .choice import RISING, TEMPERATURES, best_of, chosen_numbers, with_ranks
 from .evidence import Training, Tuning, without_rank
+from .output_noise import with_output_noise
 from .regression_width import SAMPLES, inputs_read, trained_product
 from .shifted_logits import warn_of_shift
 
@@ -66,6 +67,9 @@ class Validation(_OnHeldOutData):
     samples cannot show. So λ comes from the training data, as in `BoundedEvidence`, unless another λ is better by three
     standard errors of the paired difference.
 
+    Each of several outputs of `lw.Gaussian()` then gets its own noise variance, as ratios to σ², if the held-out data
+    surely show that they differ: by three standard errors of the paired difference. Give `noise_ratios` to keep them.
+
     Values that the user gave are kept, and so is a logit temperature other than 1.
 
     Args:
@@ -114,6 +118,7 @@ class Validation(_OnHeldOutData):
             with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
+        best = with_output_noise(best, held_out)
         warn_of_shift(best, held_out)
         log.info("Validation of %s: %s", best.method, chosen_numbers(best))
         return best

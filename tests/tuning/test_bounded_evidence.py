@@ -553,6 +553,15 @@ def test_outputs_of_other_scales_are_warned_of(scale, caplog):
     assert 0.8 < float(((low <= y) & (y <= high)).float().mean(0).min()) < 1.0
 
 
+@pytest.mark.parametrize(("ratio", "rows", "warned"), [(4.0, 200, True), (4.0, 12, False), (1.0, 200, False)])
+def test_outputs_of_other_noise_are_warned_of_if_it_is_sure(ratio, rows, warned, caplog):
+    torch.manual_seed(0)
+    x, model = torch.randn(rows, 3), nn.Linear(3, 2).eval()
+    y = model(x).detach() + torch.tensor([0.1, 0.1 * ratio**0.5]) * torch.randn(rows, 2)
+    lw.fit(model, [(x, y)], likelihood="gaussian")
+    assert ("Pass validation=held_out, which tunes a noise variance for each output" in caplog.text) is warned
+
+
 def test_training_variance_and_the_part_that_weights_explain_at_most():
     model, loader, _ = overfitted(steps=3000)
     exact = leave_one_out(lw.fit(model, loader, lw.Diagonal(), tune=None), loader)

@@ -335,3 +335,25 @@ def test_a_shift_of_the_logits_is_seen(likelihood, caplog):
         forward=lambda model, inputs: model(inputs) + shift,
     )  # fmt: skip
     assert "constant for each logit" not in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+@pytest.mark.parametrize("method", [None, lw.Full()])
+def test_held_out_rows_show_the_noise_of_each_output(method, shape):
+    torch.manual_seed(0)
+    std = torch.tensor([0.1, 0.2, 0.4]).repeat(2)
+    x, flat = torch.randn(700, 3), torch.nn.Linear(3, 6)
+    model = torch.nn.Sequential(flat, torch.nn.Unflatten(1, shape)).eval()
+    y = flat(x).detach() + std * torch.randn(700, 6)
+    every, equal = (noisy.unflatten(1, shape) for noisy in (y, flat(x).detach() + 0.2 * torch.randn(700, 6)))
+    options = {"likelihood": "gaussian"}
+    posterior = lw.fit(model, (x[:40], every[:40]), method, validation=(x[200:400], every[200:400]), **options)
+    low, high = posterior.predict(x[400:]).interval(0.9)
+    cover = ((low <= every[400:]) & (every[400:] <= high)).float().mean(0)
+    assert cover.min() > 0.84
+    assert cover.max() < 0.95
+    alike = lw.fit(model, (x[:40], equal[:40]), method, validation=(x[200:400], equal[200:400]), **options)
+    assert alike.likelihood.noise_ratios is None
+    given = lw.Gaussian(noise_ratios=[1.0] * shape[-1])
+    kept = lw.fit(model, (x[:40], every[:40]), method, validation=(x[200:400], every[200:400]), likelihood=given)
+    assert kept.likelihood.noise_ratios == given.noise_ratios
