@@ -17,6 +17,7 @@ from .held_out import WIDTH_OUTPUTS, mean_variances, means_over_samples
 from .input_process import width_by_inputs
 from .leave_one_out import leave_one_out
 from .search import crossing, evenly
+from .training_kernel import warn_of_scales
 from .training_samples import spread_batches
 
 log = logging.getLogger("lapwing")
@@ -75,6 +76,7 @@ def with_left_out_width(
             Gaussian process on the inputs shows that s may be too small.
     """
     exact, parts, size = _exact_model(posterior, residual, training, samples)
+    warn_of_scales(posterior, parts)
     width = max(exact.width, (1 + exact.explained) * residual)  # the network may fit worse than its linearised model
     width = _checked_width(posterior, training, parts, size, width, residual, yardstick)
     keeps_prior = posterior.prior.fixed or not has_prior(posterior.covariance)

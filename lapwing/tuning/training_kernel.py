@@ -55,8 +55,6 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     """
     rows = [targets_of(posterior, *part) for part in parts]
     ratios = posterior.likelihood.ratios(rows[0][1])
-    if (ratios == 1).all():
-        _warn_of_scales(*(torch.cat(every) for every in zip(*rows, strict=True)))
     sizes = [batches.size(inputs) for inputs, *_ in parts]
     widths = [part[0].numel() // size for part, size in zip(rows, sizes, strict=True)]
     every = [
@@ -140,8 +138,12 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     return itself | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
 
 
-def _warn_of_scales(targets: Tensor, residuals: Tensor, weights: Tensor) -> None:
-    """Warns if one noise variance serves outputs of different noise or units, by targets and residuals, each (N, C)."""
+def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> None:
+    """Warns if one noise variance serves outputs of different noise or units."""
+    rows = [targets_of(posterior, *part) for part in parts]
+    targets, residuals, weights = (torch.cat(every) for every in zip(*rows, strict=True))  # (N, C)
+    if (posterior.likelihood.ratios(targets) != 1).any():
+        return
     totals = weights.sum(0)
     counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
     squares = (weights * residuals.square()).sum(0) / counts

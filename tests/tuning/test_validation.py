@@ -339,7 +339,7 @@ def test_a_shift_of_the_logits_is_seen(likelihood, caplog):
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3)])
 @pytest.mark.parametrize("method", [None, lw.Full()])
-def test_held_out_rows_show_the_noise_of_each_output(method, shape):
+def test_held_out_rows_show_the_noise_of_each_output(method, shape, caplog):
     torch.manual_seed(0)
     std = torch.tensor([0.1, 0.2, 0.4]).repeat(2)
     x, flat = torch.randn(700, 3), torch.nn.Linear(3, 6)
@@ -348,6 +348,7 @@ def test_held_out_rows_show_the_noise_of_each_output(method, shape):
     every, equal = (noisy.unflatten(1, shape) for noisy in (y, flat(x).detach() + 0.2 * torch.randn(700, 6)))
     options = {"likelihood": "gaussian"}
     posterior = lw.fit(model, (x[:40], every[:40]), method, validation=(x[200:400], every[200:400]), **options)
+    assert "one noise variance for both" not in caplog.text
     low, high = posterior.predict(x[400:]).interval(0.9)
     cover = ((low <= every[400:]) & (every[400:] <= high)).float().mean(0)
     assert cover.min() > 0.84
