@@ -172,6 +172,11 @@ class Likelihood(Options, ABC, Generic[P]):
         """σ², or None if the likelihood has none or if it is still to be tuned."""
 
     @property
+    def of_curvature(self) -> Likelihood[P]:
+        """The likelihood of the fit, whose curvature and statistics further data add to."""
+        return self
+
+    @property
     @abstractmethod
     def needs_noise(self) -> bool:
         """Whether the likelihood has a σ² that is still to be tuned."""

@@ -60,4 +60,5 @@ def with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
     if not (noises > 0).all() or float(gain.mean()) - (outputs - 1) / len(gain) <= SURE * error:
         return posterior
     log.info("Held-out data show noise variances of the outputs from %.3g to %.3g", noises.min(), noises.max())
-    return replace(posterior, likelihood=replace(likelihood, noise_ratios=tuple((noises / noise).tolist())))
+    ratios = tuple((noises / noise).tolist())
+    return replace(posterior, likelihood=replace(likelihood, noise_ratios=ratios, tuned_ratios=True))

@@ -353,6 +353,11 @@ def test_held_out_rows_show_the_noise_of_each_output(method, shape, caplog):
     cover = ((low <= every[400:]) & (every[400:] <= high)).float().mean(0)
     assert cover.min() > 0.84
     assert cover.max() < 0.95
+    further = (x[200:400], every[200:400])
+    alone = replace(posterior, likelihood=posterior.likelihood.of_curvature).update(further)
+    torch.testing.assert_close(
+        posterior.update(further).latent(x[:5]).variance, alone.latent(x[:5]).variance, rtol=0, atol=0
+    )
     alike = lw.fit(model, (x[:40], equal[:40]), method, validation=(x[200:400], equal[200:400]), **options)
     assert alike.likelihood.noise_ratios is None
     given = lw.Gaussian(noise_ratios=[1.0] * shape[-1])
