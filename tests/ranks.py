@@ -66,7 +66,7 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "rank by evidence": (3, lambda held_out: {"method": lw.OptimalSubspace(4), "tune": lw.Evidence(rank_gap=2.0)}),
     "rank by validation": (3, lambda held_out: {
         "method": lw.ELLA(5, 20), "tune": lw.Validation(held_out, ranks=(1, 3))}),
-    "SubsetOfData": (3, lambda held_out: {"method": lw.SubsetOfData(11, "balanced", True)}),
+    "SubsetOfData": (3, lambda held_out: {"method": lw.SubsetOfData(11, "balanced")}),
     "SubsetOfWeights": (3, lambda held_out: {"method": lw.SubsetOfWeights(9)}),
     "TemperatureScaling": (3, lambda held_out: {"method": lw.TemperatureScaling()}),
     "VaLLA": (3, lambda held_out: {"method": lw.VaLLA(8)}),

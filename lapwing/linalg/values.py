@@ -52,8 +52,13 @@ def check_finite(matrix: Tensor) -> None:
 
 
 def possible(logits: Tensor, dim: int = -1) -> Tensor:
-    """Returns a mask of the classes that can be: their logits are less than 500 below the largest one of their row."""
-    return logits - logits.amax(dim, keepdim=True) > -500.0
+    """Returns a mask of the classes that can be.
+
+    A class cannot be if its logit is more than 500 below the largest one of its row, and more than 20 times the size of
+    that one: a mask adds a number of another size, and a network that is very sure has large logits everywhere.
+    """
+    largest = logits.amax(dim, keepdim=True)
+    return largest - logits <= (20.0 * largest.abs()).clamp_min(500.0)
 
 
 def nonnegative(values: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def means_over_samples(
                 some = None if weights is None else weights.repeat_interleave(places.count)[part]
                 every = curvature_weights(first.likelihood, record.outputs, labels, some)
                 every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
-                ratios = first.likelihood.ratios(record.outputs).to(record.device)
+                ratios = first.likelihood.ratios(doubled(record.outputs))
                 for i, latent in enumerate(_latents(record, posteriors, "variances")):
                     values = function(posteriors[i], doubled(latent.variance) / ratios)
                     totals[i] += float((every.to(values) * values).sum())
