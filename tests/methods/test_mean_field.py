@@ -207,7 +207,7 @@ def test_conjugate_regression_reaches_the_closed_form():
 def test_prior_and_noise_are_learned():
     """At the optimum δ = P / (‖m‖² + Σσ²), and σ² = E‖y - f‖² / N, both with the closed form's own values."""
     model, x, y = regression(2)
-    posterior = lw.fit(model, [(x, y)], CONJUGATE)
+    posterior = lw.fit(model, [(x, y)], CONJUGATE, tune=None)
     block = posterior.tangent.blocks[0].name
     mean, variance = posterior.model.weight.detach(), posterior.covariance.diagonal()[block].reshape(2, 3)
     delta = float(posterior.prior.precision[0])
