@@ -49,10 +49,10 @@ class Refit(Tuning):
     features to noisy targets, s is too small, and nothing in the trained network shows this. So a copy with fresh
     weights is trained on four fifths of the samples, by Adam, for `steps` steps. Its smallest mean squared error on the
     other fifth along the way, Y, is a yardstick: if Y exceeds 1.5 s and six mean squared residuals, Y replaces s, so
-    all variances are multiplied by Y/s, and a warning says so. Otherwise the result equals that of `BoundedEvidence`.
+    all variances are multiplied by Y/s, and lapwing warns. Otherwise the result equals that of `BoundedEvidence`.
 
     The trained network and the global random numbers do not change. The copy is made by `reset_parameters` of each
-    layer; without it for a trained layer, no copy is trained, and a warning says so. It was measured on MLPs of at most
+    layer; without it for a trained layer, no copy is trained, and lapwing warns. It was measured on MLPs of at most
     40 000 weights on standardised tables; for other networks a log line says that it is untested.
 
     Args:
