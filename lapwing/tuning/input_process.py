@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..data import batches
 from ..linalg import doubled, symmetric_eigen
 from .gaussian_process import Process
 
@@ -27,28 +25,25 @@ OUTPUTS = 16
 
 
 @torch.no_grad()
-def width_by_inputs(parts: Sequence[batches.Weighted], size: float, ratios: Tensor, least: float = 0.0) -> float | None:
+def width_by_inputs(x: Tensor, y: Tensor, weights: Tensor, size: float, least: float = 0.0) -> float | None:
     """Returns the leave-one-out width of a Gaussian process with a squared-exponential kernel on the inputs.
 
-    The evidence chooses a length scale for each column. Sample weights do not count.
+    The evidence chooses a length scale for each column. Weights above 0 count as 1.
 
     Args:
-        parts: batches of training data.
-        size: number N of all samples.
-        ratios: noise ratios (C,); the width of each output is in units of its ratio.
+        x: inputs (N, D) of `table_of`.
+        y: targets (N, C).
+        weights: weights (N, C).
+        size: number of all samples.
         least: a width up to this is of no interest, so the result is None if the targets' variance is below it.
 
     Returns:
-        The width, or None if the inputs are not rows (B, D) of floats, or if there are too few.
+        The width, or None if there are too few rows.
 
     Cost: `STEPS` Cholesky decompositions of `LENGTH_ROWS` rows, and an eigendecomposition of `ROWS` rows.
     """
-    tables = [part.inputs for part in parts if isinstance(part.inputs, Tensor)]
-    if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):
-        return None
-    x, y = (doubled(torch.cat(list(each))).flatten(1) for each in (tables, [part.targets[:, None] for part in parts]))
-    known = y.isfinite().all(1)
-    x, y = x[known], y[known] / (ratios.to(y).sqrt() if len(ratios) == y.shape[1] else 1.0)
+    known = (weights > 0).all(1)
+    x, y = doubled(x[known]), y[known]
     if len(x) < FEWEST or float(y.var(0).mean()) <= least:
         return None
     x, y = _spread(x, ROWS), _spread(y.T, OUTPUTS).T

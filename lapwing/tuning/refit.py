@@ -5,25 +5,23 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data import batches
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.calling import output_tensor
 from ..network.eager import parameters_of
 from ..network.entry import outside_modes
-from ..network.invoke import invoke
 from ..options import SEED, at_least, option
 from ..posterior import Posterior
+from ..tangent import Tangent
 from .evidence import Training, Tuning
-from .regression_width import SAMPLES, inputs_read, with_left_out_width
-from .training_kernel import joined, targets_of
+from .regression_width import SAMPLES, with_left_out_width
+from .training_kernel import table_of
 from .training_samples import spread_batches
 
 log = logging.getLogger("lapwing")
@@ -52,8 +50,9 @@ class Refit(Tuning):
     all variances are multiplied by Y/s, and lapwing warns. Otherwise the result equals that of `BoundedEvidence`.
 
     The trained network and the global random numbers do not change. The copy is made by `reset_parameters` of each
-    layer; without it for a trained layer, no copy is trained, and lapwing warns. It was measured on MLPs of at most
-    40 000 weights on standardised tables; for other networks a log line says that it is untested.
+    layer. If a trained layer has none, or if the inputs are no table (B, D) of floats, no copy is trained, and lapwing
+    warns. It was measured on MLPs of at most 40 000 weights on standardised tables; for larger networks a log line says
+    that it is untested.
 
     Args:
         samples: maximum number of training samples that the copy uses.
@@ -93,26 +92,27 @@ class Refit(Tuning):
         return with_left_out_width(posterior, residual, training, SAMPLES, self._error)
 
     def training_samples(self, posterior: Posterior) -> int:
-        return inputs_read(posterior, self.samples)
+        return self.samples
 
     def _error(self, posterior: Posterior, training: Training) -> float | None:
         """Returns Y, or None if no fresh copy can be made."""
         model = posterior.tangent.model
+        table = table_of(posterior, list(spread_batches(training, self.samples, posterior)))
         with torch.random.fork_rng([posterior.tangent.device] if posterior.tangent.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             fresh, kept = fresh_copy(model)
-            if kept:
+            if kept or table is None:
                 log.warning(
-                    "lw.Refit could not make a fresh copy of %s: reset_parameters does not change %s. The width is "
-                    "that of lw.BoundedEvidence(), and may be too narrow.", type(model).__name__, ", ".join(kept[:3]),
+                    "lw.Refit could not train a fresh copy of %s: %s. The width is that of lw.BoundedEvidence(), and "
+                    "may be too narrow.", type(model).__name__,
+                    "its inputs are no table (B, D) of floats" if table is None else
+                    f"reset_parameters does not change {', '.join(kept[:3])}",
                 )  # fmt: skip
                 return None
-            weights = sum(p.numel() for p in fresh.parameters() if p.requires_grad)
-            if weights > TESTED_WEIGHTS:
+            if sum(p.numel() for p in fresh.parameters() if p.requires_grad) > TESTED_WEIGHTS:
                 log.info("lw.Refit is untested for networks of more than %d trained weights", TESTED_WEIGHTS)
-            parts = list(spread_batches(training, inputs_read(posterior, self.samples), posterior))
             with torch.enable_grad():
-                return smallest_error(fresh, posterior, parts, self.steps)
+                return smallest_error(fresh, posterior.tangent, *table, self.steps)
 
 
 def fresh_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -137,63 +137,42 @@ def fresh_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     return fresh, kept
 
 
-def smallest_error(
-    model: nn.Module, posterior: Posterior, parts: Sequence[batches.Weighted], steps: int
-) -> float | None:
-    """Trains a fresh copy on most samples; returns its smallest mean squared error on the others along the way.
+def smallest_error(model: nn.Module, tangent: Tangent, x: Tensor, y: Tensor, w: Tensor, steps: int) -> float | None:
+    """Trains a fresh copy on most rows of `table_of`; returns its smallest mean squared error on the others on the way.
 
-    Its outputs are shifted and scaled by constants, so that the scale of the targets does not matter. Each output is in
-    units of its noise ratio. Returns None if there are too few samples.
+    Its outputs are shifted and scaled by constants, so that the scale of the targets does not matter. Returns None if
+    there are too few rows.
     """
-    tangent = posterior.tangent
-    rows = [targets_of(posterior, *part) for part in parts]
-    inputs = joined(tuple(part.inputs for part in parts))
-    ratios, (every, _, counts) = posterior.likelihood.ratios(rows[0][0]), map(torch.cat, zip(*rows, strict=True))
-    total = counts.sum(0).clamp_min(torch.finfo(counts.dtype).tiny)
-    mean = (counts * every).sum(0) / total
-    scale = ((counts * (every - mean).square()).sum(0) / total).sqrt()
-    weights = counts / ratios / float((scale.square() / ratios).mean() or 1.0)
-    sizes = [len(every)] if len(inputs) == 1 else [len(y) for y, *_ in rows]
-    pieces = []
-    for piece, y, w, counted in zip(inputs, every.split(sizes), weights.split(sizes), counts.split(sizes), strict=True):
-        count = batches.size(piece)
-        order = torch.randperm(count).to(tangent.device)
-        held, seen = order.split([max(1, round(PART * count)), count - max(1, round(PART * count))])
-        if len(seen) > 1:
-            pieces.append((piece, *(values.unflatten(0, (count, -1)) for values in (y, w, counted)), held, seen))
-    if not pieces:
+    count = max(1, round(PART * len(x)))
+    held, seen = torch.randperm(len(x)).to(x.device).split([count, len(x) - count])
+    if len(seen) < 2:
         return None
 
-    def outputs(piece: Any, some: Tensor) -> Tensor:
-        out = output_tensor(invoke(model, batches.take(piece, some), tangent.forward))
-        out = tangent.positions.rows(out) if tangent.positions.several else out
-        return out.reshape(len(some), -1, len(ratios)).to(every)
+    def outputs(some: Tensor) -> Tensor:
+        return tangent.positions.rows(output_tensor(tangent.positions(model, x[some]))).reshape(len(some), -1).to(y)
 
-    def looks() -> list[Tensor]:
+    def look() -> Tensor:
         model.eval()
         with torch.no_grad():
-            found = [outputs(piece, held) for piece, *_, held, _ in pieces]
+            out = outputs(held)
         model.train()
-        return found
+        return out
 
-    first = torch.cat([out.flatten(0, 1) for out in looks()])
+    total = w.sum(0).clamp_min(torch.finfo(w.dtype).tiny)
+    mean = (w * y).sum(0) / total
+    scale = ((w * (y - mean).square()).sum(0) / total).sqrt()
+    first = look()
     spread = first.std(0, correction=0)
     factor = FIRST_SPREAD * scale / torch.where(spread > 0, spread, FIRST_SPREAD)
-    pieces = [(piece, y - mean + factor * first.mean(0), *rest) for piece, y, *rest in pieces]
-    held_out = float(sum(counted[held].sum() for *_, counted, held, _ in pieces))
-    chances = torch.tensor([float(len(seen)) for *_, seen in pieces])
+    y = y - mean + factor * first.mean(0)
     optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], RATE)
     best = math.inf
     for step in range(1, steps + 1):
-        piece, y, w, _, _, seen = pieces[int(chances.multinomial(1)) if len(pieces) > 1 else 0]
         some = seen[torch.randint(len(seen), (min(BATCH, len(seen)),))]
         optimiser.zero_grad()
-        (w[some] * (y[some] - factor * outputs(piece, some)).square()).mean().backward()
+        loss = (w[some] * (y[some] - factor * outputs(some)).square()).mean() / float(scale.square().mean() or 1.0)
+        loss.backward()
         optimiser.step()
         if step % LOOK == 0 or step == steps:
-            errors = [
-                float((counted[held] * (y[held] - factor * out).square() / ratios).sum())
-                for (_, y, _, counted, held, _), out in zip(pieces, looks(), strict=True)
-            ]
-            best = min(best, sum(errors) / held_out)
+            best = min(best, float((w[held] * (y[held] - factor * look()).square()).sum() / w[held].sum()))
     return best

@@ -17,7 +17,7 @@ from .held_out import WIDTH_OUTPUTS, mean_variances, means_over_samples
 from .input_process import width_by_inputs
 from .leave_one_out import leave_one_out
 from .search import crossing, evenly
-from .training_kernel import warn_of_scales
+from .training_kernel import table_of, warn_of_scales
 from .training_samples import spread_batches
 
 log = logging.getLogger("lapwing")
@@ -114,8 +114,8 @@ def _checked_width(
     """Returns the width, or the yardstick if it shows that the width is too small; warns in this case."""
     least = max(NARROW * width, ABOVE_RESIDUAL * residual)
     if yardstick is None:
-        ratios = posterior.likelihood.ratios(torch.ones(1, posterior.tangent.outputs))
-        other = width_by_inputs(parts, size, ratios, least)
+        table = table_of(posterior, parts)
+        other = None if table is None else width_by_inputs(*table, size, least)
     else:
         other = yardstick(posterior, training)
     if other is None or other <= least:

@@ -107,6 +107,19 @@ def targets_of(
     return targets.nan_to_num(), torch.where(every == 0, 0.0, targets - outputs), every
 
 
+def table_of(posterior: Posterior, parts: Sequence[batches.Weighted]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns inputs (N, D), targets (N, C) in units of the roots of their noise ratios, and their weights (N, C).
+
+    Returns None if the inputs are no table of floats. C counts the outputs of all positions.
+    """
+    tables = [part.inputs for part in parts if isinstance(part.inputs, Tensor)]
+    if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):
+        return None
+    targets, _, weights = map(torch.cat, zip(*(targets_of(posterior, *part) for part in parts), strict=True))
+    x, ratios = torch.cat(tables), posterior.likelihood.ratios(targets)
+    return x, (targets / ratios.sqrt()).reshape(len(x), -1), weights.reshape(len(x), -1)
+
+
 def joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns rows of a table as one batch, since the kernel reads all pairs of batches, or the parts unchanged."""
     tables = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]

@@ -24,7 +24,7 @@ from lapwing.tuning.leave_one_out import leave_one_out
 from lapwing.tuning.refit import fresh_copy
 from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
-from lapwing.tuning.training_kernel import process_of
+from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
 from tests.zoo import ZOO
 
@@ -371,13 +371,13 @@ def test_a_width_far_below_that_of_a_gaussian_process_on_the_inputs_is_warned_of
     assert line.startswith("Memory may have overfitted: its intervals have a variance of")
     assert "validation=held_out" in line
     assert "tune=lw.Refit()" in line
-    parts = [batches.Weighted(x, y)]
-    found = width_by_inputs(parts, 120, torch.ones(1))
+    table = x, y.double(), torch.ones_like(y)
+    found = width_by_inputs(*table, 120)
     assert 0.07 < found < 0.15  # the noise variance is 0.09
     assert f"needs {found:.3g}" in line
     assert narrow.noise_variance < found / 10
-    assert width_by_inputs(parts, 120, torch.ones(1), least=100.0) is None
-    assert width_by_inputs([batches.Weighted(x.long(), y)], 120, torch.ones(1)) is None
+    assert width_by_inputs(*table, 120, least=100.0) is None
+    assert table_of(narrow, [batches.Weighted(x.long(), y)]) is None
 
 
 @pytest.mark.parametrize("times", [1.2, 1000.0])
@@ -423,6 +423,10 @@ def test_a_copy_is_fresh_but_for_frozen_layers_or_is_not_trained(caplog):
     tuned, plain = (lw.fit(model, loader, lw.KFAC(), tune=tune) for tune in (lw.Refit(), lw.BoundedEvidence()))
     assert "reset_parameters does not change 2.weight, 2.bias" in caplog.text
     assert tuned.noise_variance == plain.noise_variance
+    maps = nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).eval(), (torch.randn(30, 2, 2), torch.randn(30, 1))
+    widths = [lw.fit(*maps, tune=tune).noise_variance for tune in (lw.Refit(), lw.BoundedEvidence())]
+    assert "its inputs are no table (B, D) of floats" in caplog.text
+    assert widths[0] == widths[1]
     with pytest.raises(lw.LapwingError, match=r"lw.Refit chooses the width of a regression.*Leave tune out"):
         lw.fit(nn.Linear(3, 2).eval(), (torch.randn(9, 3), torch.arange(9) % 2), tune=lw.Refit())
 
