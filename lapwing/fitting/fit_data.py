@@ -102,15 +102,6 @@ class FitData:
                 "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a "
                 "pseudo-evidence", self.likelihood,
             )  # fmt: skip
-        weights = self.likelihood.label_weights
-        if isinstance(self.tune, Validation) and weights is not None and {*weights} != {1.0}:
-            log.warning(
-                "The weights of the labels in %s shift the probabilities of the network, and no temperature of "
-                "validation= can undo that. For the frequencies of the data, leave the weights out of the likelihood "
-                "and subtract their logs: write lw.fit(model, loader, likelihood='%s', forward=lambda model, inputs: "
-                "model(inputs) - torch.tensor(weights).log(), validation=held_out).",
-                self.likelihood, self.likelihood.name,
-            )  # fmt: skip
         if options.data_size is None:
             self.training.warn_of_unseen(self.training.expected_size)
         if options.forward is None:

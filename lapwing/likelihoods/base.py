@@ -119,11 +119,6 @@ class Likelihood(Options, ABC, Generic[P]):
         """The likelihood of predictions, without options of the loss such as class weights and label smoothing."""
         return self
 
-    @property
-    def label_weights(self) -> tuple[float, ...] | None:
-        """Weights of the labels in the loss, whose logs are added to the logits of a trained network; None for ones."""
-        return None
-
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns factors of Λ from the targets: w (B, 1), or (B, C) for `diag(√w) Λ diag(√w)`; None for ones.
 

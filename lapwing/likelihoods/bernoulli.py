@@ -64,10 +64,6 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
         return TabulatedQuadrature()
 
     @property
-    def label_weights(self) -> tuple[float, ...] | None:
-        return self.pos_weight
-
-    @property
     def plain(self) -> Likelihood:
         return self if self.pos_weight is None else replace(self, pos_weight=None)
 

@@ -67,10 +67,6 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
     selects_outputs: ClassVar[bool] = True
 
     @property
-    def label_weights(self) -> tuple[float, ...] | None:
-        return self.class_weights
-
-    @property
     def plain(self) -> Likelihood:
         return replace(self, class_weights=None, label_smoothing=0.0) if self._is_loss else self
 
