@@ -16,7 +16,7 @@ from torch import nn
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-NUMBER = re.compile(r"(?<![\w.=])-?\d[\d,]*(\.\d+)?(e[+-]?\d+)?(?!\w|\.\w)")
+NUMBER = re.compile(r"(?<![\w.=])-?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?!\w|\.\w)")
 """A number in a message. Digits in names of parameters and in options of methods do not match."""
 
 

@@ -102,13 +102,13 @@ def test_warnings_without_a_network_and_other_levels_are_always_logged(caplog: p
     log = logging.getLogger("lapwing")
     with caplog.at_level(logging.INFO, "lapwing"):
         for model in (network(), None):
-            for number in (1.5, 2e-7):
-                warns_once(lambda model, number: log.warning("%g here", number))(model, number)
-                warns_once(lambda model, number: log.info("%g there", number))(model, number)
+            for number in (120, 2e-7):
+                warns_once(lambda model, number: log.warning("%g, here", number))(model, number)
+                warns_once(lambda model, number: log.info("%g, there", number))(model, number)
     words = [message.partition(" ")[2] for message in caplog.messages]
     assert words == ["here", "there", "there", "here", "there", "here", "there"]
 
 
 def test_digits_of_names_and_options_are_no_numbers():
-    text = "ELLA(rank=20) on 0.weight and fc2.bias has 1,200 of 3e-05 and 1.5, 7 %."
+    text = "ELLA(rank=20) on 0.weight and fc2.bias has 1,200 of 3e-05 and 15, 7 %."
     assert NUMBER.sub("", text) == "ELLA(rank=20) on 0.weight and fc2.bias has  of  and ,  %."
