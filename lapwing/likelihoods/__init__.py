@@ -13,15 +13,16 @@ from .gaussian import Gaussian, RegressionPrediction
 from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
 from .logits import LogitLikelihood
+from .mixtures import MixturePrediction
 from .poisson import CountPrediction, Poisson
-from .predictions import DiscretePrediction, LabelMixture, MixturePrediction, P, Prediction, RealPrediction
+from .predictions import DiscretePrediction, P, Prediction, RealPrediction
 from .registry import register_likelihood, resolve
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
     "CountPrediction", "DiscretePrediction", "ExactLink", "Gaussian", "HeteroscedasticGaussian",
-    "HeteroscedasticPrediction", "LabelMixture", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood",
+    "HeteroscedasticPrediction", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood",
     "MixturePrediction", "NoiselessLikelihood", "P", "Poisson", "Prediction", "Probit", "Quadrature", "RealPrediction",
     "RegressionPrediction", "SampledLink", "aligned_targets", "apply_weights", "check_real_targets",
     "curvature_weights", "latent_draws", "register_likelihood", "resolve",

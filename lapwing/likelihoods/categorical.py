@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, Latent, is_selected
+from ..covariance import AnyLatent, Latent, LatentDraws, is_selected
 from ..covariance.terms import DenseTerm
 from ..data.frames import as_targets
 from ..errors import LapwingError
@@ -206,6 +206,12 @@ class ClassPrediction(DiscretePrediction):
     latent: AnyLatent
     link: Link
     ignore_index: int = -100
+
+    @classmethod
+    def mixture(cls, draws: Tensor) -> ClassPrediction:
+        """Returns the equal mixture of class probabilities (B, S, C) under draws, for a new likelihood of labels."""
+        logs = draws.clamp_min(torch.finfo(draws.dtype).tiny).log().transpose(0, 1)
+        return cls(draws.mean(1).log(), LatentDraws(logs), SampledLink())
 
     @property
     def probs(self) -> Tensor:

@@ -17,13 +17,10 @@ from ..errors import LapwingError
 from ..linalg import check_draws, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
-from .mixtures import mixture_quantile
+from .mixtures import mixture_of, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, check_level
 from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets
-
-NODES, REACH = 65, 8.0
-"""Number of nodes of the trapezoidal rule over a log variance, and its half width in standard deviations."""
 
 
 @register_likelihood
@@ -175,14 +172,8 @@ class HeteroscedasticPrediction(RealPrediction):
 
     def distribution(self) -> dist.Distribution:
         """Returns a mixture of Normals for each target, with batch shape (B,) and event shape (K,)."""
-        means, variances, weights = (part.movedim(0, -1) for part in self._mixture)
-        components = dist.Normal(means.contiguous(), variances.sqrt())
-        mixture = dist.MixtureSameFamily(dist.Categorical(probs=weights.expand_as(means)), components)
-        return dist.Independent(mixture, 1)
-
-    def __repr__(self) -> str:
-        inputs, outputs = self.mean.shape
-        return f"HeteroscedasticPrediction({inputs} inputs, {outputs} outputs)"
+        means, variances, weights = self._mixture
+        return mixture_of(dist.Normal, weights, means, variances.sqrt())
 
     @cached_property
     def _mixture(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,7 +190,6 @@ class HeteroscedasticPrediction(RealPrediction):
         variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
         std = (spread + 1e-12).sqrt()
         slope = covariance.diagonal(count, -2, -1) / std  # change of m per standard deviation of s
-        z = torch.linspace(-REACH, REACH, NODES, dtype=mean.dtype, device=mean.device)[:, None, None]
-        weights = (-0.5 * z.square()).softmax(0)
+        z, weights = normal_nodes(mean)
         noise = (log_variance + std * z).exp()
         return mean + slope * z, noise + (variance - slope.square()).clamp_min(0.0), weights

@@ -1,14 +1,40 @@
-"""Densities and quantiles of mixtures of Gaussians over weight draws, and Gaussians with missing targets."""
+"""Mixtures over weight draws: of any family, and densities and quantiles of Gaussians, also with missing targets."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
+from torch import distributions as dist
+
+from ..data.frames import as_targets
+from ..errors import LapwingError, shown
+from ..linalg import check_draws, seeded
+from .predictions import RealPrediction, check_level
+
+NODES, REACH = 65, 8.0
+"""Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
 
 _HALVINGS = 60  # after 53 the bracket is as narrow as float64 rounding
+
+
+def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns nodes and weights (65, 1, 1) of the trapezoidal rule over `N(0, 1)`."""
+    z = torch.linspace(-REACH, REACH, NODES, dtype=like.dtype, device=like.device)[:, None, None]
+    return z, (-0.5 * z.square()).softmax(0)
+
+
+def mixture_of(family: type[dist.Distribution], weights: Tensor, *parameters: Tensor) -> dist.Independent:
+    """Returns a mixture for each output, batch shape (B,), event shape (C,), for parameters (S, B, C) of a family.
+
+    The weights are (S, 1, 1).
+    """
+    moved = [values.movedim(0, -1).contiguous() for values in parameters]
+    chances = dist.Categorical(probs=weights.movedim(0, -1).expand_as(moved[0]))
+    return dist.Independent(dist.MixtureSameFamily(chances, family(*moved)), 1)
 
 
 def mixture_log_density(draws: Tensor, noise_variance: Tensor | float, targets: Tensor) -> Tensor:
@@ -62,3 +88,113 @@ def mixture_quantile(
     smallest = scale.detach().amin(0) if scale.ndim else scale
     limit = (high - low).detach() + 1e-9 * smallest  # density is 0 between distant components: Newton would diverge
     return (root - step + (step - step.clamp(-limit, limit)).detach()).to(draws.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class MixturePrediction(RealPrediction):
+    """An equal mixture over draws of any `torch.distributions` family, which a new likelihood can return.
+
+    Args:
+        components: distribution of y under each draw, with batch shape (B, S). Labels, which have no mean, are a
+            `ClassPrediction.mixture` instead.
+    """
+
+    components: dist.Distribution
+
+    def __post_init__(self) -> None:
+        components = self.components
+        if not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
+            real = isinstance(components, dist.Distribution)
+            batch = f", of batch shape {tuple(components.batch_shape)}" if real else ""
+            raise LapwingError(
+                "MixturePrediction needs a distribution of torch.distributions with batch shape (inputs, draws). "
+                f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
+                "tensors (inputs, draws)."
+            )
+        if isinstance(components, dist.Categorical):
+            raise LapwingError(
+                "MixturePrediction predicts numbers, and Categorical is a family of labels, which have no mean. Return "
+                "lapwing.likelihoods.ClassPrediction.mixture(probs), with class probabilities (inputs, draws, classes)."
+            )
+
+    @property
+    def mean(self) -> Tensor:
+        return self.components.mean.mean(1)
+
+    @property
+    def aleatoric_variance(self) -> Tensor:
+        """Mean over draws of the variance of y, (B, ...)."""
+        return self.components.variance.mean(1)
+
+    @property
+    def epistemic_variance(self) -> Tensor:
+        """Variance over draws of the mean of y, (B, ...)."""
+        return self.components.mean.var(1, correction=0)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the central interval of each output, by bisection of the mixture's distribution function.
+
+        Families without a distribution function, with an infinite variance or with a support that ends near the mean
+        use quantiles of at least 4096 draws of y instead.
+        """
+        check_level(level)
+        tail = 0.5 * (1.0 - level)
+        try:
+            return self._quantile(tail), self._quantile(1.0 - tail)
+        except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
+            tails = self.mean.new_tensor([tail, 1.0 - tail])
+            draws = self.components.batch_shape[1]
+            y = self._sampled(self.components, math.ceil(4096 / draws))  # (n, B, S, ...): n of each component
+            low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), tails, dim=0)
+            return low, high
+
+    def _is_discrete(self) -> bool:
+        try:
+            return getattr(self.components.support, "is_discrete", False)
+        except NotImplementedError:  # the family defines no support
+            return False
+
+    def _quantile(self, probability: float) -> Tensor:
+        """Returns a quantile, (B, ...), by bisection between Cantelli's bounds around the mean."""
+        marginal, std = self.components, self.std
+        while isinstance(marginal, dist.Independent):
+            marginal = marginal.base_dist
+        if not bool(std.isfinite().all()):
+            raise ValueError("no finite variance")
+        widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
+        low, high = self.mean - widest * std, self.mean + widest * std
+        support = marginal.support  # checked here, because torch.compile disables the check in `cdf` for the process
+        if support is None or not bool((support.check(low.unsqueeze(1)) & support.check(high.unsqueeze(1))).all()):
+            raise ValueError("ends beyond the support")
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            below = marginal.cdf(middle.unsqueeze(1)).mean(1) < probability
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return high
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        targets = as_targets(targets, self.mean.device)
+        if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
+            raise LapwingError(
+                f"MixturePrediction.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
+                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
+            )
+        return self.distribution().log_prob(targets.reshape(self.mean.shape))
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws y, (n, B, ...); `torch.distributions` has no generator argument, so a fork of torch's is seeded."""
+        check_draws("sample", "n", n, self.components.mean[..., 0].numel())
+        return self._sampled(self.distribution(), n, generator)
+
+    def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws n times from a distribution, with a seed from the generator."""
+        device = self.components.mean.device
+        seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int(seed))
+            return family.sample((n,))
+
+    def distribution(self) -> dist.MixtureSameFamily:
+        """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
+        weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
+        return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)

@@ -15,12 +15,10 @@ from ..data.frames import as_targets
 from ..linalg import check_draws, doubled, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
+from .mixtures import mixture_of, normal_nodes
 from .predictions import RealPrediction, check_level
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
-
-NODES, REACH = 65, 8.0
-"""Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
 
 STEPS = 60
 """Number of Newton steps to the mode of an integrand, and maximum number of halvings of a range of counts."""
@@ -145,15 +143,8 @@ class CountPrediction(RealPrediction):
 
     def distribution(self) -> dist.Distribution:
         """Returns a mixture of Poissons over 65 rates or over the draws, with batch shape (B,), event shape (C,)."""
-        rates, weights = (part.movedim(0, -1) for part in self._rates())
-        mixture = dist.MixtureSameFamily(
-            dist.Categorical(probs=weights.expand_as(rates)), dist.Poisson(rates.contiguous())
-        )
-        return dist.Independent(mixture, 1)
-
-    def __repr__(self) -> str:
-        inputs, outputs = self.latent.mean.shape
-        return f"CountPrediction({inputs} inputs, {outputs} outputs)"
+        rates, weights = self._rates()
+        return mixture_of(dist.Poisson, weights, rates)
 
     def _rates(self) -> tuple[Tensor, Tensor]:
         """Returns rates (S, B, C) and their weights (S, 1, 1), in float64."""
@@ -162,8 +153,8 @@ class CountPrediction(RealPrediction):
             rates = doubled(draws).exp()
             return rates, rates.new_full((len(rates), 1, 1), 1.0 / len(rates))
         mean, variance = doubled(self.latent.mean), doubled(self.latent.variance)
-        z = torch.linspace(-REACH, REACH, NODES, dtype=mean.dtype, device=mean.device)[:, None, None]
-        return (mean + (variance + LEAST_VARIANCE).sqrt() * z).exp(), (-0.5 * z.square()).softmax(0)
+        z, weights = normal_nodes(mean)
+        return (mean + (variance + LEAST_VARIANCE).sqrt() * z).exp(), weights
 
     @torch.no_grad()
     def _quantile(self, probability: float) -> Tensor:

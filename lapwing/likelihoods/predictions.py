@@ -21,8 +21,6 @@ from typing_extensions import TypeVar
 from ..data.frames import as_targets
 from ..display import Displayed
 from ..errors import LapwingError, check_choice, shown
-from ..linalg import check_draws, seeded
-from .targets import check_labels
 
 
 class Prediction(Displayed, ABC):
@@ -206,6 +204,10 @@ class RealPrediction(Prediction):
             raise LapwingError("The std of scaled() is not positive everywhere. Pass a positive one for each output.")
         return ScaledPrediction(self, shift, scale)
 
+    def __repr__(self) -> str:
+        inputs, *outputs = self.mean.shape
+        return f"{type(self).__name__}({inputs} inputs, {math.prod(outputs)} outputs)"
+
     def _is_discrete(self) -> bool:
         """Whether y has only discrete values, and so probabilities instead of a density."""
         return False
@@ -312,164 +314,3 @@ def check_level(level: float) -> None:
     """Raises unless the level of an interval is a number between 0 and 1."""
     if not (isinstance(level, Real) and 0.0 < level < 1.0):
         raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
-
-
-@dataclass(frozen=True, eq=False)
-class MixturePrediction(RealPrediction):
-    """An equal mixture over draws of any `torch.distributions` family, which a new likelihood can return.
-
-    Args:
-        components: distribution of y under each draw, with batch shape (B, S). Labels, which have no mean, are a
-            `LabelMixture` instead.
-    """
-
-    components: dist.Distribution
-
-    def __post_init__(self) -> None:
-        components = self.components
-        if not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
-            real = isinstance(components, dist.Distribution)
-            batch = f", of batch shape {tuple(components.batch_shape)}" if real else ""
-            raise LapwingError(
-                "MixturePrediction needs a distribution of torch.distributions with batch shape (inputs, draws). "
-                f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
-                "tensors (inputs, draws)."
-            )
-        if isinstance(components, dist.Categorical):
-            raise LapwingError(
-                "MixturePrediction predicts numbers, and Categorical is a family of labels, which have no mean. Return "
-                "lapwing.likelihoods.LabelMixture(probs) with class probabilities (inputs, draws, classes)."
-            )
-
-    @property
-    def mean(self) -> Tensor:
-        return self.components.mean.mean(1)
-
-    @property
-    def aleatoric_variance(self) -> Tensor:
-        """Mean over draws of the variance of y, (B, ...)."""
-        return self.components.variance.mean(1)
-
-    @property
-    def epistemic_variance(self) -> Tensor:
-        """Variance over draws of the mean of y, (B, ...)."""
-        return self.components.mean.var(1, correction=0)
-
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the central interval of each output, by bisection of the mixture's distribution function.
-
-        Families without a distribution function, with an infinite variance or with a support that ends near the mean
-        use quantiles of at least 4096 draws of y instead.
-        """
-        check_level(level)
-        tail = 0.5 * (1.0 - level)
-        try:
-            return self._quantile(tail), self._quantile(1.0 - tail)
-        except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
-            tails = self.mean.new_tensor([tail, 1.0 - tail])
-            draws = self.components.batch_shape[1]
-            y = self._sampled(self.components, math.ceil(4096 / draws))  # (n, B, S, ...): n of each component
-            low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), tails, dim=0)
-            return low, high
-
-    def _is_discrete(self) -> bool:
-        try:
-            return getattr(self.components.support, "is_discrete", False)
-        except NotImplementedError:  # the family defines no support
-            return False
-
-    def _quantile(self, probability: float) -> Tensor:
-        """Returns a quantile, (B, ...), by bisection between Cantelli's bounds around the mean."""
-        marginal, std = self.components, self.std
-        while isinstance(marginal, dist.Independent):
-            marginal = marginal.base_dist
-        if not bool(std.isfinite().all()):
-            raise ValueError("no finite variance")
-        widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
-        low, high = self.mean - widest * std, self.mean + widest * std
-        support = marginal.support  # checked here, because torch.compile disables the check in `cdf` for the process
-        if support is None or not bool((support.check(low.unsqueeze(1)) & support.check(high.unsqueeze(1))).all()):
-            raise ValueError("ends beyond the support")
-        for _ in range(60):
-            middle = 0.5 * (low + high)
-            below = marginal.cdf(middle.unsqueeze(1)).mean(1) < probability
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return high
-
-    def log_prob(self, targets: Tensor) -> Tensor:
-        targets = as_targets(targets, self.mean.device)
-        if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
-            raise LapwingError(
-                f"MixturePrediction.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
-                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
-            )
-        return self.distribution().log_prob(targets.reshape(self.mean.shape))
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, ...); `torch.distributions` has no generator argument, so a fork of torch's is seeded."""
-        check_draws("sample", "n", n, self.components.mean[..., 0].numel())
-        return self._sampled(self.distribution(), n, generator)
-
-    def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws n times from a distribution, with a seed from the generator."""
-        device = self.components.mean.device
-        seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int(seed))
-            return family.sample((n,))
-
-    def distribution(self) -> dist.MixtureSameFamily:
-        """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
-        weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
-        return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LabelMixture(DiscretePrediction):
-    """Class probabilities as an equal mixture over draws, which a new likelihood of labels can return.
-
-    Args:
-        draws: class probabilities under each draw, (B, S, C).
-    """
-
-    draws: Tensor
-
-    @property
-    def probs(self) -> Tensor:
-        return self.draws.mean(1)
-
-    @property
-    def classes(self) -> Tensor:
-        return self.probs.argmax(-1)
-
-    @property
-    def confidence(self) -> Tensor:
-        return self.probs.amax(-1)
-
-    def entropy(self) -> Tensor:
-        return self.distribution().entropy()
-
-    def mutual_information(self) -> Tensor:
-        """Returns the epistemic part of the entropy, `H[E p] - E H[p]` in nats, (B,)."""
-        return (self.entropy() - dist.Categorical(self.draws).entropy().mean(1)).clamp_min(0.0)
-
-    def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log probability of the label of each input, (B,)."""
-        probs = self.probs
-        targets = as_targets(targets, probs.device)
-        check_labels("LabelMixture.log_prob", probs.shape, probs.device, targets)
-        return probs.gather(-1, targets.long()[:, None]).squeeze(-1).log()
-
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws labels, int64 (n, B); inputs are independent."""
-        probs = self.probs.detach()
-        check_draws("sample", "n", n, 2 * len(probs))
-        return torch.multinomial(probs, n, replacement=True, generator=seeded(generator, probs.device)).T
-
-    def distribution(self) -> dist.Categorical:
-        """Returns `torch.distributions.Categorical` with batch shape (B,)."""
-        return dist.Categorical(self.probs)
-
-    def __repr__(self) -> str:
-        inputs, draws, classes = self.draws.shape
-        return f"LabelMixture({inputs} inputs, {draws} draws, {classes} classes)"

@@ -13,9 +13,9 @@ from lapwing.errors import LapwingError
 from lapwing.likelihoods import (
     Bernoulli,
     Categorical,
+    ClassPrediction,
     Gaussian,
     HeteroscedasticGaussian,
-    LabelMixture,
     LaplaceBridge,
     MixturePrediction,
     Poisson,
@@ -437,9 +437,9 @@ def test_scaled_predictions_refuse_other_numbers():
 def test_a_mixture_of_labels_has_probabilities():
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(50, 6, 3, generator=generator, dtype=F64).softmax(-1)
-    with pytest.raises(LapwingError, match="LabelMixture"):
+    with pytest.raises(LapwingError, match="ClassPrediction.mixture"):
         MixturePrediction(dist.Categorical(draws))
-    prediction, y = LabelMixture(draws), torch.arange(50) % 3
+    prediction, y = ClassPrediction.mixture(draws), torch.arange(50) % 3
     probs = draws.mean(1)
     torch.testing.assert_close(prediction.log_prob(y), probs[torch.arange(50), y].log())
     torch.testing.assert_close(prediction.entropy(), -(probs * probs.log()).sum(-1))
