@@ -210,7 +210,8 @@ def check_loader(loader: Any, purpose: str) -> None:
         )
 
 
-def _tree(inputs: Any) -> Any:
+def tree(inputs: Any) -> Any:
+    """Returns inputs with a mapping, such as a batch of Hugging Face, as a dict: pytree looks into these only."""
     return dict(inputs) if isinstance(inputs, Mapping) else inputs
 
 
@@ -218,7 +219,7 @@ def tensors(inputs: Any) -> list[Tensor]:
     """Returns the tensors of a structure of inputs."""
     if isinstance(inputs, Tensor):
         return [inputs]
-    return [leaf for leaf in pytree.tree_leaves(_tree(inputs)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree(inputs)) if isinstance(leaf, Tensor)]
 
 
 def plain(inputs: Any, device: torch.device | None = None) -> Any:
@@ -233,7 +234,7 @@ def plain(inputs: Any, device: torch.device | None = None) -> Any:
     """
     if not any(_is_subclass(x) or x.is_inference() or device not in (None, x.device) for x in tensors(inputs)):
         return inputs
-    return pytree.tree_map(lambda x: _ordinary(x, device) if isinstance(x, Tensor) else x, _tree(inputs))
+    return pytree.tree_map(lambda x: _ordinary(x, device) if isinstance(x, Tensor) else x, tree(inputs))
 
 
 def _is_subclass(x: Tensor) -> bool:
@@ -295,7 +296,7 @@ def take(inputs: Any, rows: slice | Tensor) -> Any:
             return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
         return leaf[rows] if isinstance(leaf, Tensor) and not _is_shared(leaf, count) else leaf
 
-    return pytree.tree_map(cut, _tree(inputs), is_leaf=texts)
+    return pytree.tree_map(cut, tree(inputs), is_leaf=texts)
 
 
 def check_lists(inputs: Any) -> None:
@@ -311,7 +312,7 @@ def check_lists(inputs: Any) -> None:
             )
         return False
 
-    pytree.tree_leaves(_tree(inputs), is_leaf=look)
+    pytree.tree_leaves(tree(inputs), is_leaf=look)
 
 
 def shared(inputs: Any) -> tuple[bool, ...]:

@@ -165,7 +165,7 @@ def _is_whole(data: Any) -> bool:
 
 
 def _holds_arrays(batch: Any) -> bool:
-    return any(map(is_array, pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)))
+    return any(map(is_array, pytree.tree_leaves(batches.tree(batch))))
 
 
 def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
@@ -191,7 +191,7 @@ def _tensors(data: Any, dtype: torch.dtype | None, column: bool = True) -> Any:
         return _column(_tensor(data, dtype))
     if column and isinstance(data, (tuple, list)) and len(data) == 2 and is_array(data[0]):
         data = (_column(_tensor(data[0], dtype)), data[1])
-    leaves, spec = pytree.tree_flatten(dict(data) if isinstance(data, Mapping) else data)
+    leaves, spec = pytree.tree_flatten(batches.tree(data))
     if not any(map(is_array, leaves)):
         return data
     return pytree.tree_unflatten([_tensor(leaf, dtype) if is_array(leaf) else leaf for leaf in leaves], spec)

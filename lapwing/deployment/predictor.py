@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +138,7 @@ class Predictor(nn.Module):
         shapes: Any = tuple(free or None for free in self._free)
         calls: Any = _Plain(self.calls).transform()
         try:
-            with quiet(), _silent():
+            with quiet():
                 if torch.__version__ < "2.7":  # its ONNX exporter treats named lengths as fixed
                     free = tuple({dim: Dim.AUTO for dim in names} for names in self._free)
                     calls = torch.export.export(calls, leaves, dynamic_shapes=free, strict=False)
@@ -195,15 +193,3 @@ def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:
 def _several(leaf: Tensor, free: Mapping[int, str]) -> Tensor:
     """Repeats a single sample, because the exporter fixes a length of one."""
     return leaf.expand(2, *leaf.shape[1:]).clone() if 0 in free and len(leaf) == 1 else leaf
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Silences the log of the exporter."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

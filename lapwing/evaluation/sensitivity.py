@@ -19,7 +19,7 @@ from ..network.entry import outside_modes
 from ..options import at_least, check_argument, positive
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
-from ..prediction.propagation import Untreated, certain_latent
+from ..prediction.propagation import certain_latent, untreated
 from ..prediction.uncertain import leaves_of, placed, with_leaves
 
 _SLOWED = 0.75
@@ -251,8 +251,8 @@ def _predictor(
             "The Gaussian likelihood of a network has no noise variance here. Pass the mean squared residual of "
             "held-out data: likelihood=lw.Gaussian(noise_variance=0.1)."
         )
-    tangent = Untreated.of(candidate, forward, None)
-    return lambda inputs: chosen.predict(certain_latent(tangent, inputs, via))
+    certain = untreated(candidate, forward, None)
+    return lambda inputs: chosen.predict(certain_latent(*certain, inputs, via))
 
 
 __all__ = ["Sensitivities", "sensitivity"]

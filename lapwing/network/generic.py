@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from ..data.batches import describe, take, tensors
+from ..data.batches import describe, take, tensors, tree
 from ..errors import LapwingError
 from ..linalg import total
 from .eager import LOCK, batching_quiet
@@ -90,7 +90,7 @@ def _agrees_with_autograd(
 
 def _vectorised(network: Network, parameters: dict[str, Tensor], inputs: Any, cotangents: Tensor) -> dict[str, Tensor]:
     samples = cotangents.shape[0]
-    leaves, spec = torch.utils._pytree.tree_flatten(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    leaves, spec = torch.utils._pytree.tree_flatten(tree(inputs))
     batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == samples for leaf in leaves]
 
     def one(cotangent: Tensor, *slices: Tensor) -> dict[str, Tensor]:

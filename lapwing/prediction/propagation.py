@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..covariance import AnyLatent, Blockwise, Covariance
 from ..data import batches
 from ..data.batches import Forward
 from ..errors import LapwingError, shown
-from ..linalg import accumulation_dtype
-from ..network.eager import parameters_of
 from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network
 from ..network.recording_plan import Coverage, RecordingPlan
@@ -24,43 +21,15 @@ from .uncertain import placed, separate
 from .way import Way
 
 
-class Untreated(Tangent):
-    """A network without treated weights."""
+def untreated(model: nn.Module, forward: Forward | None, memory: int | None) -> tuple[Tangent, Covariance]:
+    """Returns a network without treated weights, and Σ over no weights.
 
-    @classmethod
-    def of(cls, model: nn.Module, forward: Forward | None, memory: int | None) -> Untreated:
-        """Checks the network.
-
-        Raises:
-            LapwingError: if the module has no weights, or is in training mode.
-        """
-        memory = checked_memory(memory)
-        return cls(checked_network(model), forward, (), RecordingPlan(), Coverage(()), 0, memory)
-
-    @property
-    def _weight(self) -> Tensor:
-        named = parameters_of(self.model)
-        return next((value for value in named.values() if value.is_floating_point()), next(iter(named.values())))
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """The treated parameters: none."""
-        return {}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of sums."""
-        return accumulation_dtype(self._weight.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self._weight.device
-
-    @cached_property
-    def covariance(self) -> Covariance:
-        """Σ over no weights."""
-        return Blockwise((), {}, torch.zeros(0, dtype=torch.float64, device=self.device), 1.0)
+    Raises:
+        LapwingError: if the module has no weights, or is in training mode.
+    """
+    memory = checked_memory(memory)
+    tangent = Tangent(checked_network(model), forward, (), RecordingPlan(), Coverage(()), 0, memory)
+    return tangent, Blockwise((), {}, torch.zeros(0, dtype=torch.float64, device=tangent.device), 1.0)
 
 
 @outside_modes
@@ -105,10 +74,10 @@ def propagate(
         >>> torch.allclose(latent.covariance, 0.01 * model.weight @ model.weight.T, atol=1e-6)
         True
     """
-    return certain_latent(Untreated.of(model, forward, memory), inputs, via)
+    return certain_latent(*untreated(model, forward, memory), inputs, via)
 
 
-def certain_latent(tangent: Untreated, inputs: Any, via: Way) -> AnyLatent:
+def certain_latent(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way) -> AnyLatent:
     """Returns the latent of `propagate` for a checked network."""
     if not isinstance(via, Way):
         raise LapwingError(
@@ -126,7 +95,7 @@ def certain_latent(tangent: Untreated, inputs: Any, via: Way) -> AnyLatent:
             f"The inputs {batches.describe(values)} contain no samples. Pass at least one; a single sample as x[None]."
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads))):
-        return via.latent(tangent, tangent.covariance, inputs, False)
+        return via.latent(tangent, covariance, inputs, False)
 
 
-__all__ = ["Untreated", "certain_latent", "propagate"]
+__all__ = ["certain_latent", "propagate", "untreated"]

@@ -176,7 +176,7 @@ def separate(inputs: Any) -> tuple[Any, Spreads]:
     """
     if isinstance(inputs, Tensor):
         return inputs, {}
-    leaves, spec = pytree.tree_flatten(dict(inputs) if hasattr(inputs, "keys") else inputs)
+    leaves, spec = pytree.tree_flatten(batches.tree(inputs))
     if not any(isinstance(leaf, Uncertain) for leaf in leaves):
         return inputs, {}
     values = batches.plain(pytree.tree_unflatten([x.value if isinstance(x, Uncertain) else x for x in leaves], spec))
@@ -194,12 +194,12 @@ def separate(inputs: Any) -> tuple[Any, Spreads]:
 
 def leaves_of(values: Any) -> list[Any]:
     """Returns the leaves of inputs in order."""
-    return pytree.tree_leaves(dict(values) if hasattr(values, "keys") else values)
+    return pytree.tree_leaves(batches.tree(values))
 
 
 def with_leaves(values: Any, changed: Mapping[int, Any]) -> Any:
     """Returns inputs with some leaves replaced: index of a leaf -> new tensor."""
-    leaves, spec = pytree.tree_flatten(dict(values) if hasattr(values, "keys") else values)
+    leaves, spec = pytree.tree_flatten(batches.tree(values))
     return pytree.tree_unflatten([changed.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
 
 
@@ -247,15 +247,19 @@ def _jacobians(tangent: Tangent, values: Any, places: list[int], differentiable:
         at = {place: x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for place, x in at.items()}
         with eager_math():
             outputs = call(tangent.model, with_leaves(values, at), tangent.forward)
-        if not outputs.requires_grad:
-            return outputs, [outputs.new_zeros(*outputs.shape, x[0].numel()) for x in at.values()]
-        rows: list[tuple[Tensor, ...]] = [
-            torch.autograd.grad(
-                column.sum(), list(at.values()), retain_graph=True, create_graph=differentiable, materialize_grads=True
-            )
-            for column in outputs.unbind(1)
-        ]
-    jacobians = [torch.stack(parts, 1).flatten(2) for parts in zip(*rows, strict=True)]  # (B, C, n)
+        options: Any = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
+        columns = outputs.unbind(1) if outputs.requires_grad else ()
+        rows = [torch.autograd.grad(column.sum(), list(at.values()), **options) for column in columns]
+    if all(part is None for row in rows for part in row):
+        raise LapwingError(
+            f"No gradient leads from the outputs of {type(tangent.model).__name__} to its uncertain inputs. Take "
+            "detach(), no_grad() and NumPy out of its forward, or pass via=lw.MonteCarlo(draws=50), which draws the "
+            "inputs."
+        )
+    parts = zip(at.values(), zip(*rows, strict=True), strict=True)
+    jacobians = [
+        torch.stack([x.new_zeros(x.shape) if g is None else g for g in grads], 1).flatten(2) for x, grads in parts
+    ]  # (B, C, n)
     return outputs if differentiable else outputs.detach(), jacobians
 
 

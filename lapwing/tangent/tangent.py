@@ -152,10 +152,16 @@ class Tangent:
         """Blocks by name."""
         return {block.name: block for block in self.blocks}
 
+    @property
+    def _weight(self) -> Tensor:
+        """A treated weight, or some weight of the network if none is treated."""
+        every = list((self.parameters or parameters_of(self.model)).values())
+        return next((value for value in every if value.is_floating_point()), every[0])
+
     @cached_property
     def dtype(self) -> torch.dtype:
         """Accumulation dtype, in which sums are stored."""
-        return accumulation_dtype(next(iter(self.parameters.values())).dtype)
+        return accumulation_dtype(self._weight.dtype)
 
     @property
     def contraction_dtype(self) -> torch.dtype:
@@ -165,7 +171,7 @@ class Tangent:
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return next(iter(self.parameters.values())).device
+        return self._weight.device
 
     @cached_property
     def explicit_size(self) -> int:

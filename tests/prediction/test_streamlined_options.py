@@ -159,3 +159,14 @@ def test_variances_that_overflow_are_refused(covariance):
         posterior.predict(x, via=Streamlined(covariance))
     narrow = posterior.with_prior(100.0)
     assert narrow.predict(x, via=Streamlined(covariance)).std.isfinite().all()
+
+
+def test_hooks_that_come_and_go_between_predictions_count():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval(), torch.randn(5, 3, dtype=F64)
+    tangent = tn.Tangent.survey(model, x)
+    covariance = diagonal_posterior(tangent, 4.0)
+    before = Streamlined().latent(tangent, covariance, x)
+    handle = model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).mean, model(x).detach())
+    handle.remove()
+    torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).mean, before.mean)

@@ -11,7 +11,7 @@ from torch.func import jacrev
 
 import lapwing as lw
 from lapwing.errors import LapwingError
-from lapwing.prediction.propagation import Untreated, certain_latent
+from lapwing.prediction.propagation import certain_latent, untreated
 from tests.prediction.streamlined_oracle import assert_within_monte_carlo_error, linear_by_loops
 
 F64 = torch.float64
@@ -64,8 +64,8 @@ def fitted(model: nn.Module, x: Tensor, **options) -> lw.Posterior:
 
 def certain(model: nn.Module):
     """Returns `lw.propagate` for a network that is read once."""
-    tangent = Untreated.of(model, None, None)
-    return lambda inputs, via: certain_latent(tangent, inputs, via)
+    certain = untreated(model, None, None)
+    return lambda inputs, via: certain_latent(*certain, inputs, via)
 
 
 @pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined("full")], ids=["linearized", "full"])
@@ -209,8 +209,8 @@ class TestEveryWay:
             given.append(lw.Uncertain(x, covariance=psd(3, 4)))
         for u in given:
             torch.testing.assert_close(sliced.latent(u, via=via).variance, posterior.latent(u, via=via).variance)
-            tangent = replace(Untreated.of(model, None, None), memory=one)
-            alone = certain_latent(tangent, u, via)
+            tangent, covariance = untreated(model, None, None)
+            alone = certain_latent(replace(tangent, memory=one), covariance, u, via)
             torch.testing.assert_close(alone.variance, lw.propagate(model, u, via).variance)
 
     def test_a_loader_of_uncertain_batches(self, via):
@@ -270,3 +270,30 @@ def test_derivatives_in_covariances_and_for_draws():
 def test_wrong_variances_and_covariances_are_refused(options, message):
     with pytest.raises(LapwingError, match=message):
         lw.Uncertain(torch.randn(3, 4), **options)
+
+
+def test_a_network_that_detaches_its_inputs_is_refused():
+    class Detaching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.detach())
+
+    model, noisy = Detaching().double().eval(), lw.Uncertain(torch.randn(4, 3, dtype=F64), 0.1)
+    with pytest.raises(lw.LapwingError, match=r"No gradient leads .* of Detaching to its uncertain inputs.*detach\(\)"):
+        lw.propagate(model, noisy)
+    drawn = lw.propagate(model, noisy, lw.MonteCarlo(draws=4000)).variance
+    wanted = 0.1 * model.layer.weight.square().sum(1).detach()
+    torch.testing.assert_close(drawn, wanted.expand(4, 2), rtol=0.2, atol=0.0)
+
+
+def test_an_input_that_no_output_depends_on_adds_nothing():
+    model = Two().double().eval()
+    x, z = (torch.randn(3, 4, dtype=F64) for _ in range(2))
+    forward = lambda model, inputs: model(inputs[0], inputs[0][:, :2])  # noqa: E731
+    both = lw.propagate(model, (lw.Uncertain(x, 0.1), lw.Uncertain(z, 0.1)), forward=forward)
+    torch.testing.assert_close(
+        both.covariance, lw.propagate(model, (lw.Uncertain(x, 0.1), z), forward=forward).covariance
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from ...data import batches
 from ...data.batches import Forward
 from ...errors import LapwingError
 from ...network.calling import call
+from ...network.module_state import modules_of
 from ...tangent import Tangent
 from ..uncertain import leaves_of
 
@@ -91,13 +93,8 @@ class Graph:
 
 
 def _structure(inputs: Any) -> str:
-    leaves, spec = pytree.tree_flatten(_as_dict(inputs))
+    leaves, spec = pytree.tree_flatten(batches.tree(inputs))
     return repr((str(spec), [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
-
-
-def _as_dict(inputs: Any) -> Any:
-    """Returns mappings, such as the batches of Hugging Face, as dicts."""
-    return dict(inputs) if hasattr(inputs, "keys") else inputs
 
 
 class _Outputs(nn.Module):
@@ -111,8 +108,8 @@ class _Outputs(nn.Module):
         return call(self.model, inputs, self.call)
 
 
-_GRAPHS: dict[int, list[Graph]] = {}
-"""Id of a tangent -> a graph for each structure of inputs."""
+_GRAPHS: dict[int, dict[tuple[int, ...], list[Graph]]] = {}
+"""Id of a tangent -> numbers of the network's hooks -> a graph for each structure of inputs."""
 
 
 def read(tangent: Tangent, inputs: Any) -> Graph:
@@ -127,18 +124,20 @@ def read(tangent: Tangent, inputs: Any) -> Graph:
     Cost: about a second for a network of a few hundred calls, once; two forward passes to check it.
     """
     if id(tangent) not in _GRAPHS:
-        _GRAPHS[id(tangent)] = []
+        _GRAPHS[id(tangent)] = {}
         weakref.finalize(tangent, _GRAPHS.pop, id(tangent), None)
-    for graph in _GRAPHS[id(tangent)]:
+    modules = [module for _, module in modules_of(tangent.model)]
+    hooks = tuple(hook for module in modules for hook in (*module._forward_pre_hooks, *module._forward_hooks))
+    graphs = _GRAPHS[id(tangent)].setdefault(hooks, [])
+    for graph in graphs:
         if graph.accepts(inputs):
             return graph
-    graph = _read(tangent, inputs)
-    _GRAPHS[id(tangent)].append(graph)
-    return graph
+    graphs.append(_read(tangent, inputs))
+    return graphs[-1]
 
 
 def _read(tangent: Tangent, inputs: Any) -> Graph:
-    inputs = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, _as_dict(inputs))
+    inputs = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batches.tree(inputs))
     example = batches.take(inputs, slice(0, tangent.chunk_length(1)))
     if batches.size(example) == 1:  # torch.export fixes a length of one
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
@@ -187,14 +186,17 @@ def _exported(wrapped: nn.Module, inputs: Any, dynamic: bool) -> ExportedProgram
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Turns off fused fast paths, which have no graph, and torch's warnings about exports."""
-    fast = torch.backends.mha.get_fastpath_enabled()
+    """Turns off fused fast paths, which have no graph, and what torch warns and logs about exports."""
+    fast, logger = torch.backends.mha.get_fastpath_enabled(), logging.getLogger("torch.onnx")
+    level = logger.level
     torch.backends.mha.set_fastpath_enabled(False)
+    logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        logger.setLevel(level)
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
