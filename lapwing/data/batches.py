@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -253,14 +252,7 @@ def _ordinary(x: Tensor, device: torch.device | None) -> Tensor:
 
 def copied(batch: Any) -> Any:
     """Returns a batch with copies of its tensors."""
-
-    def copy_of(leaf: Any) -> Any:
-        if isinstance(leaf, MutableMapping):  # such as a batch of Hugging Face, which pytree does not look into
-            leaf = copy.copy(leaf)
-            leaf.update({key: copied(value) for key, value in leaf.items()})
-        return plain(leaf).clone() if isinstance(leaf, Tensor) else leaf
-
-    return pytree.tree_map(copy_of, batch)
+    return pytree.tree_map(lambda leaf: plain(leaf).clone() if isinstance(leaf, Tensor) else leaf, _tree(batch))
 
 
 def size(inputs: Any) -> int:

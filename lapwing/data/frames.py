@@ -70,7 +70,7 @@ Columns = tuple[tuple[str, ...], ...]
 
 def columns_of(data: Any) -> Columns:
     """Returns the names of the columns of the frames in data, each order once."""
-    return tuple(dict.fromkeys(names for part in _parts(data) for names in columns_of(part))) or _names(data)
+    return tuple(dict.fromkeys(names for part in pytree.tree_leaves(data) if (names := _names(part))))
 
 
 def ordered(data: Any, columns: Columns) -> Any:
@@ -79,32 +79,25 @@ def ordered(data: Any, columns: Columns) -> Any:
     Raises:
         LapwingError: if a frame has other columns than each frame of the fit.
     """
-    if not columns or not columns_of(data):
-        return data
-    if isinstance(data, Mapping):
-        return {key: ordered(part, columns) for key, part in data.items()}
-    if _parts(data):
-        return type(data)(ordered(part, columns) for part in data)
-    (names,) = _names(data)
-    same = next((known for known in columns if sorted(known) == sorted(names)), None)
-    if same is None:
-        raise LapwingError(
-            f"A {type(data).__name__} has the columns {shown(list(names))}, and the data of the fit had "
-            f"{' or '.join(shown(list(known)) for known in columns)}. Pass these columns, or x.to_numpy() if only the "
-            "names differ."
-        )
-    return data if same == names else data[list(same)]
+
+    def one(part: Any) -> Any:
+        names = _names(part)
+        same = next((known for known in columns if sorted(known) == sorted(names)), None)
+        if names and same is None:
+            raise LapwingError(
+                f"A {type(part).__name__} has the columns {shown(list(names))}, and the data of the fit had "
+                f"{' or '.join(shown(list(known)) for known in columns)}. Pass these columns, or x.to_numpy() if only "
+                "the names differ."
+            )
+        return part if same in (None, names) else part[list(same)]
+
+    return pytree.tree_map(one, data) if columns and columns_of(data) else data
 
 
-def _parts(data: Any) -> list[Any]:
-    """Returns the entries of a tuple, list or dict, and [] for other data."""
-    return list(data.values()) if isinstance(data, Mapping) else list(data) if type(data) in (tuple, list) else []
-
-
-def _names(data: Any) -> Columns:
+def _names(part: Any) -> tuple[str, ...]:
     """Returns the names of the columns of a frame; () if it has one column, or names that are not strings."""
-    names = tuple(data.columns) if is_array(data) and hasattr(data, "columns") else ()
-    return (names,) if len(names) > 1 and all(isinstance(name, str) for name in names) else ()
+    names = tuple(part.columns) if is_array(part) and hasattr(part, "columns") else ()
+    return names if len(names) > 1 and all(isinstance(name, str) for name in names) else ()
 
 
 def check_data(data: Any, purpose: str) -> None:

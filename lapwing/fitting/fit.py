@@ -229,7 +229,10 @@ def run_and_tune(setup: Setup) -> Posterior:
     started = time.perf_counter()
     result = setup.runner.run(setup.method, setup.problem)
     posterior, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
-    _warn_of_misfit(setup, posterior)
+    if "targets" in posterior.statistics:  # of Gaussian noise
+        rows = first_rows(posterior.tangent, posterior.likelihood, setup.data.inputs, setup.data.targets)
+        if rows is not None:
+            warn_of_misfit(posterior.likelihood, *rows, posterior.statistics)
     tune, training = setup.data.tune, Training(setup.data.training, parts, setup.runner.count())
     before = time.perf_counter()
     if result.precision is not None or not has_prior(result.covariance):
@@ -239,15 +242,6 @@ def run_and_tune(setup: Setup) -> Posterior:
     posterior = checked(tuned(tune, posterior, training), parts)
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
     return posterior
-
-
-def _warn_of_misfit(setup: Setup, posterior: Posterior) -> None:
-    """Warns if the outputs are not means of the targets, for Gaussian noise."""
-    tangent, likelihood = setup.problem.tangent, posterior.likelihood
-    if "targets" in posterior.statistics:
-        rows = first_rows(tangent, likelihood, setup.data.inputs, setup.data.targets)
-        if rows is not None:
-            warn_of_misfit(likelihood, *rows, posterior.statistics)
 
 
 def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training) -> Posterior:

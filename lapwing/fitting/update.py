@@ -100,7 +100,7 @@ def _with_data(
             f"The posterior counts each sample of its fit {posterior.data_factor:g} times, so further data cannot be "
             "added. Fit to all data at once, with data_size=."
         )
-    likelihood = posterior.likelihood.of_curvature
+    likelihood = posterior.likelihood.of_statistics(posterior.statistics)
     runner = Runner(data, checkpoint=checkpoint)
     check_same_network(tangent.model, tangent.state())
     seed = posterior.samples  # differs from the seed for the former data

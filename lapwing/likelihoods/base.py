@@ -166,9 +166,8 @@ class Likelihood(Options, ABC, Generic[P]):
     def noise_variance(self) -> float | None:
         """σ², or None if the likelihood has none or if it is still to be tuned."""
 
-    @property
-    def of_curvature(self) -> Likelihood[P]:
-        """The likelihood of the fit, whose curvature and statistics further data add to."""
+    def of_statistics(self, statistics: dict[str, Tensor]) -> Likelihood[P]:
+        """Returns the likelihood that computed these statistics: without noise ratios if these were tuned later."""
         return self
 
     @property

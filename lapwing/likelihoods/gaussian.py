@@ -45,9 +45,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         noise_variance: σ², a **variance** in squared units of y: one number, or C numbers, one for each output. `fit`
             never changes given numbers, and tunes σ² if it is None.
         noise_ratios: r, one positive number for each output, for outputs in different units or of known relative
-            accuracy. σ² may still be tuned. None means ones.
+            accuracy. σ² may still be tuned. None means ones; then `validation=` may choose ratios.
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
-        tuned_ratios: whether `validation=` chose the ratios, after a fit with ones.
 
     Raises:
         LapwingError: if `noise_variance` is not positive and finite.
@@ -61,7 +60,6 @@ class Gaussian(Likelihood[RegressionPrediction]):
     noise_variance: float | None = option(None, _VARIANCES, write="0.1")
     missing: bool = False
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
-    tuned_ratios: bool = False
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     selects_outputs: ClassVar[bool] = True
@@ -164,9 +162,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device)
         return (noise * self.ratios(outputs).rsqrt()).unsqueeze(-1)
 
-    @property
-    def of_curvature(self) -> Gaussian:
-        return replace(self, noise_ratios=None, tuned_ratios=False) if self.tuned_ratios else self
+    def of_statistics(self, statistics: dict[str, Tensor]) -> Gaussian:
+        return self if "log_ratio" in statistics else replace(self, noise_ratios=None)
 
     @property
     def needs_noise(self) -> bool:

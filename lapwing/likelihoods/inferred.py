@@ -108,46 +108,38 @@ def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_logits(likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: torch.dtype) -> None:
-    """Raises if outputs (B, C) are probabilities or percentages instead of logits; warns if they may be.
+    """Raises if outputs (B, C) are probabilities or percentages that sum to one; warns if they may be of a sigmoid.
 
-    Rows that sum to one or to 100 show a softmax. After a sigmoid the targets decide, which `likelihood` accepts: they
-    must be more likely by the probabilities than by the sigmoid of the outputs. Log-softmax outputs are accepted: they
-    have the same probabilities and the same Fisher information as logits. `weights`, the dtype of the network's
-    weights, determines the rounding of the outputs.
+    After a sigmoid the targets decide, which `likelihood` accepts: the warning is left out if they are more likely by
+    the sigmoid of the outputs than by the probabilities. Log-softmax outputs are accepted: they have the same
+    probabilities and the same Fisher information as logits. `weights`, the dtype of the network's weights, determines
+    the rounding of the outputs.
     """
     if likelihood.activation is None or outputs.numel() < FEW:  # a few logits may lie between 0 and 1 by chance
         return
-    outputs, layer = at_least_float32(outputs), f"a {likelihood.activation}"
+    outputs, softmax = at_least_float32(outputs), likelihood.activation == "softmax"
     for kind, (probabilities, line) in READINGS.items():
         p = probabilities(outputs)
         if not bool(((p >= 0) & (p <= 1)).all()):
             continue
-        if likelihood.activation == "softmax":
-            worse, better = False, kind != "log probabilities" and _sums_to_one(p, weights)
-            found = better
+        found, likely = False, kind == "probabilities"
+        if softmax:
+            found, line = kind != "log probabilities" and _sums_to_one(p, weights), line.replace("logit()", "log()")
         else:
             gain = likelihood.log_prob(p.logit(1e-6), targets) - likelihood.log_prob(outputs, targets)
-            known = targets[~targets.isnan()]
-            better = len(known.unique()) > 1 and _surely_positive(gain)
-            worse = _surely_positive(-gain)
-            found = better and kind != "log probabilities" and float(p.min()) < 0.1 and float(p.max()) > 0.9
-        if found:
-            line = line.replace("logit()", "log()") if likelihood.activation == "softmax" else line
-            raise LapwingError(
-                f"The outputs of the network, of shape (batch, {outputs.shape[1]}), are {kind}"
-                f"{' that sum to one' if likelihood.activation == 'softmax' and kind == 'probabilities' else ''}. The "
-                f"{likelihood.name} likelihood applies the {likelihood.activation} itself and needs logits. Pass "
-                f"forward=lambda model, inputs: model[:-1](inputs) to leave out {layer} at the end of an "
-                f"nn.Sequential, or forward=lambda model, inputs: {line}."
+            both = len(targets[~targets.isnan()].unique()) > 1
+            likely = (both and _surely_positive(gain)) or (likely and not _surely_positive(-gain))
+        if found or likely:
+            what = f"are {kind} that sum to one" if found else f"look like {kind}"
+            text = (
+                f"The outputs of the network, of shape (batch, {outputs.shape[1]}), {what}. The {likelihood.name} "
+                f"likelihood applies the {likelihood.activation} itself and needs logits. If the network is an "
+                "nn.Sequential that ends in a softmax or sigmoid, pass forward=lambda model, inputs: "
+                f"model[:-1](inputs), which leaves it out, or forward=lambda model, inputs: {line}."
             )
-        if better or (kind == "probabilities" and not worse):
-            log.warning(
-                "The outputs of the network look like %s%s. The %s likelihood applies the %s itself and needs logits. "
-                "If the network ends in a sigmoid, pass forward=lambda model, inputs: model[:-1](inputs), which leaves "
-                "it out of an nn.Sequential, or forward=lambda model, inputs: %s.",
-                kind, ": they all lie between 0 and 1" if kind == "probabilities" else "", likelihood.name,
-                likelihood.activation, line,
-            )  # fmt: skip
+            if found:
+                raise LapwingError(text)
+            log.warning("%s", text)
             return
 
 

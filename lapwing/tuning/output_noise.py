@@ -61,4 +61,4 @@ def with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
         return posterior
     log.info("Held-out data show noise variances of the outputs from %.3g to %.3g", noises.min(), noises.max())
     ratios = tuple((noises / noise).tolist())
-    return replace(posterior, likelihood=replace(likelihood, noise_ratios=ratios, tuned_ratios=True))
+    return replace(posterior, likelihood=replace(likelihood, noise_ratios=ratios))
