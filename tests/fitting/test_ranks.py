@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lapwing as lw
 from lapwing import ranks as collectives
 from lapwing.data.data import Data
+from lapwing.fitting.result import checked
 from tests import ranks
 
 ROOT = Path(lw.__file__).parent.parent
@@ -122,6 +124,19 @@ def test_data_leave_out_the_samples_that_the_sampler_repeats(
         parts = [x for x, _ in Data(loader, None)]
         shown += torch.cat(parts).tolist() if parts else []
     assert sorted(shown) == list(range(samples))
+
+
+def test_all_ranks_get_the_noise_ratios_that_were_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 tunes, and its values are sent."""
+    x, y = torch.randn(9, 3), torch.randn(9, 2)
+    fitted = lw.fit(torch.nn.Linear(3, 2).eval(), (x, y), lw.Diagonal(), tune=None)
+    tuned = replace(fitted, likelihood=lw.Gaussian(0.5, noise_ratios=(1.0, 4.0)))
+    message: list[Any] = []
+    monkeypatch.setattr(collectives, "several", lambda: True)
+    monkeypatch.setattr(collectives, "sent", lambda _, values: message.append(values) or message[0])
+    for rank, posterior in enumerate((tuned, fitted)):
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        torch.testing.assert_close(checked(posterior).predict(x).std, tuned.predict(x).std)
 
 
 def test_nothing_is_collective_in_one_process() -> None:
