@@ -130,7 +130,7 @@ def test_all_ranks_get_the_noise_ratios_that_were_tuned(monkeypatch: pytest.Monk
     """Rank 0 tunes, and its values are sent."""
     x, y = torch.randn(9, 3), torch.randn(9, 2)
     fitted = lw.fit(torch.nn.Linear(3, 2).eval(), (x, y), lw.Diagonal(), tune=None)
-    tuned = replace(fitted, likelihood=lw.Gaussian(0.5, noise_ratios=(1.0, 4.0)))
+    tuned = replace(fitted, likelihood=lw.Gaussian(noise_ratios=(1.0, 4.0))).at(fitted.prior.precision, 0.5)
     message: list[Any] = []
     monkeypatch.setattr(collectives, "several", lambda: True)
     monkeypatch.setattr(collectives, "sent", lambda _, values: message.append(values) or message[0])
