@@ -252,7 +252,7 @@ def _ordinary(x: Tensor, device: torch.device | None) -> Tensor:
 
 def copied(batch: Any) -> Any:
     """Returns a batch with copies of its tensors."""
-    return pytree.tree_map(lambda leaf: plain(leaf).clone() if isinstance(leaf, Tensor) else leaf, _tree(batch))
+    return pytree.tree_map(lambda leaf: plain(leaf).clone() if isinstance(leaf, Tensor) else leaf, tree(batch))
 
 
 def size(inputs: Any) -> int:
