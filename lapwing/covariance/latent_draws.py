@@ -136,6 +136,11 @@ class LinearDraws(Described):
         """Covariances (B, C, C), or (B, C, B, C) if joint. Computed at each access and not stored."""
         return _second_moments(self.deviations, self.joint) / len(self.deviations)
 
+    @full_precision
+    def covariance_times(self, vectors: Tensor) -> Tensor:
+        inner = (self.deviations * vectors).sum(-1, keepdim=True)  # (S, B, 1)
+        return (self.deviations * inner).mean(0)
+
     @property
     def factor(self) -> Tensor:
         """F (B, C, S) with `F Fᵀ` the covariance of each input's outputs, or of all outputs if rows are joined."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 
 class Term(ABC):
-    """A covariance (B, C, C) of the outputs of each of B samples. Subclasses are frozen dataclasses of tensors."""
+    """A covariance (B, C, C) of the outputs of each of B samples. Subclasses are frozen dataclasses of tensors.
+
+    Attributes:
+        has_covariance: whether the term is the whole covariance. Otherwise it is the variances.
+    """
+
+    has_covariance: ClassVar[bool] = True
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
@@ -71,6 +77,10 @@ class Term(ABC):
     def dense(self) -> Tensor:
         """Returns the covariance (B, C, C)."""
 
+    def times(self, vectors: Tensor) -> Tensor:
+        """Returns the covariance of each sample times a vector, (B, C)."""
+        return _times(self.dense(), vectors)
+
     @abstractmethod
     def scaled(self, factor: float) -> Self:
         """Returns the covariance multiplied by a factor >= 0."""
@@ -103,6 +113,10 @@ class FactoredTerm(Term):
 
     def dense(self) -> Tensor:
         return self._by_slices(lambda part: torch.bmm(part._weighted(part.factor), part.factor.mT))
+
+    def times(self, vectors: Tensor) -> Tensor:
+        inner = _times(self.factor.mT, vectors)
+        return _times(self.factor, inner if self.scale is None else self.scale * inner)
 
     def scaled(self, factor: float) -> FactoredTerm:
         """Returns the term with another s. F, which has C times as many entries, is shared."""
@@ -164,6 +178,9 @@ class EigenTerm(Term):
             return torch.diag_embed(self.scale)
         return F.linear(self.basis * self.scale.unsqueeze(1), self.basis)
 
+    def times(self, vectors: Tensor) -> Tensor:
+        return self.scale * vectors if self.basis is None else (self.scale * (vectors @ self.basis)) @ self.basis.T
+
     def scaled(self, factor: float) -> EigenTerm:
         return EigenTerm(self.basis, self.scale * factor)
 
@@ -222,6 +239,7 @@ class MarginalTerm(Term):
 
     plain: Tensor
     centred: Tensor
+    has_covariance: ClassVar[bool] = False
 
     def variance(self) -> Tensor:
         return self.plain
@@ -244,6 +262,7 @@ class ScaleTerm(Term):
     """The mean centred variance of the outputs of each input (B, 1), which `Probit` reads."""
 
     mean: Tensor
+    has_covariance: ClassVar[bool] = False
 
     def centred_variance(self) -> Tensor:
         """Returns the mean (B, 1) instead of one variance per output."""
@@ -279,6 +298,11 @@ class SelectedTerm(MarginalTerm):
         moved = DenseTerm(self.matrix).sample(count, generator)  # (n, B, k)
         index = self.outputs.expand(count, -1, -1)
         return moved.new_zeros(count, *self.plain.shape).scatter(-1, index, moved)
+
+
+def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Returns the product (B, R) of matrices (B, R, K) and vectors (B, K)."""
+    return torch.bmm(matrices, vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def selected(matrix: Tensor, outputs: Tensor) -> Tensor:

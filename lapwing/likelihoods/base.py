@@ -216,7 +216,11 @@ class Likelihood(Options, ABC, Generic[P]):
         """Returns how much of the covariances of C outputs the default link reads."""
         link = self.default_link
         one = link.closed_form and outputs == 1
-        return "variances" if one or not link.reads_covariance else "covariances"
+        return "variances" if one or not self.reads_covariance(link) else "covariances"
+
+    def reads_covariance(self, link: Link) -> bool:
+        """Whether a link of this likelihood reads more than the mean and variances of a Gaussian latent."""
+        return link.reads_covariance
 
     @abstractmethod
     def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:

@@ -193,13 +193,12 @@ class BernoulliPrediction(DiscretePrediction):
         draws = self.latent.draws
         if draws is None:
             mean, variance = self.latent.mean, self.latent.variance
-            odds = quadrature.log_odds(mean, variance, nodes)
-            inside = quadrature.expectation(quadrature.sigmoid_entropy, mean, variance, nodes)
+            information = sum(quadrature.information(sign * mean, variance, nodes) for sign in (1, -1))
         else:
             wide = doubled(draws)  # (S, B, C)
             odds = F.logsigmoid(wide).logsumexp(0) - F.logsigmoid(-wide).logsumexp(0)
             inside = quadrature.sigmoid_entropy(wide).mean(0)
-        information = (quadrature.sigmoid_entropy(odds) - inside).clamp_min(0.0)
+            information = (quadrature.sigmoid_entropy(odds) - inside).clamp_min(0.0)
         return information.sum(-1).to(self.log_odds)
 
     def log_prob(self, targets: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..covariance import AnyLatent
 from ..linalg import possible, seeded
 from ..options import Options, at_least, integer, option
-from . import quadrature
+from . import classwise, quadrature
 
 _CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
 
@@ -68,7 +68,7 @@ class Link(Options):
     accepts_draws: ClassVar[bool] = False
     """Whether the link accepts network outputs under weight draws, which are not Gaussian."""
     reads_covariance: ClassVar[bool] = True
-    """Whether the link needs more than the mean and variances of a Gaussian latent."""
+    """Whether the link needs more than the mean and variances. See also `Likelihood.reads_covariance`."""
     closed_form: ClassVar[bool] = False
     """Whether tensor operations on means and variances give `Prediction.summary`, as `lw.deploy` needs."""
 
@@ -195,12 +195,19 @@ class LaplaceBridge(ClassLink):
 
 
 @dataclass(frozen=True)
-class Quadrature(BinaryLink):
-    """The exact probability of a Bernoulli output, `∫ σ(f) N(f; m, v) df`, by numerical integration.
+class Quadrature(ClassLink, BinaryLink):
+    """Numerical integration: exact for Bernoulli outputs and for two classes, close for more classes.
 
-    It uses a trapezoidal rule in a stretched variable, because Gauss-Hermite rules fail at large variances
-    (`lapwing.likelihoods.quadrature`). For every mean and variance the error of probabilities and of their logarithms
-    is below 1e-4 with 32 nodes, 1e-7 with 48, 1e-10 with 64. Time O(nodes B C) in float64; memory is limited by chunks.
+    The probability of a Bernoulli output is `∫ σ(f) N(f; m, v) df`. It uses a trapezoidal rule in a stretched variable,
+    because Gauss-Hermite rules fail at large variances (`lapwing.likelihoods.quadrature`). For every mean and variance
+    the error of probabilities and of their logarithms is below 1e-4 with 32 nodes, 1e-7 with 48, 1e-10 with 64.
+
+    The probability of a class is `E[σ(g)]` for its logit relative to all other classes,
+    `g_c = f_c - log Σ_{k≠c} e^{f_k}`, which is taken as Gaussian (`lapwing.likelihoods.classwise`). It uses the
+    covariances of the logits, which `Probit` does not, and is closer to the average of many draws than `Probit`. It can
+    change the most probable class.
+
+    Time O(nodes B C) in float64; memory is limited by chunks.
 
     Args:
         nodes: number of nodes.
@@ -221,6 +228,10 @@ class Quadrature(BinaryLink):
     nodes: int = option(quadrature.NODES, at_least(16))
     reads_covariance: ClassVar[bool] = False
     closed_form: ClassVar[bool] = True
+
+    def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
+        """Returns log probabilities (B, C) from the mean and two products with the covariance, without draws."""
+        return classwise.log_probs(latent, self.nodes).to(at_least_float32(latent.mean))
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log odds (B, C) from the mean and variances, without draws."""

@@ -31,6 +31,7 @@ _STRETCH = 2.0  # distance from the kink, in standard deviations, at which nodes
 _KINK = 3.0  # half width of the kink of a sigmoid at f = 0; its poles are at ±iπ
 _WIDEST = 1e4  # at larger standard deviations the sigmoid counts as a step: an error of 3e-5
 _LEAST_VARIANCE = 1e-12  # added to the variance, so that the derivative of its square root is finite
+_LEAST_DEVIATION = 1e-12 - 1.0  # of σ/p - 1, so that the derivative of its logarithm is finite
 _CHUNK_NUMBERS = 2**22
 
 
@@ -69,7 +70,25 @@ def expectation(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Te
         f, weights = rule(mean, variance, 0.0, nodes)
         return (weights.exp() * function(f)).sum(-1)
 
-    return _in_chunks(of, mean, variance, nodes)
+    return _elementwise(of, mean, variance, nodes)
+
+
+def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
+    """Returns `E[σ log(σ/p)]` with `p = E[σ(f)]` in nats, elementwise: the share of one answer in a mutual information.
+
+    It is never negative, and exactly 0 at a variance of 0: the integrand is `p [(1 + d) log(1 + d) - d]` with
+    `d = σ/p - 1`. Arguments as for `expectation`.
+    """
+
+    def of(mean: Tensor, variance: Tensor) -> Tensor:
+        f, log_weights = rule(mean, variance, 0.0, nodes)
+        weights, sigmoids = log_weights.exp(), torch.sigmoid(f)
+        p = (weights * sigmoids).sum(-1, keepdim=True)
+        d = (sigmoids / p.clamp_min(torch.finfo(p.dtype).tiny) - 1.0).clamp_min(_LEAST_DEVIATION)
+        values = (weights * ((1.0 + d) * torch.log1p(d) - d)).sum(-1) * p.squeeze(-1)
+        return values * (variance / (variance + _LEAST_VARIANCE))
+
+    return _elementwise(of, mean, variance, nodes)
 
 
 def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
@@ -79,7 +98,7 @@ def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tens
         f, weights = rule(mean, variance, 1.0, nodes)
         return torch.logsumexp(F.logsigmoid(f) + weights, -1)
 
-    return _in_chunks(of, mean, variance, nodes)
+    return _elementwise(of, mean, variance, nodes)
 
 
 def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
@@ -155,10 +174,14 @@ def sigmoid_entropy(logits: Tensor) -> Tensor:
     return F.softplus(-size) + size * torch.sigmoid(-size)
 
 
-def _in_chunks(function: Callable[[Tensor, Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int) -> Tensor:
-    """Applies a function of flat float64 tensors in chunks of at most `_CHUNK_NUMBERS` nodes."""
+def _elementwise(function: Callable[[Tensor, Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int) -> Tensor:
+    """Applies an elementwise function of means and variances, in float64."""
+    return in_chunks(function, nodes, doubled(mean).flatten(), doubled(variance).flatten()).reshape(mean.shape)
+
+
+def in_chunks(function: Callable[..., Tensor], nodes: int, *values: Tensor) -> Tensor:
+    """Applies a function of float64 tensors to chunks of their rows with at most `_CHUNK_NUMBERS` nodes."""
     if torch.compiler.is_compiling():  # chunks would fix the batch size of an exported program
-        return function(mean.double(), variance.double())
-    length = max(1, _CHUNK_NUMBERS // nodes)
-    parts = zip(doubled(mean).flatten().split(length), doubled(variance).flatten().split(length), strict=True)
-    return torch.cat([function(m, v) for m, v in parts]).reshape(mean.shape)
+        return function(*values)
+    length = max(1, _CHUNK_NUMBERS // (nodes * max(1, values[0][:1].numel())))
+    return torch.cat([function(*parts) for parts in zip(*(rows.split(length) for rows in values), strict=True)])

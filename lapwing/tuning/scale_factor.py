@@ -156,7 +156,7 @@ def _latents(
                     "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so no "
                     "scale factor is best. Write link=lw.Probit()."
                 )
-            reads_covariance = chosen.reads_covariance
+            reads_covariance = posterior.likelihood.reads_covariance(chosen)
         latent = latent.compact(reads_covariance)
         kept.append((latent, targets.to(latent.mean.device)))
     if not kept:

@@ -222,7 +222,9 @@ def test_default_link_and_refused_links():
         LapwingError, match=r"categorical .* weight draws .* link=Probit\(scale='mean'\). Write link=SampledLink\(\)"
     ):
         Categorical().predict(draws, Probit())
-    with pytest.raises(LapwingError, match=r"a Gaussian latent .*Probit\(\) or LaplaceBridge\(\) or SampledLink\(\)"):
+    with pytest.raises(
+        LapwingError, match=r"a Gaussian latent .*LaplaceBridge\(\) or Quadrature\(\) or SampledLink\(\)"
+    ):
         Categorical().predict(latent, ExactLink())
     with pytest.raises(LapwingError, match=r"Probit \(a class, not an instance\)"):
         Categorical().predict(latent, Probit)

@@ -1,0 +1,97 @@
+"""Softmax probabilities and mutual information of Gaussian logits, by quadrature over one class at a time.
+
+The probability of class c is `σ(g_c)` with `g_c = f_c - log Σ_{k≠c} e^{f_k}`, and g_c is taken as Gaussian. For two
+classes it is one, so the results are exact. Let q be the probabilities of the other classes, by the probit
+approximation, and m and S the mean and the centred covariance of the logits:
+
+    variance of g_c   v_c = Var[f_c - qᵀf]
+    mean of g_c       g_c(m) - κ t_c    with t_c = Σ_k q_k S_kk - qᵀS q
+
+κ = 1/2 is the Taylor expansion for small S. Large S need less, so κ is chosen for each input such that the
+probabilities `E[σ(g_c)]` sum to 1.
+
+The result depends on one input only. It needs two products with S, and no C x C matrix if the latent has a factor.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..covariance import AnyLatent
+from ..linalg import doubled, nonnegative, possible
+from . import quadrature
+
+CLASSES = 100
+"""Maximum number of classes for which the mutual information uses this approximation by default."""
+
+NODES = 24
+"""Nodes of the mutual information and of the search for κ. More nodes change the result less than the approximation."""
+
+_STEPS = 2  # Newton steps for κ
+_WIDEST = 8.0  # largest 1/scale of the probit approximation in the search for κ
+_FAR = -1e30  # logit of a class that cannot be
+
+
+def log_probs(latent: AnyLatent, nodes: int) -> Tensor:
+    """Returns the logarithms of `E[σ(g_c)]`, normalised, (B, C), in float64."""
+    mean, variance = _contrasts(latent)
+    return quadrature.log_sigmoid_mean(mean, variance, nodes).log_softmax(-1)
+
+
+def mutual_information(latent: AnyLatent) -> Tensor:
+    """Returns `Σ_c E[σ(g_c) log(σ(g_c) / E σ(g_c))]` in nats, (B,), in float64."""
+    mean, variance = _contrasts(latent)
+    return quadrature.information(mean, variance, NODES).sum(-1)
+
+
+def _contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
+    """Returns the means and variances (B, C) of g, in float64."""
+    mean, spread = doubled(latent.mean), doubled(latent.centred_variance)
+    scale = (1.0 + (math.pi / 8.0) * spread.sum(-1, keepdim=True) / possible(mean).sum(-1, keepdim=True)).rsqrt()
+    mean = mean.nan_to_num(neginf=_FAR)
+    top = mean.argmax(-1, keepdim=True)  # its q and log(1 - p) come from the others, since 1 - p would lose digits
+
+    def moments(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `S q` (B, C), `qᵀS q` and `Σ_k q_k S_kk`, (B, 1) each."""
+        product = latent.covariance_times((q - q.mean(-1, keepdim=True)).to(latent.mean)).to(q)
+        product = product - product.mean(-1, keepdim=True)
+        return product, (q * product).sum(-1, keepdim=True), (q * spread).sum(-1, keepdim=True)
+
+    probs = (scale * mean).softmax(-1)
+    rest = 1.0 - probs.scatter(-1, top, 0.0)
+    product, square, diagonal = moments(probs)
+    covariance = (product - probs * spread) / rest  # of f_c and qᵀf
+    square = (square - 2.0 * probs * product + probs.square() * spread) / rest.square()
+    diagonal = (diagonal - probs * spread) / rest
+    product, top_square, top_diagonal = moments((scale * mean).scatter(-1, top, _FAR).softmax(-1))
+    covariance = covariance.scatter(-1, top, product.gather(-1, top))
+    square, diagonal = square.scatter(-1, top, top_square), diagonal.scatter(-1, top, top_diagonal)
+    variance = nonnegative(spread - 2.0 * covariance + square)
+
+    others = mean.scatter(-1, top, _FAR).logsumexp(-1, keepdim=True)
+    logs = mean.log_softmax(-1)
+    odds = (logs - torch.log1p(-logs.exp().scatter(-1, top, 0.0))).scatter(-1, top, mean.gather(-1, top) - others)
+    shift = diagonal - square
+    less = (_WIDEST * scale).clamp_max(1.0)  # at larger S only ratios matter, and Newton's steps become too long
+    share = _share(less * odds, less.square() * variance, less.square() * shift, 0.5 * scale / less)
+    return odds - less * share * shift, variance
+
+
+def _share(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tensor:
+    """Returns κ (B, 1) between 0 and 1, by Newton's method for `Σ_c E[σ(g_c)] = 1`."""
+
+    def of(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tensor:
+        f, log_weights = quadrature.rule(odds - start * shift, variance, 0.0, NODES)
+        weights, share = log_weights.exp(), start
+        for _ in range(_STEPS):
+            sigmoids = torch.sigmoid(f - ((share - start) * shift)[..., None])  # (B, C, nodes)
+            masses = weights * sigmoids
+            excess = masses.sum((-2, -1))[..., None] - 1.0
+            slope = ((masses * (1.0 - sigmoids)).sum(-1) * shift).sum(-1, keepdim=True)
+            share = (share + excess / slope.clamp_min(1e-12)).clamp(0.0, 1.0)
+        return share
+
+    return quadrature.in_chunks(of, NODES, odds, variance, shift, start)
