@@ -272,7 +272,7 @@ def repeated_values(q, k, v):
 
 
 @pytest.mark.parametrize("positions", ["independent", "correlated"])
-@pytest.mark.parametrize("attention", others_slow(["values", "scores"], ["values"]))
+@pytest.mark.parametrize("attention", others_slow(["values", "scores", "features"], ["values"]))
 def test_heads_that_share_values_equal_repeated_ones(attention, positions):
     both = [
         cross_attended(function, positions, 2, attention=attention) for function in (shared_values, repeated_values)

@@ -68,7 +68,10 @@ class Streamlined(Way):
         residual: the two sides of a sum that share an input: "independent", as in the paper, or, in full mode only,
             "correlated", which adds `2 Cov[x, h]`. None: correlated in full mode, independent in diagonal mode.
         attention: "values", as in the paper: values are uncertain, scores are not. "scores": queries and keys are
-            uncertain too, to first order.
+            uncertain too, to first order. "features": as "values", with the covariances between the features of a head
+            that share inputs, up to the layer after the attention (equation 74). It costs a linear layer per head. It
+            supports `scaled_dot_product_attention` and layers with tokens in one dimension. Other calls, such as
+            attention written by hand, work as with "values"; a network with only such calls gets a warning.
         activations: "linear", or "moments" for the exact moments of element-wise functions of Gaussians: in closed form
             for ReLU, by quadrature with twenty evaluations for other functions. Means then differ from the network's
             outputs.
@@ -88,7 +91,7 @@ class Streamlined(Way):
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equations 2 to 7, 49, 71 and 83 to 88.
     Differences: layer norms are linearised instead of treated as linear, positions are correlated (equations 78 to 88
     keep covariances of pixels), and Kronecker-factored posteriors use their exact eigenbasis. "moments" is compared in
-    its table 3.
+    its table 3, "features" in its tables 14 to 16.
 
     Example:
         >>> import lapwing as lw
@@ -105,7 +108,7 @@ class Streamlined(Way):
 
     covariance: Literal["diagonal", "full"] = "diagonal"
     residual: Literal["independent", "correlated"] | None = None
-    attention: Literal["values", "scores"] = "values"
+    attention: Literal["values", "scores", "features"] = "values"
     activations: Literal["linear", "moments"] = "linear"
     positions: Literal["independent", "correlated"] = "correlated"
 

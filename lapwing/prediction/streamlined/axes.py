@@ -184,5 +184,8 @@ def read_layouts(schedule: Schedule, graph: Graph, inputs: Any, network: str) ->
         alone = isinstance(length, int) or str(length) == symbol
         merged = "" if alone or not same_along(label, batch) else "fastest" if name in axes.fastest else "slowest"
         positions = [d for d in range(label.ndim) if d != batch and label.shape[d] > 1 and same_along(label, d)]
-        layouts[name] = Layout(batch, merged, tuple(positions))
+        channels = label
+        for dim in (batch, *positions):
+            channels = channels.narrow(dim, 0, 1)
+        layouts[name] = Layout(batch, merged, tuple(positions), channels.long())
     return layouts

@@ -15,7 +15,7 @@ variances. Averages and attention act on `√(ρ v)` as on a mean, and on e as o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -33,11 +33,13 @@ class Layout:
         merged: "" if that dimension has only samples. If it also has positions: "slowest" or "fastest", the order of
             the samples in it.
         positions: the dimensions along which entries share weights, in order.
+        channels: number of each entry's channel in its layer; length 1 along samples and positions.
     """
 
     batch: int
     merged: str
     positions: tuple[int, ...]
+    channels: Tensor = field(repr=False, compare=False)
 
     @property
     def shared(self) -> bool:
@@ -74,6 +76,7 @@ class Moments:
         mean: the means, of any shape.
         variance: v, in the shape of the means.
         correlation: ρ, in a shape that expands to the means; None if positions are independent.
+        origin: source of the values of an attention (`rules.attention.Origin`), for `attention="features"`.
         covariance: covariances (B, n, n) of the n entries of a sample at the end of a network, else None.
         centred: variances (B, n) of the entries minus their average, if known more precisely than from `covariance`.
     """
@@ -81,6 +84,7 @@ class Moments:
     mean: Tensor
     variance: Tensor
     correlation: Tensor | None = None
+    origin: Any = field(default=None, repr=False, compare=False)
     covariance: Tensor | None = None
     centred: Tensor | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -29,6 +30,8 @@ from .sites import Site, Treated, arguments_of, refusal, roles_of, run
 if TYPE_CHECKING:
     from . import Streamlined
 
+log = logging.getLogger("lapwing")
+
 
 def build(
     tangent: Tangent,
@@ -51,7 +54,7 @@ def build(
             f"The moments of this {type(covariance).__name__} need float64, which {tangent.device.type} does not "
             "have. Write via=lw.Linearized(), or move the model to the CPU: model.cpu()."
         )
-    full = way.covariance == "full"
+    full, correlated = way.covariance == "full", way.positions == "correlated"
     treated = _treated(tangent, covariance, graph, dtype, decompose)
     inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
     steps = schedule(graph, frozenset(treated), inputs, way.attention)
@@ -60,10 +63,19 @@ def build(
     calls = [step.node for step in steps.steps if step.uncertain and step.fused is None]
     ruleless = any(operation_of(node).rule is None for node in calls)
     axes = read_axes(graph, example, network) if not full and ruleless else None
-    layouts = read_layouts(steps, graph, example, network) if way.positions == "correlated" and not full else {}
-    sites = {node.name: Site(node, roles_of(node, treated), way.attention, network, layouts) for node in calls}
+    of_values = not full and way.attention == "features"
+    if of_values and not any(is_a(n, Kind.ATTENTION) for n in graph.nodes):
+        log.warning(
+            "%s calls no scaled_dot_product_attention, so Streamlined(attention=%r) works as with 'values'. The same "
+            "holds for attention written by hand and for nn.MultiheadAttention with need_weights=True.",
+            network, way.attention,
+        )  # fmt: skip
+    layouts = read_layouts(steps, graph, example, network) if of_values or (correlated and not full) else {}
+    sites = {
+        node.name: Site(node, roles_of(node, treated), way.attention, network, layouts, correlated) for node in calls
+    }
     width = tangent.outputs if tangent.positions.several else None
-    return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts, width)
+    return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
 
 
 def _check_forward_mode(network: str, steps: Schedule, full: bool) -> None:

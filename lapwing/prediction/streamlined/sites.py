@@ -65,7 +65,8 @@ class Site:
         roles: argument name -> its treated parameter, as (block, parameter name).
         attention: `Streamlined.attention`.
         network: name of the network's class, for messages.
-        layouts: name of a value -> its dimensions, if positions are correlated.
+        layouts: name of a value -> its dimensions, if options need them.
+        correlated: whether positions are correlated.
     """
 
     node: fx.Node
@@ -73,6 +74,7 @@ class Site:
     attention: str
     network: str
     layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
+    correlated: bool = True
     samples: int = 0
     _constants: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -84,7 +86,7 @@ class Site:
     def layout(self) -> Layout | None:
         """The dimensions of the call's value, or None without known positions."""
         layout = self.layouts.get(self.node.name)
-        return layout if layout is not None and layout.shared else None
+        return layout if layout is not None and layout.shared and self.correlated else None
 
     def layout_of(self, argument: str) -> Layout | None:
         """Returns the dimensions of an argument, or None if they are unknown."""

@@ -1,8 +1,13 @@
-"""Moments of attention: uncertain values with certain scores, or with scores linearised too."""
+"""Moments of attention: uncertain values with certain scores, or with scores linearised too.
+
+`attention="features"` adds the covariances of values between the features of a head, which share inputs. For it a
+linear layer attaches an `Origin` to its outputs, views keep it, and the layer after the attention reads it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +47,8 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
         scale = mean_of(query).shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
         parts.extend(part * scale**2 for part in _from_scores(query, key, mean_of(value), mean, weights))
     total = total_of(parts)
-    return Moments(mean, total, None if common is None else sum_correlation(total, [(common, 1.0)]))
+    result = Moments(mean, total, None if common is None else sum_correlation(total, [(common, 1.0)]))
+    return _marked(site, result, value, weights)
 
 
 def _from_scores(query: Value, key: Value, v: Tensor, mean: Tensor, weights: Tensor) -> Iterator[Tensor]:
@@ -64,7 +70,7 @@ def _repeated(value: Any, times: int) -> Any:
     """Returns keys or values with each head repeated, for queries with more heads."""
     if isinstance(value, Moments):
         rho = None if value.correlation is None else _repeated(value.full_correlation, times)
-        return Moments(_repeated(value.mean, times), _repeated(value.variance, times), rho)
+        return Moments(_repeated(value.mean, times), _repeated(value.variance, times), rho, value.origin)
     return value.repeat_interleave(times, -3)
 
 
@@ -86,6 +92,98 @@ def _attended_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
     if label.ndim > 3 and label.shape[-3] not in (1, shape[-3]):
         label = label.repeat_interleave(shape[-3] // label.shape[-3], -3)
     return label.expand(shape)
+
+
+# ---- covariances of values
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The linear layer that returned the values of an attention.
+
+    Attributes:
+        x: inputs of the layer (B, S, I).
+        weight: W of the layer (O, I).
+        rows: rows of W that the heads read (H, d), set by the attention.
+        probabilities: P (B, H, T, S), set by the attention.
+    """
+
+    x: Value
+    weight: Tensor
+    rows: Tensor | None = None
+    probabilities: Tensor | None = None
+
+
+def origin(site: Site, x: Value, weight: Tensor) -> Origin | None:
+    """Returns the origin of a linear layer's outputs if `attention="features"`; None if its inputs are not tokens."""
+    if site.attention != "features":
+        return None
+    layout = site.layouts.get(site.node.name)
+    if layout is None or layout.merged or mean_of(x).ndim != 3:
+        return None
+    if layout.batch != 0:
+        turned = (x.mean.transpose(0, 1), x.variance.transpose(0, 1)) if isinstance(x, Moments) else ()
+        x = Moments(*turned) if turned else x.transpose(0, 1)
+    return Origin(x, weight)
+
+
+def _marked(site: Site, result: Moments, value: Value, weights: Tensor) -> Moments:
+    """Adds P and the heads' rows of W_V to the origin of an attention's outputs, for the layer after it."""
+    source = value.origin if isinstance(value, Moments) else None
+    if site.attention != "features" or not isinstance(source, Origin):
+        return result
+    rows = _rows(site, weights)
+    return result if rows is None else replace(result, origin=replace(source, rows=rows, probabilities=weights))
+
+
+def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Tensor | None:
+    """Returns the variances (B, T, O) after the output layer U from covariances of a head's values (equation 74).
+
+        Σ_h Σ_s (P^h_ts)² Σ_i [(U_h W_h)_mi² - Σ_d U_md² W_di²] Var[a_si]
+
+    Args:
+        site: the output layer.
+        argument: name of its input among its arguments.
+        x: its input.
+        weight: U (O, H d).
+
+    Cost: a linear layer per head for a, and a product of P² with its outputs.
+    """
+    source, layout = x.origin if isinstance(x, Moments) else None, site.layout_of(argument)
+    if not isinstance(source, Origin) or source.probabilities is None or not isinstance(source.x, Moments):
+        return None
+    rows = source.rows
+    if rows is None or layout is None or layout.channels.numel() != layout.channels.shape[-1]:
+        return None
+    order = layout.channels.flatten().to(weight.device)  # of each entry of x, as the layer that made it numbers them
+    crossed = site.constant("crossed", lambda: _crossed(weight, source.weight, rows, order))
+    if crossed is None:
+        return None
+    spread = source.x.variance[:, None] @ crossed.mT  # (B, H, S, O)
+    return (source.probabilities.square() @ spread).sum(1)
+
+
+def _crossed(weight: Tensor, values: Tensor, rows: Tensor, order: Tensor) -> Tensor | None:
+    """Returns `(U_h W_h)² - U_h² W_h²` (H, O, I), or None if the columns of U do not match the rows of W.
+
+    `order` has the row of W for each column of U. Heads that share rows have the same order in both.
+    """
+    if not torch.equal(order.sort()[0], rows.flatten().sort()[0]):
+        return None
+    columns = torch.empty_like(order)
+    columns[rows.flatten().argsort(stable=True)] = order.argsort(stable=True)
+    u = weight[:, columns.reshape(rows.shape)].movedim(1, 0)  # (H, O, d)
+    w = values[rows]  # (H, d, I)
+    return (u @ w).square() - u.square() @ w.square()
+
+
+def _rows(site: Site, weights: Tensor) -> Tensor | None:
+    """Returns the channels of values (B, H, S, d) as (H, d), repeated for the heads of P (B, H, T, S)."""
+    layout = site.layout_of("value")
+    if layout is None or layout.batch != 0 or layout.channels.ndim != 4 or layout.channels.shape[2] != 1:
+        return None
+    rows = layout.channels[0, :, 0, :].to(weights.device)
+    return rows.repeat_interleave(weights.shape[1] // len(rows), 0)
 
 
 register_aten(Operation(Kind.ATTENTION, attended, _attended_label), "scaled_dot_product_attention.default")

@@ -18,6 +18,7 @@ from ..moments import Moments, Value, layer_correlation, mean_of, total_of, vari
 from ..operations import Kind, Operation, aten, numbered, register_aten
 from ..sites import Site, Treated
 from .arithmetic import contracted, contracted_label
+from .attention import between_features, origin
 
 
 @dataclass(frozen=True)
@@ -123,17 +124,21 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
     h = site.apply({name: mean_of(value) for name, value in arguments.items()})
     parts: list[Tensor | None] = [] if variance is None else [variance @ layer.second()]
     parts.append(total_of(layer.added(mean)))
-    total, layout = total_of(parts), site.layout
+    if site.attention == "features":
+        parts.append(between_features(site, layer.source, x, layer.matrix))
+    total = total_of(parts)
+    start = origin(site, x, layer.matrix)
+    layout = site.layout
     if layout is None:
-        return Moments(h, total)
+        return Moments(h, total, None, start)
     pooled = [part.expand(site.samples, -1) for part in layer.added(layout.mean(mean, site.samples))]
     if isinstance(x, Moments) and x.correlation is not None:
         pooled.append(layout.mean(x.common, site.samples).square() @ layer.second())
     if not pooled:
-        return Moments(h, total)
+        return Moments(h, total, None, start)
     individual = layout.mean(x.individual, site.samples) @ layer.second() if isinstance(x, Moments) else None
     rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, -1)  # (B, O)
-    return Moments(h, total, layout.spread(rho, total))
+    return Moments(h, total, layout.spread(rho, total), start)
 
 
 def linear_with_covariances(site: Site, arguments: dict[str, Any], samples: int) -> Moments | None:

@@ -38,10 +38,11 @@ def moved(site: Site, arguments: dict[str, Any]) -> Value:
     rho: Any = None
     if any(x.correlation is not None for x in uncertain):
         rho = _apply(site, arguments, _correlation)
+    origin = uncertain[0].origin if len(uncertain) == 1 else None
     if isinstance(mean, (tuple, list)):
         rest = zip(mean, variance, rho or [None] * len(mean), strict=True)
-        return tuple(Moments(*parts) for parts in rest)
-    return Moments(mean, variance, rho)
+        return tuple(Moments(*parts, origin) for parts in rest)
+    return Moments(mean, variance, rho, origin)
 
 
 def picked(site: Site, arguments: dict[str, Any]) -> Value:
