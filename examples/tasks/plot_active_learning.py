@@ -2,9 +2,11 @@
 Active learning: which inputs to label next
 ===========================================
 
-The mutual information between an input's label and the weights is the uncertainty that a label can remove. Labels that
-are ambiguous anyway raise the entropy, but not the mutual information.
+The mutual information between an input's label and the weights is the uncertainty that a label can remove. Labels
+that are ambiguous anyway raise the entropy, but not the mutual information.
 """
+
+import logging
 
 import matplotlib.pyplot as plt
 import torch
@@ -12,6 +14,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import lapwing as lw
+
+logging.getLogger("lapwing").setLevel(logging.ERROR)  # 20 labels are too few to hold some out, and lapwing warns
 
 digits = load_digits()
 x, y = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target)
@@ -77,8 +81,8 @@ plt.show()
 # When not to
 # -----------
 #
-# - **Entropy is often as good.** The two scores differ only for ambiguous inputs, and few digits are ambiguous. On MNIST
-#   neither choice is best at every size: :doc:`the numbers </training>`.
-# - **Leave the prior precision to the default tuning.** With a prior as weak as the weight decay of the training nearly
-#   all images have the largest possible mutual information, and the score hardly tells them apart.
+# - **Entropy is often as good.** The two scores differ only for ambiguous inputs, and few digits are ambiguous. On
+#   MNIST neither choice is best at every size: :doc:`the numbers </training>`.
+# - **Leave the prior precision to the default tuning.** With a prior as weak as the weight decay of the training
+#   nearly all images have the largest possible mutual information, and the score hardly tells them apart.
 # - **A batch of 20 is scored one by one,** so some of its images tell the network the same.

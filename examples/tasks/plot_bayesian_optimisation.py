@@ -64,7 +64,7 @@ plt.show()
 # When not to
 # -----------
 #
-# - **Few evaluations of few inputs.** A Gaussian process needs no training and is better there. A network pays with many
-#   evaluations, many inputs, or inputs such as images and molecules.
+# - **Few evaluations of few inputs.** A Gaussian process needs no training and is better there. A network pays with
+#   many evaluations, many inputs, or inputs such as images and molecules.
 # - **Expected improvement, constraints, batches:** :doc:`BoTorch </integrations/botorch>` has them, and
 #   ``lapwing.integrations.botorch.LaplaceModel`` gives it the posterior.

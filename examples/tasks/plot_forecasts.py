@@ -2,8 +2,8 @@
 Forecasts: a noise for each step
 ================================
 
-A forecaster predicts the next twelve hours from the last 48. Its errors grow with the horizon, so one noise variance for
-all steps is too wide at the first step and too narrow at the last. Held-out data give each step its own.
+A forecaster predicts the next twelve hours from the last 48. Its errors grow with the horizon, so one noise variance
+for all steps is too wide at the first step and too narrow at the last. Held-out data give each step its own.
 """
 
 import matplotlib.pyplot as plt
@@ -18,8 +18,8 @@ HISTORY, STEPS = 48, 12
 # %%
 # Data
 # ----
-# An hourly series with a daily cycle and a drifting level. Windows for training, validation and test follow one another
-# in time, so that no test hour was seen in training.
+# An hourly series with a daily cycle and a drifting level. Windows for training, validation and test follow one
+# another in time, so that no test hour was seen in training.
 
 hours = torch.arange(4000)
 drift, noise = 0.045 * torch.randn(len(hours)).cumsum(0), 0.1 * torch.randn(len(hours))

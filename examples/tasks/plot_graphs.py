@@ -2,8 +2,8 @@
 Graphs and other ragged batches
 ===============================
 
-Samples of different sizes, such as molecules, graphs, point clouds and sequences, do not form one tensor. lapwing needs
-one sample for each entry of the first dimension. Three ways lead there.
+Samples of different sizes, such as molecules, graphs, point clouds and sequences, do not form one tensor. lapwing
+needs one sample for each entry of the first dimension. Three ways lead there.
 """
 
 import matplotlib.pyplot as plt
@@ -75,8 +75,8 @@ print(f"90 % intervals cover {float(inside.float().mean()):.0%} of 100 graphs")
 # %%
 # 2. Rows by number
 # -----------------
-# The loader yields the numbers of the samples, and ``forward=`` collates them. So a library's own batches work, such as
-# those of PyTorch Geometric, whose nodes of all graphs lie along one dimension.
+# The loader yields the numbers of the samples, and ``forward=`` collates them. So a library's own batches work, such
+# as those of PyTorch Geometric, whose nodes of all graphs lie along one dimension.
 
 
 def joined(model, numbers):
@@ -93,7 +93,8 @@ print(f"largest difference to padding {float((same.std - prediction.std).abs().m
 # %%
 # 3. One sample at a time
 # -----------------------
-# ``x[None]`` makes a batch of one, without padding. A list of such batches is a loader too, with a call for each sample.
+# ``x[None]`` makes a batch of one, without padding. A list of such batches is a loader too, with a call for each
+# sample.
 
 x, adjacency = graphs[200]
 alone = posterior.predict((x[None], adjacency[None], torch.ones(1, len(x))))
@@ -112,5 +113,5 @@ plt.show()
 # -----------
 #
 # - **Batch norm over nodes, in training mode,** makes a graph's output depend on its batch. Call ``model.eval()``.
-# - **Labels of nodes in one large graph** are not independent samples: the posterior treats them as if they were, and is
-#   too narrow.
+# - **Labels of nodes in one large graph** are not independent samples: the posterior treats them as if they were, and
+#   is too narrow.

@@ -2,8 +2,8 @@
 Maps: a class for each pixel
 ============================
 
-A segmentation network gives each pixel a class. With a posterior each pixel has a probability and an uncertainty too, and
-the prediction keeps the shape of the map.
+A segmentation network gives each pixel a class. With a posterior each pixel has a probability and an uncertainty too,
+and the prediction keeps the shape of the map.
 """
 
 import matplotlib.pyplot as plt
@@ -66,8 +66,8 @@ plt.show()
 # When not to
 # -----------
 #
-# - **Pixels are predicted one at a time.** Covariances between pixels are not kept: for the area of a disc, draw whole
-#   maps with ``via=lw.MonteCarlo(50)``.
+# - **Pixels are predicted one at a time.** Covariances between pixels are not kept: for the area of a disc, draw
+#   whole maps with ``via=lw.MonteCarlo(50)``.
 # - **Few images, many pixels.** Pixels of one image are alike, so held-out data of three images show less than their
 #   number of pixels suggests.
 # - **Logits that are upsampled** make an exact prediction expensive: let ``forward=`` return the logits before the
