@@ -107,8 +107,12 @@ def classifiers(model: nn.Module, data: Batches, held_out: Batches) -> dict[str,
 def scores(candidates: Mapping[str, Candidate], test: Batches) -> dict[str, dict[str, float]]:
     """Returns the metrics of each candidate over all positions that count."""
     rows = compare(candidates, test, repeats=1).rows
-    names = {"MAP": "network alone"}
-    return {names.get(name, name): {key: row[key] for key in COLUMNS if key in row} for name, row in rows.items()}
+    names = {"network": "network alone", **{name: name for name in candidates}}
+    return {
+        new: {key: rows[name][key] for key in COLUMNS if key in rows[name]}
+        for name, new in names.items()
+        if name in rows
+    }
 
 
 # ---- segmentation

@@ -1,57 +1,31 @@
-"""`lw.compare`: a table of posteriors on held-out data, with the plain network (MAP) as a row and the cost of each."""
+"""`lw.compare`: a table of posteriors on held-out data beside the network alone, with standard errors and costs."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from html import escape
 from numbers import Real
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..covariance import Latent
-from ..covariance.latent_at_positions import LatentAtPositions
-from ..covariance.terms import EigenTerm
 from ..data import batches
 from ..data.data import Data
-from ..data.frames import Columns, as_inputs, ordered
+from ..data.frames import as_inputs, ordered
 from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, extra, shown
-from ..likelihoods import Likelihood, Prediction
-from ..likelihoods.inferred import inferred_likelihood
-from ..likelihoods.prediction_at_positions import predicted
-from ..network.calling import shaped_outputs
 from ..network.entry import outside_modes
-from ..network.impossible import EXCLUDED
-from ..network.positions import Positions
 from ..options import at_least, check_argument
 from ..posterior import Posterior
 from ..prediction import Way
-from . import metrics
+from .candidates import Candidate, rows_of
+from .evaluated import SCORES, Evaluated, Predictions, by_halves, evaluated
 
-Candidate = Posterior | nn.Module | tuple[Posterior, Way]
-Score = Literal["entropy", "confidence"]
+Score = Literal["mutual_information", "entropy", "confidence"]
 
-SCORES: dict[str, str] = {"entropy": "entropy", "confidence": "1 - confidence"}
-METRICS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "accuracy": (metrics.accuracy, ("probs", "labels")),
-    "RMSE": (metrics.rmse, ("mean", "y")),
-    "NLL": (metrics.nll, ("log_prob",)),
-    "ECE": (metrics.expected_calibration_error, ("probs", "labels")),
-    "CRPS": (metrics.crps_gaussian, ("mean", "std", "y")),
-    "Brier": (metrics.brier, ("probs", "labels")),
-    "90 % interval": (metrics.interval_coverage, ("lower", "upper", "y")),
-}
-"""Column -> its metric, and the entries of `Prediction.for_metrics` that it needs. Without them there is no column."""
-MANY_LABELS = 10
-"""Maximum number of labels that get a column each."""
-
-FORMATS = {"accuracy": ".2%", "ECE": ".2%", "90 % interval": ".1%", "fit s": ".2f", "passes": ".1f"}
-"""Column -> its format. Other columns are printed to four digits."""
+FORMATS = {"accuracy": ".2%", "90 % interval": ".1%", "fit s": ".2f", "passes": ".1f"}
+"""Column -> its format. Rates have their own, and other columns are printed to four digits."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +35,17 @@ class Comparison:
     Attributes:
         columns: names of the metrics.
         rows: name -> column -> number; a column that does not apply is missing from the row.
-        notes: explanations of the numbers.
+        notes: which row has the lowest NLL and whether the data can tell it from the next; explanations of the numbers.
+        errors: name -> column -> standard error: of the number in the first row, and of the difference to the first
+            row, paired by sample, in the other rows.
+        predictions: name -> arrays of what the row predicted, for pictures.
     """
 
     columns: tuple[str, ...]
     rows: dict[str, dict[str, float]]
     notes: tuple[str, ...] = ()
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    predictions: dict[str, Predictions] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> dict[str, float]:
         """Returns one row."""
@@ -74,20 +53,24 @@ class Comparison:
 
     def __str__(self) -> str:
         """Returns the table and its notes as text."""
-        cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        cells.insert(1, ["-" * width for width in widths])
-        lines = []
-        for name, *numbers in cells:
-            right = (cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))
-            lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
-        return "\n".join([*lines, *self.notes])
+        parts = []
+        for title, cells in self.tables():
+            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+            lines = [title] if title else []
+            for name, *numbers in [cells[0], ["-" * width for width in widths], *cells[1:]]:
+                right = (cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))
+                lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
+            parts.append("\n".join(lines))
+        parts += ["\n".join(self.notes)] if self.notes else []
+        return ("\n\n" if len(parts) > 2 else "\n").join(parts)
 
     def _repr_html_(self) -> str:
         """Returns the table and its notes for notebooks."""
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._cells())
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + f"</table>{notes}"
+        tables = []
+        for title, cells in self.tables():
+            rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+            tables.append((f"<p>{escape(title)}</p>" if title else "") + f"<table>{rows}</table>")
+        return "".join([*tables, *(f"<p>{escape(line)}</p>" for line in self.notes)])
 
     def to_pandas(self) -> Any:
         """Returns the unrounded numbers as a `pandas.DataFrame`, one row per candidate; a missing number is NaN.
@@ -100,17 +83,26 @@ class Comparison:
         rows = list(self.rows.values())
         return extra("pandas").DataFrame(rows, index=list(self.rows), columns=list(self.columns))
 
-    def _cells(self) -> list[list[str]]:
-        """Returns the names of the columns, then the rounded numbers of each row, as strings."""
-        return [["", *self.columns]] + [
-            [name, *(_cell(column, row[column]) if column in row else "" for column in self.columns)]
-            for name, row in self.rows.items()
-        ]
+    def tables(self) -> list[tuple[str, list[list[str]]]]:
+        """Returns the parts of the printed table: a title, then the names of the columns and the rows, as strings.
 
+        Columns such as "MNIST: AUPR" make the part "MNIST".
+        """
+        titles = dict.fromkeys(["", *(column.rpartition(": ")[0] for column in self.columns)])
+        found = []
+        for title in titles:
+            columns = [column for column in self.columns if column.rpartition(": ")[0] == title]
+            rows = [[name, *(self._cell(name, column) for column in columns)] for name in self.rows]
+            found.append((title, [["", *(column.rpartition(": ")[2] for column in columns)], *rows]))
+        return found
 
-def _cell(column: str, number: float) -> str:
-    """Returns a number in the format of its column."""
-    return format(number, FORMATS.get(column, ".2%" if "ECE" in column else ".4f"))
+    def _cell(self, name: str, column: str) -> str:
+        """Returns a number in the format of its column, with its standard error."""
+        if column not in self.rows[name]:
+            return ""
+        form = FORMATS.get(column.partition(": ")[0], ".2%" if "ECE" in column else ".4f")
+        number, error = format(self.rows[name][column], form), self.errors.get(name, {}).get(column)
+        return f"{number} ± {format(error, form)}" if error else number
 
 
 @outside_modes
@@ -118,9 +110,9 @@ def _cell(column: str, number: float) -> str:
 def compare(
     posteriors: Mapping[str, Candidate],
     loader: Any,
-    foreign: Any = None,
+    foreign: Mapping[str, Any] | None = None,
     *,
-    score: Score = "entropy",
+    score: Score = "mutual_information",
     fit_seconds: Mapping[str, float] | None = None,
     repeats: int = 3,
     sample_weights: bool = False,
@@ -128,19 +120,23 @@ def compare(
 ) -> Comparison:
     """Compares posteriors on the same held-out data.
 
-    Classification: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score, and
-    AUROC; Bernoulli outputs are two classes each, pooled, and "ECE c" is the error of label c (of more than 10 labels
-    only the "worst ECE"). Regression: RMSE, NLL, CRPS, coverage of the 90 % interval, and AUROC. A network predicts
-    with the mean squared training residual as noise variance, unless σ² was given. If no candidate is a module and all
-    posteriors are around one network, this network is added as the row "MAP".
+    Two rows are added: the network alone, as "network", unless a candidate is a network; and the network with one
+    number from held-out data, the logit temperature ("temperature scaling") or the noise variance ("held-out noise").
+    The samples of even number choose it for those of odd number, and conversely. The network itself predicts with the
+    mean squared training residual as noise variance, unless σ² was given.
+
+    Classes: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score and area
+    under the risk-coverage curve (AURC). Bernoulli outputs are two classes each, pooled, and "ECE c" is the error of
+    label c; of more than 10 labels only the "worst ECE". Regression: RMSE, NLL, CRPS, and coverage and mean width of
+    the 90 % interval, also for each quarter of the predicted means.
 
     Args:
         posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
         loader: held-out data in any form that `lw.fit` accepts; data that tuned nothing.
-        foreign: out-of-distribution inputs: one tensor, array or loader. AUROC measures how well the uncertainty
-            separates them from the loader's inputs. A dict, name -> inputs, gives a column "AUROC name" for each set.
-        score: uncertainty that AUROC ranks by: "entropy" of the class probabilities, or "confidence", 1 minus the
-            largest probability. For regression it is the predictive standard deviation of the first output.
+        foreign: name -> out-of-distribution inputs, a loader or a tensor. Each set has the columns "name: AUROC by MI"
+            and "name: AUROC by entropy": how well mutual information and entropy separate it from the held-out inputs.
+        score: the score of "name: FPR95" and "name: AUPR": "mutual_information", "entropy", or "confidence" for 1 minus
+            the largest probability. A regression has the first two, of Gaussian outputs with the predicted variances.
         fit_seconds: name -> seconds of the fit, for the column "fit s".
         repeats: number of timings of each batch; the fastest counts.
         sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`. The weights are ignored: every sample
@@ -164,7 +160,7 @@ def compare(
         >>> model = torch.nn.Linear(4, 3).eval()
         >>> table = compare({"KFAC": lw.fit(model, [(x, y)])}, [(x, y)])
         >>> list(table.rows), table.columns
-        (['MAP', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'passes'))
+        (['network', 'temperature scaling', 'KFAC'], ('accuracy', 'NLL', 'ECE', 'Brier', 'AURC', 'passes'))
     """
     _check(posteriors, score, repeats, fit_seconds)
     check_flag("compare", "sample_weights", sample_weights)
@@ -173,30 +169,61 @@ def compare(
     network = around.model if isinstance(around, Posterior) else around
     data = Data(loader, network, sample_weights)
     batches.check_loader(data.loader, "compare")
-    fits = fit_seconds or {}
-    rows: dict[str, dict[str, float]] = {}
-    for name, candidate in _candidates(posteriors, data).items():
+    sets = _foreign_sets(foreign, data, network)
+    candidates, base = rows_of(posteriors, data)
+    rows: dict[str, Evaluated] = {}
+    notes = ["The weights of samples are ignored: every sample counts once."] if sample_weights else []
+    for name, candidate in candidates.items():
         own = Data(loader, network, sample_weights, columns=candidate.columns)
-        foreign_sets = _foreign_sets(foreign, own, network)
-        parts, targets, cost = _run(candidate, tracked(own, name), repeats)
-        rows[name] = _row(parts, targets)
-        for column, inputs in foreign_sets.items():
-            outside = _predictions(candidate, inputs)
-            sides = (
-                torch.cat([part.uncertainty(score).flatten() for part in side]).detach() for side in (parts, outside)
-            )
-            rows[name][column] = float(metrics.auroc(*sides))
-        if name in fits:
-            rows[name]["fit s"] = fits[name]
-        rows[name]["passes"] = 1.0 if candidate.alone else cost
-    columns = tuple(dict.fromkeys(column for row in sorted(rows.values(), key=len, reverse=True) for column in row))
-    notes = ["passes: time of a prediction in plain forward passes of the same batches, measured in this run."]
-    if sample_weights:
-        notes.append("The weights of samples are ignored: every sample counts once.")
-    if foreign_sets:
-        by = "predictive standard deviation" if "RMSE" in columns else SCORES[score]
-        notes.append(f"AUROC: foreign inputs against held-out inputs, ranked by {by}.")
-    return Comparison(columns, rows, tuple(notes))
+        inputs = {key: as_inputs(ordered(value, own.columns), network) for key, value in sets.items()}
+        rows[name] = evaluated(candidate, tracked(own, name), inputs, repeats, score, (fit_seconds or {}).get(name))
+        if name == base and candidate.likelihood and (half := by_halves(rows[name], candidate.likelihood)):
+            title, run, note = half
+            if title not in posteriors:
+                rows[title] = run
+                notes.append(note)
+    return _table(rows, notes, sets)
+
+
+ERRORS = "±: standard error of the first row's number, and of the other rows' differences to it, paired by sample."
+PASSES = "passes: time of a prediction in plain forward passes of the same batches, measured in this run."
+QUARTERS = "Q1 to Q4: coverage of the 90 % intervals in each quarter of the predicted means, the lowest first."
+OUTSIDE = (
+    "AUROC: probability that an out-of-distribution input has a higher score than a held-out one. MI: mutual "
+    "information of answer and weights; a network alone has none. FPR95: fraction of held-out inputs that are flagged "
+    "if 95 % of the others are. FPR95 and AUPR rank by {}."
+)
+
+
+def _table(rows: dict[str, Evaluated], notes: list[str], sets: dict[str, Any]) -> Comparison:
+    """Returns the table of the rows, with standard errors, verdict and notes."""
+    numbers = {name: row.numbers for name, row in rows.items()}
+    columns = tuple(dict.fromkeys(column for row in sorted(numbers.values(), key=len, reverse=True) for column in row))
+    first, *others = rows
+    errors = {first: rows[first].errors(), **{name: rows[name].errors(rows[first]) for name in others}}
+    gaps = [(abs(numbers[name][c] - numbers[first][c]), error) for name in others for c, error in errors[name].items()]
+    notes = [ERRORS, *notes, PASSES]
+    if gaps and all(gap <= error for gap, error in gaps):
+        notes.insert(1, f"No difference to {first} is larger than its standard error.")
+    if "90 % interval: Q1" in columns:
+        notes.append(QUARTERS)
+    if sets:
+        notes.append(OUTSIDE.format(SCORES[rows[first].score]))
+    found = {name: row.predictions() for name, row in rows.items()}
+    return Comparison(columns, numbers, (_lead(rows), *notes), errors, found)
+
+
+def _lead(rows: dict[str, Evaluated]) -> str:
+    """Returns which row has the lowest NLL, and whether the data can tell it from the next one."""
+    best, *others = sorted(rows, key=lambda name: rows[name].numbers["NLL"])
+    text = f"{best} has the lowest NLL, {rows[best].numbers['NLL']:.4f}"
+    if not others:
+        return f"{text}."
+    gap = rows[others[0]].numbers["NLL"] - rows[best].numbers["NLL"]
+    error = rows[others[0]].error("NLL", rows[best])
+    if gap <= error:
+        return f"{text}, but the data cannot tell it from {others[0]}: {gap:.4f} more, standard error {error:.4f}."
+    return f"{text}. That is {gap:.4f} less than {others[0]}, the next row; the standard error is {error:.4f}."
 
 
 def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
@@ -227,182 +254,17 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
 
 
 def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any]:
-    """Returns column -> foreign inputs. A dict of tensors may be one batch, if the network's inputs are dicts."""
+    """Returns name -> out-of-distribution inputs, or refuses what is no dict of them."""
     if foreign is None:
         return {}
-    foreign = ordered(foreign, data.columns)
-    if not isinstance(foreign, Mapping):
-        return {"AUROC": as_inputs(foreign, network)}
     held_out = next((batches.split(batch)[0] for batch in data), None)
-    if isinstance(held_out, Mapping) and all(isinstance(value, Tensor) for value in foreign.values()):
-        return {"AUROC": foreign}
-    if not foreign or not all(isinstance(name, str) for name in foreign):
+    batch = isinstance(held_out, Mapping) and isinstance(foreign, Mapping) and foreign.keys() & held_out.keys()
+    if not isinstance(foreign, Mapping) or batch or not all(isinstance(name, str) for name in foreign):
         raise LapwingError(
-            f"The foreign inputs of compare are {batches.describe(foreign)}. Pass a tensor or a loader, or several by "
-            'name: foreign={"noise": torch.randn(100, 3)}.'
+            f"foreign of compare is {batches.describe(foreign)}. Pass a dict from a name to a loader or a tensor of "
+            'out-of-distribution inputs: foreign={"noise": torch.randn(100, 3)}.'
         )
-    return {f"AUROC {name}": as_inputs(inputs, network) for name, inputs in foreign.items()}
+    return dict(foreign)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A row: its prediction, its network's forward pass, device, whether it is only the network, and its columns."""
-
-    predict: Callable[[Any], Prediction]
-    forward: Callable[[Any], Tensor]
-    device: torch.device | None
-    alone: bool
-    columns: Columns = ()
-
-
-def _candidates(posteriors: Mapping[str, Candidate], data: Data) -> dict[str, _Candidate]:
-    """Returns the rows of the table, with the network as "MAP" if all candidates are posteriors around one network."""
-    around = [c[0] if isinstance(c, tuple) else c for c in posteriors.values()]
-    fitted = [posterior for posterior in around if isinstance(posterior, Posterior)]
-    likelihood = _with_noise(fitted[0]) if fitted else _likelihood(data)
-    positions = fitted[0].tangent.positions if fitted else None
-    columns = fitted[0].columns if fitted else ()
-    rows: dict[str, _Candidate] = {}
-    if len(fitted) == len(around) and len({id(posterior.tangent.model) for posterior in fitted}) == 1:
-        rows["MAP"] = _network(fitted[0].tangent.outputs_of, likelihood, fitted[0].tangent.device, positions, columns)
-    for name, candidate in posteriors.items():
-        if isinstance(candidate, nn.Module):
-            device = next((parameter.device for parameter in candidate.parameters()), None)
-            layout = None if positions is None else replace(positions, forward=None)
-            run = torch.no_grad()(partial(shaped_outputs, candidate, forward=layout))
-            rows[name] = _network(run, likelihood, device, positions, columns)
-        else:
-            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, None)
-            predict = partial(posterior.predict, via=way)
-            rows[name] = _Candidate(
-                predict, posterior.tangent.outputs_of, posterior.tangent.device, False, posterior.columns
-            )
-    return rows
-
-
-def _with_noise(posterior: Posterior) -> Likelihood:
-    """Returns the likelihood at T = 1; its noise is the mean squared residual unless the user gave σ²."""
-    likelihood = posterior.likelihood
-    if likelihood.logit_temperature is not None:
-        likelihood = likelihood.with_logit_temperature(1.0)
-    residual = likelihood.residual_variance(posterior.statistics)
-    return likelihood if residual is None or posterior.noise_fixed else likelihood.with_noise_variance(residual)
-
-
-def _network(
-    forward: Callable[[Any], Tensor],
-    likelihood: Likelihood,
-    device: torch.device | None,
-    positions: Positions | None,
-    columns: Columns,
-) -> _Candidate:
-    """Returns a network as a posterior without spread."""
-
-    def predict(inputs: Any) -> Prediction:
-        outputs = forward(inputs)
-        if likelihood.activation == "softmax" and outputs.ndim == 2 and outputs.shape[1] < 2:
-            raise LapwingError(
-                f"A network of the comparison has outputs of shape {tuple(outputs.shape)}, and {likelihood.name} "
-                "predictions need one for each class. Pass a network with as many outputs as classes."
-            )
-        layout = Positions.of(outputs.shape, None, None) if positions is None or outputs.ndim == 2 else positions
-        rows = layout.rows(outputs)
-        if likelihood.activation is not None:
-            rows = rows.clamp_min(EXCLUDED)  # -inf marks a class that cannot be
-        batches.check_outputs(rows, "a batch of compare")
-        latent = Latent(rows, (EigenTerm(None, torch.zeros_like(rows)),))
-        places = layout.places(len(outputs), layout.sizes(outputs.shape))
-        return predicted(likelihood, LatentAtPositions(latent, places), None, None)
-
-    return _Candidate(predict, forward, device, True, columns)
-
-
-def _likelihood(data: Data) -> Likelihood:
-    """Returns the likelihood of a comparison of networks only, or refuses it if it needs a noise variance."""
-    targets = next((batches.split(batch)[1] for batch in data), torch.zeros(0, dtype=torch.long))
-    likelihood = inferred_likelihood(targets, data)
-    if likelihood.needs_noise:
-        raise LapwingError(
-            "A comparison of networks has no noise variance, which real targets need. Add at least one posterior: "
-            'write compare({"KFAC": lw.fit(model, loader)}, test_loader).'
-        )
-    return likelihood
-
-
-def _run(candidate: _Candidate, loader: Iterable[Any], repeats: int) -> tuple[list[Prediction], list[Tensor], float]:
-    """Predicts every batch; returns the predictions, the targets, and the cost in forward passes."""
-    parts: list[Prediction] = []
-    targets: list[Tensor] = []
-    spent = plain = 0.0
-    for batch in loader:
-        inputs, labels = batches.split(batch, candidate.device)
-        if not batches.size(inputs):
-            continue
-        runs = [_timed(candidate, inputs) for _ in range(1 if candidate.alone else repeats)]
-        parts.append(runs[-1][0])
-        targets.append(labels)
-        plain += min(forward for _, forward, _ in runs)
-        spent += min(predict for _, _, predict in runs)
-    if not parts:
-        raise LapwingError(
-            "The loader of compare has no samples. Pass (inputs, targets) batches that can be iterated for every "
-            "candidate: compare(posteriors, [(x_test, y_test)])."
-        )
-    return parts, targets, spent / plain
-
-
-def _timed(candidate: _Candidate, inputs: Any) -> tuple[Prediction, float, float]:
-    """Returns a prediction, the seconds of a forward pass, and the seconds of the prediction."""
-    _wait()
-    start = time.perf_counter()
-    candidate.forward(inputs)
-    _wait()
-    middle = time.perf_counter()
-    prediction = candidate.predict(inputs)
-    prediction.distribution()  # computes everything that is lazy
-    _wait()
-    return prediction, middle - start, time.perf_counter() - middle
-
-
-def _wait() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def _predictions(candidate: _Candidate, foreign: Any) -> list[Prediction]:
-    """Returns the predictions of a set of foreign inputs, batch by batch."""
-    several, found = batches.is_loader(foreign), []
-    for batch in tracked(foreign if several else [foreign], "foreign inputs"):
-        inputs = batches.inputs_of(batch) if several or isinstance(batch, Mapping) else batch
-        if batches.size(inputs):
-            found.append(candidate.predict(batches.plain(inputs, candidate.device)))
-    if not found:
-        raise LapwingError("The foreign inputs of compare hold no samples. Pass a tensor (B, ...) or a loader.")
-    return found
-
-
-def _row(parts: list[Prediction], targets: list[Tensor]) -> dict[str, float]:
-    """Returns the metrics of one candidate."""
-    values = [part.for_metrics(y) for part, y in zip(parts, targets, strict=True)]
-    joined = {name: torch.cat([value[name].detach() for value in values]) for name in values[0]}
-    row = {
-        column: float(metric(*(joined[name] for name in names)))
-        for column, (metric, names) in METRICS.items()
-        if set(names) <= set(joined)
-    }
-    return row | _errors_of_labels(joined) if "places" in joined else row
-
-
-def _errors_of_labels(joined: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the ECE of each label by column, or only the largest one of many labels; nothing for a single label."""
-    errors = {}
-    for place in joined["places"].unique().tolist():
-        rows = joined["places"] == place
-        error = metrics.expected_calibration_error(joined["probs"][rows], joined["labels"][rows])
-        errors[f"ECE {place}"] = float(error)
-    if len(errors) > MANY_LABELS:
-        return {"worst ECE": max(errors.values())}
-    return errors if len(errors) > 1 else {}
-
-
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "Predictions", "compare"]

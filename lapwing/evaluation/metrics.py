@@ -5,7 +5,7 @@ scikit-learn computes the accuracy, the Brier score, the RMSE and the AUROC, and
 sentence.
 
 N is the number of samples, C of classes or outputs. Every function returns a float64 tensor of shape () without a
-gradient, and costs O(N C) time and memory; `auroc` also sorts N values.
+gradient, and costs O(N C) time and memory; `auroc` and `aurc` also sort N values.
 """
 
 from __future__ import annotations
@@ -65,24 +65,6 @@ def nll(log_prob: Tensor) -> Tensor:
             "Find the samples with log_prob.isnan() | log_prob.isposinf()."
         )
     return -log_prob.mean()
-
-
-def negative_log_likelihood(probs: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean negative log-probability of the labels, `-1/N Σ_n log p_n,y_n`, in nats.
-
-    A label of probability 0 gives inf: nothing is clipped. Probabilities of a float32 softmax may underflow to 0;
-    `nll(prediction.log_prob(y))` avoids this.
-
-    Args:
-        probs: class probabilities (N, C), rows summing to 1.
-        labels: integer classes (N,) in 0..C-1.
-
-    Example:
-        >>> round(negative_log_likelihood(torch.tensor([[0.25, 0.75]]), torch.tensor([1])).item(), 4)
-        0.2877
-    """
-    probs, labels = _classification("negative_log_likelihood", probs, labels)
-    return -probs.gather(1, labels[:, None]).log().mean()  # (N, 1)
 
 
 def brier(probs: Tensor, labels: Tensor) -> Tensor:
@@ -157,39 +139,35 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         0.8333333333333334
     """
     sklearn = extra("sklearn.metrics")
-    scores = {"scores_in": scores_in, "scores_out": scores_out}
-    for name in scores:
-        scores[name] = value = _double("auroc", name, scores[name])
-        if value.ndim != 1 or value.numel() == 0:
-            raise LapwingError(
-                f"auroc compares one score for each sample, and {name} has shape {tuple(value.shape)}. Pass shape (N,) "
-                "with N > 0: auroc(posterior.predict(x_in).entropy(), posterior.predict(x_out).entropy())."
-            )
-        _check_finite("auroc", name, value)
+    inside, outside = _scores("auroc", "scores_in", scores_in), _scores("auroc", "scores_out", scores_out)
     # torchmetrics would squash scores outside [0, 1] by a sigmoid, which ties large ones
-    is_out = torch.cat([torch.zeros_like(scores["scores_in"]), torch.ones_like(scores["scores_out"])])
-    joined = torch.cat([scores["scores_in"], scores["scores_out"]])
-    return _scalar(sklearn.roc_auc_score(is_out, joined))
+    is_out = torch.cat([torch.zeros_like(inside), torch.ones_like(outside)])
+    return _scalar(sklearn.roc_auc_score(is_out, torch.cat([inside, outside])))
 
 
-def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    """Returns `1/N Σ_n Σ_c 1/2 [log 2π v_nc + (y_nc - m_nc)²/v_nc]`, in nats, constants included.
+def aurc(uncertainty: Tensor, errors: Tensor) -> Tensor:
+    """Returns the area under the risk-coverage curve: the mean error of the k most certain samples, averaged over k.
 
-    The log-densities are summed over outputs, as if they were independent, and averaged over samples.
+    It is small if the errors are rare and the most uncertain samples hold them. Samples of equal uncertainty count with
+    their mean error, so the order of the samples does not matter. (Geifman and El-Yaniv 2017, Section 2.)
 
     Args:
-        mean: predictive means (N,) or (N, C).
-        variance: predictive variances of y (not of the latent function), positive, shape of `mean`.
-        y: targets, shape of `mean`.
+        uncertainty: finite scores (N,), larger for less certain samples, such as `1 - prediction.confidence`.
+        errors: error of each sample (N,), such as 1 for a wrong class and 0 for a right one.
 
     Example:
-        >>> round(gaussian_nll(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
-        0.9189
+        >>> round(aurc(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 0.0, 1.0])).item(), 4)  # (0 + 0 + 1/3) / 3
+        0.1111
     """
-    mean, variance, y = _regression("gaussian_nll", mean=mean, variance=variance, y=y)
-    _check_positive("gaussian_nll", "variance", variance)
-    per_output = 0.5 * ((2.0 * math.pi * variance).log() + (y - mean).square() / variance)  # (N,) or (N, C)
-    return per_output.reshape(len(y), -1).sum(1).mean()
+    uncertainty, errors = (_scores("aurc", n, v) for n, v in (("uncertainty", uncertainty), ("errors", errors)))
+    if len(uncertainty) != len(errors):
+        raise LapwingError(
+            f"aurc needs an error for each of {len(uncertainty)} samples, and errors has {len(errors)} entries. Pass "
+            "errors=(prediction.classes != labels)."
+        )
+    values, group, counts = uncertainty.unique(return_inverse=True, return_counts=True)
+    means = torch.zeros_like(values).index_add(0, group, errors) / counts
+    return (means.repeat_interleave(counts).cumsum(0) / torch.arange(1, len(errors) + 1)).mean()
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
@@ -274,6 +252,18 @@ def _scalar(value: float) -> Tensor:
 def _double(function: str, name: str, value: Tensor) -> Tensor:
     """Returns the values as float64 on the CPU, without a graph."""
     return real_tensor(function, name, value).cpu().double()
+
+
+def _scores(function: str, name: str, value: Tensor) -> Tensor:
+    """Returns finite scores (N,) as float64, or raises."""
+    value = _double(function, name, value)
+    if value.ndim != 1 or value.numel() == 0:
+        raise LapwingError(
+            f"{function} compares one score for each sample, and {name} has shape {tuple(value.shape)}. Pass shape "
+            "(N,) with N > 0, such as posterior.predict(x).entropy()."
+        )
+    _check_finite(function, name, value)
+    return value
 
 
 def _classification(function: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

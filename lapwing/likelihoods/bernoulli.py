@@ -225,12 +225,13 @@ class BernoulliPrediction(DiscretePrediction):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns log probabilities (B,), and of each known answer the probabilities of no and yes, label, output."""
         yes = self.probs.double().flatten()
-        log_prob, answers = self.log_prob(targets), targets.flatten().to(yes)
-        places, known = torch.arange(len(yes), device=yes.device) % self.log_odds.shape[1], ~answers.isnan()
-        yes, answers = yes[known], answers[known]
+        rows, answers = super().for_metrics(targets), targets.flatten().to(yes)
+        numbers, outputs = torch.arange(len(yes), device=yes.device), self.log_odds.shape[1]
+        known = ~answers.isnan()
+        yes, answers, numbers = yes[known], answers[known], numbers[known]
         return {
-            "log_prob": log_prob, "probs": torch.stack([1.0 - yes, yes], 1), "labels": (answers > 0.5).long(),
-            "places": places[known],
+            **rows, "probs": torch.stack([1.0 - yes, yes], 1), "labels": (answers > 0.5).long(),
+            "places": numbers % outputs, "entry": numbers // outputs,
         }  # fmt: skip
 
     def distribution(self) -> dist.Independent:

@@ -89,7 +89,8 @@ class PredictionAtPositions(Prediction):
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for metrics by name, with one row for each position that counts."""
-        return self.rows.for_metrics(self._rows_of(targets))
+        values = self.rows.for_metrics(self._rows_of(targets))
+        return values | {name: values[name] // self.places.count for name in ("sample", "entry") if name in values}
 
     def _rows_of(self, targets: Tensor) -> Tensor:
         targets = as_targets(targets, self.latent.rows.mean.device)

@@ -73,8 +73,13 @@ class Prediction(Displayed, ABC):
         """Returns the outputs of a deployed network by name, as functions of the latent's means and variances."""
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors for metrics by name, with rows in the order of the inputs; checks the targets."""
-        return {"log_prob": self.log_prob(targets)}
+        """Returns the tensors for metrics by name, with rows in the order of the inputs; checks the targets.
+
+        "sample" holds the number of the input of each log probability, and "entry" that of each other entry, if the
+        other entries have another shape.
+        """
+        log_prob = self.log_prob(targets)
+        return {"log_prob": log_prob, "sample": torch.arange(len(log_prob), device=log_prob.device)}
 
 
 P = TypeVar("P", bound=Prediction, default=Any, covariant=True)
@@ -240,12 +245,13 @@ class RealPrediction(Prediction):
 
         If some targets are missing, all but the log densities have one entry for each known target.
         """
-        log_prob, (lower, upper), y = self.log_prob(targets), self.interval(0.9), targets.reshape(self.mean.shape)
-        values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y}
+        rows, (lower, upper), y = super().for_metrics(targets), self.interval(0.9), targets.reshape(self.mean.shape)
+        entry = rows["sample"].reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
+        values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y, "entry": entry}
         known = ~y.isnan()
         if not bool(known.all()):
             values = {name: value[known] for name, value in values.items()}
-        return {"log_prob": log_prob, **values}
+        return {**rows, **values}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

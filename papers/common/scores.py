@@ -18,7 +18,7 @@ def class_scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
     """Returns accuracy, NLL, ECE and Brier score."""
     return {
         "accuracy": float(metrics.accuracy(probs, labels)),
-        "nll": float(metrics.negative_log_likelihood(probs, labels)),
+        "nll": float(metrics.nll(probs.double().gather(1, labels[:, None])[:, 0].log())),
         "ece": float(metrics.expected_calibration_error(probs, labels)),
         "brier": float(metrics.brier(probs, labels)),
     }

@@ -13,7 +13,7 @@ from lapwing.prediction import Way
 from papers.common import drawing
 from papers.common.results import Rows, once
 from papers.common.rotations import rotate
-from papers.common.scores import probabilities
+from papers.common.scores import class_scores, probabilities
 from papers.streamlined.table2 import MLPTask
 
 ANGLES = tuple(range(0, 181, 10))
@@ -56,7 +56,7 @@ def rotations(task: MLPTask, posterior: lw.Posterior | None, way: Way, shown: in
     parts = probs.split(len(x))
     return {
         "accuracy": [float(f"{metrics.accuracy(part, y):.4g}") for part in parts],
-        "nlpd": [float(f"{metrics.negative_log_likelihood(part, y):.4g}") for part in parts],
+        "nlpd": [float(f"{class_scores(part, y)['nll']:.4g}") for part in parts],
     }
 
 

@@ -97,7 +97,7 @@ def regression_scores(mean: Tensor, latent: Tensor, noise: float, y: Tensor, sca
     variance = latent.double() + noise
     std, error = variance.sqrt(), (y - mean).double()
     levels = torch.erf((error / std).abs() / math.sqrt(2))
-    nll = float(metrics.gaussian_nll(mean, variance, y))
+    nll = float(metrics.nll(torch.distributions.Normal(mean.double(), std).log_prob(y.double())[:, 0]))
     return {
         "nll": nll, "nll, unit": nll + math.log(scale), "crps": scale * float(metrics.crps_gaussian(mean, std, y)),
         "cqm": float(cqm(mean, std, y)), "coverage 0.9": float((levels <= 0.9).double().mean()),

@@ -108,9 +108,9 @@ def test_held_out_data_and_comparisons_take_every_form(arrays: tuple[np.ndarray,
     assert tuned.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
     posterior = lw.fit(model, training, lw.Diagonal(), validation=held_out)
     assert posterior.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
-    table = lw.compare({"a": posterior}, held_out, foreign=3 * x, repeats=1)
-    other = lw.compare({"a": posterior}, tensors, foreign=torch.from_numpy(3 * x).float(), repeats=1)
-    for column in ("NLL", "AUROC"):
+    table = lw.compare({"a": posterior}, held_out, foreign={"far": 3 * x}, repeats=1)
+    other = lw.compare({"a": posterior}, tensors, foreign={"far": torch.from_numpy(3 * x).float()}, repeats=1)
+    for column in ("NLL", "far: AUROC by MI"):
         assert table["a"][column] == pytest.approx(other["a"][column], rel=1e-4)
     lw.scale_factor(posterior, held_out, via=lw.Linearized(), points=3)
     assert lw.plan(model, training, lw.KFAC()).passes == lw.plan(model, Rows(*training), lw.KFAC()).passes
@@ -239,8 +239,8 @@ def test_columns_of_a_frame_are_found_by_name(tmp_path: Path) -> None:
     same(lambda other: lw.fit(model, (other, y), prior=posterior).latent(x).variance)
     same(lambda other: torch.tensor(lw.scale_factor(posterior, (other, y)).factor))
     same(lambda other: torch.tensor(posterior.log_marginal_likelihood(linearised_mode=True, loader=(other, y))))
-    tables = [lw.compare({"a": posterior}, (other, y), other + 1.0).rows for other in (x, shuffled(x))]
-    for row in ("MAP", "a"):
+    tables = [lw.compare({"a": posterior}, (other, y), {"far": other + 1.0}).rows for other in (x, shuffled(x))]
+    for row in ("network", "a"):
         assert {**tables[0][row], "passes": 0} == pytest.approx({**tables[1][row], "passes": 0})
     with pytest.raises(lw.LapwingError, match="has the columns .*'z'.* and the data of the fit had"):
         posterior.predict(x.rename(columns={"a": "z"}))

@@ -228,7 +228,9 @@ WAYS_IN = {
     "early stopping": lambda kind, y: _fit(y is REAL, kind(X, y), lw.KFAC(), tune=lw.EarlyStopping(kind(X + 0.1, y))),
     "update": lambda kind, y: _latents(_fitted(y).update(kind(X, y))),
     "scale factor": lambda kind, y: torch.tensor(lw.scale_factor(_fitted(y), kind(X, y), decades=(-1, 1)).factor),
-    "compare": lambda kind, y: torch.tensor(lw.compare({"a": _fitted(y)}, kind(X, y), kind(-X, y)).rows["a"]["NLL"]),
+    "compare": lambda kind, y: torch.tensor(
+        lw.compare({"a": _fitted(y)}, kind(X, y), {"far": kind(-X, y)}).rows["a"]["NLL"]
+    ),
     "prediction": lambda kind, y: _fitted(y).latent(kind(X, y)).variance,
     "mode": lambda kind, y: torch.tensor(
         _fitted(y).log_marginal_likelihood(linearised_mode=True, loader=kind(X, y))
@@ -286,4 +288,4 @@ def test_subclasses_of_tensor_become_plain_tensors() -> None:
     for posterior in (lw.fit(model, [(x, y)]), lw.fit(model, [(x, y, w)], sample_weights=True)):
         torch.testing.assert_close(posterior.latent(X).variance, expected.latent(X).variance)
     assert type(expected.predict(x).probs) is Tensor
-    assert lw.compare({"a": expected}, [(x, y)], x).rows["a"]["accuracy"] <= 1
+    assert lw.compare({"a": expected}, [(x, y)], {"same": x}).rows["a"]["accuracy"] <= 1

@@ -18,11 +18,10 @@ P, Y, S = torch.full((6, 3), 1 / 3), torch.arange(6) % 3, torch.rand(6)
 FUNCTIONS: dict[Callable[..., Any], dict[str, Tensor]] = {
     metrics.accuracy: {"probs": P, "labels": Y},
     metrics.nll: {"log_prob": S},
-    metrics.negative_log_likelihood: {"probs": P, "labels": Y},
     metrics.brier: {"probs": P, "labels": Y},
     metrics.expected_calibration_error: {"probs": P, "labels": Y},
     metrics.auroc: {"scores_in": S, "scores_out": S},
-    metrics.gaussian_nll: {"mean": S, "variance": S + 1, "y": S},
+    metrics.aurc: {"uncertainty": S, "errors": S},
     metrics.rmse: {"mean": S, "y": S},
     metrics.crps_gaussian: {"mean": S, "std": S + 1, "y": S},
     metrics.interval_coverage: {"lower": S, "upper": S + 1, "y": S},
@@ -74,14 +73,17 @@ def test_several_foreign_sets(posterior: lw.Posterior) -> None:
     sets: dict[str, Any] = {"MNIST": torch.randn(6, 4), "noise": [(9 * torch.randn(5, 4), Y[:5])]}
     held_out = [(torch.randn(6, 4), Y)]
     both = lw.compare({"KFAC": posterior}, held_out, sets, repeats=1)
-    assert both.columns[-3:] == ("AUROC MNIST", "AUROC noise", "passes")
+    of_set = ("AUROC by MI", "AUROC by entropy", "FPR95", "AUPR")
+    assert both.columns[-9:] == (*(f"{name}: {column}" for name in sets for column in of_set), "passes")
     for name, inputs in sets.items():
-        one = lw.compare({"KFAC": posterior}, held_out, inputs, repeats=1)
-        assert {row: both[row][f"AUROC {name}"] for row in both.rows} == {row: one[row]["AUROC"] for row in one.rows}
-    assert both["MAP"]["AUROC MNIST"] != both["MAP"]["AUROC noise"]
-    for foreign in ({}, {1: sets["MNIST"]}):
-        with pytest.raises(lw.LapwingError, match=r"foreign inputs of compare are dict.* several by name"):
+        one = lw.compare({"KFAC": posterior}, held_out, {name: inputs}, repeats=1)
+        for column in [column for column in one.columns if column.startswith(name)]:
+            assert {row: both[row].get(column) for row in both.rows} == {row: one[row].get(column) for row in one.rows}
+    assert both["network"]["MNIST: AUROC by entropy"] != both["network"]["noise: AUROC by entropy"]
+    for foreign in (sets["MNIST"], sets["noise"], {1: sets["MNIST"]}):
+        with pytest.raises(lw.LapwingError, match=r'foreign of compare is .* foreign=\{"noise": torch.randn'):
             lw.compare({"KFAC": posterior}, held_out, foreign, repeats=1)
+    assert lw.compare({"KFAC": posterior}, held_out, {}, repeats=1).columns[-1] == "passes"
 
 
 def test_tables_in_other_forms() -> None:
@@ -109,8 +111,8 @@ def test_a_comparison_reads_weights_of_samples_and_leaves_them_out():
     x, y, w = torch.randn(12, 3), torch.arange(12) % 2, torch.arange(12.0)
     posterior = lw.fit(model, [(x, y, w)], sample_weights=True, prior_precision=1.0)
     weighted = [(x[:7], y[:7], w[:7]), (x[7:], y[7:], w[7:])]
-    table = lw.compare({"one": posterior}, weighted, x + 3, repeats=1, sample_weights=True)
-    plain = lw.compare({"one": posterior}, [(x, y)], x + 3, repeats=1)
+    table = lw.compare({"one": posterior}, weighted, {"far": x + 3}, repeats=1, sample_weights=True)
+    plain = lw.compare({"one": posterior}, [(x, y)], {"far": x + 3}, repeats=1)
     for column in set(table.columns) - {"passes"}:
         assert table["one"][column] == pytest.approx(plain["one"][column], rel=1e-5)
     assert "every sample counts once" in str(table)

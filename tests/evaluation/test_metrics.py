@@ -12,7 +12,7 @@ from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
 from lapwing.errors import LapwingError
 from lapwing.evaluation import metrics
 
-OF_PROBS = (metrics.accuracy, metrics.negative_log_likelihood, metrics.brier, metrics.expected_calibration_error)
+OF_PROBS = (metrics.accuracy, metrics.brier, metrics.expected_calibration_error)
 
 
 def random_classification(n: int = 400, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,17 +30,10 @@ class TestClassification:
         probs = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.6, 0.3, 0.1]])
         assert metrics.accuracy(probs, torch.tensor([0, 2, 0, 0])).item() == 0.75
 
-    def test_negative_log_likelihood_by_hand_and_by_sklearn(self):
-        probs = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.125, 0.75]])
-        by_hand = -(math.log(0.25) + math.log(0.125)) / 2
-        assert metrics.negative_log_likelihood(probs, torch.tensor([1, 0])).item() == pytest.approx(by_hand, abs=1e-12)
+    def test_nll_is_sklearns_and_a_label_of_probability_zero_costs_infinity(self):
         probs, labels = random_classification()
-        ours = metrics.negative_log_likelihood(probs, labels).item()
+        ours = metrics.nll(probs.log()[torch.arange(len(labels)), labels]).item()
         assert ours == pytest.approx(log_loss(labels.numpy(), probs.numpy(), labels=range(5)), abs=1e-12)
-        assert ours == pytest.approx(metrics.nll(probs.log()[torch.arange(len(labels)), labels]).item(), abs=1e-12)
-
-    def test_a_label_of_probability_zero_costs_infinity(self):
-        assert metrics.negative_log_likelihood(torch.tensor([[1.0, 0.0]]), torch.tensor([1])).item() == math.inf
         assert metrics.nll(torch.tensor([-math.inf, 0.0])).item() == math.inf
 
     def test_brier_by_hand_and_twice_the_binary_one(self):
@@ -126,14 +119,6 @@ class TestAuroc:
 
 
 class TestRegression:
-    def test_gaussian_nll_is_scipys_density_summed_over_outputs(self):
-        mean, std, y = random_regression((20, 3))
-        expected = -stats.norm(mean.numpy(), std.numpy()).logpdf(y.numpy()).sum(1).mean()
-        assert metrics.gaussian_nll(mean, std.square(), y).item() == pytest.approx(expected, abs=1e-12)
-        mean, std, y = random_regression()
-        expected = -stats.norm(mean.numpy(), std.numpy()).logpdf(y.numpy()).mean()
-        assert metrics.gaussian_nll(mean, std.square(), y).item() == pytest.approx(expected, abs=1e-12)
-
     def test_rmse_by_hand(self):
         value = metrics.rmse(torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 5.0]])).item()
         assert value == pytest.approx(math.sqrt(12.5), abs=1e-12)
@@ -161,7 +146,6 @@ class TestRegression:
         column, row = torch.ones(4, 1), torch.ones(4)
         calls = (
             lambda: metrics.rmse(column, row),
-            lambda: metrics.gaussian_nll(column, column, row),
             lambda: metrics.crps_gaussian(column, row, row),
             lambda: metrics.interval_coverage(row, row, column),
         )
@@ -173,8 +157,6 @@ class TestRegression:
         good, bad = torch.ones(3), torch.tensor([1.0, math.nan, math.inf])
         with pytest.raises(LapwingError, match=r"^rmse needs finite values, and 2 of 3 values of y"):
             metrics.rmse(good, bad)
-        with pytest.raises(LapwingError, match=r"^gaussian_nll needs a positive variance, and 3 of 3.*smallest is 0"):
-            metrics.gaussian_nll(good, torch.zeros(3), good)
         with pytest.raises(LapwingError, match=r"needs a positive std, and 3 of 3.*predict\(x\).std"):
             metrics.crps_gaussian(good, -good, good)
         with pytest.raises(LapwingError, match=r"3 of 3 intervals"):

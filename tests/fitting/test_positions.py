@@ -416,12 +416,12 @@ def test_draws_of_linearised_outputs(name):
 
 def test_compare_counts_positions():
     model, loader, _ = case("3x3")
-    table = compare({"KFAC": lw.fit(model, loader)}, loader[:1], foreign=loader[1][0])
+    table = compare({"KFAC": lw.fit(model, loader)}, loader[:1], foreign={"other": loader[1][0]})
     x, y = loader[0]
     keep = y != -100
     right = (model(x).argmax(1) == y)[keep].double().mean()
-    assert table["MAP"]["accuracy"] == pytest.approx(float(right))
-    assert "AUROC" in table["KFAC"]
+    assert table["network"]["accuracy"] == pytest.approx(float(right))
+    assert "other: AUROC by MI" in table["KFAC"]
 
 
 def test_labels_of_which_none_counts():

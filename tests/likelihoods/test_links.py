@@ -278,7 +278,7 @@ def test_classes_that_cannot_be_in_files_comparisons_and_other_shapes(tmp_path):
     posterior.save(tmp_path / "posterior.safetensors")
     loaded = lw.load(tmp_path / "posterior.safetensors", model, forward=forward)
     assert torch.equal(loaded.predict(x).probs, posterior.predict(x).probs)
-    assert lw.compare({"one": posterior}, (x, torch.zeros(20, dtype=torch.long)))["MAP"]["NLL"] > 0
+    assert lw.compare({"one": posterior}, (x, torch.zeros(20, dtype=torch.long)))["network"]["NLL"] > 0
     sigmoids = lw.fit(model, (x, torch.zeros(20, 8, dtype=torch.bool)), lw.KFAC(), forward=forward)
     assert sigmoids.predict(x).probs[:, 1:6].max() == 0
     maps = lw.fit(

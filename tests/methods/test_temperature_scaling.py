@@ -52,8 +52,8 @@ def test_a_temperature_is_a_posterior(tmp_path):
     scaled.save(tmp_path / "scaled.safetensors")
     assert torch.equal(lw.load(tmp_path / "scaled.safetensors", model).predict(x).probs, prediction.probs)
     table = lw.compare({"temperature": scaled, "KFAC": lw.fit(model, [(x, y)])}, [(x, y)], repeats=1)
-    assert table["temperature"]["accuracy"] == table["MAP"]["accuracy"]
-    assert table["temperature"]["NLL"] < table["MAP"]["NLL"]
+    assert table["temperature"]["accuracy"] == table["network"]["accuracy"]
+    assert table["temperature"]["NLL"] < table["network"]["NLL"]
 
 
 @pytest.mark.slow

@@ -291,7 +291,7 @@ def test_predictions_and_files_follow_the_temperature(tmp_path):
     again = lw.load(tmp_path / "warm.safetensors", model)
     assert again.logit_temperature == warm.logit_temperature
     torch.testing.assert_close(again.predict(x).probs, warm.predict(x).probs)
-    alone = [lw.compare({"posterior": one}, held_out, repeats=1)["MAP"]["NLL"] for one in (plain, warm)]
+    alone = [lw.compare({"posterior": one}, held_out, repeats=1)["network"]["NLL"] for one in (plain, warm)]
     assert alone[0] == alone[1]
 
 

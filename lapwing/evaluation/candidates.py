@@ -1,0 +1,136 @@
+"""Rows of a comparison: the candidates, and the network alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..covariance import Latent
+from ..covariance.latent_at_positions import LatentAtPositions
+from ..covariance.terms import EigenTerm
+from ..data import batches
+from ..data.data import Data
+from ..data.frames import Columns
+from ..errors import LapwingError
+from ..likelihoods import Likelihood, Prediction
+from ..likelihoods.inferred import inferred_likelihood
+from ..likelihoods.prediction_at_positions import predicted
+from ..network.calling import shaped_outputs
+from ..network.impossible import EXCLUDED
+from ..network.positions import Positions
+from ..posterior import Posterior
+from ..prediction import Way
+
+Candidate = Posterior | nn.Module | tuple[Posterior, Way]
+
+NETWORK = "network"
+"""Name of the row of the network alone, if it is no candidate."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a row of the table predicts.
+
+    Attributes:
+        predict: returns the prediction of a batch of inputs.
+        forward: runs the plain network.
+        device: device of the network; None if it has no parameters.
+        likelihood: likelihood of a network alone; None for a posterior.
+        columns: names of the columns of frames.
+    """
+
+    predict: Callable[[Any], Prediction]
+    forward: Callable[[Any], Tensor]
+    device: torch.device | None
+    likelihood: Likelihood | None
+    columns: Columns = ()
+
+
+def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, Row], str]:
+    """Returns the rows, and the name of the network alone.
+
+    The network alone is the first candidate that is a network. If there is none, the network of most posteriors is
+    added as the first row.
+    """
+    around = {name: c[0] if isinstance(c, tuple) else c for name, c in posteriors.items()}
+    fitted = [posterior for posterior in around.values() if isinstance(posterior, Posterior)]
+    models = [id(posterior.model) for posterior in fitted]
+    main = fitted[models.index(max(models, key=models.count))] if fitted else None
+    likelihood = _with_noise(main) if main else _likelihood(data)
+    positions, columns = (main.tangent.positions, main.columns) if main else (None, ())
+    base = next((name for name, candidate in posteriors.items() if isinstance(candidate, nn.Module)), NETWORK)
+    rows: dict[str, Row] = {}
+    if base not in posteriors:
+        assert main is not None
+        rows[NETWORK] = _network(main.tangent.outputs_of, likelihood, main.tangent.device, positions, columns)
+    for name, candidate in posteriors.items():
+        if isinstance(candidate, nn.Module):
+            device = next((parameter.device for parameter in candidate.parameters()), None)
+            layout = None if positions is None else replace(positions, forward=None)
+            run = torch.no_grad()(partial(shaped_outputs, candidate, forward=layout))
+            rows[name] = _network(run, likelihood, device, positions, columns)
+        else:
+            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, None)
+            tangent = posterior.tangent
+            rows[name] = Row(
+                partial(posterior.predict, via=way), tangent.outputs_of, tangent.device, None, posterior.columns
+            )
+    return rows, base
+
+
+def _with_noise(posterior: Posterior) -> Likelihood:
+    """Returns the likelihood at T = 1 and one noise, the mean squared residual unless the user gave σ²."""
+    likelihood = posterior.likelihood.of_statistics(posterior.statistics)
+    if likelihood.logit_temperature is not None:
+        likelihood = likelihood.with_logit_temperature(1.0)
+    residual = likelihood.residual_variance(posterior.statistics)
+    return likelihood if residual is None or posterior.noise_fixed else likelihood.with_noise_variance(residual)
+
+
+def _network(
+    forward: Callable[[Any], Tensor],
+    likelihood: Likelihood,
+    device: torch.device | None,
+    positions: Positions | None,
+    columns: Columns,
+) -> Row:
+    """Returns a network as a posterior without spread."""
+
+    def predict(inputs: Any) -> Prediction:
+        outputs = forward(inputs)
+        if likelihood.activation == "softmax" and outputs.ndim == 2 and outputs.shape[1] < 2:
+            raise LapwingError(
+                f"A network of the comparison has outputs of shape {tuple(outputs.shape)}, and {likelihood.name} "
+                "predictions need one for each class. Pass a network with as many outputs as classes."
+            )
+        layout = Positions.of(outputs.shape, None, None) if positions is None or outputs.ndim == 2 else positions
+        rows = layout.rows(outputs)
+        if likelihood.activation is not None:
+            rows = rows.clamp_min(EXCLUDED)  # -inf marks a class that cannot be
+        batches.check_outputs(rows, "a batch of compare")
+        places = layout.places(len(outputs), layout.sizes(outputs.shape))
+        return predicted(likelihood, LatentAtPositions(without_spread(rows), places), None, None)
+
+    return Row(predict, forward, device, likelihood, columns)
+
+
+def without_spread(outputs: Tensor) -> Latent:
+    """Returns the latent of outputs (n, C) that are certain."""
+    return Latent(outputs, (EigenTerm(None, torch.zeros_like(outputs)),))
+
+
+def _likelihood(data: Data) -> Likelihood:
+    """Returns the likelihood of a comparison of networks only, or refuses it if it needs a noise variance."""
+    targets = next((batches.split(batch)[1] for batch in data), torch.zeros(0, dtype=torch.long))
+    likelihood = inferred_likelihood(targets, data)
+    if likelihood.needs_noise:
+        raise LapwingError(
+            "A comparison of networks has no noise variance, which real targets need. Add at least one posterior: "
+            'write compare({"KFAC": lw.fit(model, loader)}, test_loader).'
+        )
+    return likelihood

@@ -1,0 +1,381 @@
+"""What a row of a comparison predicts, and its numbers: metrics, standard errors, detection of OOD inputs, cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..covariance import has_positions
+from ..data import batches
+from ..data.progress import tracked
+from ..errors import LapwingError, extra
+from ..likelihoods import Likelihood, Prediction
+from ..likelihoods.predictions import RealPrediction
+from ..linalg import doubled
+from ..tuning.search import golden_section
+from . import metrics
+from .candidates import Row, without_spread
+
+SCORES = {"mutual_information": "MI", "entropy": "entropy", "confidence": "confidence"}
+"""Option `score` -> its name in a column."""
+METRICS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "accuracy": (metrics.accuracy, ("probs", "labels")),
+    "RMSE": (metrics.rmse, ("mean", "y")),
+    "NLL": (metrics.nll, ("log_prob",)),
+    "ECE": (metrics.expected_calibration_error, ("probs", "labels")),
+    "CRPS": (metrics.crps_gaussian, ("mean", "std", "y")),
+    "Brier": (metrics.brier, ("probs", "labels")),
+    "AURC": (lambda probs, labels: metrics.aurc(1 - probs.amax(1), probs.argmax(1) != labels), ("probs", "labels")),
+    "90 % interval": (metrics.interval_coverage, ("lower", "upper", "y")),
+    "90 % width": (lambda lower, upper: (upper - lower).mean(), ("lower", "upper")),
+}
+"""Column -> its metric, and the entries of `Prediction.for_metrics` that it needs. Without them there is no column."""
+MEANS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "accuracy": lambda v: v["probs"].argmax(1) == v["labels"],
+    "RMSE": lambda v: (v["mean"] - v["y"]).square(),
+    "NLL": lambda v: -v["log_prob"],
+    "90 % interval": lambda v: (v["lower"] <= v["y"]) & (v["y"] <= v["upper"]),
+}
+"""Column with standard errors -> the entries whose mean is the metric; those of the RMSE are squared errors."""
+
+MANY_LABELS = 10
+"""Maximum number of labels that get a column each."""
+FEWEST = 40
+"""Minimum number of samples for the coverage by quarter."""
+
+KEPT = 20_000
+"""Maximum number of entries of each array of `Predictions`."""
+
+Scores = dict[str, Tensor]
+"""Score -> uncertainty of each input."""
+
+
+@dataclass(frozen=True, repr=False)
+class Predictions:
+    """What one row of a comparison predicted, as NumPy arrays, for pictures and tests of your own.
+
+    N is the number of samples (of positions, if the outputs have positions); n is the number of labels or known
+    targets. Of more than 20 000 entries, each array holds every second, third, ... one.
+
+    Attributes:
+        log_prob: log probability or density of the targets (N,), in nats.
+        confidence: largest class probability (n,); None for a regression.
+        correct: whether the most probable class is the label (n,); None for a regression.
+        mean: predicted means (n,), all outputs in one array; None for classes, like the next four.
+        std: predicted standard deviations of y (n,).
+        lower: lower ends of the 90 % intervals (n,).
+        upper: upper ends of the 90 % intervals (n,).
+        y: targets (n,).
+        scores: "mutual_information", "entropy", ... -> uncertainty of each held-out input (N,); empty without
+            `foreign=`. A score that is equal for all inputs is left out.
+        foreign: name of an out-of-distribution set -> score -> uncertainty of each of its inputs (M,).
+    """
+
+    log_prob: np.ndarray
+    confidence: np.ndarray | None = None
+    correct: np.ndarray | None = None
+    mean: np.ndarray | None = None
+    std: np.ndarray | None = None
+    lower: np.ndarray | None = None
+    upper: np.ndarray | None = None
+    y: np.ndarray | None = None
+    scores: Mapping[str, np.ndarray] = field(default_factory=dict)
+    foreign: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a row of the table predicts.
+
+    Attributes:
+        values: the entries of `Prediction.for_metrics` of all samples, on the CPU.
+        known: scores of the held-out inputs, if there are out-of-distribution sets.
+        foreign: name of an out-of-distribution set -> scores of its inputs.
+        score: the score of FPR95 and AUPR.
+        cost: time of a prediction, in forward passes.
+        seconds: time of the fit, or None.
+        rows: of a network alone, outputs (n, C), targets and samples (n,), batch by batch.
+        outside: of a network alone, name of an out-of-distribution set -> outputs (n, C), batch by batch.
+    """
+
+    values: dict[str, Tensor]
+    known: Scores
+    foreign: dict[str, Scores]
+    score: str
+    cost: float = 1.0
+    seconds: float | None = None
+    rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    outside: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """Column -> number."""
+        values = self.values
+        row = {
+            column: float(metric(*(values[name] for name in names)))
+            for column, (metric, names) in METRICS.items()
+            if set(names) <= set(values)
+        }
+        row |= _errors_of_labels(values) if "places" in values else {}
+        for name in self.foreign:
+            row |= self._detection(name)
+        row |= _quarters(values) if "mean" in values else {}
+        return row | ({} if self.seconds is None else {"fit s": self.seconds}) | {"passes": self.cost}
+
+    def errors(self, first: Evaluated | None = None) -> dict[str, float]:
+        """Returns column -> standard error of its number, or of the difference to another row.
+
+        The difference is paired by sample, unless the rows have the samples in another order. Entries of one sample,
+        such as positions, may depend on each other.
+        """
+        columns = [column for column in self.numbers if column in MEANS]
+        return {column: self.error(column, first) for column in columns}
+
+    def error(self, column: str, first: Evaluated | None = None) -> float:
+        """Returns the standard error of one column, as `errors`."""
+        each, groups = self._deviations(column), self.values["sample" if column == "NLL" else "entry"].flatten()
+        if first is not None:
+            target = "y" if "mean" in self.values else "labels"
+            if not torch.equal(self.values[target], first.values[target]):
+                return math.hypot(self.error(column), first.error(column))
+            each = each - first._deviations(column)
+        sums = torch.zeros(int(groups.max()) + 1, dtype=each.dtype).index_add(0, groups, each)
+        count = len(groups.unique())
+        return math.sqrt(count / max(1, count - 1) * float(sums.square().sum())) / len(each)
+
+    def predictions(self) -> Predictions:
+        """Returns the arrays for pictures."""
+        arrays = {name: value for name, value in self.values.items() if name in Predictions.__dataclass_fields__}
+        if "probs" in self.values:
+            arrays["confidence"], classes = self.values["probs"].max(1)
+            arrays["correct"] = classes == self.values["labels"]
+        foreign = {name: _kept(outside) for name, outside in self.foreign.items()}
+        return Predictions(**_kept(arrays), scores=_kept(self.known), foreign=foreign)
+
+    def _deviations(self, column: str) -> Tensor:
+        """Returns the deviations of the entries from their mean; those of the RMSE are linearised."""
+        each = doubled(MEANS[column](self.values)).flatten()
+        return (each - each.mean()) / (2 * max(self.numbers["RMSE"], 1e-300) if column == "RMSE" else 1.0)
+
+    def _detection(self, name: str) -> dict[str, float]:
+        """Returns the AUROC of a foreign set by each score, and FPR95 and AUPR by the chosen score."""
+        row, sklearn = {}, extra("sklearn.metrics")
+        for score, known in self.known.items():
+            outside = self.foreign[name][score]
+            row[f"{name}: AUROC by {SCORES[score]}"] = float(metrics.auroc(known, outside))
+        if self.score in self.known:
+            known, outside = self.known[self.score], self.foreign[name][self.score]
+            sides = torch.cat([torch.zeros_like(known), torch.ones_like(outside)]), torch.cat([known, outside])
+            false, true, _ = sklearn.roc_curve(*sides, drop_intermediate=False)
+            row[f"{name}: FPR95"] = float(false[true >= 0.95][0])
+            row[f"{name}: AUPR"] = float(sklearn.average_precision_score(*sides))
+        return row
+
+
+def _kept(values: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """Returns tensors as flat arrays of at most `KEPT` entries."""
+    return {name: value.flatten()[:: -(-value.numel() // KEPT)].numpy() for name, value in values.items()}
+
+
+def _quarters(values: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the coverage of the 90 % intervals in each quarter of the predicted means of each output."""
+    mean = values["mean"]
+    if len(mean) < FEWEST:
+        return {}
+    quarter, inside = mean.argsort(0).argsort(0) * 4 // len(mean), doubled(MEANS["90 % interval"](values))
+    return {f"90 % interval: Q{q + 1}": float(inside[quarter == q].mean()) for q in range(4)}
+
+
+def _errors_of_labels(values: dict[str, Tensor]) -> dict[str, float]:
+    """Returns the ECE of each label by column, or only the largest one of many labels; nothing for a single label."""
+    errors = {}
+    for place in values["places"].unique().tolist():
+        rows = values["places"] == place
+        error = metrics.expected_calibration_error(values["probs"][rows], values["labels"][rows])
+        errors[f"ECE {place}"] = float(error)
+    if len(errors) > MANY_LABELS:
+        return {"worst ECE": max(errors.values())}
+    return errors if len(errors) > 1 else {}
+
+
+def evaluated(
+    row: Row, loader: Iterable[Any], foreign: Mapping[str, Any], repeats: int, score: str, seconds: float | None
+) -> Evaluated:
+    """Predicts every batch of the held-out data and of the out-of-distribution sets."""
+    values, known, rows = [], [], []
+    first, spent, plain = 0, 0.0, 0.0
+    keep = row.likelihood and (row.likelihood.logit_temperature or row.likelihood.noise_variance)
+    for batch in loader:
+        inputs, targets = batches.split(batch, row.device)
+        size = batches.size(inputs)
+        if not size:
+            continue
+        timings = [_timed(row, inputs) for _ in range(1 if row.likelihood else repeats)]
+        prediction, samples = timings[-1][0], torch.arange(first, first + size)
+        values.append(_entries(prediction, targets, samples))
+        known.append(_scores(prediction, score) if foreign else {})
+        if keep:
+            rows.append(_as_rows(prediction, targets, samples))
+        first += size
+        plain += min(forward for _, forward, _ in timings)
+        spent += min(predict for _, _, predict in timings)
+    if not values:
+        raise LapwingError(
+            "The loader of compare has no samples. Pass (inputs, targets) batches that can be iterated for every "
+            "candidate: compare(posteriors, [(x_test, y_test)])."
+        )
+    sets: dict[str, list[Scores]] = {name: [] for name in foreign}
+    outside: dict[str, list[Tensor]] = {name: [] for name in foreign}
+    for name, inputs in foreign.items():
+        for prediction in _predictions(row, name, inputs):
+            sets[name].append(_scores(prediction, score))
+            if keep:
+                outside[name].append(_outputs(prediction.latent))  # type: ignore[attr-defined]
+    scores = _told(_joined(known), {name: _joined(parts) for name, parts in sets.items()})
+    return Evaluated(_joined(values), *scores, score, 1.0 if row.likelihood else spent / plain, seconds, rows, outside)
+
+
+def _timed(row: Row, inputs: Any) -> tuple[Prediction, float, float]:
+    """Returns a prediction, the seconds of a forward pass, and the seconds of the prediction."""
+    _wait()
+    start = time.perf_counter()
+    row.forward(inputs)
+    _wait()
+    middle = time.perf_counter()
+    prediction = row.predict(inputs)
+    prediction.distribution()  # computes everything that is lazy
+    _wait()
+    return prediction, middle - start, time.perf_counter() - middle
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _predictions(row: Row, name: str, foreign: Any) -> Iterator[Prediction]:
+    """Yields the predictions of an out-of-distribution set, batch by batch."""
+    several, found = batches.is_loader(foreign), False
+    for batch in tracked(foreign if several else [foreign], name):
+        inputs = batches.inputs_of(batch) if several or isinstance(batch, Mapping) else batch
+        if batches.size(inputs):
+            found = True
+            yield row.predict(batches.plain(inputs, row.device))
+    if not found:
+        raise LapwingError(
+            f"The set {name!r} of foreign= holds no samples. Pass a tensor (B, ...), or a loader that can be iterated "
+            "for every candidate."
+        )
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _entries(prediction: Prediction, targets: Tensor, samples: Tensor) -> dict[str, Tensor]:
+    """Returns the entries for metrics on the CPU; "sample" and "entry" count the samples of all batches."""
+    values = {name: value.detach().cpu() for name, value in prediction.for_metrics(targets).items()}
+    values.setdefault("entry", values["sample"])
+    return values | {name: samples[values[name]] for name in ("sample", "entry")}
+
+
+def _scores(prediction: Any, score: str) -> Scores:
+    """Returns the mutual information, the entropy and the chosen score of each input, in nats, as float64 on the CPU.
+
+    The scores of a regression are those of Gaussian outputs with the predicted variances, summed over outputs: half the
+    log ratio of total variance and noise, and half the log of the total variance.
+    """
+    part = getattr(prediction, "rows", prediction)  # of outputs with positions
+    scores = {}
+    for name in dict.fromkeys(("mutual_information", "entropy", score)):
+        if isinstance(part, RealPrediction):
+            noise = part.aleatoric_variance if name == "mutual_information" else torch.ones_like(part.variance)
+            ratio = part.variance / noise.clamp_min(torch.finfo(noise.dtype).tiny)
+            values = 0.5 * ratio.log().reshape(len(ratio), -1).sum(1)
+        elif name == "mutual_information":
+            values = part.mutual_information() if hasattr(part, name) else torch.zeros_like(part.entropy())
+        else:
+            values = part.uncertainty(name)
+        scores[name] = doubled(values.detach()).cpu()
+    return scores
+
+
+def _told(known: Scores, foreign: dict[str, Scores]) -> tuple[Scores, dict[str, Scores]]:
+    """Returns the scores that differ between inputs. The mutual information of a network alone is 0 everywhere."""
+    sides = {"": known, **foreign}
+    every = {score: torch.cat([side[score] for side in sides.values()]) for score in known}
+    told = [score for score, values in every.items() if float(values.max() - values.min()) > 1e-12]
+    sides = {name: {score: side[score] for score in told} for name, side in sides.items()}
+    return sides.pop(""), sides
+
+
+def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluated, str] | None:
+    """Returns the network with a temperature or noise variance from held-out data: the row's name, run and note.
+
+    The number for the samples of even number is chosen on the samples of odd number, and conversely. Returns None for
+    likelihoods without temperature and noise variance, and for a single sample.
+    """
+    if not network.rows or not network.values["sample"].any():
+        return None
+    outputs, targets, samples = (torch.cat(parts) for parts in zip(*network.rows, strict=True))
+    tempered, plain = likelihood.logit_temperature is not None, likelihood.plain
+    change = likelihood.with_logit_temperature if tempered else plain.with_noise_variance
+    chosen, values, known = [], [], []
+    for half in (0, 1):
+        mine = samples % 2 == half
+        rest = outputs[~mine], targets[~mine]
+        number = _temperature(plain, *rest) if tempered else plain.residual_variance(plain.statistics(*rest))
+        prediction = change(number).predict(without_spread(outputs[mine]))
+        values.append(_entries(prediction, targets[mine], samples[mine].cpu()))
+        known.append(_scores(prediction, network.score) if network.foreign and tempered else {})
+        chosen.append(number)
+    middle = change(math.sqrt(chosen[0] * chosen[1]))
+    foreign = {
+        name: _joined([_scores(middle.predict(without_spread(rows)), network.score) for rows in parts])
+        for name, parts in network.outside.items()
+        if tempered  # one noise variance tells no inputs apart
+    }
+    joined = _joined(values)
+    order = {
+        name: joined[name].reshape(len(joined[name]), -1)[:, 0].argsort(stable=True) for name in ("sample", "entry")
+    }
+    ordered = {
+        name: value[order["sample" if name in ("sample", "log_prob") else "entry"]] for name, value in joined.items()
+    }
+    name, what = (
+        ("temperature scaling", "its logits divided by") if tempered else ("held-out noise", "a noise variance of")
+    )
+    note = (
+        f"{name}: the network with {what} {chosen[0]:.3g} for half of the samples and {chosen[1]:.3g} for the other. "
+        "The samples of each half chose the number for the other half."
+    )
+    return name, Evaluated(ordered, *_told(_joined(known), foreign), network.score), note
+
+
+def _as_rows(part: Any, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the outputs of a network as rows (n, C), their targets, and the sample of each row."""
+    outputs = _outputs(part.latent)
+    if has_positions(part.latent):
+        targets = part.latent.places.targets(targets, outputs.shape[1])
+    return outputs, targets, samples.repeat_interleave(len(outputs) // len(samples)).to(outputs.device)
+
+
+def _outputs(latent: Any) -> Tensor:
+    return (latent.rows if has_positions(latent) else latent).mean.detach()
+
+
+def _temperature(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> float:
+    """Returns the temperature from 0.01 to 100 of highest likelihood."""
+
+    def score(exponent: float) -> float:
+        return float(doubled(likelihood.log_prob(outputs / 10**exponent, targets)).sum())
+
+    return 10 ** golden_section(score, -2.0, 2.0, 17)

@@ -1,0 +1,203 @@
+"""`lw.compare` against naive numbers: standard errors, rows by halves, scores of detectors, coverage by quarter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from sklearn.metrics import average_precision_score, roc_auc_score
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.evaluation import metrics
+
+
+@pytest.fixture(scope="module")
+def classes() -> tuple[nn.Module, lw.Posterior, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double().eval()
+        x = torch.randn(120, 4, dtype=torch.float64)
+        with torch.no_grad():
+            y = torch.distributions.Categorical(logits=2 * model(x)).sample()
+            model[2].weight.mul_(6)
+        return model, lw.fit(model, (x[:60], y[:60]), lw.KFAC(), prior_precision=1.0), x[60:], y[60:]
+
+
+@pytest.fixture(scope="module")
+def regression() -> tuple[nn.Module, lw.Posterior, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).double().eval()
+        x = torch.randn(100, 3, dtype=torch.float64)
+        y = model(x).detach() + 0.3 * torch.randn(100, 2, dtype=torch.float64)
+        return model, lw.fit(model, (x[:40], y[:40]), lw.Full(), prior_precision=1.0), x[40:], y[40:]
+
+
+def batched(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(7), y.split(7), strict=True))  # odd batches: halves run through all samples
+
+
+def test_standard_errors_are_those_of_paired_differences(classes: Any) -> None:
+    model, posterior, x, y = classes
+    table = lw.compare({"KFAC": posterior}, batched(x, y), repeats=1)
+    alone = -torch.log_softmax(model(x), -1)[range(60), y].detach()
+    losses = -posterior.predict(x).log_prob(y).detach()
+    assert table.errors["network"]["NLL"] == pytest.approx(float(alone.std() / 60**0.5))
+    assert table.errors["KFAC"]["NLL"] == pytest.approx(float((losses - alone).std() / 60**0.5))
+    right = (posterior.predict(x).classes == y).double() - (model(x).argmax(1) == y).double()
+    assert table.errors["KFAC"]["accuracy"] == pytest.approx(float(right.std() / 60**0.5))
+    np.testing.assert_allclose(table.predictions["KFAC"].log_prob, -losses)
+    np.testing.assert_array_equal(table.predictions["KFAC"].correct, (posterior.predict(x).classes == y).numpy())
+
+
+def test_positions_of_one_sample_are_one_draw(classes: Any) -> None:
+    """Copies of a sample at four positions add nothing to what is known."""
+    _, _, x, y = classes
+    network = nn.Sequential(nn.Linear(4, 3)).double().eval()
+    four = (x[:, None].expand(-1, 4, -1), y[:, None].expand(-1, 4))
+    single, copies = (lw.compare({"a": lw.fit(network, [data])}, [data], repeats=1) for data in ((x, y), four))
+    for column in ("NLL", "accuracy"):
+        assert copies.errors["network"][column] == pytest.approx(single.errors["network"][column])
+
+
+def test_temperature_scaling_takes_each_half_from_the_other(classes: Any) -> None:
+    model, posterior, x, y = classes
+    logits = model(x).detach()
+    expected = torch.zeros(60, dtype=torch.float64)
+    for half in (0, 1):
+        mine, other = slice(half, None, 2), slice(1 - half, None, 2)
+        best = minimize_scalar(
+            lambda t, other=other: float(nn.functional.cross_entropy(logits[other] / 10**t, y[other])),
+            bounds=(-2, 2), options={"xatol": 1e-9},
+        )  # fmt: skip
+        expected[mine] = nn.functional.cross_entropy(logits[mine] / 10**best.x, y[mine], reduction="none")
+    table = lw.compare({"KFAC": posterior}, batched(x, y), repeats=1)
+    assert list(table.rows) == ["network", "temperature scaling", "KFAC"]
+    np.testing.assert_allclose(-table.predictions["temperature scaling"].log_prob, expected, atol=1e-5)
+    assert table["temperature scaling"]["NLL"] < table["network"]["NLL"]
+    assert "The samples of each half chose the number for the other half" in str(table)
+
+
+def test_a_noise_variance_of_each_half_is_the_other_halfs_mean_squared_residual(regression: Any) -> None:
+    model, posterior, x, y = regression
+    squares = (model(x) - y).square().detach()
+    table = lw.compare({"Full": posterior}, batched(x, y), repeats=1)
+    assert list(table.rows) == ["network", "held-out noise", "Full"]
+    expected = torch.zeros_like(squares)
+    expected[0::2], expected[1::2] = squares[1::2].mean(), squares[0::2].mean()
+    np.testing.assert_allclose(table.predictions["held-out noise"].std, expected.sqrt().flatten())
+    np.testing.assert_allclose(table.predictions["held-out noise"].y, y.flatten())  # in the order of the data
+
+
+def test_the_network_alone_has_one_noise_if_held_out_data_chose_one_for_each_output() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double().eval(), torch.randn(160, 3, dtype=torch.float64)
+    y = model(x).detach() + torch.tensor([0.1, 2.0]).double() * torch.randn(160, 2, dtype=torch.float64)
+    posterior = lw.fit(model, (x[:60], y[:60]), lw.Full(), validation=(x[60:120], y[60:120]))
+    assert posterior.likelihood.noise_ratios is not None
+    arrays = lw.compare({"Full": posterior}, (x[120:], y[120:]), repeats=1).predictions
+    assert len(set(arrays["network"].std)) == 1
+    assert len(set(arrays["held-out noise"].std)) == 2
+
+
+def test_a_network_among_the_candidates_is_not_added_and_no_row_is_dropped(classes: Any) -> None:
+    model, posterior, x, y = classes
+    moved = lw.fit(model, (x, y), lw.MeanField(steps=2))
+    assert next(iter(lw.compare({"a": moved, "b": posterior}, (x, y), repeats=1).rows)) == "network"
+    given = lw.compare({"mine": model, "temperature scaling": posterior}, (x, y), repeats=1)
+    assert list(given.rows) == ["mine", "temperature scaling"]
+    assert given["temperature scaling"]["passes"] != 1.0
+    assert list(lw.compare({"one": model}, (x[:1], y[:1])).rows) == ["one"]  # no two halves
+
+
+def test_an_order_that_changes_leaves_differences_unpaired(classes: Any) -> None:
+    _, posterior, x, y = classes
+    shuffled = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 10, shuffle=True)
+    table = lw.compare({"KFAC": posterior, "again": posterior}, shuffled, repeats=1)
+    assert table.errors["again"]["NLL"] > 0.5 * table.errors["network"]["NLL"]
+
+
+def test_no_difference_is_said_only_if_there_is_none(classes: Any) -> None:
+    model, _, x, y = classes
+    sentence = "No difference to same is larger than its standard error."
+    assert sentence in lw.compare({"same": model, "copy": model, "temperature scaling": model}, (x, y)).notes
+    assert not any("No difference" in note for note in lw.compare({"one": model}, (x, y)).notes)  # T is far better
+
+
+def test_scores_of_detectors_by_mutual_information_and_entropy(classes: Any) -> None:
+    _, posterior, x, y = classes
+    far = 4 * x[:30]
+    for score in ("mutual_information", "entropy", "confidence"):
+        table = lw.compare({"KFAC": posterior}, batched(x, y), {"far": far}, score=score, repeats=1)
+        row, arrays = table["KFAC"], table.predictions["KFAC"]
+        known, outside = arrays.scores[score], arrays.foreign["far"][score]
+        labels, values = np.r_[np.zeros(60), np.ones(30)], np.r_[known, outside]
+        name = {"mutual_information": "MI"}.get(score, score)
+        assert row[f"far: AUROC by {name}"] == pytest.approx(roc_auc_score(labels, values))
+        assert row["far: AUPR"] == pytest.approx(average_precision_score(labels, values))
+        threshold = np.sort(outside)[1]  # the largest one with 29 of 30 at or above it, which are more than 95 %
+        assert row["far: FPR95"] == pytest.approx((known >= threshold).mean())
+    np.testing.assert_allclose(outside, 1 - posterior.predict(far).confidence)
+    assert "far: AUROC by MI" not in table["network"]
+    assert "far: AUROC by entropy" in table["temperature scaling"]
+
+
+def test_scores_of_a_regression_are_those_of_gaussian_outputs(regression: Any) -> None:
+    _, posterior, x, y = regression
+    far = 5 * x[:20]
+    table = lw.compare({"Full": posterior}, (x, y), {"far": far}, repeats=1)
+    prediction = posterior.predict(far)
+    information = 0.5 * (prediction.variance / prediction.aleatoric_variance).log().sum(1)
+    np.testing.assert_allclose(table.predictions["Full"].foreign["far"]["mutual_information"], information)
+    assert table["Full"]["far: AUROC by MI"] > 0.9
+    assert "far: AUROC by entropy" not in table["held-out noise"]
+
+
+def test_coverage_by_quarter_and_the_width(regression: Any) -> None:
+    _, posterior, x, y = regression
+    row = lw.compare({"Full": posterior}, (x, y), repeats=1)["Full"]
+    prediction = posterior.predict(x)
+    low, high = prediction.interval(0.9)
+    inside = ((low <= y) & (y <= high)).double()
+    by_mean = [inside[:, c][prediction.mean[:, c].argsort()] for c in (0, 1)]
+    for quarter in range(4):
+        expected = torch.stack([column[15 * quarter : 15 * quarter + 15] for column in by_mean]).mean()
+        assert row[f"90 % interval: Q{quarter + 1}"] == pytest.approx(float(expected))
+    assert row["90 % width"] == pytest.approx(float((high - low).mean()))
+
+
+def test_the_area_under_the_risk_coverage_curve() -> None:
+    torch.manual_seed(0)
+    uncertainty, errors = torch.rand(30, dtype=torch.float64), (torch.rand(30) < 0.3).double()
+    order = uncertainty.argsort()
+    risks = [float(errors[order[: k + 1]].mean()) for k in range(30)]
+    assert metrics.aurc(uncertainty, errors).item() == pytest.approx(sum(risks) / 30)
+    assert metrics.aurc(torch.ones(30), errors).item() == pytest.approx(float(errors.mean()))  # ties have no order
+    with pytest.raises(lw.LapwingError, match="aurc needs an error for each of 30 samples, and errors has 2"):
+        metrics.aurc(uncertainty, errors[:2])
+
+
+def test_one_batch_of_dicts_is_no_set_of_foreign_inputs() -> None:
+    class Named(nn.Linear):
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(features)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    data = [({"features": x}, y)]
+    posterior = lw.fit(Named(4, 3).eval(), data)
+    with pytest.raises(lw.LapwingError, match="Pass a dict from a name to"):
+        lw.compare({"a": posterior}, data, {"features": x}, repeats=1)
+    assert "far: AUPR" in lw.compare({"a": posterior}, data, {"far": {"features": 3 * x}}, repeats=1).columns
+
+
+def test_arrays_are_limited_in_size(classes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapwing.evaluation.evaluated.KEPT", 25)
+    _, posterior, x, y = classes
+    table = lw.compare({"KFAC": posterior}, (x, y), {"far": x}, repeats=1)
+    arrays = table.predictions["KFAC"]
+    assert len(arrays.log_prob) == len(arrays.confidence) == len(arrays.foreign["far"]["entropy"]) == 20
