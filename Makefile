@@ -12,7 +12,7 @@ export LAPWING_DATA := $(abspath ../shared/data)
 endif
 endif
 
-.PHONY: demo test test-slow test-gpu test-integrations lint bench papers release-check
+.PHONY: demo test test-slow test-gpu test-integrations lint bench papers docs release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -39,6 +39,10 @@ bench: .venv/installed
 papers: .venv/installed
 	$(BIN)/python -m papers
 
+# builds the site into docs/_build/html; a warning is an error. GALLERY=1 runs the scripts of examples/tasks for their pictures
+docs: .venv/installed-docs
+	GALLERY=$(GALLERY) $(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+
 # builds the release, and runs it where nothing but the wheel and what it declares is installed
 release-check: | $(BIN)/pip
 	$(BIN)/python tools/release_check.py
@@ -60,4 +64,9 @@ $(BIN)/pip:
 
 .venv/installed-lint: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt ruff mypy "pyright[nodejs]"
+	@touch $@
+
+.venv/installed-docs: .venv/installed
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make docs needs Python 3.11 or newer: remove .venv, then make docs PYTHON=python3.12")'
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
 	@touch $@

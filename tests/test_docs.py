@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib.util
 import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -20,10 +21,10 @@ from tests.quick import others_slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-QUICK_PAGES = [
-    page for page in PAGES if page.stem not in ("training", "sensitivity", "deployment", "extending", "likelihoods")
-]
+SLOW_PAGES = "training", "sensitivity", "deployment", "extending", "likelihoods", "first-hour", "which-method"
+QUICK_PAGES = [page for page in PAGES if page.stem not in SLOW_PAGES]
 EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "papers").rglob("*.md"))]
+SCRIPTS = sorted((ROOT / "examples" / "tasks").glob("plot_*.py"))
 MODULES = ["lapwing", *sorted(module.name for module in pkgutil.walk_packages(lapwing.__path__, "lapwing."))]
 WITH_EXAMPLES = [
     name for name in MODULES if ">>>" in Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
@@ -43,6 +44,14 @@ def test_blocks_of_a_page_run_in_order(
     for block in PYTHON.finditer(text):
         before = "\n" * text.count("\n", 0, block.start(1))
         exec(compile(before + block[1], str(page), "exec", dont_inherit=True), namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_scripts_of_tasks_run(script: Path, tmp_path: Path) -> None:
+    """Runs each script by itself, as a reader who downloads it does, and without a display."""
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True)
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))

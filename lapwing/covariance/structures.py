@@ -48,7 +48,7 @@ class Structure(ABC):
 
     @abstractmethod
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
-        """Returns `Uᵀ v` (or `U v`) for v (..., P). The rotated side has the shape (..., *λ.shape)."""
+        """Returns `Uᵀ v` (or `U v`) for v (..., P). The rotated side has the shape `(..., *λ.shape)`."""
 
     @abstractmethod
     def diagonal(self, weights: Tensor) -> Tensor:

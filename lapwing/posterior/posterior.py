@@ -336,7 +336,7 @@ class Posterior(Displayed, Generic[P]):
             seed: seed of the random generator.
 
         Returns:
-            Parameter name -> (n, *shape), for `torch.func.functional_call`. The model keeps its weights.
+            Parameter name -> `(n, *shape)`, for `torch.func.functional_call`. The model keeps its weights.
 
         Raises:
             LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.

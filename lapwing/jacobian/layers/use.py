@@ -107,7 +107,7 @@ class Use(ABC):
         """Returns the block Jacobian of this use.
 
         Args:
-            g: (R, *out.shape), gradients of the cotangents at the layer's output; None if that is the network's output
+            g: gradients `(R, *out.shape)` of the cotangents at the layer's output; None if that is the network's output
                 and the cotangents are its entries (only if `is_product`).
             axis: dimension of the samples.
             samples: B.

@@ -1,0 +1,80 @@
+"""Settings of Sphinx: `make docs` builds the site, and `make docs GALLERY=1` also runs the scripts of the tasks."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import lapwing
+
+project = "lapwing"
+author = "lapwing contributors"
+version = release = lapwing.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_gallery.gen_gallery"]
+exclude_patterns = ["_build", "tasks/sg_execution_times.rst", "sg_execution_times.rst"]
+suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold classes, which Sphinx cannot store
+
+# pages: Markdown that reads the same on GitHub
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+
+# docstrings: Google's sections, code in single backticks
+default_role = "code"
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Cost", "notes_style"), ("Limits", "notes_style")]
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_member_order = "bysource"
+autodoc_mock_imports = ["botorch", "gpytorch", "linear_operator", "lightning", "transformers", "mapie"]
+autodoc_class_signature = "mixed"
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 100
+
+# one page for each script of examples/tasks
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/tasks",
+    "gallery_dirs": "tasks",
+    "filename_pattern": "plot_",
+    "plot_gallery": os.environ.get("GALLERY", "") == "1",
+    "download_all_examples": False,
+    "show_memory": False,
+    "show_signature": False,
+}
+
+html_theme = "furo"
+html_title = f"lapwing {version}"
+
+
+PAGES = (
+    (r"examples/tasks/(\w+)\.py", r"/tasks/\1.rst"),
+    (r"papers/(\w+)/README\.md", r"/papers/\1.md"),
+    (r"CHANGELOG\.md", "/changelog.md"),
+)
+"""Files outside docs/ that are pages of the site: path in the repository, page."""
+
+
+def link_to_pages(app: Any, page: str, text: list[str]) -> None:
+    """Turns links to files outside docs/, which work on GitHub, into links to their pages of the site."""
+    for path, target in PAGES:
+        text[0] = re.sub(rf"\]\((?:\.\./)+{path}", rf"]({target}", text[0])
+
+
+def separate_sections(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Puts the text of a one-line section, `Cost: two passes`, below its title, where napoleon finds it."""
+    for number in range(len(lines) - 1, -1, -1):
+        section = re.fullmatch(r"(Cost|Limits): (.*)", lines[number])
+        if section:
+            lines[number : number + 1] = [f"{section[1]}:", f"    {section[2]}"]
+
+
+def setup(app: Any) -> None:
+    """Connects the functions above to Sphinx."""
+    app.connect("source-read", link_to_pages)
+    app.connect("autodoc-process-docstring", separate_sections, priority=400)  # before napoleon's 500
