@@ -46,10 +46,15 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "show_memory": False,
     "show_signature": False,
+    "capture_repr": (),
 }
 
 html_theme = "furo"
 html_title = f"lapwing {version}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_show_copyright = False
+html_show_sourcelink = False
 
 
 PAGES = (
