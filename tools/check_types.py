@@ -34,13 +34,13 @@ Errors = dict[tuple[str, int], str]
 
 def main() -> None:
     """Runs both checkers, and ends with the errors that are not as they must be."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         (folder / "pages").mkdir()
         (folder / "pages" / "__init__.py").touch()
         for page in PAGES:
-            file = folder / "pages" / f"{page.stem.replace('-', '_')}_page.py"
-            file.write_text(program(page), encoding="utf-8")
+            name = re.sub(r"\W", "_", str(page.relative_to(ROOT).with_suffix("")))
+            (folder / "pages" / f"{name}_page.py").write_text(program(page), encoding="utf-8")
         (folder / CALLS.name).write_text(CALLS.read_text(encoding="utf-8"), encoding="utf-8")
         lines = CALLS.read_text(encoding="utf-8").splitlines()
         wrong = {(CALLS.name, number) for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
