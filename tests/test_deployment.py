@@ -392,6 +392,15 @@ def test_two_tensors() -> None:
     assert_same(predictor(one), posterior, one, lw.Streamlined(), "prediction")
 
 
+def test_predictions_and_deployments_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x, way = nn.Linear(5, 3).eval(), real(5)(8), lw.Streamlined(attention="features")
+    for method in (lw.KFAC(), lw.Diagonal()):
+        posterior = lw.fit(model, (x, torch.arange(8) % 3), method, prior_precision=1.0)
+        posterior.predict(x, via=way)
+        lw.deploy(posterior, x, via=way)
+    assert len([message for message in caplog.messages if "scaled_dot_product_attention" in message]) == 1
+
+
 # ---- bad input
 
 

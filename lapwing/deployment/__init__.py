@@ -17,6 +17,7 @@ from ..covariance import Latent
 from ..covariance.terms import MarginalTerm
 from ..data import batches
 from ..data.frames import with_tensors
+from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
 from ..likelihoods import Likelihood, Link
 from ..network.entry import outside_modes
@@ -36,6 +37,7 @@ _SAMPLES = 4
 """Maximum number of samples of the example that read the network."""
 
 
+@warns_once
 @outside_modes
 def deploy(
     posterior: Posterior,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, PriorCovariance, has_prior
 from ..data.frames import Columns, ordered
 from ..data.progress import with_progress
-from ..display import Displayed
+from ..display import Displayed, warns_once
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
 from ..likelihoods.prediction_at_positions import predicted
@@ -265,6 +265,7 @@ class Posterior(Displayed, Generic[P]):
             value = value + gain_at_linearised_mode(self, loader, sample_weights)
         return float(value)
 
+    @warns_once
     @memory_errors("The prediction", SMALLER_PREDICTION)
     def latent(self, x: Any, via: Way | None = None, joint: bool = False, *, progress: bool | None = None) -> AnyLatent:
         """Returns the latent distribution of the outputs f(x).
