@@ -54,19 +54,11 @@ class Data:
     """
 
     def __init__(
-        self,
-        given: Any,
-        network: Any,
-        sample_weights: bool = False,
-        data_size: int | None = None,
+        self, given: Any, network: Any, sample_weights: bool = False, data_size: int | None = None,
         columns: Columns = (),
-    ) -> None:
-        self.columns = columns or columns_of(given)
-        self.loader, self.weighted, self._data_size = (
-            as_loader(ordered(given, columns), network),
-            sample_weights,
-            data_size,
-        )
+    ) -> None:  # fmt: skip
+        self.columns, self.weighted, self._data_size = columns or columns_of(given), sample_weights, data_size
+        self.loader = as_loader(ordered(given, columns), network)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches.

@@ -61,14 +61,9 @@ def method_and_tangent(
     classifier only the last layer is treated: without held-out data the spread of all weights is too uncertain.
     """
     survey = partial(
-        Tangent.survey,
-        data.model,
-        data.inputs,
-        forward=options.forward,
-        memory=options.memory,
-        targets=data.targets,
+        Tangent.survey, data.model, data.inputs, forward=options.forward, memory=options.memory, targets=data.targets,
         activation=data.likelihood.activation,
-    )
+    )  # fmt: skip
     method, params, reason = options.method, options.params, None
     if method is None and params is None:
         chosen = default_fit(data, survey, count)

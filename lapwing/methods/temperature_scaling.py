@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +24,15 @@ log = logging.getLogger("lapwing")
 
 TEMPERATURES = torch.linspace(-2.0, 2.0, 161, dtype=torch.float64)
 """Candidates for log10 T."""
+
+
+def refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
+    """Returns the top of the parabola through the best point of a grid and its neighbours, or the point at an edge."""
+    if at in (0, len(points) - 1):
+        return points[at]
+    left, middle, right = scores[at - 1 : at + 2]
+    shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # in grid steps
+    return points[at] + (points[1] - points[0]) * max(-0.5, min(0.5, shift))
 
 
 @dataclass(frozen=True)
@@ -67,17 +77,13 @@ class TemperatureScaling(Method):
         self.check(problem.tangent, problem.likelihood)
         scores = (yield _Scores(problem)).sums
         at = int(scores.argmax())
-        chosen = float(TEMPERATURES[at])
+        chosen = refined(TEMPERATURES.tolist(), scores.tolist(), at)
         if at in (0, len(scores) - 1):
             log.warning(
                 "The best temperature of TemperatureScaling is %.3g, the end of the range. %s", 10**chosen,
                 "The network predicts every class correctly: use more data, which the network was not trained on."
                 if at == 0 else "The logits do not predict the classes: check the network and the order of the labels.",
             )  # fmt: skip
-        else:
-            left, middle, right = scores[at - 1 : at + 2].tolist()
-            step = float(TEMPERATURES[1] - TEMPERATURES[0])
-            chosen += step * 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)
         blocks, zeros = problem.tangent.blocks, problem.zeros
         covariance = LowRankPlusDiagonal(
             blocks, {b.name: zeros(b.size) for b in blocks}, {b.name: zeros(0, b.size) for b in blocks}

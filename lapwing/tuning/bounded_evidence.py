@@ -10,7 +10,7 @@ from ..options import at_least, option, positive
 from ..posterior import Posterior
 from .classifier_width import number_of_inputs, with_bounded_cost
 from .evidence import Evidence, Training, Tuning
-from .regression_width import has_open_width, inputs_read, with_left_out_width
+from .regression_width import inputs_read, with_left_out_width
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class BoundedEvidence(Tuning):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the evidence's prior precision within the bound, or at the width of a regression."""
         residual = posterior.likelihood.residual_variance(posterior.statistics)
-        if residual is not None and has_open_width(posterior):
+        if residual is not None and not posterior.noise_fixed:
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
         if not has_prior(posterior.covariance):
             return posterior
@@ -80,7 +80,7 @@ class BoundedEvidence(Tuning):
         return with_bounded_cost(tuned, training, self.samples, self.nats, self.decades, self.points)
 
     def training_samples(self, posterior: Posterior) -> int:
-        if has_open_width(posterior):
+        if not posterior.noise_fixed:
             return inputs_read(posterior, 4 * self.samples)
         if posterior.prior.fixed or posterior.likelihood.needs_noise:
             return 0

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
-from ..data import batches
+from ..data.loaders import checked_batches
 from ..data.progress import tracked
 from ..errors import LapwingError
+from ..methods import DataSummary
 from ..methods.passes import Batch
+from ..methods.temperature_scaling import refined
 from ..options import Rule
 from ..posterior import Posterior
 from .evidence import without_rank
@@ -106,7 +108,7 @@ def best_of(
     noise = _residual(first, loader)
     posteriors = [posterior.with_noise(noise) for posterior in posteriors]
     if not open_prior:
-        return _best_noise(posteriors, noise, loader)
+        return _best_point(posteriors, NOISES, loader, (), 0.0, lambda one, log10: one.with_noise(noise * 10**log10))
     if first.likelihood.has_closed_width:
         return _best_width(posteriors, exponents, noise, loader, product)
     return _best_point(posteriors, exponents, loader, temperatures, tolerance)
@@ -118,11 +120,16 @@ def _best_point(
     loader: Iterable[Any],
     temperatures: Sequence[float],
     tolerance: float,
+    at_noise: Callable[[Posterior, float], Posterior] | None = None,
 ) -> Posterior:
-    """Returns the posterior at the best δ, if there are exponents, and at the best T of a classifier."""
+    """Returns the posterior at the best δ, if there are exponents, and at the best T of a classifier.
+
+    With `at_noise`, which returns a posterior at an exponent, the exponents are those of σ².
+    """
+    moved = at_noise or (lambda posterior, exponent: at_precision(posterior, 10**exponent))
 
     def candidates(posterior: Posterior) -> list[Posterior]:
-        return [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
+        return [moved(posterior, exponent) for exponent in exponents] or [posterior]
 
     open_temperature = bool(temperatures) and posteriors[0].logit_temperature == 1
     scores = sample_scores(posteriors, candidates, loader, [SHARPER, *temperatures] if open_temperature else ())
@@ -146,30 +153,19 @@ def _best_point(
     if exponents:
         chosen = scores[which].gather(1, places[which][:, None, None].expand(-1, 1, scores.shape[-1])).squeeze(1)
         widest = widest_of_equals(chosen, at, tolerance)
-        exponent = _refined(exponents, row, at) if widest == at else exponents[widest]
+        exponent = refined(exponents, row, at) if widest == at else exponents[widest]
         at = widest
         spread = scores[which, at, places[which, at]] - scores[which, -1, places[which, at]]
         if best.logit_temperature is not None and float(spread.abs().mean()) < PLATEAU:
             _warn_of_no_spread(best, exponent)
-        elif at in (0, len(exponents) - 1):
+        elif at in (0, len(exponents) - 1) and at_noise is None:
             _warn_of_edge(best, exponents, row, at, exponent)
     if open_temperature:
-        tops = [_refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]
+        tops = [refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]
         top = tops[at] if exponent is None else _between(exponents, tops, at, exponent)
         temperature = 10 ** max(top, temperatures[0])
         best = replace(best, likelihood=best.likelihood.with_logit_temperature(temperature))
-    return best if exponent is None else at_precision(best, 10**exponent)
-
-
-def _best_noise(posteriors: Sequence[Posterior], noise: float, loader: Iterable[Any]) -> Posterior:
-    """Returns the posterior at the best σ²; the prior precision is given by the user or the method."""
-
-    def candidates(posterior: Posterior) -> list[Posterior]:
-        return [posterior.with_noise(noise * 10**exponent) for exponent in NOISES]
-
-    table = sample_scores(posteriors, candidates, loader).mean(-1, dtype=torch.float64)[:, :, 0]
-    which, at = _highest(table)
-    return posteriors[which].with_noise(noise * 10 ** _refined(NOISES, table[which].tolist(), at))
+    return best if exponent is None else moved(best, exponent)
 
 
 def _best_width(
@@ -187,7 +183,7 @@ def _best_width(
     table = scores.mean(-1)[:, : len(exponents)]
     which, at = _highest(table)
     best, row = posteriors[which], table[which].tolist()
-    exponent = _refined(exponents, row, at)
+    exponent = refined(exponents, row, at)
     factor = _between(exponents, factors[which].tolist(), at, exponent)
     if product is not None and not _surely_better(scores[which, at], scores[which, -1], SURE):
         exponent, factor = every[-1], float(factors[which, -1])
@@ -269,7 +265,7 @@ def _sharpened(
     scores = sample_scores([best], candidates, loader, SHARP)[0]  # (points, temperatures, N)
     line = scores[-1].mean(-1, dtype=torch.float64).nan_to_num(-math.inf)
     place, last = int(line.argmax()), len(scores) - 1
-    best = replace(best, likelihood=best.likelihood.with_logit_temperature(10 ** _refined(SHARP, line.tolist(), place)))
+    best = replace(best, likelihood=best.likelihood.with_logit_temperature(10 ** refined(SHARP, line.tolist(), place)))
     if not exponents:
         return best
     changes = (scores[:, place] - scores[last, place]).abs().mean(-1, dtype=torch.float64).tolist()
@@ -281,17 +277,10 @@ def _sharpened(
 
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     """Returns the mean squared residual of held-out data, the noise variance at which the search starts."""
-    sums: dict[str, Tensor] = {}
-    for batch in tracked(loader, "residuals of held-out data"):
-        inputs, targets = batches.split(batch, posterior.tangent.device)
-        if batches.size(inputs):
-            tangent, likelihood = posterior.tangent, posterior.likelihood
-            tangent.check(inputs)
-            rows = Batch(tangent, inputs, targets, 0, likelihood=likelihood).rows()
-            likelihood.check(rows["outputs"], rows["targets"])
-            values = likelihood.statistics(rows["outputs"], rows["targets"])
-            sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
-    residual = posterior.likelihood.residual_variance(sums) if sums else None
+    summary = DataSummary()
+    for inputs, targets, _ in checked_batches(posterior.model, tracked(loader, "residuals of held-out data")):
+        summary.add(posterior.likelihood, **Batch(posterior.tangent, inputs, targets, 0).rows())
+    residual = posterior.likelihood.residual_variance(summary.statistics) if summary.samples else None
     if residual is None:
         raise no_batch()
     dtype = posterior.tangent.dtype
@@ -330,15 +319,6 @@ def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
     while tolerance and saturated(widest):
         widest += 1
     return widest
-
-
-def _refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
-    """Returns the top of the parabola through the best point of a grid and its neighbours, or the point at an edge."""
-    if at in (0, len(points) - 1):
-        return points[at]
-    left, middle, right = scores[at - 1 : at + 2]
-    shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # in grid steps
-    return points[at] + (points[1] - points[0]) * max(-0.5, min(0.5, shift))
 
 
 def _between(points: Sequence[float], values: Sequence[float], at: int, point: float) -> float:

@@ -50,11 +50,6 @@ Yardstick = Callable[[Posterior, Training], float | None]
 """Estimates the width of unseen targets from training data; None if it cannot."""
 
 
-def has_open_width(posterior: Posterior) -> bool:
-    """Whether the noise variance is open."""
-    return not posterior.noise_fixed
-
-
 def inputs_read(posterior: Posterior, samples: int) -> int:
     """Returns the maximum number of inputs that are read for the width: fewer if each has very many positions."""
     tangent = posterior.tangent
