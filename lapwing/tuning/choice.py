@@ -46,7 +46,8 @@ FAINT = 5e-3
 """Maximum change of log probabilities, in nats per sample, by the spread of an underconfident network."""
 
 SURE = 3.0
-"""Paired standard errors by which another λ = δσ² of a regression must be better than the λ of the training data."""
+"""Paired standard errors by which another λ = δσ² of a regression must be better than the λ of the training data, and
+noise variances of the outputs better than one."""
 
 NOISES = evenly(-6.0, 0.5, 27)
 """Candidates for log10 of σ² over the mean squared held-out residual, if the prior precision is given."""
@@ -185,7 +186,7 @@ def _best_width(
     best, row = posteriors[which], table[which].tolist()
     exponent = refined(exponents, row, at)
     factor = _between(exponents, factors[which].tolist(), at, exponent)
-    if product is not None and not _surely_better(scores[which, at], scores[which, -1], SURE):
+    if product is not None and not surely_better(scores[which, at], scores[which, -1], SURE):
         exponent, factor = every[-1], float(factors[which, -1])
     elif at in (0, len(exponents) - 1):
         _warn_of_edge(best, exponents, row, at, exponent - factor)
@@ -247,7 +248,7 @@ def _is_underconfident(sharper: Tensor, scores: Tensor) -> bool:
         part[int(part.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())].double()
         for part in (sharper[:, -1], scores.flatten(0, 2))
     )
-    return float((best - reference).mean()) > WIDER and _surely_better(best, reference, 1.0)
+    return float((best - reference).mean()) > WIDER and surely_better(best, reference, 1.0)
 
 
 def _sharpened(
@@ -292,7 +293,7 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     return residual
 
 
-def _surely_better(scores: Tensor, reference: Tensor, errors: float) -> bool:
+def surely_better(scores: Tensor, reference: Tensor, errors: float) -> bool:
     """Whether scores (N,) are better than the reference (N,) in the mean, by a number of paired standard errors."""
     gain = scores - reference
     return float(gain.mean()) > errors * float(gain.std(correction=0)) / math.sqrt(len(gain))

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from ..data import batches
 from ..data.data import Data
 from ..data.frames import check_data
 from ..errors import LapwingError, is_whole
+from ..linalg import doubled
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
-from .choice import RISING, TEMPERATURES, best_of, chosen_numbers, with_ranks
+from .choice import RISING, SURE, TEMPERATURES, best_of, chosen_numbers, surely_better, with_ranks
 from .evidence import Training, Tuning, without_rank
-from .output_noise import with_output_noise
+from .held_out import contracted
 from .regression_width import SAMPLES, inputs_read, trained_product
-from .shifted_logits import warn_of_shift
+from .search import ascend, evenly
 
 log = logging.getLogger("lapwing")
 
+PARTS = evenly(-1.5, 0.5, 41)
+"""Candidates for log10 of the noise variance of an output over its mean squared held-out residual."""
+
+WORTHWHILE_SHIFT, SHIFTED_OUTPUTS = 0.05, 20
+"""Minimum gain of a shift, in nats per sample, and the maximum number of outputs: the warning shows each constant."""
+
+LARGEST_SHIFT = 30.0
+"""Largest size of a constant, and of the logarithm of the temperature."""
 
 RANKS = Rule(
     lambda value: isinstance(value, (tuple, list)) and all(is_whole(rank, 1) for rank in value),
@@ -118,8 +132,8 @@ class Validation(_OnHeldOutData):
             with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
-        best = with_output_noise(best, held_out)
-        warn_of_shift(best, held_out)
+        best = _with_output_noise(best, held_out)
+        _warn_of_shift(best, held_out)
         log.info("Validation of %s: %s", best.method, chosen_numbers(best))
         return best
 
@@ -201,3 +215,75 @@ def _without_prefixes(method: str) -> LapwingError:
         f"The fit of {method} kept no sums of the first samples. Use a method that sums a curvature over data: write "
         "lw.fit(model, loader, lw.ELLA(), tune=lw.EarlyStopping(validation_loader))."
     )
+
+
+@torch.no_grad()
+def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
+    """Returns the posterior with the noise ratios of the held-out data, if these surely show them, or unchanged.
+
+    The noise variance of output c has the best log density of its targets, of variance σ_c² + J_c Σ J_cᵀ. These C
+    numbers are taken if their density, minus the gain by chance `(C - 1)/N`, is better than that of one number by
+    `SURE` paired standard errors. The covariance and σ² do not change.
+
+    Cost: a pass over the held-out data, if there are several outputs and no ratios.
+    """
+    likelihood, outputs = posterior.likelihood, posterior.tangent.outputs
+    if outputs == 1 or posterior.noise_fixed or getattr(likelihood, "noise_ratios", ()) is not None:
+        return posterior
+    parts = []
+    for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader):
+        squares = (doubled(labels).reshape(latent.mean.shape) - doubled(latent.mean)).square()
+        parts.append((squares.cpu(), doubled(latent.variance).cpu()))
+    squares, variances = (torch.cat(part) for part in zip(*parts, strict=True))
+    known = ~squares.isnan()
+    squares, counts = squares.nan_to_num(), known.sum(0)
+    if int(counts.min()) < 2:
+        return posterior
+
+    def scores(noise: Tensor | float) -> Tensor:
+        """Returns log densities (N, C) at the noise variance of each output."""
+        total = variances + noise
+        return -0.5 * (known * (total.log() + squares / total))
+
+    grid = squares.sum(0) / counts * 10 ** torch.tensor(PARTS, dtype=squares.dtype)[:, None]  # (K, C)
+    best = torch.stack([scores(noises).sum(0) for noises in grid]).argmax(0)
+    noises, noise = grid.gather(0, best[None])[0], float(posterior.noise_variance or 0.0)
+    better = surely_better(scores(noises).sum(-1) - (outputs - 1) / len(squares), scores(noise).sum(-1), SURE)
+    if not better or not (noises > 0).all():
+        return posterior
+    log.info("Held-out data show noise variances of the outputs from %.3g to %.3g", noises.min(), noises.max())
+    return replace(posterior, likelihood=replace(likelihood, noise_ratios=tuple((noises / noise).tolist())))
+
+
+def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
+    """Warns if a constant for each logit improves the held-out log likelihood, which no temperature can do.
+
+    Twice the gain of all samples must exceed 10 + 3 C, which chance does not reach. Outputs with positions are not
+    looked at. Cost: a forward pass.
+    """
+    likelihood, tangent = posterior.likelihood.plain, posterior.tangent
+    if likelihood.activation is None or tangent.outputs > SHIFTED_OUTPUTS or tangent.positions.several:
+        return
+    pairs = [batches.split(batch, tangent.device) for batch in loader]
+    logits, labels = torch.cat([tangent.outputs_of(x).double() for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    counted = likelihood.labelled(labels)
+    logits, labels = (logits, labels) if counted is None else (logits[counted], labels[counted])
+
+    def score(point: Tensor) -> Tensor:
+        """Returns the mean log likelihood of `f e^s + b` at the point (s, b), with a penalty for absent classes."""
+        scores = likelihood.log_prob(logits * point[0].exp() + point[1:], labels)
+        return scores.mean() - point.square().sum() / (50 * len(labels))
+
+    start, most = logits.new_zeros(1 + tangent.outputs), [LARGEST_SHIFT] * (1 + tangent.outputs)
+    scaled = ascend(lambda point: score(torch.cat([point, start[1:]])), start[:1], [-LARGEST_SHIFT], [LARGEST_SHIFT])
+    best = ascend(score, start, [-bound for bound in most], most)
+    gain = float(score(best) - score(torch.cat([scaled, start[1:]])))
+    if gain > WORTHWHILE_SHIFT and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
+        shift = best[1:] / best[0].exp()
+        shift = shift - shift.mean() if likelihood.activation == "softmax" else shift
+        log.warning(
+            "A constant for each logit of %s gains %.2g nats per held-out sample, and validation= only divides the "
+            "logits. If it was trained on resampled data or with weights of labels, leave the weights out of the "
+            "likelihood, and write forward=lambda model, inputs: model(inputs) + torch.tensor(%s).",
+            type(tangent.model).__name__, gain, [round(value, 2) for value in shift.tolist()],
+        )  # fmt: skip
