@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -27,7 +28,7 @@ def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
     return z, (-0.5 * z.square()).softmax(0)
 
 
-def mixture_of(family: type[dist.Distribution], weights: Tensor, *parameters: Tensor) -> dist.Independent:
+def mixture_of(family: Callable[..., dist.Distribution], weights: Tensor, *parameters: Tensor) -> dist.Independent:
     """Returns a mixture for each output, batch shape (B,), event shape (C,), for parameters (S, B, C) of a family.
 
     The weights are (S, 1, 1).

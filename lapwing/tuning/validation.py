@@ -227,7 +227,8 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
 
     Cost: a pass over the held-out data, if there are several outputs and no ratios.
     """
-    likelihood, outputs = posterior.likelihood, posterior.tangent.outputs
+    likelihood: Any = posterior.likelihood
+    outputs = posterior.tangent.outputs
     if outputs == 1 or posterior.noise_fixed or getattr(likelihood, "noise_ratios", ()) is not None:
         return posterior
     parts = []
