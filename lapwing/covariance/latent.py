@@ -103,7 +103,10 @@ class Latent(Described):
 
     def without_impossible(self) -> Latent:
         """Returns the latent in which outputs of classes that cannot be follow the average of the other outputs."""
-        mask = possible(self.mean).to(self.mean)
+        mask = possible(self.mean)
+        if mask.all():
+            return self
+        mask = mask.to(self.mean)
         share = mask / mask.sum(-1, keepdim=True)
         move = torch.diag_embed(mask) + (1.0 - mask).unsqueeze(2) * share.unsqueeze(1)  # (B, C, C)
         return replace(self, terms=(DenseTerm(move @ self.covariance @ move.mT),))

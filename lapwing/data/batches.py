@@ -358,6 +358,5 @@ def check_rows(bad: Tensor, where: str) -> None:
         raise LapwingError(
             f"The outputs at {where} are NaN or infinite for {int(bad.sum())} of {len(bad)} samples (first: sample "
             f"{int(bad.nonzero()[0])}). A trained network gives finite outputs: check its weights and the scale of the "
-            "inputs, or run it in float32 with model.float(). If -inf marks classes that cannot be, begin the training "
-            "data with a sample that has such a class."
+            "inputs, or run it in float32 with model.float()."
         )

@@ -21,7 +21,6 @@ from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
 from ..likelihoods import Likelihood, Link
 from ..network.entry import outside_modes
-from ..network.impossible import excluded_by
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Way
 from ..prediction.streamlined import Streamlined
@@ -91,12 +90,6 @@ def deploy(
         raise LapwingError(
             f"The outputs of {type(posterior.model).__name__} have positions, and a deployed network returns one row "
             "per input. Predict with posterior.predict(x), or with via=lw.Streamlined()."
-        )
-    excluding = excluded_by(posterior.tangent.forward)
-    if excluding is not None and excluding.axis is not None:
-        raise LapwingError(
-            f"Some classes of {type(posterior.model).__name__} cannot be, and a deployed network does not leave them "
-            "out of the average over classes. Predict with posterior.predict(x), or with via=lw.Streamlined()."
         )
     streamlined, factor, linearised = _exported_way(via)
     check_choice("lw.deploy", "outputs", outputs, ("prediction", "latent"))

@@ -16,7 +16,9 @@ from ..covariance import Covariance
 from ..covariance.terms import DenseTerm, EigenTerm
 from ..data import batches
 from ..errors import LapwingError
+from ..linalg import possible
 from ..network.eager import without_compiled
+from ..network.logits import Logits, logits_of
 from ..prediction.streamlined import Streamlined
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments
@@ -72,7 +74,7 @@ def trace(
         if not graph.accepts(batches.take(inputs, slice(0, 1))):
             raise _one_size(tangent)
         program = _program(tangent, covariance, graph, via, inputs)
-        run = Run(program, inputs, observe, centred, tangent.dtype)
+        run = Run(program, inputs, observe, centred, tangent.dtype, logits_of(tangent.forward))
         if linearised:
             _check_last_layer(program, run, tangent)
         with quiet():
@@ -161,16 +163,21 @@ class Run(nn.Module):
         observe: function from moments to results.
         centred: whether it reads the variances of centred outputs.
         dtype: dtype of the moments that `observe` gets.
+        logits: replaces logits of classes that cannot be, or None.
 
     Attributes:
         complete: whether the program computes the covariances of the outputs.
     """
 
-    def __init__(self, program: Program, inputs: Any, observe: Observe, centred: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, program: Program, inputs: Any, observe: Observe, centred: bool, dtype: torch.dtype, logits: Logits | None
+    ) -> None:
         super().__init__()
         samples, fixed = batches.size(inputs), dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
-        end, head, steps = _end(program), None, []
+        outputs = program.graph.run(inputs)[program.graph.output]
+        masked = logits is not None and not possible(outputs).all()  # then averages need covariances
+        end, head, steps = () if masked else _end(program), None, []
         for step in program.schedule.steps:
             name = step.node.name
             if end and step is end[0]:
@@ -180,7 +187,7 @@ class Run(nn.Module):
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        self.program, self.observe, self.dtype = program, observe, dtype
+        self.program, self.observe, self.dtype, self.logits = program, observe, dtype, logits
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
         self.complete = head is not None or values[program.graph.output].covariance is not None
 
@@ -195,7 +202,7 @@ class Run(nn.Module):
         for step in self.steps:
             values[step.node.name] = program.step(step, values, samples)
         if self.head is None:
-            mean, plain, centred = _whole(values[program.graph.output])
+            mean, plain, centred = _whole(values[program.graph.output], self.logits)
         else:
             mean, spread = self.head(program.cast(self.head.source, values[self.head.source]))
             for step in self.end[1:]:
@@ -216,11 +223,17 @@ def _end(program: Program) -> tuple[Step, ...]:
     return end if end and plain else ()
 
 
-def _whole(output: Moments) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns means, variances and centred variances of a program's output."""
+def _whole(output: Moments, logits: Logits | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns means, variances, and variances minus the average over classes that can be, of a program's output."""
     matrix = output.covariance
     term = EigenTerm(None, output.variance) if matrix is None else DenseTerm(matrix, output.centred)
-    return output.mean, term.variance(), term.centred_variance()
+    mean, variance = output.mean, term.variance()
+    if logits is None or logits.activation == "sigmoid":
+        return mean if logits is None else logits.finite(mean), variance, term.centred_variance()
+    mask = possible(mean).to(variance)
+    share = mask / mask.sum(-1, keepdim=True)
+    rows = variance * share if matrix is None else (matrix @ share[..., None])[..., 0]
+    return logits.finite(mean), variance, mask * (variance - 2 * rows + (rows * share).sum(-1, keepdim=True))
 
 
 def _exported(run: Run, inputs: Any, graph: Graph) -> ExportedProgram:

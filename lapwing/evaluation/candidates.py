@@ -21,7 +21,7 @@ from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.prediction_at_positions import predicted
 from ..network.calling import shaped_outputs
-from ..network.impossible import EXCLUDED
+from ..network.logits import Logits
 from ..network.positions import Positions
 from ..posterior import Posterior
 from ..prediction import Way
@@ -111,7 +111,7 @@ def _network(
         layout = Positions.of(outputs.shape, None, None) if positions is None or outputs.ndim == 2 else positions
         rows = layout.rows(outputs)
         if likelihood.activation is not None:
-            rows = rows.clamp_min(EXCLUDED)  # -inf marks a class that cannot be
+            rows = Logits(None, likelihood.activation).finite(rows)
         batches.check_outputs(rows, "a batch of compare")
         places = layout.places(len(outputs), layout.sizes(outputs.shape))
         return predicted(likelihood, LatentAtPositions(without_spread(rows), places), None, None)

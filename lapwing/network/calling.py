@@ -15,6 +15,7 @@ from ..errors import LapwingError, is_out_of_memory
 from ..jacobian.plain_functions import transformed
 from .entry import network_precision
 from .invoke import invoke
+from .logits import logits_of, users
 from .module_state import modules_of, preserved_state
 from .positions import Positions
 
@@ -113,10 +114,11 @@ def shaped_outputs(
             "output for each sample.",
             f"it returns {describe(out)}",
         )
+    logits = logits_of(forward)
     positioned = isinstance(out, Tensor) and out.is_floating_point() and 3 <= out.ndim <= 5
     if positioned and out.shape[0] == size(inputs):
         if isinstance(forward, Positions):
-            return out
+            return out if logits is None else logits.finite(out, forward.axis)
         raise _with_positions(model, out)
     if not positioned and (not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point()):
         found = describe(returned)
@@ -140,7 +142,7 @@ def shaped_outputs(
             f"{JOINED if out.shape[0] < size(inputs) and several else line}",
             f"its outputs have the shape {reason}",
         )
-    return out
+    return out if logits is None else logits.finite(out)
 
 
 def state_kept(model: nn.Module, inputs: Any, forward: Forward | None, tolerance: Tensor) -> list[str] | None:
@@ -152,7 +154,7 @@ def state_kept(model: nn.Module, inputs: Any, forward: Forward | None, tolerance
         before = {module: dict(vars(module)) for _, module in modules_of(model)}
         with torch.enable_grad() if model in _DIFFERENTIATING else nullcontext():
             first, second = (output_tensor(invoke(model, inputs, forward)) for _ in range(2))
-        if first.shape == second.shape and bool((first - second).abs().max() <= tolerance):
+        if first.shape == second.shape and torch.allclose(first, second, rtol=0.0, atol=float(tolerance)):
             return None
         paths = {prefix: (vars(module), before[module]) for prefix, module in modules_of(model) if module in before}
         return [prefix + name for prefix, (now, old) in paths.items() for name in now if now[name] is not old.get(name)]
@@ -232,7 +234,7 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
 
 def _how_called(inputs: Any, forward: Forward | None, name: str = "x") -> str:
     """Returns the call of the network as code; `name` is a tensor's name."""
-    if (forward.forward if isinstance(forward, Positions) else forward) is not None:
+    if users(forward) is not None:
         return "forward(model, inputs)"
     if isinstance(inputs, Mapping):
         return "model(**inputs)"

@@ -26,7 +26,6 @@ from ..linalg import accumulation_dtype
 from .calling import CallRefused, call, state_kept
 from .eager import RandomCalls, real, without_compiled
 from .functional import FirstCall, first_call
-from .impossible import check_possible
 from .output_layers import output_layers
 from .recording_plan import Coverage, RecordingPlan, planned
 from .selection import LastLayer, Predicate, select, with_entries
@@ -58,7 +57,6 @@ def probe(
     forward: Forward | None,
     max_numbers: int,
     warn: bool = True,
-    activation: str | None = None,
 ) -> tuple[tuple[Block, ...], RecordingPlan, Coverage, int]:
     """Surveys a network on a few samples.
 
@@ -70,18 +68,16 @@ def probe(
         forward: function that calls the network, or None.
         max_numbers: maximum number of entries built for a strip of positions, in addition to the activations.
         warn: whether to warn of idle parameters.
-        activation: function from outputs to probabilities, "softmax" or "sigmoid"; None if there is none.
 
     Returns:
         The blocks, the plan that reads recordings, the coverage report, and C.
 
     Raises:
-        ImpossibleClasses: if outputs are logits, some classes cannot be, and `forward` does not replace them.
         LapwingError: if no parameter is selected, or if outputs change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
     try:
-        names, recording, first = _recorded(model, few, forward, parameters, params, warn, activation)
+        names, recording, first = _recorded(model, few, forward, parameters, params, warn)
         outputs = recording.outputs
         _check_repeatable(model, few, forward, outputs.detach())
     except CallRefused as error:
@@ -123,14 +119,12 @@ def _recorded(
     parameters: dict[str, Tensor],
     params: Predicate | LastLayer,
     warn: bool,
-    activation: str | None,
 ) -> tuple[tuple[str, ...], Recording, FirstCall | None]:
     """Returns the names of the parameters to treat, a recording, and the call that found the last layer (or None)."""
     names = () if isinstance(params, LastLayer) else select(params, parameters, type(model).__name__)
     watched = {name: value for name, value in parameters.items() if not value.is_complex()}  # layers are real
     frozen = [watched[name] for name in names if name in watched and not watched[name].requires_grad]
     recording = run_spread(model, few, forward, watched, frozen)
-    check_possible(recording.shaped, forward, activation)
     batches.check_outputs(recording.outputs, "the first batch")
     if not isinstance(params, LastLayer):
         return names, recording, None

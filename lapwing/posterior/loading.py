@@ -129,7 +129,7 @@ def _rebuilt(
     statistics = {name: placed(value, device) for name, value in part("statistics/").items()}
     likelihood = _likelihood(path, header["likelihood"], likelihood)
     return Posterior(
-        tangent, covariance, likelihood, prior, statistics,
+        tangent.of_logits(likelihood.activation), covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], MethodInfo.from_json(header["method"]),
         given["noise_variance"], Stamp.of(tangent.state()), part("history/"),
         tuple(map(tuple, header.get("columns", ()))),

@@ -14,7 +14,6 @@ from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..network.eager import parameters_of
 from ..network.gate import checked_memory, checked_network
-from ..network.impossible import PossibleClasses, excluded_by
 from ..network.positions import Positions
 from ..network.recording_plan import Coverage, RecordingPlan
 from .tangent import Tangent
@@ -34,9 +33,6 @@ def to_json(tangent: Tangent) -> dict[str, Any]:
     """Returns all fields except the network and the memory budget, as JSON."""
     data = {"blocks": [asdict(b) for b in tangent.blocks], "plan": tangent.plan.to_json(), "outputs": tangent.outputs,
             "reasons": [line.reason for line in tangent.coverage.lines]}  # fmt: skip
-    excluding = excluded_by(tangent.forward)
-    if excluding is not None:
-        data["excluded"] = {"axis": excluding.axis}
     if tangent.positions.several:
         data["positions"] = tangent.positions.to_json()
     return data
@@ -46,8 +42,6 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
     """Rebuilds the tangent without running the network; raises if a parameter is missing or has another shape."""
     memory, model = checked_memory(memory), checked_network(model)
     named = parameters_of(model)
-    if "excluded" in data:
-        forward = PossibleClasses(forward, data["excluded"]["axis"])
     if "positions" in data:
         forward = Positions.from_json(data["positions"], forward)
     blocks = tuple(Block.from_json(block) for block in data["blocks"])

@@ -25,7 +25,7 @@ from ..network.eager import native, own_parameters, parameters_of, without_compi
 from ..network.entry import outside_modes
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
-from ..network.impossible import ImpossibleClasses, PossibleClasses
+from ..network.logits import as_logits, users
 from ..network.positions import Places, Positions
 from ..network.probe import probe
 from ..network.recording_plan import Coverage, RecordingPlan, Uses
@@ -104,28 +104,31 @@ class Tangent:
         check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
-        surveyed = None
-        while surveyed is None:
-            try:
-                surveyed = probe(model, parameters, inputs, params, forward, memory // 16, warn, activation)
-            except OutputsWithPositions as error:
-                shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
-                forward = Positions.of(error.shape, shape, forward)
-            except ImpossibleClasses as error:
-                forward = error.forward
+        forward = forward if activation is None else as_logits(forward, activation)
+        try:
+            surveyed = probe(model, parameters, inputs, params, forward, memory // 16, warn)
+        except OutputsWithPositions as error:
+            shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
+            forward = Positions.of(error.shape, shape, forward)
+            surveyed = probe(model, parameters, inputs, params, forward, memory // 16, warn)
         check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, *surveyed, memory)
         if isinstance(forward, Positions):
             tangent = tangent._at_positions(forward, inputs)
         if warn:
             tangent._warn_of_memory()
-        return tangent
+        return tangent if activation is None else tangent.of_logits(activation)
 
     def _at_positions(self, forward: Positions, inputs: Any) -> Tangent:
         """Returns the tangent with C outputs per position. A run finds out whether the treated layer gives them."""
         few = batches.take(inputs, slice(0, 2))
         direct = direct_use(self, *self.recording(Checked(few, batches.size(few)))) is not None
         return replace(self, forward=replace(forward, direct=direct), outputs=forward.outputs)
+
+    def of_logits(self, activation: str | None) -> Tangent:
+        """Returns the tangent of a network with logits, whose calls replace those of classes that cannot be."""
+        direct = self.plan.last >= 0 or self.positions.direct
+        return replace(self, forward=as_logits(self.forward, None if direct else activation, looks=False))
 
     @property
     def size(self) -> int:
@@ -186,10 +189,7 @@ class Tangent:
     @property
     def users_forward(self) -> Forward | None:
         """The function that the user passed, or None."""
-        forward = self.forward
-        while isinstance(forward, (Positions, PossibleClasses)):
-            forward = forward.forward
-        return forward
+        return users(self.forward)
 
     @property
     def width(self) -> int:

@@ -290,15 +290,66 @@ def test_classes_that_cannot_be_in_files_comparisons_and_other_shapes(tmp_path):
         lw.fit(model, (x, torch.randn(20, 8)), lw.KFAC(), forward=forward)
 
 
-def test_streamlined_leaves_out_classes_that_cannot_be():
-    """It equals the same calls without such classes; a deployed network has no link that leaves them out."""
+def test_streamlined_and_deployed_networks_leave_out_classes_that_cannot_be():
+    """They equal the same calls without such classes."""
     torch.manual_seed(0)
     model, x, y = torch.nn.Linear(4, 3).eval(), torch.randn(30, 4), torch.arange(30) % 3
-    fits = [
-        lw.fit(model, (x, y + n * (y > 0)), lw.KFAC(), prior_precision=1.0, forward=of_three_classes(n, -1e4))
-        for n in (0, 12)
-    ]
-    alone, masked = (fit.predict(x, via=lw.Streamlined()).probs for fit in fits)
-    torch.testing.assert_close(masked[:, [0, 13, 14]], alone, rtol=0.0, atol=1e-5)
-    with pytest.raises(LapwingError, match="cannot be"):
-        lw.deploy(fits[1], x)
+
+    def fitted(value):
+        forward = lambda model, x: torch.nn.functional.pad(model(x), (0, 12), value=value)  # noqa: E731
+        return lw.fit(model, (x, y), lw.Diagonal(), prior_precision=1.0, forward=forward)
+
+    alone = lw.fit(model, (x, y), lw.Diagonal(), prior_precision=1.0)
+    for found in (lambda fit: fit.predict(x, via=lw.Streamlined()).probs, lambda fit: lw.deploy(fit, x)(x)):
+        for value in (-1e4, -math.inf):
+            torch.testing.assert_close(found(fitted(value))[:, :3], found(alone), rtol=0.0, atol=1e-5)
+
+
+def masked_bias(value=-1e4):
+    """A network whose last bias rules out two of five classes, and the same network without these."""
+    whole, fewer = torch.nn.Linear(4, 5), torch.nn.Linear(4, 3)
+    with torch.no_grad():
+        whole.bias[3:] = value
+        fewer.weight.copy_(whole.weight[:3])
+        fewer.bias.copy_(whole.bias[:3])
+    return whole.eval(), fewer.eval()
+
+
+def test_a_deployed_last_layer_whose_bias_rules_out_classes():
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 4), torch.arange(30) % 3
+    whole, fewer = (lw.fit(one, (x, y), lw.Diagonal(), prior_precision=1.0) for one in masked_bias())
+    expected = lw.deploy(fewer, x)(x)
+    torch.testing.assert_close(lw.deploy(whole, x)(x)[:, :3], expected, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(whole.predict(x).probs[:, :3], fewer.predict(x).probs, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [-1e4, -math.inf])
+def test_masks_that_the_first_samples_do_not_show(value):
+    """Each sample has its own mask, and the first batch has none: predictions are those of smaller networks."""
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(4, 3).eval(), torch.randn(20, 4), torch.arange(20) % 2
+    allowed = torch.ones(20, 3, dtype=torch.bool)
+    allowed[10:, 2] = False
+
+    def forward(model, inputs):
+        return model(inputs[0]).masked_fill(~inputs[1], value)
+
+    loader = [(x[:10], allowed[:10], y[:10]), (x[10:], allowed[10:], y[10:])]
+    posterior = lw.fit(model, loader, lw.Full(), prior_precision=1.0, forward=forward)
+    latent = posterior.latent((x, torch.ones_like(allowed)))
+    two = lw.likelihoods.Categorical().predict(
+        lw.covariance.Latent(latent.mean[10:, :2], (DenseTerm(latent.covariance[10:, :2, :2]),))
+    )
+    probs = posterior.predict((x, allowed)).probs
+    torch.testing.assert_close(probs[10:, :2], two.probs, rtol=0.0, atol=1e-5)
+    assert probs[10:, 2].max() == 0
+    every = torch.cat([posterior.predict((x[i : i + 1], allowed[i : i + 1])).probs for i in range(20)])
+    torch.testing.assert_close(every, probs, rtol=0.0, atol=1e-6)
+
+
+def test_an_infinite_logit_is_no_class_that_cannot_be():
+    model = torch.nn.Linear(4, 3).eval()
+    forward = lambda model, x: torch.cat([model(x), torch.full((len(x), 1), math.inf)], 1)  # noqa: E731
+    with pytest.raises(LapwingError, match="NaN or infinite"):
+        lw.fit(model, (torch.randn(8, 4), torch.arange(8) % 4), lw.KFAC(), forward=forward)

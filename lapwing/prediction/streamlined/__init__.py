@@ -23,7 +23,7 @@ from ...errors import LapwingError
 from ...linalg import is_finite
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
-from ...network.impossible import excluded_by
+from ...network.logits import logits_of
 from ...network.refusals import check_layers
 from ...network.tracing import wants_gradient
 from ...tangent import Tangent
@@ -173,6 +173,9 @@ class Streamlined(Way):
                 means.append(mean)
                 parts.append([term])
         mean, (term,) = torch.cat(means), concatenate(parts)  # of (B, C)
+        logits = logits_of(tangent.forward)
+        mean = mean.reshape(term.variance().shape)
+        mean = mean if logits is None else logits.finite(mean)
         batches.check_outputs(mean, "these inputs")
         if not all(map(is_finite, term.rows)):
             raise LapwingError(
@@ -180,9 +183,9 @@ class Streamlined(Way):
                 "infinite: this posterior is so wide that they overflow between the layers. Use a larger prior "
                 "precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
             )
-        mean = mean.to(tangent.dtype).reshape(term.variance().shape)
-        latent, excluding = Latent(mean, (term.to(mean),)), excluded_by(tangent.forward)
-        return latent if excluding is None or excluding.axis is None else latent.without_impossible()
+        mean = mean.to(tangent.dtype)
+        latent = Latent(mean, (term.to(mean),))
+        return latent if logits is None or logits.activation == "sigmoid" else latent.without_impossible()
 
     def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_layers(tangent.model)

@@ -22,6 +22,7 @@ from ...data import batches
 from ...data.batches import Forward
 from ...errors import LapwingError
 from ...network.calling import call
+from ...network.logits import as_logits
 from ...network.module_state import modules_of
 from ...tangent import Tangent
 from ..uncertain import leaves_of
@@ -141,7 +142,7 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
     example = batches.take(inputs, slice(0, tangent.chunk_length(1)))
     if batches.size(example) == 1:  # torch.export fixes a length of one
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
-    wrapped = _Outputs(tangent.model, tangent.forward)
+    wrapped = _Outputs(tangent.model, as_logits(tangent.forward, None))
     wrapped.training = tangent.model.training  # train() would reach into the network
     failure: BaseException | None = None
     for dynamic in (True, False):
@@ -267,10 +268,11 @@ def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
         copy = pytree.tree_map(
             lambda x: x.clone() if isinstance(x, Tensor) else x, inputs
         )  # the network may write to its inputs
-        expected = call(tangent.model, copy, tangent.forward)
+        expected = call(tangent.model, copy, as_logits(tangent.forward, None))
         outputs = graph.run(inputs)[graph.output]
-    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * expected.abs().max().clamp_min(1.0)
-    return outputs.shape == expected.shape and bool((outputs - expected).abs().max() <= tolerance)
+    size = expected.masked_fill(expected == -torch.inf, 0.0).abs().max().clamp_min(1.0)
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(size)
+    return outputs.shape == expected.shape and torch.allclose(outputs, expected, rtol=0.0, atol=tolerance)
 
 
 # ---- heads that are applied at every position, of which one is read
