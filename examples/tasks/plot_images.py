@@ -44,20 +44,15 @@ images, labels = test[:]
 prediction = posterior.predict(images)
 with torch.no_grad():
     probs = model(images).softmax(1)
-print(
-    f"network:   NLL {nn.functional.nll_loss(probs.log(), labels):.3f}, accuracy {(probs.argmax(1) == labels).float().mean():.3f}"
-)
-print(
-    f"posterior: NLL {-prediction.log_prob(labels).mean():.3f}, the same classes: {bool((prediction.probs.argmax(1) == probs.argmax(1)).all())}"
-)
+alone = nn.functional.nll_loss(probs.log(), labels)
+print(f"NLL: network {alone:.3f}, lapwing {-prediction.log_prob(labels).mean():.3f}")
+print("the same classes:", bool((prediction.probs.argmax(1) == probs.argmax(1)).all()))
 
 # %%
 # Points on the diagonal are calibrated. The network lies below it: it is too sure.
 
-figure, axes = plt.subplots(1, 2, figsize=(9, 4))
-plots.reliability_diagram(probs, labels, ax=axes[0]).set_title("network")
-plots.reliability_diagram(prediction, labels, ax=axes[1]).set_title("lapwing")
-plt.tight_layout()
+ax = plots.reliability_diagram(probs, labels, **plots.NETWORK)
+plots.reliability_diagram(prediction, labels, ax)
 plt.show()
 
 # %%

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
+from lapwing.evaluation import plots
 
 torch.manual_seed(0)
 LENGTH, WORDS = 12, 300
@@ -75,16 +76,16 @@ train(model, *texts(2000), steps=150, rate=1e-2)  # pretraining
 # %%
 # Fine-tuning, then the posterior
 # -------------------------------
-# The moods have changed. Freeze everything, add LoRA to queries and values, and train on 300 new texts.
+# The moods have changed. Freeze everything, add LoRA to queries and values, and train on 600 new texts.
 
 mood = mood * (torch.rand(WORDS) > 0.3)
 model.requires_grad_(False)
 model.query, model.value = LoRA(model.query), LoRA(model.value)
-batch, labels = texts(300)
-train(model, batch, labels, steps=200, rate=1e-2)
+batch, labels = texts(600)
+train(model, batch, labels, steps=80, rate=5e-3)
 model.eval()
 
-posterior = lw.fit(model, [(batch, labels)], validation=[texts(200)])
+posterior = lw.fit(model, [(batch, labels)], validation=[texts(300)])
 print(posterior.method, list(posterior.tangent.parameters))
 
 test, answers = texts(1000)
@@ -96,14 +97,10 @@ print(
 )
 
 # %%
-# Confidence before and after: the network is sure of nearly every text, right or wrong.
+# Stated probabilities against observed frequencies: the network lies below the diagonal, which means overconfident.
 
-bins = torch.linspace(0.5, 1, 21)
-plt.hist(logits.softmax(1).amax(1), bins, alpha=0.6, color="#D55E00", label="network")
-plt.hist(prediction.confidence, bins, alpha=0.6, color="#0072B2", label="lapwing")
-plt.xlabel("confidence")
-plt.ylabel("texts")
-plt.legend()
+ax = plots.reliability_diagram(logits.softmax(1), answers, **plots.NETWORK)
+plots.reliability_diagram(prediction, answers, ax)
 plt.show()
 
 # %%
