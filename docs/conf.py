@@ -42,6 +42,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples/tasks",
     "gallery_dirs": "tasks",
     "filename_pattern": "plot_",
+    "within_subsection_order": "ExampleTitleSortKey",
     "plot_gallery": os.environ.get("GALLERY", "") == "1",
     "download_all_examples": False,
     "show_memory": False,

@@ -92,9 +92,8 @@ test, answers = texts(1000)
 prediction = posterior.predict(test)
 with torch.no_grad():
     logits = model(**test)
-print(
-    f"NLL: network {nn.functional.cross_entropy(logits, answers):.3f}, lapwing {-prediction.log_prob(answers).mean():.3f}"
-)
+alone = nn.functional.cross_entropy(logits, answers)
+print(f"NLL: network {alone:.3f}, lapwing {-prediction.log_prob(answers).mean():.3f}")
 
 # %%
 # Stated probabilities against observed frequencies: the network lies below the diagonal, which means overconfident.
