@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .environment import versions
 from .errors import LapwingError
-from .fitting import fit, plan
+from .fitting import fit, mixture, plan
 from .likelihoods import (
     Bernoulli,
     Categorical,
@@ -82,6 +82,6 @@ __all__ = [
     "MonteCarlo", "NaturalGradient", "OptimalSubspace", "Poisson", "Posterior", "Probit", "Quadrature",
     "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined", "SubsetOfData", "SubsetOfWeights",
     "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare", "coverage", "deploy",
-    "evaluation", "everything", "fit", "last_layer", "load", "matching", "plan", "propagate", "scale_factor",
+    "evaluation", "everything", "fit", "last_layer", "load", "matching", "mixture", "plan", "propagate", "scale_factor",
     "versions",
 ]  # fmt: skip

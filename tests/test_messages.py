@@ -43,6 +43,7 @@ ODD: dict[str, Any] = {
 NETWORK = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
 POSTERIOR = lw.fit(NETWORK, [(X, Y)], prior_precision=1.0)
 FACTORS = lw.fit(NETWORK, [(X, Y)], lw.KFAC(), prior_precision=1.0)
+MIXTURE = lw.mixture([POSTERIOR, FACTORS])
 REAL = torch.randn(8, 3)
 REGRESSION = lw.fit(NETWORK, [(X, REAL)], prior_precision=1.0)
 SNAPSHOTS = lw.SWAG.collector(NETWORK)
@@ -57,6 +58,9 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (lw.fit, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.plan, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.load, {"path": "nowhere.safetensors", "model": NETWORK}),
+    (lw.mixture, {"posteriors": [POSTERIOR, FACTORS], "validation": [(X, Y)]}),
+    (MIXTURE.predict, {"x": X}),
+    (MIXTURE.save, {"folder": "nowhere/at/all"}),
     (lw.coverage, {"model": NETWORK, "batch": X}),
     (lw.compare, {"posteriors": {"one": POSTERIOR}, "loader": [(X, Y)], "repeats": 1}),
     (lw.propagate, {"model": NETWORK, "inputs": lw.Uncertain(X, 0.1)}),
@@ -88,7 +92,7 @@ NEEDED: dict[Any, dict[str, Any]] = {
     lw.EarlyStopping: {"loader": [(X, Y)]}, lw.Scaled: {"via": lw.Linearized(), "factor": 1.0},
     lw.InducingPoints: {"inputs": X},
 }  # fmt: skip
-PATHS = {"path", "checkpoint"}
+PATHS = {"path", "folder", "checkpoint"}
 """Arguments of which messages show the text."""
 
 WITHOUT_ARGUMENTS = {"versions"}
@@ -105,7 +109,7 @@ COUNTS = {"draws", "nodes", "points", "prefixes", "ranks", "repeats", "samples",
 def cases(slow: tuple[Any, ...] = ()) -> Iterator[Any]:
     for call, valid in [*CALLS, *((option, NEEDED.get(option, {})) for option in OPTIONS)]:
         parameters = inspect.signature(call).parameters.values()
-        named = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+        named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         marks = [pytest.mark.slow] if call in slow else []
         yield pytest.param(call, valid, named, id=call.__qualname__, marks=marks)
 

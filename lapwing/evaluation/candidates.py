@@ -17,6 +17,7 @@ from ..data import batches
 from ..data.data import Data
 from ..data.frames import Columns
 from ..errors import LapwingError
+from ..fitting import Mixture
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.prediction_at_positions import predicted
@@ -26,7 +27,7 @@ from ..network.positions import Positions
 from ..posterior import Posterior
 from ..prediction import Way
 
-Candidate = Posterior | nn.Module | tuple[Posterior, Way]
+Candidate = Posterior | Mixture | nn.Module | tuple[Posterior | Mixture, Way]
 
 NETWORK = "network"
 """Name of the row of the network alone, if it is no candidate."""
@@ -57,8 +58,7 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
     The network alone is the first candidate that is a network. If there is none, the network of most posteriors is
     added as the first row.
     """
-    around = {name: c[0] if isinstance(c, tuple) else c for name, c in posteriors.items()}
-    fitted = [posterior for posterior in around.values() if isinstance(posterior, Posterior)]
+    fitted = [posterior for candidate in posteriors.values() for posterior in posteriors_in(candidate)]
     models = [id(posterior.model) for posterior in fitted]
     main = fitted[models.index(max(models, key=models.count))] if fitted else None
     likelihood = _with_noise(main) if main else _likelihood(data)
@@ -75,12 +75,17 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
             run = torch.no_grad()(partial(shaped_outputs, candidate, forward=layout))
             rows[name] = _network(run, likelihood, device, positions, columns)
         else:
-            posterior, way = candidate if isinstance(candidate, tuple) else (candidate, None)
+            one, way = candidate if isinstance(candidate, tuple) else (candidate, None)
+            posterior = posteriors_in(one)[0]
             tangent = posterior.tangent
-            rows[name] = Row(
-                partial(posterior.predict, via=way), tangent.outputs_of, tangent.device, None, posterior.columns
-            )
+            rows[name] = Row(partial(one.predict, via=way), tangent.outputs_of, tangent.device, None, posterior.columns)
     return rows, base
+
+
+def posteriors_in(candidate: Candidate) -> tuple[Posterior, ...]:
+    """Returns the posterior of a candidate, or the members of a mixture; () for a network."""
+    one = candidate[0] if isinstance(candidate, tuple) else candidate
+    return one.members if isinstance(one, Mixture) else (one,) if isinstance(one, Posterior) else ()
 
 
 def _with_noise(posterior: Posterior) -> Likelihood:

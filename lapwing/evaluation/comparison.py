@@ -15,11 +15,12 @@ from ..data.data import Data
 from ..data.frames import as_inputs, ordered
 from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, extra, shown
+from ..fitting import Mixture
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
 from ..prediction import Way
-from .candidates import Candidate, rows_of
+from .candidates import Candidate, posteriors_in, rows_of
 from .evaluated import SCORES, Evaluated, Predictions, by_halves, evaluated
 
 Score = Literal["mutual_information", "entropy", "confidence"]
@@ -131,7 +132,8 @@ def compare(
     the 90 % interval, also for each quarter of the predicted means.
 
     Args:
-        posteriors: name -> a posterior, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or a network.
+        posteriors: name -> a posterior, a mixture, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or
+            a network.
         loader: held-out data in any form that `lw.fit` accepts; data that tuned nothing.
         foreign: name -> out-of-distribution inputs, a loader or a tensor. Each set has the columns "name: AUROC by MI"
             and "name: AUROC by entropy": how well mutual information and entropy separate it from the held-out inputs.
@@ -165,8 +167,7 @@ def compare(
     _check(posteriors, score, repeats, fit_seconds)
     check_flag("compare", "sample_weights", sample_weights)
     first = next(iter(posteriors.values()))
-    around = first[0] if isinstance(first, tuple) else first
-    network = around.model if isinstance(around, Posterior) else around
+    network: Any = next((posterior.model for posterior in posteriors_in(first)), first)
     data = Data(loader, network, sample_weights)
     batches.check_loader(data.loader, "compare")
     sets = _foreign_sets(foreign, data, network)
@@ -237,8 +238,8 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
             raise LapwingError(f"A name of the posteriors is {shown(name)}. Pass a dict with strings as keys.")
         pair = isinstance(candidate, tuple) and len(candidate) == 2
         if not (
-            isinstance(candidate, (Posterior, nn.Module))
-            or (pair and isinstance(candidate[0], Posterior) and isinstance(candidate[1], Way))
+            isinstance(candidate, (Posterior, Mixture, nn.Module))
+            or (pair and isinstance(candidate[0], (Posterior, Mixture)) and isinstance(candidate[1], Way))
         ):
             raise LapwingError(
                 f"The candidate {shown(name)} of compare is {batches.describe(candidate)}. Pass a posterior, a pair "

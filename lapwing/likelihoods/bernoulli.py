@@ -240,7 +240,7 @@ class BernoulliPrediction(DiscretePrediction):
 
     def __repr__(self) -> str:
         inputs, outputs = self.log_odds.shape
-        return f"BernoulliPrediction({inputs} inputs, {outputs} outputs, link={self.link})"
+        return f"{type(self).__name__}({inputs} inputs, {outputs} outputs, link={self.link})"
 
 
 def _answers(logits: Tensor, targets: Tensor, pos_weight: tuple[float, ...] | None = None) -> Tensor:

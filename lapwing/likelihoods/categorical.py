@@ -309,7 +309,7 @@ class ClassPrediction(DiscretePrediction):
 
     def __repr__(self) -> str:
         inputs, classes = self.log_probs.shape
-        return f"ClassPrediction({inputs} inputs, {classes} classes, link={self.link})"
+        return f"{type(self).__name__}({inputs} inputs, {classes} classes, link={self.link})"
 
 
 def _check_targets(name: str, outputs: Tensor, targets: Tensor, ignored: int) -> None:

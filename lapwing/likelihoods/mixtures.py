@@ -160,6 +160,8 @@ class MixturePrediction(RealPrediction):
         marginal, std = self.components, self.std
         while isinstance(marginal, dist.Independent):
             marginal = marginal.base_dist
+        if isinstance(marginal, dist.MultivariateNormal):
+            marginal = dist.Normal(marginal.mean, marginal.stddev)
         if not bool(std.isfinite().all()):
             raise ValueError("no finite variance")
         widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))

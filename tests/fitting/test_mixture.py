@@ -1,0 +1,258 @@
+"""Ensembles against naive sums over members in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cache
+from statistics import NormalDist
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+
+SIZE = 40
+
+
+def data(kind: str, size: int = SIZE) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    noise = torch.randn(size, 3, generator=generator, dtype=torch.float64)
+    if kind == "categorical":
+        return x, (x[:, :3] + noise).argmax(1)
+    return x, (x[:, :3] + noise > 0).long() if kind == "bernoulli" else (x[:, :3].sin() + 0.3 * noise)
+
+
+LOSSES = {
+    "categorical": nn.functional.cross_entropy, "gaussian": nn.functional.mse_loss,
+    "bernoulli": nn.functional.binary_cross_entropy_with_logits,
+}  # fmt: skip
+
+
+@cache
+def trained(kind: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimiser, (x, y) = torch.optim.Adam(model.parameters(), 0.05), data(kind)
+    for _ in range(100):
+        optimiser.zero_grad()
+        LOSSES[kind](model(x), y.double() if kind == "bernoulli" else y).backward()
+        optimiser.step()
+    return model.eval()
+
+
+@cache
+def member(kind: str, seed: int) -> lw.Posterior:
+    likelihood = lw.Gaussian(noise_variance=0.02) if kind == "gaussian" else kind
+    return lw.fit(trained(kind, seed), data(kind), lw.KFAC(), likelihood=likelihood, prior_precision=2.0)
+
+
+def members(kind: str, count: int = 3) -> list[lw.Posterior]:
+    return [member(kind, seed) for seed in range(count)]
+
+
+def entropy(p: torch.Tensor) -> torch.Tensor:
+    return -(p * p.log()).sum(-1)
+
+
+def test_classes_get_the_mean_of_the_members_probabilities():
+    each, (x, y) = members("categorical"), data("categorical", 30)
+    prediction, parts = lw.mixture(each).predict(x), [member.predict(x) for member in each]
+    probs = torch.stack([part.probs for part in parts])
+    torch.testing.assert_close(prediction.probs, probs.mean(0))
+    torch.testing.assert_close(prediction.log_prob(y), probs.mean(0)[torch.arange(30), y].log())
+    torch.testing.assert_close(prediction.entropy(), entropy(probs.mean(0)))
+    between, within = prediction.between_members(), prediction.within_members()
+    torch.testing.assert_close(prediction.entropy(), entropy(probs).mean(0) + between)
+    torch.testing.assert_close(within, torch.stack([part.mutual_information() for part in parts]).mean(0))
+    torch.testing.assert_close(prediction.mutual_information(), between + within)
+    assert float(between.min()) > 1e-5 < float(within.min())
+    assert "ClassMixture(30 inputs" in repr(prediction)
+
+
+def test_yes_or_no_gets_the_mean_of_the_members_probabilities():
+    each, (x, y) = members("bernoulli"), data("bernoulli", 30)
+    prediction = lw.mixture(each).predict(x)
+    parts = [member.predict(x) for member in each]
+    yes = torch.stack([part.probs for part in parts])
+    torch.testing.assert_close(prediction.probs, yes.mean(0))
+    of_both = entropy(torch.stack([yes, 1 - yes], -1)).sum(-1)  # (M, B)
+    torch.testing.assert_close(prediction.entropy(), of_both.mean(0) + prediction.between_members())
+    torch.testing.assert_close(prediction.log_prob(y), torch.where(y == 1, yes.mean(0), 1 - yes.mean(0)).log().sum(-1))
+    torch.testing.assert_close(
+        prediction.within_members(), torch.stack([part.mutual_information() for part in parts]).mean(0)
+    )
+
+
+@pytest.mark.parametrize("way", [None, lw.MonteCarlo(7)], ids=["gaussian", "weight draws"])
+def test_a_regression_is_the_mixture_of_the_members_gaussians(way):
+    each, (x, y) = members("gaussian"), data("gaussian", 30)
+    prediction = lw.mixture(each).predict(x, via=way)
+    parts = [member.predict(x, via=way) for member in each]
+    means = torch.stack([part.mean for part in parts])
+    torch.testing.assert_close(prediction.mean, means.mean(0))
+    torch.testing.assert_close(prediction.variance_between_members, means.var(0, correction=0))
+    within = torch.stack([part.epistemic_variance for part in parts]).mean(0)
+    torch.testing.assert_close(prediction.variance_within_members, within)
+    second = torch.stack([part.variance + part.mean.square() for part in parts]).mean(0)
+    torch.testing.assert_close(prediction.variance, second - means.mean(0).square())  # law of total variance
+    densities = torch.stack([part.log_prob(y) for part in parts]).exp()
+    torch.testing.assert_close(prediction.log_prob(y), densities.mean(0).log())
+    torch.testing.assert_close(prediction.distribution().log_prob(y), prediction.log_prob(y))
+    draws = prediction.sample(4000)
+    torch.testing.assert_close(draws.mean(0), prediction.mean, rtol=0, atol=0.12)
+    torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.3, atol=0)
+    low, high = prediction.interval(0.8)
+    for n, c in ((0, 0), (7, 2), (29, 1)):
+        for end, probability in ((low, 0.1), (high, 0.9)):
+            below = []
+            for part in parts:
+                draws = part.latent.draws
+                centres = part.mean[None] if draws is None else draws
+                variance = (part.variance if draws is None else part.aleatoric_variance)[n, c]
+                below += [NormalDist(float(m), float(variance.sqrt())).cdf(float(end[n, c])) for m in centres[:, n, c]]
+            assert sum(below) / len(below) == pytest.approx(probability, abs=1e-6)
+
+
+def test_missing_targets_do_not_count():
+    x, y = data("gaussian")
+    y[::3, 1] = torch.nan
+    each = [
+        lw.fit(trained("gaussian", k), (x, y), lw.KFAC(), likelihood=lw.Gaussian(missing=True), prior_precision=1.0)
+        for k in range(2)
+    ]
+    logs = lw.mixture(each).predict(x).log_prob(y)
+    naive = torch.stack([member.predict(x).log_prob(y) for member in each]).logsumexp(0) - math.log(2)
+    torch.testing.assert_close(logs, naive)
+    assert bool(logs.isfinite().all())
+
+
+class Tokens(nn.Module):
+    """Outputs (B, T, C)."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_positions_keep_their_shape(kind):
+    x = torch.randn(12, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = x[..., :3].argmax(-1) if kind == "categorical" else x[..., :3]
+    each = [lw.fit(Tokens(k).eval(), (x, y), lw.KFAC(), likelihood=kind, prior_precision=1.0) for k in range(3)]
+    prediction, parts = lw.mixture(each, (x, y)).predict(x), [member.predict(x) for member in each]
+    assert prediction.log_prob(y).shape == (12, 5)
+    if kind == "categorical":
+        assert prediction.probs.shape == (12, 5, 3)
+        assert prediction.between_members().shape == prediction.mutual_information().shape == (12, 5)
+        unscaled = lw.mixture(each).predict(x).probs
+        torch.testing.assert_close(unscaled, torch.stack([part.probs for part in parts]).mean(0))
+    else:
+        assert prediction.variance_between_members.shape == prediction.interval()[0].shape == (12, 5, 3)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian"])
+def test_validation_chooses_the_factor_of_highest_likelihood(kind):
+    each, held_out = members(kind), data(kind, 60)
+    chosen = lw.mixture(each, validation=held_out)
+    factor = (
+        chosen.members[0].noise_variance / each[0].noise_variance if kind == "gaussian"
+        else chosen.members[0].logit_temperature
+    )  # fmt: skip
+
+    def score(factor: float) -> float:
+        """The log likelihood of the mixture if y is Gaussian, or if logits are divided by a temperature."""
+        logs = []
+        for member in each:
+            latent = member.latent(held_out[0])
+            if kind == "gaussian":
+                covariance = factor * (latent.covariance + member.noise_variance * torch.eye(3))
+                logs.append(torch.distributions.MultivariateNormal(latent.mean, covariance).log_prob(held_out[1]))
+            else:
+                logs.append(member.likelihood.predict(latent.tempered(factor)).log_prob(held_out[1]))
+        return float(torch.stack(logs).logsumexp(0).mean())
+
+    assert 0.11 < factor < 9
+    assert abs(math.log10(factor)) > 0.02  # the held-out data do change it
+    best = score(factor)
+    assert all(best >= score(factor * 10**step) for step in (-0.03, -0.01, 0.01, 0.03))
+    assert all(one.method == other.method for one, other in zip(chosen.members, each, strict=True))
+    if kind == "gaussian":
+        x = held_out[0]
+        torch.testing.assert_close(
+            chosen.members[1].predict(x).variance, factor * each[1].predict(x).variance, rtol=1e-8, atol=0
+        )
+
+
+def test_plain_networks_are_members_without_spread():
+    x, y = data("categorical")
+    each = [lw.fit(trained("categorical", k), (x, y), lw.TemperatureScaling()) for k in range(4)]
+    prediction = lw.mixture(each, validation=(x, y)).predict(x)
+    assert float(prediction.within_members().abs().max()) < 1e-9
+    torch.testing.assert_close(prediction.mutual_information(), prediction.between_members())
+    real, target = data("gaussian")
+    certain = [lw.fit(trained("gaussian", k), (real, target), lw.Diagonal(), prior_precision=1e9) for k in range(4)]
+    prediction = lw.mixture(certain).predict(real)
+    assert bool((prediction.variance_within_members < 1e-3 * prediction.variance_between_members).all())
+
+
+def test_a_shuffled_loader_has_one_order_for_all_members():
+    x, y = data("gaussian")
+    mixture = lw.mixture(members("gaussian", 2))
+    dataset = torch.utils.data.TensorDataset(x, y)
+    torch.manual_seed(1)
+    shuffled = mixture.predict(torch.utils.data.DataLoader(dataset, 8, shuffle=True))
+    torch.testing.assert_close(shuffled.mean.sort(0).values, mixture.predict(x).mean.sort(0).values)
+    torch.testing.assert_close(mixture.predict(iter([x[:9], x[9:]])).mean, mixture.predict(x).mean)
+
+
+def test_a_mixture_is_saved_to_a_folder_and_loaded(tmp_path):
+    x = data("categorical")[0]
+    mixture = lw.mixture(members("categorical"), validation=data("categorical", 60))
+    mixture.save(tmp_path / "ensemble")
+    models = [copy.deepcopy(trained("categorical", k)) for k in range(3)]
+    files = sorted((tmp_path / "ensemble").iterdir())
+    assert [file.name for file in files] == ["member-0.safetensors", "member-1.safetensors", "member-2.safetensors"]
+    again = lw.mixture([lw.load(file, model) for file, model in zip(files, models, strict=True)])
+    torch.testing.assert_close(again.predict(x).probs, mixture.predict(x).probs)
+    assert again.members[1].logit_temperature == mixture.members[1].logit_temperature != 1
+    with pytest.raises(lw.LapwingError, match="other values than in the fit"):
+        lw.load(files[0], models[1])
+    with pytest.raises(lw.LapwingError, match="Pass the path of a new one"):
+        mixture.save(tmp_path / "ensemble")
+
+
+def test_members_that_do_not_fit_together_are_refused():
+    x, y = data("categorical")
+    first = members("categorical", 1)[0]
+    others = {
+        "bernoulli likelihoods of 3": members("bernoulli", 1)[0],
+        "of 5 outputs": lw.fit(nn.Linear(4, 5).eval(), (x.float(), y), prior_precision=1.0),
+    }
+    for text, other in others.items():
+        with pytest.raises(lw.LapwingError, match=f"categorical likelihoods of 3 outputs .*{text}.*same data"):
+            lw.mixture([first, other])
+    for wrong in ([first], first, [first, nn.Linear(4, 3)], None, []):
+        with pytest.raises(lw.LapwingError, match="Pass a list of at least two posteriors"):
+            lw.mixture(wrong)
+    counts = lw.fit(trained("gaussian", 0), (x, y[:, None].expand(-1, 3)), likelihood="poisson", prior_precision=1.0)
+    with pytest.raises(lw.LapwingError, match=r"poisson likelihoods.*lw.Categorical\(\)"):
+        lw.mixture([counts, counts])
+    real = lw.mixture(members("gaussian", 2))
+    with pytest.raises(lw.LapwingError, match="may select different outputs"):
+        real.predict(x, via=lw.Linearized(outputs=2))
+
+
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_compare_has_a_row_for_a_mixture(kind):
+    each, (x, y) = members(kind, 2), data(kind, 30)
+    mixture = lw.mixture(each)
+    table = lw.compare({"mixture": mixture, "one": each[0]}, [(x[:20], y[:20]), (x[20:], y[20:])], {"far": 9 * x})
+    assert table["mixture"]["NLL"] == pytest.approx(-float(mixture.predict(x).log_prob(y).mean()))
+    assert table["mixture"]["passes"] > 1
