@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.evaluation import Comparison, compare
+from lapwing.evaluation import Comparison, compare, plots
 
 OUTPUT = Path("demo-output")
 TUNED = "The prior precision is tuned on validation images, or without them by the evidence, bounded."
@@ -160,15 +160,7 @@ def picture(path: Path) -> None:
     grid = torch.linspace(-6.5, 6, 400)[:, None]
     figure, axes = plt.subplots(2, 3, figsize=(11, 6), sharex=True, sharey=True, layout="constrained")
     for axis, (name, posterior) in zip(axes.flat, posteriors.items(), strict=True):
-        prediction = posterior.predict(grid)
-        mean, t = prediction.mean[:, 0], grid[:, 0]
-        for std, colour, label in (
-            (prediction.std[:, 0], "#cfe3f5", "total: with noise, ± 2 std"),
-            (prediction.epistemic_variance[:, 0].sqrt(), "#6aa5dc", "epistemic: ± 2 std"),
-        ):
-            axis.fill_between(t, mean - 2 * std, mean + 2 * std, color=colour, linewidth=0, label=label)
-        axis.plot(t, mean, color="#123a63", linewidth=1.6, label="mean")
-        axis.plot(x[:, 0], y[:, 0], ".", color="#d1495b", markersize=4, label="data")
+        plots.bands(grid, posterior.predict(grid), axis, training=(x, y)).get_legend().remove()
         axis.set(title=name, xlim=(-6.5, 6), ylim=(-3.2, 3.2))
         axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)

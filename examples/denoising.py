@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
+from lapwing.evaluation import plots
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -68,13 +69,12 @@ def main(folder: Path, count: int = 200, epochs: int = 6) -> None:
 def draw(inputs: Tensor, means: Tensor, deviations: Tensor) -> None:
     """Writes inputs, means and standard deviations, one row an image."""
     figure, axes = plt.subplots(len(inputs), 3, figsize=(7, 2.4 * len(inputs)))
-    for row, columns in zip(axes, zip(inputs, means, deviations, strict=True), strict=True):
-        for axis, image, title in zip(row, columns, ("noisy input", "prediction", "standard deviation"), strict=True):
-            shown = axis.imshow(image.reshape(64, 64).numpy(), cmap="magma" if title.startswith("standard") else "gray")
-            axis.set_title(title, fontsize=9)
+    for row, noisy, mean, deviation in zip(axes, inputs, means, deviations, strict=True):
+        for axis, image, title in zip(row, (noisy, mean), ("noisy input", "prediction"), strict=False):
+            axis.imshow(image.reshape(64, 64).numpy(), cmap="gray")
+            axis.set_title(title)
             axis.axis("off")
-            if title.startswith("standard"):
-                figure.colorbar(shown, ax=axis, fraction=0.046)
+        plots.uncertainty_map(deviation.reshape(64, 64), None, row[2], label="standard deviation")
     figure.tight_layout()
     Path("demo-output").mkdir(exist_ok=True)
     figure.savefig("demo-output/denoising.png", dpi=150)

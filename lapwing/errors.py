@@ -108,6 +108,7 @@ def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) 
 
 
 PACKAGES = {
+    "matplotlib": ("matplotlib", "eval"),
     "pandas": ("pandas", "eval"),
     "sklearn": ("scikit-learn", "eval"),
     "torchmetrics": ("torchmetrics", "eval"),

@@ -13,7 +13,7 @@ import torch._dynamo  # which looks for onnx as it is imported: torch.export wou
 
 import lapwing as lw
 from lapwing.errors import PACKAGES, extra
-from lapwing.evaluation import metrics
+from lapwing.evaluation import metrics, plots
 from tests.hidden_package import HiddenPackage
 
 
@@ -36,6 +36,7 @@ USES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "compare": (_compare, "torchmetrics", "eval"),
     "to_pandas": (lambda: lw.evaluation.Comparison((), {}).to_pandas(), "pandas", "eval"),
     "auroc": (lambda: metrics.auroc(torch.rand(3), torch.rand(3)), "sklearn", "eval"),
+    "bands": (lambda: plots.bands(torch.rand(3), (torch.rand(3), torch.rand(3))), "matplotlib", "eval"),
     "onnx": (_onnx, "onnx", "export"),
     "onnxscript": (_onnx, "onnxscript", "export"),
 }

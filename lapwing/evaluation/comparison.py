@@ -20,6 +20,7 @@ from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
 from ..prediction import Way
+from . import plots
 from .candidates import Candidate, posteriors_in, rows_of
 from .evaluated import SCORES, Evaluated, Predictions, by_halves, evaluated
 
@@ -83,6 +84,47 @@ class Comparison:
         """
         rows = list(self.rows.values())
         return extra("pandas").DataFrame(rows, index=list(self.rows), columns=list(self.columns))
+
+    def plot(self, row: str | None = None) -> Any:
+        """Draws the pictures that fit the task: one row of the table in blue beside the first row in orange.
+
+        Classes: reliability, and risk against coverage. Regression: calibration of intervals, and residuals against
+        spread. Each out-of-distribution set adds its scores by mutual information, or by entropy if the row has none.
+
+        Args:
+            row: name of the row; None takes the lowest NLL among the rows that are no network alone.
+
+        Returns:
+            A matplotlib figure: `table.plot().savefig("table.png")`.
+
+        Raises:
+            LapwingError: if the table has no such row or no predictions, or matplotlib is missing.
+        """
+        spread = [name for name in self.predictions if self.rows[name]["passes"] != 1.0]  # a network takes one pass
+        chosen = row or min(spread or self.predictions, key=lambda name: self.rows[name]["NLL"], default=None)
+        if chosen not in self.predictions:
+            raise LapwingError(f"plot(row={shown(row)}) finds no such row. Write one of {', '.join(self.predictions)}.")
+        found, colors = self.predictions[chosen], {next(iter(self.predictions)): plots.FOREIGN, chosen: plots.KNOWN}
+        lines = -(-(2 + len(found.foreign)) // 2)
+        figure, axes = extra("matplotlib.pyplot").subplots(
+            lines, 2, figsize=(9, 3.6 * lines), squeeze=False, layout="constrained"
+        )
+        for name, color in colors.items():
+            own = self.predictions[name]
+            if own.mean is None:
+                plots.reliability_diagram(own.confidence, own.correct, axes[0, 0], color=color, label=name)
+                plots.risk_coverage(own.confidence, own.correct, axes[0, 1], color=color, label=name)
+            else:
+                plots.interval_calibration((own.mean, own.std), own.y, axes[0, 0], color=color, label=name)
+                plots.residual_spread((own.mean, own.std), own.y, axes[0, 1], color=color, label=name)
+        score = next(iter(found.scores), None)  # None if no score differs between inputs
+        for ax in axes.flat[2 + len(found.foreign) :]:
+            ax.set_axis_off()
+        for ax, (title, outside) in zip(axes.flat[2:], found.foreign.items(), strict=False):
+            if score:
+                plots.ood_scores(found.scores[score], outside[score], ax, score=score)
+            ax.set_title(f"{title}, {chosen}")
+        return figure
 
     def tables(self) -> list[tuple[str, list[list[str]]]]:
         """Returns the parts of the printed table: a title, then the names of the columns and the rows, as strings.

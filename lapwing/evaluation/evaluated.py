@@ -221,7 +221,7 @@ def evaluated(
         timings = [_timed(row, inputs) for _ in range(1 if row.likelihood else repeats)]
         prediction, samples = timings[-1][0], torch.arange(first, first + size)
         values.append(_entries(prediction, targets, samples))
-        known.append(_scores(prediction, score) if foreign else {})
+        known.append(scores_of(prediction, score) if foreign else {})
         if keep:
             rows.append(_as_rows(prediction, targets, samples))
         first += size
@@ -236,7 +236,7 @@ def evaluated(
     outside: dict[str, list[Tensor]] = {name: [] for name in foreign}
     for name, inputs in foreign.items():
         for prediction in _predictions(row, name, inputs):
-            sets[name].append(_scores(prediction, score))
+            sets[name].append(scores_of(prediction, score))
             if keep:
                 outside[name].append(_outputs(prediction.latent))  # type: ignore[attr-defined]
     scores = _told(_joined(known), {name: _joined(parts) for name, parts in sets.items()})
@@ -287,7 +287,7 @@ def _entries(prediction: Prediction, targets: Tensor, samples: Tensor) -> dict[s
     return values | {name: samples[values[name]] for name in ("sample", "entry")}
 
 
-def _scores(prediction: Any, score: str) -> Scores:
+def scores_of(prediction: Any, score: str) -> Scores:
     """Returns the mutual information, the entropy and the chosen score of each input, in nats, as float64 on the CPU.
 
     The scores of a regression are those of Gaussian outputs with the predicted variances, summed over outputs: half the
@@ -335,11 +335,11 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
         number = _temperature(plain, *rest) if tempered else plain.residual_variance(plain.statistics(*rest))
         prediction = change(number).predict(without_spread(outputs[mine]))
         values.append(_entries(prediction, targets[mine], samples[mine].cpu()))
-        known.append(_scores(prediction, network.score) if network.foreign and tempered else {})
+        known.append(scores_of(prediction, network.score) if network.foreign and tempered else {})
         chosen.append(number)
     middle = change(math.sqrt(chosen[0] * chosen[1]))
     foreign = {
-        name: _joined([_scores(middle.predict(without_spread(rows)), network.score) for rows in parts])
+        name: _joined([scores_of(middle.predict(without_spread(rows)), network.score) for rows in parts])
         for name, parts in network.outside.items()
         if tempered  # one noise variance tells no inputs apart
     }

@@ -35,7 +35,7 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])).item()
         0.5
     """
-    probs, labels = _classification("accuracy", probs, labels)
+    probs, labels = checked_classes("accuracy", probs, labels)
     return _scalar(extra("sklearn.metrics").accuracy_score(labels, probs.argmax(1)))
 
 
@@ -80,7 +80,7 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
         >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0])).item()
         0.5
     """
-    probs, labels = _classification("brier", probs, labels)
+    probs, labels = checked_classes("brier", probs, labels)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The y_prob values do not sum to one", UserWarning)  # checked above
         score = extra("sklearn.metrics").brier_score_loss(
@@ -109,7 +109,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
         0.3
     """
     torchmetrics = extra("torchmetrics.functional.classification")
-    probs, labels = _classification("expected_calibration_error", probs, labels)
+    probs, labels = checked_classes("expected_calibration_error", probs, labels)
     if not is_whole(bins, 1, 2**24):
         raise LapwingError(
             f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}. Pass an "
@@ -266,7 +266,7 @@ def _scores(function: str, name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _classification(function: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def checked_classes(function: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Checks probabilities (N, C) and labels (N,); returns them as float64 and int64 on the CPU."""
     probs, labels = real_tensor(function, "probs", probs), real_tensor(function, "labels", labels).cpu()
     half = probs.dtype in (torch.float16, torch.bfloat16)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
+from lapwing.evaluation import plots
 from lapwing.evaluation.sensitivity import Sensitivities, sensitivity
 from papers.common import drawing
 from papers.common.data import Table, arrays, batched, images, rows_and_targets, split
 from papers.common.networks import mlp
 from papers.common.training import Recipe, kept, seeded, shuffled, train
-from papers.streamlined.sensitivity_plots import bars, maps
 
 
 def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
@@ -300,7 +300,10 @@ def draw_maps(found: Mapping[tuple[str, str], Sensitivities]) -> None:
     figure, axes = drawing.panels(len(rows), shown, (1.2 * shown + 1.6, 1.25 * len(rows)), layout=None)
     for line, (name, objective) in zip(axes, rows, strict=True):
         one, printed = found[name, objective], objective == "equation 11"
-        maps(stretched(one.values) if printed else one.values, one.inputs, line, (28, 28), 0.5 if printed else 0.1)
+        for value, image, axis in zip(stretched(one.values) if printed else one.values, one.inputs, line, strict=True):
+            low = 0.5 if printed else 0.1
+            above = ((value - low) / (1 - low)).clamp_min(0)
+            plots.uncertainty_map(above.reshape(28, 28), 1 - image.reshape(28, 28), axis, label="")
         text = f"{name}\n{objective}\n({'stretched, 0.5 to 1' if printed else '0.1 to 1'})"
         line[0].text(-0.1, 0.5, text, transform=line[0].transAxes, ha="right", va="center", fontsize=8)
     figure.subplots_adjust(left=0.2, right=0.995, top=0.99, bottom=0.01, wspace=0.04, hspace=0.04)
@@ -312,6 +315,6 @@ def draw_tables(found: Mapping[str, tuple[dict[str, Sensitivities], list[str]]])
     figure, axes = drawing.panels(len(found), 3, (12, 2.7 * len(found)))
     for line, (name, (learned, features)) in zip(axes, found.items(), strict=True):
         for axis, (candidate, one) in zip(line, learned.items(), strict=True):
-            bars(one.values, axis, features)
+            plots.sensitivity_bars(one.values, features, axis)
             axis.set_title(f"{name}, {candidate}", fontsize=9)
     drawing.save(figure, __file__, "figure5_tables")
