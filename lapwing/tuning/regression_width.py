@@ -92,8 +92,9 @@ def with_left_out_width(
         noise, precision = max(factor * noise, LOWEST_NOISE * width), precision / factor
         if noise < TOO_LITTLE_NOISE * least:  # the mean variance is that of a few inputs far from the others
             noise = least
-            if wanted > 0:
-                precision = _precision_of_variance(posterior, parts, precision, least, wanted)
+            if wanted > 0:  # δ from here up at which the mean variance of training data is the wanted one
+                raised = [posterior.at(precision * 10**decade, least) for decade in RAISED]
+                precision = precision * 10 ** crossing(RAISED, mean_variances(raised, parts), wanted)
     log.info(
         "Targets that are left out have a variance of %.3g by the exact linearised model of %d weights and %d "
         "samples, and the mean squared residual is %.3g: the noise variance of %s is %.3g",
@@ -162,11 +163,3 @@ def _noise_at_prior(posterior: Posterior, parts: Sequence[batches.Weighted], wid
 
     losses = means_over_samples(candidates, parts, loss)
     return width * 10 ** NOISES[min(range(len(losses)), key=losses.__getitem__)]
-
-
-def _precision_of_variance(
-    posterior: Posterior, parts: Sequence[batches.Weighted], precision: Tensor, noise: float, variance: float
-) -> Tensor:
-    """Returns the δ above `precision` at which the mean variance of training data is `variance`, at the noise."""
-    candidates = [posterior.at(precision * 10**decade, noise) for decade in RAISED]
-    return precision * 10 ** crossing(RAISED, mean_variances(candidates, parts), variance)
