@@ -193,7 +193,8 @@ class BernoulliPrediction(DiscretePrediction):
         draws = self.latent.draws
         if draws is None:
             mean, variance = self.latent.mean, self.latent.variance
-            information = sum(quadrature.information(sign * mean, variance, nodes) for sign in (1, -1))
+            yes, no = (quadrature.information(sign * mean, variance, nodes) for sign in (1, -1))
+            information = yes + no
         else:
             wide = doubled(draws)  # (S, B, C)
             odds = F.logsigmoid(wide).logsumexp(0) - F.logsigmoid(-wide).logsumexp(0)
