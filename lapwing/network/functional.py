@@ -105,11 +105,11 @@ def call_with(
             return call(model, inputs, forward, StandIns(parameters, values))
     with eager_math(), preserved_state(model):
         values = {f"model.{name}": value for name, value in values.items()}
-        return functional_call(_Wrapped(model, forward), values, (inputs,))
+        return functional_call(Called(model, forward), values, (inputs,))
 
 
-class _Wrapped(nn.Module):
-    """Module that calls the network by the user's `forward=`, since `functional_call` needs a module."""
+class Called(nn.Module):
+    """The network called by the user's `forward=`, as a module from inputs to outputs (B, C)."""
 
     def __init__(self, model: nn.Module, forward: Forward | None) -> None:
         super().__init__()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -44,9 +43,6 @@ IDLE = (
     "no output of the first batch has a gradient for it: it is not used there, within torch.no_grad(), or in what the "
     "network keeps of an earlier call"
 )
-
-_WARNED_IDLE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-"""Network -> names of its idle parameters in the latest warning."""
 
 
 def probe(
@@ -188,9 +184,8 @@ def _conditional(
 
 
 def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
-    """Warns once per network of selected parameters that the outputs do not depend on."""
-    if idle and _WARNED_IDLE.get(model) != idle:
-        _WARNED_IDLE[model] = idle
+    """Warns of selected parameters that the outputs do not depend on."""
+    if idle:
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "
             "torch.no_grad(), or in what the network keeps of an earlier call (which model.train().eval() may empty); "

@@ -1,12 +1,12 @@
 """Refusals of layers: each is a function that looks at one layer, registered for the kinds of layers that it concerns.
 
-`check_layers` asks all of them about every layer, and raises one error that lists what they find. `probe.py` finds
-other layers that depend on the rest of the batch or on chance by running the network.
+`check_layers` asks all of them about every layer, and raises an error for the first reason that one finds. `probe.py`
+finds other layers that depend on the rest of the batch or on chance by running the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from torch import nn
@@ -15,9 +15,6 @@ from torch.nn.utils import parametrizations
 
 from ..errors import LapwingError
 from .module_state import modules_of
-
-LONGEST = 599
-"""Maximum number of characters of a message that lists several reasons."""
 
 EVAL = "Call model.eval() first."
 
@@ -114,42 +111,35 @@ def is_quantized(layer: nn.Module) -> Refusal | None:
 
 
 def check_layers(model: nn.Module, last_layer: bool = True) -> None:
-    """Raises if a layer such as dropout is in training mode, writes itself or is quantized; lists all such layers.
+    """Raises if a layer such as dropout is in training mode, writes itself or is quantized.
 
     Args:
         model: the network.
         last_layer: whether only its last layer is treated.
+
+    Raises:
+        LapwingError: for the reason that is found first, with up to three of the layers that it concerns.
     """
-    found: dict[str, tuple[Refusal, list[tuple[str, nn.Module]]]] = {}  # by reason
+    found: list[tuple[Refusal, str]] = []
     for prefix, layer in modules_of(model):
         for kinds, look in REFUSALS:
             refusal = look(layer) if isinstance(layer, kinds) else None
             if refusal is not None and not (last_layer and refusal.only_all_weights):
-                found.setdefault(refusal.reason, (refusal, []))[1].append((prefix[:-1], layer))
+                path = prefix[:-1]
+                found.append((refusal._replace(remedy=refusal.remedy.format(path=path)), _shown(path, layer)))
     if not found:
         return
-    messages = [_message(type(model).__name__, list(found.values()), count) for count in range(len(found), 0, -1)]
-    raise LapwingError(next((message for message in messages if len(message) <= LONGEST), messages[-1]))
+    reason, remedy, _ = found[0][0]
+    first, *others = [layer for refusal, layer in found if refusal.reason == reason]
+    if len(others) > 2:
+        others[2:] = [f"{len(others) - 2} more"]
+    also = f" (also {', '.join(others)})" if others else ""
+    raise LapwingError(f"The layer {first} of {type(model).__name__}{also} {reason}. {remedy}")
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
     """Returns the names of the quantized layers."""
     return [prefix[:-1] or type(layer).__name__ for prefix, layer in modules_of(model) if is_quantized(layer)]
-
-
-def _message(network: str, found: Sequence[tuple[Refusal, Sequence[tuple[str, nn.Module]]]], count: int) -> str:
-    """Returns the message for the first `count` refusals, with up to three layers for each."""
-    sentences, remedies = [], []
-    for refusal, layers in found[:count]:
-        first, *others = [_shown(path, layer) for path, layer in layers[:3]]
-        if len(layers) > 3:
-            others.append(f"{len(layers) - 3} more")
-        also = f" (also {', '.join(others)})" if others else ""
-        sentences.append(f"The layer {first} of {network}{also} {refusal.reason}.")
-        remedies.append(refusal.remedy.format(path=layers[0][0]))
-    if count < len(found):
-        sentences.append(f"Other layers are refused for {len(found) - count} more reasons.")
-    return " ".join([*sentences, *dict.fromkeys(remedies)])
 
 
 def _shown(path: str, layer: nn.Module) -> str:

@@ -10,12 +10,14 @@ from torch import nn
 from ..data import batches
 from ..data.batches import Forward
 from ..data.frames import with_tensors
+from ..display import warns_once
 from ..errors import LapwingError
 from ..network.recording_plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything
 from .tangent import Tangent
 
 
+@warns_once
 def coverage(
     model: nn.Module, batch: Any, params: Predicate | LastLayer = everything, forward: Forward | None = None
 ) -> Coverage:

@@ -1,4 +1,4 @@
-"""Layers that are refused: each registered function has an example here, and one message lists all that they find."""
+"""Layers that are refused: each registered function has an example here, and a message says the first reason."""
 
 from __future__ import annotations
 
@@ -59,21 +59,11 @@ def test_a_layer_is_refused_in_a_sentence_and_a_line(name: str) -> None:
     assert said(nn.Linear(4, 6), make()) == message
 
 
-def test_one_message_lists_all_reasons_with_three_layers_each() -> None:
+def test_a_message_says_the_first_reason_with_three_layers() -> None:
     layers = [part for _ in range(5) for part in (nn.BatchNorm1d(6), nn.Dropout(0.5))]
     assert said(*layers[:3]) == (
         "The layer 0 (BatchNorm1d) of Sequential (also 2 (BatchNorm1d)) is in training mode, where a sample's output "
-        "depends on the rest of the batch. The layer 1 (Dropout, p=0.5) of Sequential is in training mode, where two "
-        "identical calls differ. Call model.eval() first."
+        "depends on the rest of the batch. Call model.eval() first."
     )
-    layers[4] = nn.BatchNorm1d(5)
-    message = said(*layers, nn.Embedding(7, 5, max_norm=1.0))
-    assert "0 (BatchNorm1d) of Sequential (also 2 (BatchNorm1d), 4 (BatchNorm1d), 2 more)" in message
-    assert message.count("model.eval() first") == message.count("max_norm = None") == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_message_of_many_reasons_stays_short() -> None:
-    message = said(*(make() for make, _ in EXAMPLES.values()))
-    assert len(message) < 600
-    assert "more reasons" in message
+    assert "0 (BatchNorm1d) of Sequential (also 2 (BatchNorm1d), 4 (BatchNorm1d), 2 more)" in said(*layers)
+    assert "Dropout" in said(*[layer.eval() if isinstance(layer, nn.BatchNorm1d) else layer for layer in layers])

@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from ...covariance import Covariance
 from ...data import batches
-from ...data.batches import Forward
 from ...errors import LapwingError
 from ...network.calling import call
+from ...network.functional import Called
 from ...network.logits import as_logits
 from ...network.module_state import modules_of
 from ...tangent import Tangent
@@ -98,17 +98,6 @@ def _structure(inputs: Any) -> str:
     return repr((str(spec), [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
 
 
-class _Outputs(nn.Module):
-    """The module that is exported: inputs -> outputs (B, C)."""
-
-    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
-        super().__init__()
-        self.model, self.call = model, forward
-
-    def forward(self, inputs: Any) -> Tensor:
-        return call(self.model, inputs, self.call)
-
-
 _GRAPHS: dict[int, dict[tuple[int, ...], list[Graph]]] = {}
 """Id of a tangent -> numbers of the network's hooks -> a graph for each structure of inputs."""
 
@@ -142,7 +131,7 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
     example = batches.take(inputs, slice(0, tangent.chunk_length(1)))
     if batches.size(example) == 1:  # torch.export fixes a length of one
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
-    wrapped = _Outputs(tangent.model, as_logits(tangent.forward, None))
+    wrapped = Called(tangent.model, as_logits(tangent.forward, None))
     wrapped.training = tangent.model.training  # train() would reach into the network
     failure: BaseException | None = None
     for dynamic in (True, False):
