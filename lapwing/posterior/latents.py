@@ -17,7 +17,8 @@ from ..errors import LapwingError, shown
 from ..network.entry import outside_modes
 from ..network.tracing import wants_gradient
 from ..prediction import DefaultWay, Uncertain, Way
-from ..prediction.uncertain import placed, separate
+from ..prediction.uncertain import prepared
+from ..prediction.way import check_way
 from ..tangent import Tangent
 from ..tangent.retry import retried
 
@@ -27,11 +28,7 @@ def latent_of(
 ) -> AnyLatent:
     """Returns the latent distribution of the outputs for a batch of inputs or a loader: see `Posterior.latent`."""
     via = DefaultWay() if via is None else via
-    if not isinstance(via, Way):
-        raise LapwingError(
-            f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
-            "lw.Streamlined()."
-        )
+    check_way(via)
     if not isinstance(x, Tensor):
         x = as_inputs(x, tangent.model)
     if not batches.is_loader(x):
@@ -73,13 +70,7 @@ def _inputs_of(batch: Any, tangent: Tangent) -> Any:
 
 @outside_modes
 def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
-    inputs = placed(inputs, tangent.device)
-    values, spreads = separate(inputs)
-    if (isinstance(values, Tensor) and not values.ndim) or batches.size(values) == 0:
-        raise LapwingError(
-            f"{batches.describe(values)} holds no samples. Write a single sample as x[None], and leave empty batches "
-            "out."
-        )
+    inputs, values, spreads = prepared(inputs, tangent.device)
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))
     if tangent.positions.several:

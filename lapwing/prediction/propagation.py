@@ -10,15 +10,15 @@ from torch import nn
 from ..covariance import AnyLatent, Blockwise, Covariance
 from ..data import batches
 from ..data.batches import Forward
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network
 from ..network.recording_plan import Coverage, RecordingPlan
 from ..network.tracing import wants_gradient
 from ..tangent import Tangent
 from .linearized import Linearized
-from .uncertain import placed, separate
-from .way import Way
+from .uncertain import prepared
+from .way import Way, check_way
 
 
 def untreated(model: nn.Module, forward: Forward | None, memory: int | None) -> tuple[Tangent, Covariance]:
@@ -79,20 +79,11 @@ def propagate(
 
 def certain_latent(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way) -> AnyLatent:
     """Returns the latent of `propagate` for a checked network."""
-    if not isinstance(via, Way):
-        raise LapwingError(
-            f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
-            "lw.Streamlined()."
-        )
-    inputs = placed(inputs, tangent.device)
-    values, spreads = separate(inputs)
+    check_way(via)
+    inputs, values, spreads = prepared(inputs, tangent.device)
     if not spreads:
         raise LapwingError(
             f"None of the inputs {batches.describe(inputs)} is uncertain. Write lw.Uncertain(x, variance) instead of x."
-        )
-    if not batches.size(values):
-        raise LapwingError(
-            f"The inputs {batches.describe(values)} contain no samples. Pass at least one; a single sample as x[None]."
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads))):
         return via.latent(tangent, covariance, inputs, False)

@@ -168,6 +168,18 @@ def placed(inputs: Any, device: torch.device) -> Any:
     return with_leaves(inputs, moved) if moved else inputs
 
 
+def prepared(inputs: Any, device: torch.device) -> tuple[Any, Any, Spreads]:
+    """Returns inputs on a device, and what `separate` returns for them. Raises if they hold no samples."""
+    inputs = placed(inputs, device)
+    values, spreads = separate(inputs)
+    if (isinstance(values, Tensor) and not values.ndim) or batches.size(values) == 0:
+        raise LapwingError(
+            f"{batches.describe(values)} holds no samples. Write a single sample as x[None], and leave empty batches "
+            "out."
+        )
+    return inputs, values, spreads
+
+
 def separate(inputs: Any) -> tuple[Any, Spreads]:
     """Returns inputs with uncertain tensors replaced by their values, and the spreads of these tensors.
 
@@ -282,4 +294,4 @@ def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
     return max(1, int(tangent.memory // (2 * graph // samples + 4 * outputs * (numbers + outputs) * 8)))
 
 
-__all__ = ["Spreads", "Uncertain", "carried", "drawn", "leaves_of", "placed", "separate", "with_leaves"]
+__all__ = ["Spreads", "Uncertain", "carried", "drawn", "leaves_of", "prepared", "separate", "with_leaves"]

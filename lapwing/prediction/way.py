@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..covariance import AnyLatent, Covariance
+from ..errors import LapwingError, shown
 from ..options import Options, Rule, positive, required
 from ..tangent import Tangent
 
@@ -31,6 +32,15 @@ class Way(Options, ABC):
     def width(self, outputs: int) -> int:
         """Returns the number of outputs that the latent has of C: all, unless the way selects some."""
         return outputs
+
+
+def check_way(via: Any) -> None:
+    """Raises unless this is a way."""
+    if not isinstance(via, Way):
+        raise LapwingError(
+            f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
+            "lw.Streamlined()."
+        )
 
 
 @dataclass(frozen=True)

@@ -189,10 +189,7 @@ class Streamlined(Way):
 
     def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
         check_layers(tangent.model)
-        if not tangent.check(inputs).samples:
-            raise LapwingError(
-                f"The inputs {batches.describe(inputs)} hold no samples. Pass at least one; a single sample as x[None]."
-            )
+        tangent.check(inputs)
         leaves = leaves_of(inputs) if variances else []
         if self.covariance != "full" and any(v.shape != leaves[place].shape for place, v in variances.items()):
             raise LapwingError(
