@@ -412,6 +412,38 @@ def test_error_of_a_fresh_copy(scale, positions, caplog):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+class Remembered(Memory):
+    """`Memory` whose fresh copy remembers nothing."""
+
+    def __init__(self, y):
+        super().__init__(y)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.factor * super().forward(x)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.factor)
+        self.y.zero_()
+
+
+@pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], [torch.bfloat16]))
+def test_intervals_of_an_overfitted_network_cover_by_the_error_of_a_fresh_copy(dtype, caplog):
+    torch.manual_seed(0)
+    x = torch.cat([torch.arange(60.0)[:, None], torch.randn(60, 2)], 1).to(dtype)
+    seen, y = (x[:, 1:2].float() + 0.3 * torch.randn(60, 1) for _ in range(2))  # targets of the same rows
+    model, covers = Remembered(seen).eval(), []
+    with torch.no_grad():
+        model.head.weight.fill_(0.99), model.head.bias.zero_()
+    for tune in (lw.BoundedEvidence(), lw.Refit(steps=20)):
+        low, high = lw.fit(model.to(dtype), [(x, seen)], lw.KFAC(), tune=tune).predict(x).interval(0.9)
+        covers.append(float(((low <= y) & (y <= high)).float().mean()))
+    assert covers[0] < 0.3
+    assert covers[1] > 0.9
+    assert model.y.any()
+    assert "a fresh copy predicts targets" in caplog.text
+
+
 def test_a_copy_is_fresh_but_for_frozen_layers_or_is_not_trained(caplog):
     model, loader, _ = overfitted()
     model[0].requires_grad_(False)

@@ -363,3 +363,12 @@ def test_held_out_rows_show_the_noise_of_each_output(method, shape, caplog):
     given = lw.Gaussian(noise_ratios=[1.0] * shape[-1])
     kept = lw.fit(model, (x[:40], every[:40]), method, validation=(x[200:400], every[200:400]), likelihood=given)
     assert kept.likelihood.noise_ratios == given.noise_ratios
+
+
+def test_held_out_rows_show_the_noise_of_each_output_of_a_bfloat16_network():
+    torch.manual_seed(0)
+    x, model = torch.randn(300, 3).bfloat16(), torch.nn.Linear(3, 2).bfloat16().eval()
+    y = model(x).detach().float() + torch.tensor([0.1, 0.4]) * torch.randn(300, 2)
+    posterior = lw.fit(model, (x[:100], y[:100]), lw.KFAC(), likelihood="gaussian", validation=(x[100:], y[100:]))
+    small, large = posterior.likelihood.noise_ratios
+    assert 12 < large / small < 20
