@@ -12,7 +12,7 @@ from sklearn.datasets import load_diabetes
 from torch import nn
 
 import lapwing as lw
-from lapwing.evaluation import sensitivity
+from lapwing.evaluation import plots, sensitivity
 
 torch.manual_seed(0)
 data = load_diabetes()
@@ -62,10 +62,7 @@ errors[data.feature_names.index("bmi")] = 0.5**2
 noisy = posterior.predict(lw.Uncertain(x[370:], errors))
 print(f"standard deviation of y: {float(prediction.std.mean()):.2f}, and {float(noisy.std.mean()):.2f} with the error")
 
-places = values.argsort()
-plt.barh([data.feature_names[place] for place in places], values[places], color="#0072B2")
-plt.xlabel("sensitivity: 1 for the input that tolerates the least noise")
-plt.tight_layout()
+plots.sensitivity_bars(found.values, data.feature_names)
 plt.show()
 
 # %%
