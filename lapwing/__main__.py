@@ -1,8 +1,8 @@
-"""`python -m lapwing` prints what a bug report needs."""
+"""`python -m lapwing` is the command line; without a command it prints what a bug report needs."""
 
 from __future__ import annotations
 
-from .environment import versions
+from .cli import main
 
 if __name__ == "__main__":
-    print(versions())
+    main()

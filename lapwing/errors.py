@@ -109,6 +109,7 @@ def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) 
 
 PACKAGES = {
     "matplotlib": ("matplotlib", "eval"),
+    "jsonargparse": ("jsonargparse", "cli"),
     "pandas": ("pandas", "eval"),
     "sklearn": ("scikit-learn", "eval"),
     "torchmetrics": ("torchmetrics", "eval"),

@@ -40,7 +40,8 @@ def test_the_distribution_lapwing_of_others_is_reported(monkeypatch):
     assert "pip uninstall lapwing lapwing-torch" in lw.versions()
 
 
-def test_the_module_prints_them(capsys):
+def test_the_module_prints_them(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lapwing"])
     runpy.run_module("lapwing", run_name="__main__")
     assert capsys.readouterr().out == lw.versions() + "\n"
 

@@ -1,0 +1,200 @@
+"""The command line, `lapwing` or `python -m lapwing`: what a file holds, a fit, an evaluation and a report.
+
+jsonargparse (the extra `cli`) makes the options and their help from the signatures and docstrings of `COMMANDS`, and
+those of a method from its dataclass: `lapwing fit --method.help KFAC`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load_model
+from torch import nn
+
+import lapwing as lw
+
+from .errors import LapwingError, extra, shown
+from .evaluation import Comparison
+from .evaluation.comparison import Score
+from .posterior.files import read_safetensors, reason
+
+
+def info(file: str) -> None:
+    """Prints what the file of a posterior holds; it needs no network.
+
+    Args:
+        file: file that `posterior.save` or `lapwing fit` wrote.
+    """
+    tensors, header = read_safetensors(file)
+    if "checkpoint" in header:
+        raise LapwingError(f"The file {file} is the checkpoint of a fit that has not ended. It holds no posterior.")
+    likelihood, precision = header["likelihood"], tensors.get("covariance/precision")
+    numbers = [f"{key}={likelihood[key]:.4g}" for key in ("noise_variance", "logit_temperature") if likelihood[key]]
+    print(f"method           {header['method']['text']}, {header['samples']} samples")
+    print(f"likelihood       {' '.join([likelihood['name'], *numbers])}")
+    if precision is not None:
+        print(f"prior precision  {precision.min():.4g} to {precision.max():.4g}")
+
+
+def versions() -> None:
+    """Prints what a bug report needs: versions, the system, devices and threads."""
+    print(lw.versions())
+
+
+def fit(
+    model: str,
+    weights: str,
+    data: str,
+    *,
+    target: str | None = None,
+    validation: str | None = None,
+    method: lw.Method | None = None,
+    likelihood: str | None = None,
+    params: str | None = None,
+    out: str = "posterior.safetensors",
+) -> None:
+    """Fits a posterior around the weights of a network, and saves it.
+
+    Args:
+        model: `package.module:factory`, the network or a function that returns it. This runs the code of the module.
+        weights: safetensors file of the trained weights.
+        data: training data: an .npz file with the arrays x and y; a .csv or .parquet file; or `package.module:loader`,
+            a loader or a function that returns one, which runs the code of the module.
+        target: column of the targets in a .csv or .parquet file; None means the last column.
+        validation: held-out data, in the same forms, which choose the width of the error bars.
+        method: method of the fit; None chooses one.
+        likelihood: "categorical", "gaussian", "bernoulli" or "poisson"; None infers it from the targets.
+        params: treated parameters: everything, last_layer, or a pattern of names such as "head.*"; None chooses.
+        out: file of the posterior, which is replaced.
+    """
+    named: dict[str | None, Any] = {"everything": lw.everything, "last_layer": lw.last_layer, None: None}
+    posterior: Any = lw.fit(
+        network_of(model, weights), data_of(data, target), method, likelihood=likelihood,
+        params=named[params] if params in named else lw.matching(str(params)),
+        validation=None if validation is None else data_of(validation, target),
+    )  # fmt: skip
+    posterior.save(out)
+    print(posterior)
+
+
+def evaluate(
+    model: str,
+    weights: str,
+    posterior: str,
+    data: str,
+    *,
+    target: str | None = None,
+    foreign: dict[str, str] | None = None,
+    score: Score = "mutual_information",
+) -> Comparison:
+    """Prints the metrics of a posterior on test data, next to the network alone and temperature scaling.
+
+    Args:
+        model: `package.module:factory`, as for `lapwing fit`. This runs the code of the module.
+        weights: safetensors file of the trained weights.
+        posterior: file that `lapwing fit` wrote.
+        data: test data, in the forms of `lapwing fit`.
+        target: column of the targets in a .csv or .parquet file; None means the last column.
+        foreign: out-of-distribution inputs by name, in the same forms: `--foreign.noise noise.npz`.
+        score: score of the columns FPR95 and AUPR of out-of-distribution inputs.
+    """
+    others = {name: data_of(source, target) for name, source in (foreign or {}).items()}
+    loaded: Any = lw.load(posterior, network_of(model, weights))
+    table = lw.compare({"posterior": loaded}, data_of(data, target), others, score=score)
+    print(table)
+    return table
+
+
+def report(*arguments: Any, out: str = "report.html", **options: Any) -> None:  # noqa: D417 (those of `evaluate`)
+    """Writes the evaluation as one HTML page with pictures, and prints its table.
+
+    Args:
+        out: HTML file, which is replaced.
+    """
+    evaluate(*arguments, **options).report(out)
+
+
+def network_of(model: str, weights: str) -> nn.Module:
+    """Returns the network that `package.module:factory` names, with the weights of a safetensors file, in eval mode."""
+    network = named_object(model)
+    network = network if isinstance(network, nn.Module) else network()
+    if not isinstance(network, nn.Module):
+        raise LapwingError(f"{model} gives {shown(network)} instead of a torch.nn.Module.")
+    try:
+        load_model(network, weights)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise LapwingError(f"The weights {weights} do not fit {model}: {' '.join(str(error).split())[:300]}") from error
+    return network.eval()
+
+
+def data_of(source: str, target: str | None) -> Any:
+    """Returns (x, y), or x, from an .npz, .csv or .parquet file, or the loader that `package.module:loader` names."""
+    path = Path(source)
+    try:
+        if path.suffix == ".npz":
+            arrays = dict(np.load(path, allow_pickle=False))
+            return (arrays["x"], arrays["y"]) if "y" in arrays else arrays["x"]
+        if path.suffix not in (".csv", ".parquet"):
+            found = named_object(source)
+            return found() if inspect.isroutine(found) else found
+        frame = getattr(extra("pandas"), f"read_{path.suffix[1:]}")(path)
+        targets = frame.pop(frame.columns[-1] if target is None else target)
+        return frame.astype(dict.fromkeys(frame.select_dtypes("integer").columns, float)), targets
+    except KeyError as error:
+        raise LapwingError(f"{source} has no {error}.") from error
+    except (OSError, ValueError) as error:
+        raise error if isinstance(error, LapwingError) else LapwingError(f"{source}: {reason(error)}.") from error
+
+
+def named_object(name: str) -> Any:
+    """Returns the object that `package.module:name` names; the working folder is searched first."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise LapwingError(f"{name} is neither an .npz, .csv or .parquet file nor of the form package.module:name.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise LapwingError(f"{name} cannot be found: {error}.") from error
+
+
+COMMANDS: dict[str, Any] = {"info": info, "versions": versions, "fit": fit, "evaluate": evaluate, "report": report}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command; without one, prints the versions. Wrong input ends with one sentence and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        command, options = parsed(arguments) if arguments else (versions, {})
+        command(**options)
+    except LapwingError as error:
+        print(f"lapwing: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def parsed(arguments: Sequence[str]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns the function of a command, and its arguments."""
+    parse = extra("jsonargparse").ArgumentParser
+    parser = parse(prog="lapwing", exit_on_error=False)
+    commands = parser.add_subcommands()
+    for name, command in COMMANDS.items():
+        text = (command.__doc__ or "").partition("\n")[0]
+        options = parse(description=text, exit_on_error=False)
+        options.add_function_arguments(command, as_positional=True)
+        commands.add_subcommand(name, options, help=text)
+    try:
+        chosen = parser.instantiate(parser.parse_args(arguments))
+    except (argparse.ArgumentError, ValueError) as error:  # with a list of what each type of a union objects to
+        text = " ".join(str(error).split())
+        objections = [part for part in text.split(" - ")[1:] if "NoneType" not in part.partition(" Given")[0]]
+        raise LapwingError(objections[-1].partition(" Given value")[0] if objections else text) from error
+    return COMMANDS[chosen.subcommand], chosen[chosen.subcommand].as_dict()

@@ -1,0 +1,140 @@
+"""The command line: a fit, its file, an evaluation and a report, and one sentence with exit code 2 for wrong input."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_model, save_model
+
+import lapwing as lw
+from lapwing.cli import main
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("jsonargparse")
+
+MODULE = """
+import torch
+
+def classifier():
+    return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+
+def number():
+    return 3
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(20, 3, generator=generator), torch.arange(20) % 2)]
+
+regressor = torch.nn.Linear(3, 1)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a module of networks, weights, and data in three forms."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "networks_of_cli", raising=False)
+    (tmp_path / "networks_of_cli.py").write_text(MODULE)
+    torch.manual_seed(0)
+    x = torch.randn(40, 3)
+    y = (x[:, 0] + 0.5 * torch.randn(40) > 0).long()
+    np.savez("data.npz", x=x.numpy(), y=y.numpy())
+    np.savez("far.npz", x=10 * x.numpy())
+    np.savez("empty.npz", z=x.numpy())
+    frame = pd.DataFrame(x.numpy(), columns=["a", "b", "c"])
+    frame.assign(label=y.numpy()).to_csv("classes.csv", index=False)
+    frame.assign(count=range(40))[["count", "a", "b", "c"]].to_csv("numbers.csv", index=False)
+    save_model(torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)), "c.safetensors")
+    save_model(torch.nn.Linear(3, 1), "r.safetensors")
+    return tmp_path
+
+
+CLASSIFIER = ["networks_of_cli:classifier", "c.safetensors"]
+
+
+def test_a_fit_its_file_and_an_evaluation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--method", "KFAC", "--method.uncovered", "dense", "--params", "2.*", "--likelihood", "categorical"]
+    main(["fit", *CLASSIFIER, "data.npz", *options, "--out", "p.safetensors"])
+    assert "KFAC(weight_sharing='expand', uncovered='dense') over 14 of 38 weights" in capsys.readouterr().out
+    main(["info", "p.safetensors"])
+    assert "method           KFAC(weight_sharing='expand', uncovered='dense'), 40 samples" in capsys.readouterr().out
+    main(["evaluate", *CLASSIFIER, "p.safetensors", "classes.csv", "--foreign.far", "far.npz", "--score", "entropy"])
+    printed = capsys.readouterr().out
+    assert "posterior" in printed
+    assert "far" in printed
+    network = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).eval()
+    load_model(network, "c.safetensors")
+    with np.load("data.npz") as data:
+        x, y = torch.tensor(data["x"]), torch.tensor(data["y"])
+    nll = -lw.load("p.safetensors", network).predict(x).log_prob(y).mean()
+    assert f"{nll:.4f}" in printed  # the CSV file holds the same rows as the arrays
+
+
+def test_a_table_whose_targets_are_named_and_a_loader_of_held_out_data(folder: Path, capsys) -> None:
+    regressor = ["networks_of_cli:regressor", "r.safetensors", "numbers.csv", "--target", "count"]
+    main(["fit", *regressor, "--likelihood", "gaussian"])
+    assert "over all 4 weights" in capsys.readouterr().out
+    main(["fit", *CLASSIFIER, "data.npz", "--validation", "networks_of_cli:batches"])
+    assert "tuned by Validation" in capsys.readouterr().out
+    assert (folder / "posterior.safetensors").is_file()
+
+
+@pytest.mark.skipif(not hasattr(lw.evaluation.Comparison, "report"), reason="this version writes no report")
+def test_a_report(folder: Path, capsys) -> None:
+    main(["fit", *CLASSIFIER, "data.npz"])
+    main(["report", *CLASSIFIER, "posterior.safetensors", "data.npz", "--out", "page.html"])
+    assert "<html" in (folder / "page.html").read_text(encoding="utf-8")
+
+
+def test_help_of_a_method_comes_from_its_dataclass(capsys) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["fit", "--method.help", "KFAC"])
+    assert done.value.code in (0, None)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--method.weight_sharing {expand,reduce} treatment of weights that are used at several positions" in text
+
+
+def test_help_warns_that_the_module_runs(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    assert "This runs the code of the module." in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["info", "none.safetensors"], "There is no file none.safetensors"),
+        (["info", "c.safetensors"], "it was not written by lapwing"),
+        (["fit", "networks_of_cli:none", "c.safetensors", "data.npz"], "networks_of_cli:none cannot be found"),
+        (["fit", "nowhere:none", "c.safetensors", "data.npz"], "nowhere:none cannot be found"),
+        (["fit", "networks_of_cli:number", "c.safetensors", "data.npz"], "gives 3 instead of a torch.nn.Module"),
+        (["fit", "networks_of_cli:classifier", "r.safetensors", "data.npz"], "The weights r.safetensors do not fit"),
+        (["fit", *CLASSIFIER, "empty.npz"], "empty.npz has no 'x'"),
+        (["fit", *CLASSIFIER, "classes.csv", "--target", "d"], "classes.csv has no 'd'"),
+        (["fit", *CLASSIFIER, "none.csv"], "none.csv: No such file"),
+        (["fit", *CLASSIFIER, "data.txt"], "data.txt is neither an .npz, .csv or .parquet file"),
+        (["fit", *CLASSIFIER, "data.npz", "--method", "Kfac"], "Kfac"),
+        (["fit", *CLASSIFIER, "data.npz", "--method", "ELLA", "--method.rank", "-7"], "rank must be a whole number"),
+        (["fit", *CLASSIFIER, "data.npz", "--method", "ELLA", "--method.rang", "7"], "Option 'rang' is not accepted"),
+        (["fit", *CLASSIFIER, "data.npz", "--likelihood", "normal"], "normal"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_sentence(arguments: list[str], sentence: str, folder: Path, capsys) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert done.value.code == 2
+    assert printed.err.startswith("lapwing: ")
+    assert printed.err.count("\n") == 1
+    assert sentence in printed.err
+
+
+def test_without_a_command_it_prints_the_versions(capsys) -> None:
+    main([])
+    assert capsys.readouterr().out == lw.versions() + "\n"
