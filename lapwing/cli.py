@@ -23,7 +23,6 @@ from torch import nn
 import lapwing as lw
 
 from .errors import LapwingError, extra, shown
-from .evaluation import Comparison
 from .evaluation.comparison import Score
 from .posterior.files import read_safetensors, reason
 
@@ -95,7 +94,7 @@ def evaluate(
     target: str | None = None,
     foreign: dict[str, str] | None = None,
     score: Score = "mutual_information",
-) -> Comparison:
+) -> Any:
     """Prints the metrics of a posterior on test data, next to the network alone and temperature scaling.
 
     Args:
