@@ -384,17 +384,24 @@ class Tangent:
         return max(1, min(fitting, chunk_limit().samples))
 
     def _warn_of_memory(self) -> None:
-        """Warns if one output at one position exceeds the budget.
+        """Warns if one output at one position exceeds the budget. Logs if a whole sample exceeds it.
 
         The network's activations, and their gradients for one output, do not count: no choice here changes them.
         """
-        smallest = self.plan.least(self.blocks) * self.dtype.itemsize
+        name, budget = type(self.model).__name__, self.memory / 2**20
+        smallest, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
         if smallest > self.memory:
             log.warning(
                 "One sample of %s needs about %.0f MiB even for one output and one position at a time, more than the "
                 "budget of %.0f MiB, and will exceed it; pass memory=%d, or fewer parameters, such as "
                 "params=lw.last_layer.",
-                type(self.model).__name__, smallest / 2**20, self.memory / 2**20, 2 ** (smallest - 1).bit_length(),
+                name, smallest / 2**20, budget, 2 ** (smallest - 1).bit_length(),
+            )  # fmt: skip
+        elif whole > self.memory:
+            log.info(
+                "One sample of %s needs about %.0f MiB (C = %d), and the memory budget is %.0f MiB. So lapwing "
+                "processes its layers, outputs and positions in several steps. Pass memory=%d to process them in one.",
+                name, whole / 2**20, self.outputs, budget, 2 ** (whole - 1).bit_length(),
             )  # fmt: skip
 
     def bytes_per_sample(
