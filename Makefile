@@ -29,7 +29,7 @@ test-gpu: .venv/installed
 	LAPWING_DEVICE=cuda $(BIN)/python -m pytest -n $(WORKERS) tests/network/test_devices.py tests/methods/test_methods.py
 
 test-integrations: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning]" mapie pandas peft bitsandbytes
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning,mapie]" crepes pandas peft bitsandbytes
 	$(BIN)/python -m pytest -n $(WORKERS) tests/integrations
 
 bench: .venv/installed

@@ -118,6 +118,7 @@ PACKAGES = {
     "botorch": ("botorch", "botorch"),
     "lightning": ("lightning", "lightning"),
     "transformers": ("transformers", "huggingface"),
+    "mapie": ("mapie", "mapie"),
 }
 """Import name -> (name of the package, extra of lapwing that installs it)."""
 

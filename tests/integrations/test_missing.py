@@ -18,6 +18,7 @@ from tests.hidden_package import HiddenPackage
         ("botorch", "botorch", "botorch"),
         ("lightning", "lightning", "lightning"),
         ("huggingface", "transformers", "transformers"),
+        ("mapie", "mapie", "mapie"),
     ],
 )
 def test_a_missing_package_is_one_sentence(module: str, package: str, name: str, monkeypatch) -> None:

@@ -14,6 +14,7 @@ PACKAGES = {
     "botorch.md": ("botorch",),
     "huggingface.md": ("transformers",),
     "lightning.md": ("lightning",),
+    "mapie.md": ("mapie",),
     "sklearn.md": ("sklearn",),
 }
 
