@@ -295,6 +295,48 @@ def test_links(link: Any, params: Any) -> None:
     torch.testing.assert_close(found, wanted.probs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "onnx"])
+@pytest.mark.parametrize(
+    ("likelihood", "params", "via"),
+    [
+        (lw.Categorical(logit_temperature=1.5), lw.last_layer, lw.Linearized()),
+        pytest.param(lw.Categorical(), lw.everything, lw.Scaled(lw.Streamlined(), 2.0), marks=pytest.mark.slow),
+        pytest.param(lw.Bernoulli(), lw.last_layer, lw.Linearized(), marks=pytest.mark.slow),
+    ],
+    ids=["last layer", "all layers", "bernoulli"],
+)
+def test_scores(likelihood: Any, params: Any, via: Any, onnx: bool, tmp_path: Path) -> None:
+    """Probabilities, entropy and mutual information."""
+    posterior, inputs = fitted("mlp", lw.KFAC(), params, likelihood)
+    predictor = lw.deploy(posterior, inputs(2), via, outputs="scores")
+    assert predictor.returns == ("probabilities", "entropy", "mutual_information")
+    path = predictor.to_onnx(tmp_path / "network.onnx", inputs(2)) if onnx else Path()
+    for size in SIZES:
+        wanted: Any = posterior.predict(inputs(size), via=via)
+        found = map(torch.as_tensor, onnx_outputs(path, inputs(size))) if onnx else predictor(inputs(size))
+        values = wanted.probs, wanted.entropy(), wanted.mutual_information()
+        assert values[2].min() > 1e-4
+        for ours, theirs in zip(found, values, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", others_slow(METHODS, ["ella"]))
+def test_quadrature_of_classes(method: str) -> None:
+    posterior, inputs = fitted("mlp", METHODS[method], lw.last_layer)
+    found = lw.deploy(posterior, inputs(2), via=lw.Linearized(), link=lw.Quadrature())(inputs(7))
+    torch.testing.assert_close(found, posterior.predict(inputs(7), link=lw.Quadrature()).probs, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_are_for_labels() -> None:
+    x = torch.randn(20, 5)
+    real, many = torch.randn(20, 1), torch.arange(20) % 101
+    for outputs, y in ((1, real), (101, many)):
+        posterior = lw.fit(mlp(outputs), [(x, y)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
+        with pytest.raises(lw.LapwingError, match=r"for labels of up to 100 classes.*Write lw.deploy\(posterior, x\)"):
+            lw.deploy(posterior, x, outputs="scores")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("link", [None, lw.Probit()], ids=["quadrature", "probit"])
 def test_bernoulli(link: Any) -> None:

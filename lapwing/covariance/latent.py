@@ -61,10 +61,6 @@ class Latent(Described):
         """Covariances of the outputs of each input (B, C, C), computed at the first access."""
         return self._finite(total(term.dense() for term in self.terms))
 
-    @property
-    def has_covariance(self) -> bool:
-        return all(term.has_covariance for term in self.terms)
-
     @full_precision
     def covariance_times(self, vectors: Tensor) -> Tensor:
         return self._finite(total(term.times(vectors) for term in self.terms))

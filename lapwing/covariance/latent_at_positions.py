@@ -25,7 +25,6 @@ class Described:
         has_positions: whether it is a `LatentAtPositions`. Ask `has_positions(latent)`; likewise for the others.
         is_selected: whether it is a `SelectedLatent`, of some of the outputs.
         has_factor: whether it is `LinearDraws`, whose covariance has the factor of its draws.
-        has_covariance: whether it is Gaussian with the covariances of all outputs, and not only some or variances.
     """
 
     has_positions: ClassVar[bool] = False
@@ -44,10 +43,6 @@ class Described:
     def std(self: Any) -> Tensor:
         """Marginal standard deviations, in the shape of the mean."""
         return standard_deviation(self.variance)
-
-    @property
-    def has_covariance(self: Any) -> bool:
-        return self.draws is None
 
     def covariance_times(self: Any, vectors: Tensor) -> Tensor:
         """Returns the covariance of each input's outputs times a vector, (B, C). Covariances of inputs do not enter."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 
 class Term(ABC):
-    """A covariance (B, C, C) of the outputs of each of B samples. Subclasses are frozen dataclasses of tensors.
-
-    Attributes:
-        has_covariance: whether the term is the whole covariance. Otherwise it is the variances.
-    """
-
-    has_covariance: ClassVar[bool] = True
+    """A covariance (B, C, C) of the outputs of each of B samples. Subclasses are frozen dataclasses of tensors."""
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
@@ -239,7 +233,6 @@ class MarginalTerm(Term):
 
     plain: Tensor
     centred: Tensor
-    has_covariance: ClassVar[bool] = False
 
     def variance(self) -> Tensor:
         return self.plain
@@ -262,7 +255,6 @@ class ScaleTerm(Term):
     """The mean centred variance of the outputs of each input (B, 1), which `Probit` reads."""
 
     mean: Tensor
-    has_covariance: ClassVar[bool] = False
 
     def centred_variance(self) -> Tensor:
         """Returns the mean (B, 1) instead of one variance per output."""

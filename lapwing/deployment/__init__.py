@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..covariance import Latent
-from ..covariance.terms import MarginalTerm
+from ..covariance.terms import DenseTerm, MarginalTerm
 from ..data import batches
 from ..data.frames import with_tensors
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
-from ..likelihoods import Likelihood, Link
+from ..likelihoods import BernoulliPrediction, ClassPrediction, Likelihood, Link, Quadrature
+from ..likelihoods.classwise import CLASSES
 from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Way
@@ -42,14 +43,14 @@ def deploy(
     posterior: Posterior,
     x: Any,
     via: Way = Streamlined(),  # noqa: B008 (frozen)
-    outputs: Literal["prediction", "latent"] = "prediction",
+    outputs: Literal["prediction", "scores", "latent"] = "prediction",
     link: Link | None = None,
 ) -> Predictor:
     """Returns a network with its error bars as a module of plain calls: `predictor(x)` is `posterior.predict(x, via)`.
 
     The buffers of the module are copies of the weights, and constants from their covariances. It runs in eager mode,
     under `torch.compile`, through `torch.export`, on another device, and as ONNX (`predictor.to_onnx(path, x)`), for
-    any batch. It computes variances of the outputs without their covariances, which closed-form links do not need.
+    any batch. It computes only the moments of the outputs that the results need: covariances for "scores" of classes.
 
     Args:
         posterior: the posterior.
@@ -57,6 +58,7 @@ def deploy(
             integer and boolean inputs may vary later if the network allows it. Other shapes may not.
         via: `Streamlined` in diagonal mode; `Linearized` if only the last layer is treated; `Scaled` of either.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
+            "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
 
@@ -92,13 +94,13 @@ def deploy(
             "per input. Predict with posterior.predict(x), or with via=lw.Streamlined()."
         )
     streamlined, factor, linearised = _exported_way(via)
-    check_choice("lw.deploy", "outputs", outputs, ("prediction", "latent"))
+    check_choice("lw.deploy", "outputs", outputs, ("prediction", "scores", "latent"))
     x = with_tensors(batches.inputs_of(x) if isinstance(x, Mapping) else x, posterior.tangent.model)
     names, keys = _named(x)
     _check_way(posterior, batches.take(x, slice(0, 2)), via)
-    observe, returns, centred = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
+    observe, returns, kinds = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     example = batches.take(dict(x) if keys else x, slice(0, _SAMPLES))
-    traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, centred, linearised)
+    traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised)
     return Predictor(traced, names, keys, returns)
 
 
@@ -152,16 +154,12 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
 
 def _observing(
     likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float
-) -> tuple[Observe, tuple[str, ...], bool]:
-    """Returns a function from moments to results, the results' names, and whether it reads centred variances."""
-
-    def scaled(variance: Tensor) -> Tensor:
-        return variance if factor == 1 else variance * factor
-
+) -> tuple[Observe, tuple[str, ...], int]:
+    """Returns a function from moments to results, the results' names, and the number of kinds of moments it reads."""
     if outputs == "latent":
-        return (lambda mean, plain, centred: (mean, scaled(plain))), ("mean", "variance"), False
+        return (lambda mean, plain: (mean, plain * factor)), ("mean", "variance"), 1
     ones = torch.ones(1, size)
-    chosen = likelihood.choose_link(_latent(ones, ones, ones), link)
+    chosen = likelihood.choose_link(_latent(ones, ones), link)
     if not chosen.closed_form:
         closed = [f"link={kind.__name__}()" for kind in likelihood.links if kind.closed_form]
         raise LapwingError(
@@ -169,20 +167,32 @@ def _observing(
             + (f"Pass {' or '.join(closed)}, or write" if closed else "Write")
             + " lw.deploy(posterior, x, outputs='latent')."
         )
+    scored = outputs == "scores"
+    matrix = likelihood.reads_covariance(Quadrature() if scored else chosen)  # mutual information reads the same
 
-    def summary(mean: Tensor, plain: Tensor, centred: Tensor) -> dict[str, Tensor]:
-        return likelihood.predict(_latent(mean, scaled(plain), scaled(centred)), chosen).summary()
+    def summary(mean: Tensor, *moments: Tensor) -> dict[str, Tensor]:
+        prediction = likelihood.predict(_latent(mean, *(part * factor for part in moments)), chosen)
+        if not scored:
+            return prediction.summary()
+        if not isinstance(prediction, (BernoulliPrediction, ClassPrediction)) or (matrix and size > CLASSES):
+            raise LapwingError(
+                f"outputs='scores' is for labels of up to {CLASSES} classes, and the {likelihood.name} likelihood has "
+                f"{size} outputs. Write lw.deploy(posterior, x), or predict with posterior.predict(x)."
+            )
+        information = prediction.mutual_information()
+        return prediction.summary() | {"entropy": prediction.entropy(), "mutual_information": information}
 
     with torch.enable_grad():
         centred = ones.clone().requires_grad_()
-        example = summary(ones, ones, centred)
+        example = summary(ones, ones, centred, *([torch.eye(size)[None]] if matrix else []))
         reads = any(value.requires_grad for value in example.values())
-    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), reads
+    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), 3 if matrix else 1 + reads
 
 
-def _latent(mean: Tensor, variance: Tensor, centred: Tensor) -> Latent:
-    """Returns a latent with means and variances only, which is enough for closed-form links."""
-    return Latent(mean, (MarginalTerm(variance, centred),))
+def _latent(mean: Tensor, variance: Tensor, centred: Tensor | None = None, matrix: Tensor | None = None) -> Latent:
+    """Returns a latent with these moments."""
+    centred = variance if centred is None else centred
+    return Latent(mean, (MarginalTerm(variance, centred) if matrix is None else DenseTerm(matrix, centred),))
 
 
 __all__ = ["Predictor", "deploy"]

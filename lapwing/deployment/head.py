@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import LayerBlock
-from ..covariance.terms import EigenTerm, Term
+from ..covariance.terms import EigenTerm, FactoredTerm, Term
 from ..errors import LapwingError
 from ..prediction.streamlined.moments import Moments, Value, mean_of, total_of, variance_of
 from ..prediction.streamlined.operations import Kind, is_a
@@ -34,7 +34,7 @@ _NUMBERS, _ROWS = 2**24, 2**22
 class Head:
     """A last linear layer with one position per sample.
 
-        Var[h]_r = Σ_q (Vᵀ a)_q² s_rq + Σ_i v_i u_ri + β_r        r: outputs, then centred outputs if needed
+        moment_r = Σ_q (Vᵀ a)_q² s_rq + Σ_i v_i u_ri + β_r        r: moments, as `moments_of` orders them
 
     Attributes:
         source: name of its input.
@@ -75,10 +75,10 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, centred: bool) -> Head | None:
+def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, kinds: int) -> Head | None:
     """Returns the last layer of a program, or None if it has several positions per sample or other weights.
 
-    `values` are the values before the layer at an example of B `samples`. `centred` adds the centred outputs.
+    `values` are the values before the layer at an example of B `samples`. `kinds` are those of `moments_of`.
 
     Cost: I products (O, O) for weights with a common basis; otherwise see `_squares_of`.
     """
@@ -93,7 +93,7 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
     w = layer.matrix.contiguous()  # (O, I)
     basis = offset = scale = shift = through = None
     if weights is not None:
-        basis, scale = _rotation(weights, w, shared, centred)
+        basis, scale = _rotation(weights, w, shared, kinds)
         if shared and basis is None:
             shift, scale = scale[:, -1].contiguous(), scale[:, :-1].contiguous()
         elif shared and basis is not None:
@@ -101,55 +101,54 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
     if isinstance(layer.bias, Moments) and not shared:
         alone = bias_alone(site)
         if alone is not None:
-            added = _marginals(alone.covariance.covariances(w.new_ones(1, 1), None), centred)
+            added = moments_of(alone.covariance.covariances(w.new_ones(1, 1), None), kinds)
         else:
-            added = _of_independent(layer.bias.variance[None], centred)
+            added = moments_of(EigenTerm(None, layer.bias.variance[None]), kinds)
         shift = total_of([shift, added[0]])
     if variance_of(layer.x) is not None:
-        units = (w - w.mean(0)).square()
-        through = torch.cat([w.square(), units]) if centred else w.square()  # (R, I)
+        through = moments_of(FactoredTerm(w.T.unsqueeze(-1)), kinds).T  # (R, I)
         if weights is not None:
             eye = torch.eye(w.shape[1] + shared, dtype=w.dtype, device=w.device)[: w.shape[1]]
-            through = through + _spread(weights, eye, w.shape[0], centred).T
+            through = through + _spread(weights, eye, w.shape[0], kinds).T
     source = next(name for name in step.sources if read[name] is layer.x)
     return Head(source, w, mean_of(layer.bias), basis, offset, scale, shift, through)
 
 
-def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, centred: bool) -> Tensor:
-    """Returns the variances (N, R) of `W a` at rows a."""
-    if not centred:
+def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, kinds: int) -> Tensor:
+    """Returns the moments (N, R) of `W a` at rows a."""
+    if kinds == 1:
         return covariance.push(rows, None, False)
     rotation = covariance.rotation()
     if rotation is not None and rotation[0] is None:  # diagonal: the outputs are independent
-        return _of_independent(covariance.push(rows, None, False), centred)
+        return moments_of(EigenTerm(None, covariance.push(rows, None, False)), kinds)
     parts = rows.split(max(1, _NUMBERS // outputs**2))
-    return torch.cat([_marginals(covariance.covariances(part, None), centred) for part in parts])
+    return torch.cat([moments_of(covariance.covariances(part, None), kinds) for part in parts])
 
 
-def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, centred: bool) -> tuple[Tensor | None, Tensor]:
+def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, kinds: int) -> tuple[Tensor | None, Tensor]:
     """Returns Vᵀ (Q, I) and s (R, Q), including the bias column."""
     inputs = w.shape[1] + bias
     rotation = covariance.rotation()
     if rotation is None:
         vectors, scale = _squares_of(
-            lambda rows: _spread(covariance, rows, w.shape[0], centred), inputs, w, "the last layer"
+            lambda rows: _spread(covariance, rows, w.shape[0], kinds), inputs, w, "the last layer"
         )
         return vectors.mT.contiguous(), scale
     basis, variances = rotation
     if basis is None:
-        return None, _of_independent(variances[0].T, centred).T.to(w.dtype).contiguous()
+        return None, moments_of(EigenTerm(None, variances[0].T), kinds).T.to(w.dtype).contiguous()
     rows = basis[0].mT.to(w.dtype).contiguous()  # (Q, I), orthonormal: row q gives column q of s
-    return rows, _spread(covariance, rows, w.shape[0], centred).T.contiguous()
+    return rows, _spread(covariance, rows, w.shape[0], kinds).T.contiguous()
 
 
-def _marginals(term: Term, centred: bool) -> Tensor:
-    """Returns the variances of N covariances of O outputs, then centred ones if needed: (N, O) or (N, 2 O)."""
-    return torch.cat([term.variance(), term.centred_variance()], -1) if centred else term.variance()
-
-
-def _of_independent(variance: Tensor, centred: bool) -> Tensor:
-    """Returns `_marginals` for variances (N, O) of independent outputs."""
-    return torch.cat([variance, EigenTerm(None, variance).centred_variance()], -1) if centred else variance
+def moments_of(term: Term, kinds: int) -> Tensor:
+    """Returns the variances (N, O) of N covariances; with 2 kinds also centred variances, with 3 the covariances."""
+    parts = [term.variance()]
+    if kinds > 1:
+        parts.append(term.centred_variance())
+    if kinds > 2:
+        parts.append(term.dense().flatten(1))
+    return torch.cat(parts, -1)
 
 
 def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: str) -> tuple[Tensor, Tensor]:

@@ -27,12 +27,14 @@ from ..prediction.streamlined.program import Program, build
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
-from .head import read_head, squares_of_weights
+from .head import moments_of, read_head, squares_of_weights
 
 aten = torch.ops.aten
 
-Observe = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-"""`(means, variances, variances of the centred outputs)`, (B, C) each -> results of the deployed network."""
+Observe = Callable[..., tuple[Tensor, ...]]
+"""`(means, variances, variances of the centred outputs)`, (B, C) each, and covariances (B, C, C) -> results.
+
+It gets the means and as many of the following as it reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +58,12 @@ def trace(
     via: Streamlined,
     inputs: Any,
     observe: Observe,
-    centred: bool,
+    kinds: int,
     linearised: bool,
 ) -> Traced:
     """Exports the moments at the outputs as calls on tensors.
 
-    `observe` maps moments to results, and `centred` tells whether it reads the variances of centred outputs. With
+    `observe` maps the means and the first `kinds` of the moments that `moments_of` lists to results. With
     `linearised` only the last layer may be uncertain, as for `Linearized`. Raises for calls without a rule or without
     closed slopes, and with `linearised` for uncertain values before the last layer.
 
@@ -74,7 +76,7 @@ def trace(
         if not graph.accepts(batches.take(inputs, slice(0, 1))):
             raise _one_size(tangent)
         program = _program(tangent, covariance, graph, via, inputs)
-        run = Run(program, inputs, observe, centred, tangent.dtype, logits_of(tangent.forward))
+        run = Run(program, inputs, observe, kinds, tangent.dtype, logits_of(tangent.forward))
         if linearised:
             _check_last_layer(program, run, tangent)
         with quiet():
@@ -161,7 +163,7 @@ class Run(nn.Module):
 
     Args:
         observe: function from moments to results.
-        centred: whether it reads the variances of centred outputs.
+        kinds: number of kinds of moments that it reads.
         dtype: dtype of the moments that `observe` gets.
         logits: replaces logits of classes that cannot be, or None.
 
@@ -170,7 +172,7 @@ class Run(nn.Module):
     """
 
     def __init__(
-        self, program: Program, inputs: Any, observe: Observe, centred: bool, dtype: torch.dtype, logits: Logits | None
+        self, program: Program, inputs: Any, observe: Observe, kinds: int, dtype: torch.dtype, logits: Logits | None
     ) -> None:
         super().__init__()
         samples, fixed = batches.size(inputs), dict(program.weights())
@@ -181,13 +183,13 @@ class Run(nn.Module):
         for step in program.schedule.steps:
             name = step.node.name
             if end and step is end[0]:
-                head = read_head(program, step, values, samples, centred)
+                head = read_head(program, step, values, samples, kinds)
             values[name] = program.step(step, values, samples)
             if all(source in fixed for source in step.sources) and step.sources:
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        self.program, self.observe, self.dtype, self.logits = program, observe, dtype, logits
+        self.program, self.observe, self.kinds, self.dtype, self.logits = program, observe, kinds, dtype, logits
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
         self.complete = head is not None or values[program.graph.output].covariance is not None
 
@@ -202,18 +204,18 @@ class Run(nn.Module):
         for step in self.steps:
             values[step.node.name] = program.step(step, values, samples)
         if self.head is None:
-            mean, plain, centred = _whole(values[program.graph.output], self.logits)
+            mean, moments = _whole(values[program.graph.output], self.kinds, self.logits)
         else:
-            mean, spread = self.head(program.cast(self.head.source, values[self.head.source]))
+            mean, moments = self.head(program.cast(self.head.source, values[self.head.source]))
             for step in self.end[1:]:
                 mean = run_call(step.node, {**values, step.uncertain[0]: mean}, program.dtype)
-            plain, centred = spread, spread
-            if spread.shape[-1] == 2 * mean.shape[-1]:
-                plain, centred = spread.chunk(2, -1)
-            if plain.ndim == 1:
-                plain, centred = (part.expand(mean.shape[0], -1) for part in (plain, centred))
-        moments = (mean, plain.clamp_min(0), centred.clamp_min(0))
-        return self.observe(*(part.to(self.dtype) for part in moments))
+            moments = moments.expand(mean.shape[0], -1)
+        outputs = mean.shape[-1]
+        plain = moments[:, : 2 * outputs].clamp_min(0).split(outputs, -1)
+        parts = [mean, *plain]
+        if self.kinds > 2:
+            parts.append(moments[:, 2 * outputs :].unflatten(-1, (outputs, outputs)))
+        return self.observe(*(part.to(self.dtype) for part in parts))
 
 
 def _end(program: Program) -> tuple[Step, ...]:
@@ -223,17 +225,21 @@ def _end(program: Program) -> tuple[Step, ...]:
     return end if end and plain else ()
 
 
-def _whole(output: Moments, logits: Logits | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns means, variances, and variances minus the average over classes that can be, of a program's output."""
+def _whole(output: Moments, kinds: int, logits: Logits | None) -> tuple[Tensor, Tensor]:
+    """Returns the means and `moments_of` a program's output, less the average over classes that can be if centred."""
     matrix = output.covariance
     term = EigenTerm(None, output.variance) if matrix is None else DenseTerm(matrix, output.centred)
-    mean, variance = output.mean, term.variance()
     if logits is None or logits.activation == "sigmoid":
-        return mean if logits is None else logits.finite(mean), variance, term.centred_variance()
+        return output.mean if logits is None else logits.finite(output.mean), moments_of(term, kinds)
+    mean, variance = output.mean, term.variance()
     mask = possible(mean).to(variance)
     share = mask / mask.sum(-1, keepdim=True)
     rows = variance * share if matrix is None else (matrix @ share[..., None])[..., 0]
-    return logits.finite(mean), variance, mask * (variance - 2 * rows + (rows * share).sum(-1, keepdim=True))
+    parts = [variance, mask * (variance - 2 * rows + (rows * share).sum(-1, keepdim=True))]
+    if kinds > 2:  # the others follow the average
+        move = torch.diag_embed(mask) + (1 - mask)[..., None] * share[:, None]
+        parts.append((move @ term.dense() @ move.mT).flatten(1))
+    return logits.finite(mean), torch.cat(parts[:kinds], -1)
 
 
 def _exported(run: Run, inputs: Any, graph: Graph) -> ExportedProgram:

@@ -25,33 +25,20 @@ from ..linalg import doubled, nonnegative, possible
 from . import quadrature
 
 CLASSES = 100
-"""Maximum number of classes for which the mutual information uses this approximation by default."""
+"""Maximum number of classes for which the mutual information uses this approximation."""
 
 NODES = 24
-"""Nodes of the mutual information and of the search for κ. More nodes change the result less than the approximation."""
+"""Nodes of the mutual information and of the search for κ."""
 
-_STEPS = 2  # Newton steps for κ
 _WIDEST = 8.0  # largest 1/scale of the probit approximation in the search for κ
 _FAR = -1e30  # logit of a class that cannot be
 
 
-def log_probs(latent: AnyLatent, nodes: int) -> Tensor:
-    """Returns the logarithms of `E[σ(g_c)]`, normalised, (B, C), in float64."""
-    mean, variance = _contrasts(latent)
-    return quadrature.log_sigmoid_mean(mean, variance, nodes).log_softmax(-1)
-
-
-def mutual_information(latent: AnyLatent) -> Tensor:
-    """Returns `Σ_c E[σ(g_c) log(σ(g_c) / E σ(g_c))]` in nats, (B,), in float64."""
-    mean, variance = _contrasts(latent)
-    return quadrature.information(mean, variance, NODES).sum(-1)
-
-
-def _contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
+def contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
     """Returns the means and variances (B, C) of g, in float64."""
     mean, spread = doubled(latent.mean), doubled(latent.centred_variance)
     scale = (1.0 + (math.pi / 8.0) * spread.sum(-1, keepdim=True) / possible(mean).sum(-1, keepdim=True)).rsqrt()
-    mean = mean.nan_to_num(neginf=_FAR)
+    mean = mean.clamp_min(_FAR)
     top = mean.argmax(-1, keepdim=True)  # its q and log(1 - p) come from the others, since 1 - p would lose digits
 
     def moments(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,19 +49,16 @@ def _contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
 
     probs = (scale * mean).softmax(-1)
     rest = 1.0 - probs.scatter(-1, top, 0.0)
-    product, square, diagonal = moments(probs)
-    covariance = (product - probs * spread) / rest  # of f_c and qᵀf
-    square = (square - 2.0 * probs * product + probs.square() * spread) / rest.square()
-    diagonal = (diagonal - probs * spread) / rest
-    product, top_square, top_diagonal = moments((scale * mean).scatter(-1, top, _FAR).softmax(-1))
-    covariance = covariance.scatter(-1, top, product.gather(-1, top))
-    square, diagonal = square.scatter(-1, top, top_square), diagonal.scatter(-1, top, top_diagonal)
-    variance = nonnegative(spread - 2.0 * covariance + square)
+    product, square, diagonal = moments(probs)  # f_c - qᵀf is (f_c - pᵀf) / (1 - p_c)
+    variance = (spread - 2.0 * product + square) / rest.square()
+    shift = (rest * diagonal - probs * (spread - 2.0 * product) - square) / rest.square()
+    product, square, diagonal = moments((scale * mean).scatter(-1, top, _FAR).softmax(-1))
+    variance = nonnegative(variance.scatter(-1, top, (spread - 2.0 * product + square).gather(-1, top)))
+    shift = shift.scatter(-1, top, diagonal - square)
 
     others = mean.scatter(-1, top, _FAR).logsumexp(-1, keepdim=True)
     logs = mean.log_softmax(-1)
     odds = (logs - torch.log1p(-logs.exp().scatter(-1, top, 0.0))).scatter(-1, top, mean.gather(-1, top) - others)
-    shift = diagonal - square
     less = (_WIDEST * scale).clamp_max(1.0)  # at larger S only ratios matter, and Newton's steps become too long
     share = _share(less * odds, less.square() * variance, less.square() * shift, 0.5 * scale / less)
     return odds - less * share * shift, variance
@@ -86,7 +70,7 @@ def _share(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tens
     def of(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tensor:
         f, log_weights = quadrature.rule(odds - start * shift, variance, 0.0, NODES)
         weights, share = log_weights.exp(), start
-        for _ in range(_STEPS):
+        for _ in range(2):
             sigmoids = torch.sigmoid(f - ((share - start) * shift)[..., None])  # (B, C, nodes)
             masses = weights * sigmoids
             excess = masses.sum((-2, -1))[..., None] - 1.0

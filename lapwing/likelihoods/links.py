@@ -198,16 +198,13 @@ class LaplaceBridge(ClassLink):
 class Quadrature(ClassLink, BinaryLink):
     """Numerical integration: exact for Bernoulli outputs and for two classes, close for more classes.
 
-    The probability of a Bernoulli output is `∫ σ(f) N(f; m, v) df`. It uses a trapezoidal rule in a stretched variable,
-    because Gauss-Hermite rules fail at large variances (`lapwing.likelihoods.quadrature`). For every mean and variance
-    the error of probabilities and of their logarithms is below 1e-4 with 32 nodes, 1e-7 with 48, 1e-10 with 64.
+    A Bernoulli output has `∫ σ(f) N(f; m, v) df`, by a trapezoidal rule in a stretched variable, because Gauss-Hermite
+    rules fail at large variances (`lapwing.likelihoods.quadrature`). For every mean and variance the error of
+    probabilities and of their logarithms is below 1e-4 with 32 nodes, 1e-7 with 48, 1e-10 with 64.
 
-    The probability of a class is `E[σ(g)]` for its logit relative to all other classes,
-    `g_c = f_c - log Σ_{k≠c} e^{f_k}`, which is taken as Gaussian (`lapwing.likelihoods.classwise`). It uses the
-    covariances of the logits, which `Probit` does not, and is closer to the average of many draws than `Probit`. It can
-    change the most probable class.
-
-    Time O(nodes B C) in float64; memory is limited by chunks.
+    A class has `E[σ(g)]` with its logit g relative to all others (`lapwing.likelihoods.classwise`). It reads the
+    covariances of the logits, which `Probit` does not, is closer to the average of many draws, and can change the most
+    probable class. Time O(nodes B C) in float64; memory is limited by chunks.
 
     Args:
         nodes: number of nodes.
@@ -231,7 +228,8 @@ class Quadrature(ClassLink, BinaryLink):
 
     def log_probs(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log probabilities (B, C) from the mean and two products with the covariance, without draws."""
-        return classwise.log_probs(latent, self.nodes).to(at_least_float32(latent.mean))
+        logs = quadrature.log_sigmoid_mean(*classwise.contrasts(latent), self.nodes)
+        return logs.log_softmax(-1).to(at_least_float32(latent.mean))
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:
         """Returns log odds (B, C) from the mean and variances, without draws."""

@@ -8,7 +8,7 @@ for standard deviations s from 1e-6 to 1000 and means within 8 s of 0 or within 
 
     nodes                  32       48       64
     log E[σ(f)]            9e-5     6e-8     3e-11
-    an expected entropy    7e-8     5e-11    2e-13
+    E[σ log(σ/E σ)]        3e-5     2e-8     2e-11
 """
 
 from __future__ import annotations
@@ -63,21 +63,11 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
     return mean[..., None] + std[..., None] * z, weights
 
 
-def expectation(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Returns `E[g(f)]` of a bounded g, elementwise, in float64. Time O(nodes) per element; chunks limit the memory."""
-
-    def of(mean: Tensor, variance: Tensor) -> Tensor:
-        f, weights = rule(mean, variance, 0.0, nodes)
-        return (weights.exp() * function(f)).sum(-1)
-
-    return _elementwise(of, mean, variance, nodes)
-
-
 def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Returns `E[σ log(σ/p)]` with `p = E[σ(f)]` in nats, elementwise: the share of one answer in a mutual information.
+    """Returns `E[σ log(σ/p)]` with `p = E[σ(f)]` in nats, elementwise: the part of one answer in a mutual information.
 
     It is never negative, and exactly 0 at a variance of 0: the integrand is `p [(1 + d) log(1 + d) - d]` with
-    `d = σ/p - 1`. Arguments as for `expectation`.
+    `d = σ/p - 1`. Time O(nodes) per element; chunks limit the memory.
     """
 
     def of(mean: Tensor, variance: Tensor) -> Tensor:
@@ -92,7 +82,7 @@ def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
 
 
 def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Returns `log E[σ(f)]`, elementwise; arguments as for `expectation`."""
+    """Returns `log E[σ(f)]`, elementwise; cost as for `information`."""
 
     def of(mean: Tensor, variance: Tensor) -> Tensor:
         f, weights = rule(mean, variance, 1.0, nodes)
@@ -102,7 +92,7 @@ def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tens
 
 
 def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Returns `log E[σ(f)] - log E[σ(-f)]`, elementwise, computed from the smaller one; arguments as `expectation`."""
+    """Returns `log E[σ(f)] - log E[σ(-f)]`, elementwise, computed from the smaller one."""
     mean, variance = doubled(mean), doubled(variance)
     signs = torch.where(mean < 0, -1.0, 1.0).to(mean.dtype)
     smaller = log_sigmoid_mean(-signs * mean, variance, nodes)
