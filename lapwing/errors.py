@@ -108,6 +108,7 @@ def check_choice(method: str, name: str, value: Any, accepted: tuple[Any, ...]) 
 
 
 PACKAGES = {
+    "jinja2": ("Jinja2", "eval"),
     "matplotlib": ("matplotlib", "eval"),
     "jsonargparse": ("jsonargparse", "cli"),
     "pandas": ("pandas", "eval"),

@@ -32,9 +32,14 @@ def _compare() -> Any:
     return lw.compare({"KFAC": posterior}, [(x, y)], repeats=1)
 
 
+def _report() -> Any:
+    return _compare().report("never.html")
+
+
 USES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "compare": (_compare, "torchmetrics", "eval"),
     "to_pandas": (lambda: lw.evaluation.Comparison((), {}).to_pandas(), "pandas", "eval"),
+    "report": (_report, "jinja2", "eval"),
     "auroc": (lambda: metrics.auroc(torch.rand(3), torch.rand(3)), "sklearn", "eval"),
     "bands": (lambda: plots.bands(torch.rand(3), (torch.rand(3), torch.rand(3))), "matplotlib", "eval"),
     "onnx": (_onnx, "onnx", "export"),

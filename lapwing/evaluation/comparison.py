@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 from numbers import Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -20,9 +22,9 @@ from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
 from ..prediction import Way
-from . import plots
 from .candidates import Candidate, posteriors_in, rows_of
-from .evaluated import SCORES, Evaluated, Predictions, by_halves, evaluated
+from .evaluated import MEANS, SCORES, Evaluated, Predictions, by_halves, evaluated
+from .report import pictures, write
 
 Score = Literal["mutual_information", "entropy", "confidence"]
 
@@ -89,7 +91,7 @@ class Comparison:
         """Draws the pictures that fit the task: one row of the table in blue beside the first row in orange.
 
         Classes: reliability, and risk against coverage. Regression: calibration of intervals, and residuals against
-        spread. Each out-of-distribution set adds its scores by mutual information, or by entropy if the row has none.
+        spread. Each out-of-distribution set adds the score of the row that detects it best.
 
         Args:
             row: name of the row; None takes the lowest NLL among the rows that are no network alone.
@@ -100,31 +102,32 @@ class Comparison:
         Raises:
             LapwingError: if the table has no such row or no predictions, or matplotlib is missing.
         """
-        spread = [name for name in self.predictions if self.rows[name]["passes"] != 1.0]  # a network takes one pass
-        chosen = row or min(spread or self.predictions, key=lambda name: self.rows[name]["NLL"], default=None)
-        if chosen not in self.predictions:
-            raise LapwingError(f"plot(row={shown(row)}) finds no such row. Write one of {', '.join(self.predictions)}.")
-        found, colors = self.predictions[chosen], {next(iter(self.predictions)): plots.FOREIGN, chosen: plots.KNOWN}
-        lines = -(-(2 + len(found.foreign)) // 2)
+        found = pictures(self, row)
+        lines = -(-len(found) // 2)
         figure, axes = extra("matplotlib.pyplot").subplots(
             lines, 2, figsize=(9, 3.6 * lines), squeeze=False, layout="constrained"
         )
-        for name, color in colors.items():
-            own = self.predictions[name]
-            if own.mean is None:
-                plots.reliability_diagram(own.confidence, own.correct, axes[0, 0], color=color, label=name)
-                plots.risk_coverage(own.confidence, own.correct, axes[0, 1], color=color, label=name)
-            else:
-                plots.interval_calibration((own.mean, own.std), own.y, axes[0, 0], color=color, label=name)
-                plots.residual_spread((own.mean, own.std), own.y, axes[0, 1], color=color, label=name)
-        score = next(iter(found.scores), None)  # None if no score differs between inputs
-        for ax in axes.flat[2 + len(found.foreign) :]:
+        for ax in axes.flat[len(found) :]:
             ax.set_axis_off()
-        for ax, (title, outside) in zip(axes.flat[2:], found.foreign.items(), strict=False):
-            if score:
-                plots.ood_scores(found.scores[score], outside[score], ax, score=score)
-            ax.set_title(f"{title}, {chosen}")
+        for ax, picture in zip(axes.flat, found, strict=False):
+            picture["draw"](ax=ax)
+            ax.set_title(f"{picture['set']}, {picture['row']}" if "set" in picture else "")
         return figure
+
+    def report(self, path: str | PathLike[str], title: str = "How good are the error bars?") -> Path:
+        """Writes a report as one HTML file, for a reader who does not know the metrics; returns its path.
+
+        It has a verdict, the table, and pictures with a paragraph on how to read each. It needs no network and no other
+        file, and can be read on a phone and printed. The pictures compare the row of lowest NLL with the first row.
+
+        Args:
+            path: the file to write, such as "report.html".
+            title: its heading.
+
+        Raises:
+            LapwingError: if Jinja2, matplotlib or scikit-learn is missing, or if `lw.compare` did not make the table.
+        """
+        return write(self, path, title)
 
     def tables(self) -> list[tuple[str, list[list[str]]]]:
         """Returns the parts of the printed table: a title, then the names of the columns and the rows, as strings.
@@ -243,7 +246,10 @@ def _table(rows: dict[str, Evaluated], notes: list[str], sets: dict[str, Any]) -
     numbers = {name: row.numbers for name, row in rows.items()}
     columns = tuple(dict.fromkeys(column for row in sorted(numbers.values(), key=len, reverse=True) for column in row))
     first, *others = rows
-    errors = {first: rows[first].errors(), **{name: rows[name].errors(rows[first]) for name in others}}
+    errors = {
+        name: {c: row.error(c, rows[first] if name != first else None) for c in columns if c in MEANS}
+        for name, row in rows.items()
+    }
     gaps = [(abs(numbers[name][c] - numbers[first][c]), error) for name in others for c, error in errors[name].items()]
     notes = [ERRORS, *notes, PASSES]
     if gaps and all(gap <= error for gap, error in gaps):

@@ -46,6 +46,8 @@ MEANS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 }
 """Column with standard errors -> the entries whose mean is the metric; those of the RMSE are squared errors."""
 
+TEMPERATURE, NOISE = "temperature scaling", "held-out noise"
+"""Names of the rows that `by_halves` makes."""
 MANY_LABELS = 10
 """Maximum number of labels that get a column each."""
 FEWEST = 40
@@ -75,7 +77,7 @@ class Predictions:
         upper: upper ends of the 90 % intervals (n,).
         y: targets (n,).
         scores: "mutual_information", "entropy", ... -> uncertainty of each held-out input (N,); empty without
-            `foreign=`. A score that is equal for all inputs is left out.
+            `foreign=`. A network alone has no mutual information.
         foreign: name of an out-of-distribution set -> score -> uncertainty of each of its inputs (M,).
     """
 
@@ -130,17 +132,12 @@ class Evaluated:
         row |= _quarters(values) if "mean" in values else {}
         return row | ({} if self.seconds is None else {"fit s": self.seconds}) | {"passes": self.cost}
 
-    def errors(self, first: Evaluated | None = None) -> dict[str, float]:
-        """Returns column -> standard error of its number, or of the difference to another row.
+    def error(self, column: str, first: Evaluated | None = None) -> float:
+        """Returns the standard error of a column of `MEANS`, or of its difference to another row.
 
         The difference is paired by sample, unless the rows have the samples in another order. Entries of one sample,
         such as positions, may depend on each other.
         """
-        columns = [column for column in self.numbers if column in MEANS]
-        return {column: self.error(column, first) for column in columns}
-
-    def error(self, column: str, first: Evaluated | None = None) -> float:
-        """Returns the standard error of one column, as `errors`."""
         each, groups = self._deviations(column), self.values["sample" if column == "NLL" else "entry"].flatten()
         if first is not None:
             target = "y" if "mean" in self.values else "labels"
@@ -213,6 +210,9 @@ def evaluated(
     values, known, rows = [], [], []
     first, spent, plain = 0, 0.0, 0.0
     keep = row.likelihood and (row.likelihood.logit_temperature or row.likelihood.noise_variance)
+    names = [*dict.fromkeys(("mutual_information", "entropy", score))] if foreign else []
+    if row.likelihood:  # a network alone has no mutual information, and with one noise variance no score
+        names = [] if row.likelihood.noise_variance else [name for name in names if name != "mutual_information"]
     for batch in loader:
         inputs, targets = batches.split(batch, row.device)
         size = batches.size(inputs)
@@ -221,7 +221,7 @@ def evaluated(
         timings = [_timed(row, inputs) for _ in range(1 if row.likelihood else repeats)]
         prediction, samples = timings[-1][0], torch.arange(first, first + size)
         values.append(_entries(prediction, targets, samples))
-        known.append(scores_of(prediction, score) if foreign else {})
+        known.append(scores_of(prediction, names))
         if keep:
             rows.append(_as_rows(prediction, targets, samples))
         first += size
@@ -236,11 +236,12 @@ def evaluated(
     outside: dict[str, list[Tensor]] = {name: [] for name in foreign}
     for name, inputs in foreign.items():
         for prediction in _predictions(row, name, inputs):
-            sets[name].append(scores_of(prediction, score))
+            sets[name].append(scores_of(prediction, names))
             if keep:
                 outside[name].append(_outputs(prediction.latent))  # type: ignore[attr-defined]
-    scores = _told(_joined(known), {name: _joined(parts) for name, parts in sets.items()})
-    return Evaluated(_joined(values), *scores, score, 1.0 if row.likelihood else spent / plain, seconds, rows, outside)
+    scores = _joined(known), {name: _joined(parts) for name, parts in sets.items()}
+    cost = 1.0 if row.likelihood else spent / plain
+    return Evaluated(_joined(values), *scores, score, cost, seconds, rows, outside)
 
 
 def _timed(row: Row, inputs: Any) -> tuple[Prediction, float, float]:
@@ -287,15 +288,15 @@ def _entries(prediction: Prediction, targets: Tensor, samples: Tensor) -> dict[s
     return values | {name: samples[values[name]] for name in ("sample", "entry")}
 
 
-def scores_of(prediction: Any, score: str) -> Scores:
-    """Returns the mutual information, the entropy and the chosen score of each input, in nats, as float64 on the CPU.
+def scores_of(prediction: Any, names: Iterable[str]) -> Scores:
+    """Returns scores of each input, in nats except for the confidence, as float64 on the CPU.
 
-    The scores of a regression are those of Gaussian outputs with the predicted variances, summed over outputs: half the
-    log ratio of total variance and noise, and half the log of the total variance.
+    Those of a regression are of Gaussian outputs with the predicted variances, summed over outputs: the mutual
+    information is half the log ratio of total variance and noise, the entropy half the log of the total variance.
     """
     part = getattr(prediction, "rows", prediction)  # of outputs with positions
     scores = {}
-    for name in dict.fromkeys(("mutual_information", "entropy", score)):
+    for name in names:
         if isinstance(part, RealPrediction):
             noise = part.aleatoric_variance if name == "mutual_information" else torch.ones_like(part.variance)
             ratio = part.variance / noise.clamp_min(torch.finfo(noise.dtype).tiny)
@@ -306,15 +307,6 @@ def scores_of(prediction: Any, score: str) -> Scores:
             values = part.uncertainty(name)
         scores[name] = doubled(values.detach()).cpu()
     return scores
-
-
-def _told(known: Scores, foreign: dict[str, Scores]) -> tuple[Scores, dict[str, Scores]]:
-    """Returns the scores that differ between inputs. The mutual information of a network alone is 0 everywhere."""
-    sides = {"": known, **foreign}
-    every = {score: torch.cat([side[score] for side in sides.values()]) for score in known}
-    told = [score for score, values in every.items() if float(values.max() - values.min()) > 1e-12]
-    sides = {name: {score: side[score] for score in told} for name, side in sides.items()}
-    return sides.pop(""), sides
 
 
 def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluated, str] | None:
@@ -335,13 +327,12 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
         number = _temperature(plain, *rest) if tempered else plain.residual_variance(plain.statistics(*rest))
         prediction = change(number).predict(without_spread(outputs[mine]))
         values.append(_entries(prediction, targets[mine], samples[mine].cpu()))
-        known.append(scores_of(prediction, network.score) if network.foreign and tempered else {})
+        known.append(scores_of(prediction, network.known))
         chosen.append(number)
     middle = change(math.sqrt(chosen[0] * chosen[1]))
     foreign = {
-        name: _joined([scores_of(middle.predict(without_spread(rows)), network.score) for rows in parts])
+        name: _joined([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])
         for name, parts in network.outside.items()
-        if tempered  # one noise variance tells no inputs apart
     }
     joined = _joined(values)
     order = {
@@ -350,14 +341,12 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
     ordered = {
         name: value[order["sample" if name in ("sample", "log_prob") else "entry"]] for name, value in joined.items()
     }
-    name, what = (
-        ("temperature scaling", "its logits divided by") if tempered else ("held-out noise", "a noise variance of")
-    )
+    name, what = (TEMPERATURE, "its logits divided by") if tempered else (NOISE, "a noise variance of")
     note = (
         f"{name}: the network with {what} {chosen[0]:.3g} for half of the samples and {chosen[1]:.3g} for the other. "
         "The samples of each half chose the number for the other half."
     )
-    return name, Evaluated(ordered, *_told(_joined(known), foreign), network.score), note
+    return name, Evaluated(ordered, _joined(known), foreign, network.score), note
 
 
 def _as_rows(part: Any, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -148,8 +148,8 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
 def aurc(uncertainty: Tensor, errors: Tensor) -> Tensor:
     """Returns the area under the risk-coverage curve: the mean error of the k most certain samples, averaged over k.
 
-    It is small if the errors are rare and the most uncertain samples hold them. Samples of equal uncertainty count with
-    their mean error, so the order of the samples does not matter. (Geifman and El-Yaniv 2017, Section 2.)
+    Samples of equal uncertainty count with their mean error, so their order does not matter. (Geifman and El-Yaniv
+    2017, Section 2.)
 
     Args:
         uncertainty: finite scores (N,), larger for less certain samples, such as `1 - prediction.confidence`.

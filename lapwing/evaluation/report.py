@@ -1,0 +1,92 @@
+"""Pictures of a comparison, and its report: one HTML file with a verdict, the table, and how to read each picture."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from functools import partial
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LapwingError, extra, shown
+from . import plots
+from .evaluated import NOISE, SCORES, TEMPERATURE, Predictions
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
+
+
+def write(table: Comparison, path: str | PathLike[str], title: str) -> Path:
+    """Writes the report of a comparison; see `Comparison.report`."""
+    template = (files(__package__) / "report.html.jinja").read_text(encoding="utf-8")
+    page = extra("jinja2").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    found, detectors = pictures(table, None), {name: _detectors(table, name) for name in _sets(table)}
+    svgs = [_svg(picture["draw"]) for picture in found]
+    path = Path(path)
+    path.write_text(page.render(table=table, title=title, pictures=found, svgs=svgs, detectors=detectors), "utf-8")
+    return path
+
+
+def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
+    """Returns the pictures of a row beside the first row: a kind, a function `draw(ax)`, and the names for texts.
+
+    Raises:
+        LapwingError: if the table has no such row, or no predictions.
+    """
+    arrays = table.predictions
+    base = next(iter(arrays), "")
+    others = [name for name in arrays if name not in (base, TEMPERATURE, NOISE)] or list(arrays)
+    chosen = row or min(others, key=lambda name: table[name]["NLL"], default=None)
+    if chosen not in arrays:
+        raise LapwingError(
+            f"The table has no predictions of the row {shown(row)}. Its rows are {', '.join(arrays) or 'without any'}: "
+            "let lw.compare make the table."
+        )
+    lines = {base: plots.NETWORK | {"label": base}, chosen: plots.LAPWING | {"label": chosen}}
+    found = []
+
+    def add(kind: str, draw: Callable[..., Any], given: Callable[[Predictions], tuple[Any, Any]]) -> None:
+        def both(ax: Any) -> None:
+            for name, line in lines.items():
+                draw(*given(arrays[name]), ax, **line)
+
+        found.append({"kind": kind, "draw": both, "rows": {name: arrays[name] for name in lines}, "row": chosen})
+
+    if arrays[base].mean is None:
+        add("reliability", plots.reliability_diagram, lambda own: (own.confidence, own.correct))
+        add("risk", plots.risk_coverage, lambda own: (own.confidence, own.correct))
+    else:
+        add("intervals", plots.interval_calibration, lambda own: ((own.mean, own.std), own.y))
+        add("residuals", plots.residual_spread, lambda own: ((own.mean, own.std), own.y))
+    for name in _sets(table):
+        for area, _, score in [one for one in _detectors(table, name) if one[1] == chosen][:1]:
+            own = arrays[chosen]
+            draw = partial(plots.ood_scores, own.scores[score], own.foreign[name][score], score=score)
+            found.append({"kind": "foreign", "draw": draw, "set": name, "row": chosen, "score": score, "area": area})
+    return found
+
+
+def _sets(table: Comparison) -> list[str]:
+    return list(dict.fromkeys(name for arrays in table.predictions.values() for name in arrays.foreign))
+
+
+def _detectors(table: Comparison, name: str) -> list[tuple[float, str, str]]:
+    """Returns (AUROC, row, score) of an out-of-distribution set, the best one first."""
+    scores = [(row, score) for row, arrays in table.predictions.items() for score in arrays.foreign.get(name, ())]
+    return sorted(((table[row][f"{name}: AUROC by {SCORES[s]}"], row, s) for row, s in scores), key=lambda one: -one[0])
+
+
+def _svg(draw: Callable[[Any], Any]) -> str:
+    """Returns a picture as an <svg> element that fits the width of the page."""
+    mpl, figure = extra("matplotlib"), extra("matplotlib.figure").Figure(figsize=(5.2, 4.2), layout="constrained")
+    with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        draw(figure.add_subplot())
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r' id="[a-z0-9]+_\d+"', "", svg)  # matplotlib gives the parts of every figure the same names
+    return re.sub(r'^<svg ([^>]*?)width="[^"]*" ([^>]*?)height="[^"]*"', r"<svg \1\2", svg)

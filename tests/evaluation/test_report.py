@@ -1,0 +1,131 @@
+"""`Comparison.report`: what the page says, that it needs no other file, and that it fits a phone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.evaluation import Comparison
+
+
+class Page(HTMLParser):
+    """The text of a page, and the attributes of its elements by tag."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: dict[str, list[dict[str, str | None]]] = {}
+        self.words: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.setdefault(tag, []).append(dict(attrs))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Comparison]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, y = torch.randn(160, 4), torch.arange(160) % 3
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+        fit = lw.fit(model, (x[:60], y[:60]), lw.KFAC(), prior_precision=1.0)
+        line = nn.Linear(4, 1).eval()
+        targets = line(x).detach() + torch.randn(160, 1)
+        full = lw.fit(line, (x[:60], targets[:60]), lw.Full(), prior_precision=1.0)
+        sets = {"far & wide": 5 * x[:30]}
+        return {
+            "classes": lw.compare({"<b>KFAC</b>": fit}, (x[60:], y[60:]), sets, repeats=1),
+            "regression": lw.compare({"Full": full}, (x[60:], targets[60:]), sets, repeats=1),
+        }
+
+
+def test_a_report_of_classes(tables: dict[str, Comparison], tmp_path: Path) -> None:
+    table = tables["classes"]
+    path = table.report(tmp_path / "report.html", title="Digits <1>")
+    page = Page(path)
+    assert page.tags["title"] == [{}]
+    assert "Digits <1>" in page.text
+    assert "b" not in {tag for tag in page.tags if "KFAC" in tag}
+    assert "&lt;b&gt;KFAC&lt;/b&gt;" in path.read_text(encoding="utf-8")  # names are escaped
+    assert table.notes[0] in page.text  # the verdict: the lowest NLL,
+    best = min(table.rows, key=lambda name: table[name]["NLL"])
+    assert (
+        f"the confidence of {best} differs from its accuracy by {table[best]['ECE']:.1%}".replace("%", " %")
+        in page.text
+    )
+    area = max(row[column] for row in table.rows.values() for column in row if "far & wide: AUROC" in column)
+    assert f"detects far & wide best: AUROC {area:.3f}" in page.text  # and the best detector
+    for name in table.rows:
+        assert page.text.count(name) >= 3  # in both tables and the texts
+    for heading in ("Is the confidence right?", "Does the confidence find the errors?", "Does it notice far & wide?"):
+        assert heading in page.text
+    assert page.text.count("How to read it.") == page.text.count("What is bad here.") == len(page.tags["svg"]) == 3
+
+
+def test_a_report_of_a_regression(tables: dict[str, Comparison], tmp_path: Path) -> None:
+    table = tables["regression"]
+    page = Page(table.report(tmp_path / "report.html"))
+    best = min(table.rows, key=lambda name: table[name]["NLL"])
+    inside = f"{table[best]['90 % interval']:.1%}".replace("%", " %")
+    assert f"The 90 % intervals of {best} hold {inside} of the targets" in page.text
+    assert "Do the intervals hold what they promise?" in page.text
+    assert "Are the error bars wide where the errors are large?" in page.text
+    assert "90 % interval, by quarter of the predicted mean" in page.text
+
+
+@pytest.mark.parametrize("kind", ["classes", "regression"])
+def test_a_report_is_one_small_file_that_says_what_its_pictures_show(
+    kind: str, tables: dict[str, Comparison], tmp_path: Path
+) -> None:
+    path = tables[kind].report(tmp_path / "report.html")
+    text, page = path.read_text(encoding="utf-8"), Page(path)
+    assert path.stat().st_size < 2e6
+    assert not {"script", "link", "img", "iframe"} & page.tags.keys()
+    assert not re.findall(r'(?:src|href)="(?!#)', text)
+    pictures = [attributes["aria-label"] for attributes in page.tags["div"] if attributes.get("role") == "img"]
+    assert len(pictures) == len(page.tags["svg"])
+    assert all(label and any(name in label for name in tables[kind].rows) for label in pictures)
+    assert all("viewbox" in svg and "width" not in svg for svg in page.tags["svg"])
+    names = [attributes["id"] for parts in page.tags.values() for attributes in parts if "id" in attributes]
+    assert not [name for name in names if name and name.startswith(("figure", "axes", "patch"))]
+
+
+def test_a_table_without_predictions_has_no_report(tmp_path: Path) -> None:
+    with pytest.raises(lw.LapwingError, match=r"no predictions .* let lw.compare make the table"):
+        Comparison(("NLL",), {"a": {"NLL": 1.0}}).report(tmp_path / "report.html")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [500, 1280])  # headless windows are not narrower than 500: a frame holds 390
+@pytest.mark.parametrize("kind", ["classes", "regression"])
+def test_a_report_fits_the_window(kind: str, width: int, tables: dict[str, Comparison], tmp_path: Path) -> None:
+    report = tables[kind].report(tmp_path / "report.html")
+    inside = 390 if width == 500 else width
+    page = tmp_path / "page.html"
+    page.write_text(
+        f'<iframe id="frame" src="report.html" style="width:{inside}px;height:900px;border:0"></iframe>'
+        '<p id="found"></p>'
+        '<script>window.onload = () => { const page = document.getElementById("frame").contentDocument.documentElement;'
+        'document.getElementById("found").textContent = "width " + page.scrollWidth + " of " + page.clientWidth; }'
+        "</script>"
+    )
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    options = [f"--window-size={width},1000", "--enable-logging=stderr", "--dump-dom", page.as_uri()]
+    run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert report.is_file()
+    assert "CONSOLE" not in run.stderr
+    found = re.search(r"width (\d+) of (\d+)", run.stdout)
+    assert found, run.stdout[-500:]
+    assert int(found[1]) <= int(found[2]) <= inside
