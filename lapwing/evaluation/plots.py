@@ -84,7 +84,7 @@ def ood_scores(known: Any, foreign: Any, ax: Axes | None = None, *, score: str =
         score: score of predictions: "mutual_information", "entropy" or "confidence" (1 minus the largest probability);
             see `lw.compare` for those of real values. For scores it is only a name.
     """
-    given = [scores_of(side, score)[score] if isinstance(side, Prediction) else side for side in (known, foreign)]
+    given = [scores_of(side, [score])[score] if isinstance(side, Prediction) else side for side in (known, foreign)]
     sides = [real_tensor("ood_scores", "scores", side).cpu().double().flatten() for side in given]
     area, joined, ax = float(auroc(*sides)), torch.cat(sides).numpy(), _axes(ax)
     smallest, low, high, largest = np.quantile(joined, [0, 0.05, 0.95, 1])
