@@ -63,8 +63,8 @@ def digits() -> Comparison:
     data, validation = (x[train], y[train]), (x[held_out], y[held_out])
     fits = {
         "lw.fit(model, data)": lambda: lw.fit(model, data),
-        "last layer, validation=": lambda: lw.fit(model, data, params=lw.last_layer, validation=validation),
-        "all weights, validation=": lambda: lw.fit(model, data, lw.KFAC(), validation=validation),
+        "last layer, held-out data": lambda: lw.fit(model, data, params=lw.last_layer, validation=validation),
+        "all weights, held-out data": lambda: lw.fit(model, data, lw.KFAC(), validation=validation),
     }
     foreign = {"photographs": photographs(500), "inverted digits": 1 - x[test]}
     return compared(fits, (x[test], y[test]), foreign)

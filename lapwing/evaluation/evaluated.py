@@ -320,7 +320,8 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
     outputs, targets, samples = (torch.cat(parts) for parts in zip(*network.rows, strict=True))
     tempered, plain = likelihood.logit_temperature is not None, likelihood.plain
     change = likelihood.with_logit_temperature if tempered else plain.with_noise_variance
-    chosen, values, known = [], [], []
+    values, known = [], []
+    chosen: list[float] = []
     for half in (0, 1):
         mine = samples % 2 == half
         rest = outputs[~mine], targets[~mine]
@@ -328,7 +329,7 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
         prediction = change(number).predict(without_spread(outputs[mine]))
         values.append(_entries(prediction, targets[mine], samples[mine].cpu()))
         known.append(scores_of(prediction, network.known))
-        chosen.append(number)
+        chosen.append(float(number))  # type: ignore[arg-type]
     middle = change(math.sqrt(chosen[0] * chosen[1]))
     foreign = {
         name: _joined([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])
