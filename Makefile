@@ -12,7 +12,7 @@ export LAPWING_DATA := $(abspath ../shared/data)
 endif
 endif
 
-.PHONY: demo test test-slow test-gpu test-integrations lint bench papers docs release-check
+.PHONY: demo test test-slow test-gpu test-integrations test-oldest lint bench papers docs release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -31,6 +31,12 @@ test-gpu: .venv/installed
 test-integrations: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning,mapie]" crepes pandas peft bitsandbytes
 	$(BIN)/python -m pytest -n $(WORKERS) tests/integrations
+
+# the oldest versions that pyproject.toml declares, in an environment of their own; PYTHON=python3.10
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[eval]" pytest pytest-xdist hypothesis scipy
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/fitting tests/methods tests/likelihoods tests/posterior tests/evaluation
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run

@@ -72,15 +72,18 @@ def link_to_pages(app: Any, page: str, text: list[str]) -> None:
         text[0] = re.sub(rf"\]\((?:\.\./)+{path}", rf"]({target}", text[0])
 
 
-def separate_sections(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Puts the text of a one-line section, `Cost: two passes`, below its title, where napoleon finds it."""
+def prepare_docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Writes what reStructuredText needs: `Cost:` on a line of its own, for napoleon, and `::` before code."""
     for number in range(len(lines) - 1, -1, -1):
-        section = re.fullmatch(r"(Cost|Limits): (.*)", lines[number])
-        if section:
+        line, following = lines[number], lines[number + 1 : number + 3]
+        if section := re.fullmatch(r"(Cost|Limits): (.*)", line):
             lines[number : number + 1] = [f"{section[1]}:", f"    {section[2]}"]
+        elif line.endswith(":") and " " in line and len(following) == 2 and not following[0]:
+            indent = len(line) - len(line.lstrip())
+            lines[number] = line + ":" if following[1].startswith(" " * (indent + 4)) else line
 
 
 def setup(app: Any) -> None:
     """Connects the functions above to Sphinx."""
     app.connect("source-read", link_to_pages)
-    app.connect("autodoc-process-docstring", separate_sections, priority=400)  # before napoleon's 500
+    app.connect("autodoc-process-docstring", prepare_docstring, priority=400)  # before napoleon's 500

@@ -1,6 +1,7 @@
 """Checks a release as its users get it: builds it, installs the wheel alone, and runs there what needs no extra.
 
     make release-check
+    python tools/release_check.py --keep dist    # keeps the two files in this folder
 
 1. The source distribution is built, and the wheel from it. Neither misses a file, and the wheel holds the package
    alone.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -50,6 +52,8 @@ def main() -> None:
         empty.mkdir()
         for program in (readme, ROOT / "tools" / "bare_install.py"):
             run(python, "-I", str(program), cwd=empty)
+        if sys.argv[1:2] == ["--keep"]:
+            shutil.copytree(folder / "dist", sys.argv[2])
         print(f"{wheel.name}: built, installed alone and run in {time.monotonic() - start:.0f} s", flush=True)
 
 
