@@ -17,7 +17,7 @@ from lapwing.evaluation import plots
 
 digits = load_digits()
 x, y = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target)
-x = x + 0.4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))  # hard enough for mistakes
+x = x + 0.25 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))  # hard enough for mistakes
 order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
 train, held_out, test = (TensorDataset(x[rows], y[rows]) for rows in order.split([600, 300, 897]))
 loader, held_out = DataLoader(train, batch_size=100, shuffle=True), DataLoader(held_out, batch_size=300)
@@ -29,8 +29,8 @@ def trained(seed):
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 16, 10)
     )
-    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(25):
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(40):
         for inputs, labels in loader:
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()
