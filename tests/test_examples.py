@@ -158,14 +158,6 @@ def test_continual_digits_keep_more_with_a_former_posterior(capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_denoising_draws_a_picture(data_folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(EXAMPLES / "denoising.py"))["main"](data_folder, count=32, epochs=1)
-    assert (tmp_path / "demo-output" / "denoising.png").stat().st_size > 10_000
-    assert "Monte Carlo error of a standard deviation: 9%" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_active_learning_prints_its_accuracies(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     results = runpy.run_path(str(EXAMPLES / "active_learning.py"))["main"](rounds=2, seeds=1)

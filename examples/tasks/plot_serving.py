@@ -60,8 +60,9 @@ print({name: f"{value / costs['network']:.1f} forward passes" for name, value in
 #
 # .. code-block:: python
 #
-# predictor.to_onnx("network.onnx", x[:4]) session = onnxruntime.InferenceSession("network.onnx") (probabilities,) =
-# session.run(["probabilities"], {"x": batch})
+#     predictor.to_onnx("network.onnx", x[:4])
+#     session = onnxruntime.InferenceSession("network.onnx")
+#     (probabilities,) = session.run(["probabilities"], {"x": batch})
 
 exported = torch.export.export(predictor, (x[:4],), dynamic_shapes=predictor.dynamic_shapes)
 print("exported, a batch of 7:", tuple(exported.module()(x[:7]).shape))
@@ -74,11 +75,15 @@ print("exported, a batch of 7:", tuple(exported.module()(x[:7]).shape))
 #
 # .. code-block:: python
 #
-# app = fastapi.FastAPI() predictor = torch.export.load("network.pt2").module()
+#     app = fastapi.FastAPI()
+#     predictor = torch.export.load("network.pt2").module()
 #
-# @app.post("/predict") def predict(features: list[float]):        # a plain function: FastAPI runs it in a thread
-# with torch.inference_mode(): probs = predictor(torch.tensor([features]))[0] confidence, label = probs.max(0) return
-# {"label": int(label), "confidence": float(confidence), "ask": bool(confidence < 0.8)}
+#     @app.post("/predict")
+#     def predict(features: list[float]):  # a plain function: FastAPI runs it in a thread
+#         with torch.inference_mode():
+#             probs = predictor(torch.tensor([features]))[0]
+#         confidence, label = probs.max(0)
+#         return {"label": int(label), "confidence": float(confidence), "ask": bool(confidence < 0.8)}
 
 correct = probabilities.argmax(1) == y[test]
 confidence = probabilities.detach().amax(1)
