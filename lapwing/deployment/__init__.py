@@ -179,8 +179,8 @@ def _observing(
                 f"outputs='scores' is for labels of up to {CLASSES} classes, and the {likelihood.name} likelihood has "
                 f"{size} outputs. Write lw.deploy(posterior, x), or predict with posterior.predict(x)."
             )
-        information = prediction.mutual_information()
-        return prediction.summary() | {"entropy": prediction.entropy(), "mutual_information": information}
+        scores = {"entropy": prediction.entropy(), "mutual_information": prediction.mutual_information()}
+        return prediction.summary() | scores
 
     with torch.enable_grad():
         centred = ones.clone().requires_grad_()

@@ -32,9 +32,7 @@ from .head import moments_of, read_head, squares_of_weights
 aten = torch.ops.aten
 
 Observe = Callable[..., tuple[Tensor, ...]]
-"""`(means, variances, variances of the centred outputs)`, (B, C) each, and covariances (B, C, C) -> results.
-
-It gets the means and as many of the following as it reads."""
+"""Means (B, C), and those of `moments_of` that it reads, with covariances (B, C, C) -> results."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,8 @@ approximation, and m and S the mean and the centred covariance of the logits:
     mean of g_c       g_c(m) - κ t_c    with t_c = Σ_k q_k S_kk - qᵀS q
 
 κ = 1/2 is the Taylor expansion for small S. Large S need less, so κ is chosen for each input such that the
-probabilities `E[σ(g_c)]` sum to 1.
-
-The result depends on one input only. It needs two products with S, and no C x C matrix if the latent has a factor.
+probabilities `E[σ(g_c)]` sum to 1. Factors of S are not multiplied out. On MNIST and Fashion-MNIST, each with images of
+the other, 95 % of the relative errors of the mutual information are below 0.06 (512 draws: 0.25 and 0.5).
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ _STRETCH = 2.0  # distance from the kink, in standard deviations, at which nodes
 _KINK = 3.0  # half width of the kink of a sigmoid at f = 0; its poles are at ±iπ
 _WIDEST = 1e4  # at larger standard deviations the sigmoid counts as a step: an error of 3e-5
 _LEAST_VARIANCE = 1e-12  # added to the variance, so that the derivative of its square root is finite
-_LEAST_DEVIATION = 1e-12 - 1.0  # of σ/p - 1, so that the derivative of its logarithm is finite
 _CHUNK_NUMBERS = 2**22
 
 
@@ -74,7 +73,7 @@ def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
         f, log_weights = rule(mean, variance, 0.0, nodes)
         weights, sigmoids = log_weights.exp(), torch.sigmoid(f)
         p = (weights * sigmoids).sum(-1, keepdim=True)
-        d = (sigmoids / p.clamp_min(torch.finfo(p.dtype).tiny) - 1.0).clamp_min(_LEAST_DEVIATION)
+        d = (sigmoids / p.clamp_min(torch.finfo(p.dtype).tiny) - 1.0).clamp_min(1e-12 - 1.0)  # finite derivatives
         values = (weights * ((1.0 + d) * torch.log1p(d) - d)).sum(-1) * p.squeeze(-1)
         return values * (variance / (variance + _LEAST_VARIANCE))
 

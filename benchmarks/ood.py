@@ -1,0 +1,146 @@
+"""Out-of-distribution inputs: one network with error bars beside what people take instead.
+
+    python -m benchmarks.ood [fashion] [cifar10]    # needs the data sets that LAPWING_DATA names
+
+- *fashion*: small CNNs trained on 3 000 images of Fashion-MNIST. The temperatures and `validation=` use 300 held-out
+  images. 5 000 test images are compared with 3 000 digits of MNIST, and with grey centres of 3 000 images of CIFAR-10.
+  Five repeats with other training images and weights.
+- *cifar10*: the trained ResNet-20. The fit reads 2 000 training images (`data_size=50_000`) and 1 000 held-out images.
+  2 000 test images are compared with 2 000 enlarged images of Fashion-MNIST, and of MNIST.
+
+*prediction* is the CPU time of a prediction with its scores, as a ratio to that of the network.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from benchmarks.measure import RESULTS, ratio, write
+from lapwing.evaluation.metrics import auroc
+from papers.common.data import CENTRE_AND_SCALE, arrays, batched, images, random_rows
+from papers.common.networks import cifar_resnet20
+from papers.common.scores import averaged, class_scores, entropy
+
+SEED, REPEATS, MEMBERS, EPOCHS = 0, 5, 5, 12
+
+
+def trained(x: Tensor, y: Tensor, seed: int) -> nn.Module:
+    """Trains a small CNN with Adam."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(1568, 64), nn.ReLU(), nn.Linear(64, 10),
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+    optimiser = torch.optim.Adam(model.parameters(), 3e-3, fused=True)
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(x)).split(64):
+            optimiser.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimiser.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(models: list[nn.Module], x: Tensor) -> Tensor:
+    """Returns the logits (S, N, C) of networks."""
+    return torch.stack([torch.cat([model(part) for part in x.split(100)]) for model in models]).double()
+
+
+def temperature(logits: Tensor, labels: Tensor) -> float:
+    """Returns the T of least NLL of the mean probabilities of networks whose logits are divided by T."""
+    loss = lambda log: F.nll_loss((logits / 10**log).softmax(-1).mean(0).log(), labels).item()  # noqa: E731
+    return 10.0 ** float(minimize_scalar(loss, bounds=(-1, 1), method="bounded").x)
+
+
+def of_logits(logits: Tensor) -> dict[str, Tensor]:
+    """Returns the mean probabilities of networks, their entropy, and for several the mutual information."""
+    probs = logits.softmax(-1)
+    scores = {"probs": probs.mean(0), "entropy": entropy(probs.mean(0))}
+    return scores | ({"mutual information": scores["entropy"] - entropy(probs).mean(0)} if len(logits) > 1 else {})
+
+
+def of_posterior(posterior: lw.Posterior, x: Tensor) -> dict[str, Tensor]:
+    """Returns the probabilities, the entropy and the mutual information of a posterior."""
+    parts = [(p.probs, p.entropy(), p.mutual_information()) for p in map(posterior.predict, x.split(100))]
+    names = ("probs", "entropy", "mutual information")
+    return {name: torch.cat(values) for name, values in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+def report(
+    models: list[nn.Module], loader: Any, held_out: tuple[Tensor, Tensor], inputs: Mapping[str, Tensor], y: Tensor,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Fits the posteriors, and returns the metrics of all rows; the first inputs are the test images."""
+    logits = {place: logits_of(models, x) for place, x in inputs.items()}
+    tuned, some = logits_of(models, held_out[0]), next(iter(inputs.values()))[:300]
+    scores, calls = {}, {}
+    for name, members in {"network": 1, f"ensemble of {MEMBERS}": MEMBERS}.items():
+        if members <= len(models):
+            scale = temperature(tuned[:members], held_out[1])
+            other = "temperature scaling" if members == 1 else f"{name}, one temperature"
+            for row, divisor in {name: 1.0, other: scale}.items():
+                scores[row] = {place: of_logits(part[:members] / divisor) for place, part in logits.items()}
+                calls[row] = lambda members=members: of_logits(logits_of(models[:members], some))
+    for row, tuning in {"lw.fit(model, loader)": {}, "lw.fit(..., validation=)": {"validation": held_out}}.items():
+        posterior = lw.fit(models[0], loader, **tuning, **options)
+        scores[row] = {place: of_posterior(posterior, x) for place, x in inputs.items()}
+        calls[row] = lambda posterior=posterior: of_posterior(posterior, some)
+    rows: dict[str, Any] = {}
+    for row, (known, *strange) in ((row, parts.values()) for row, parts in scores.items()):
+        rows[row] = {key: value for key, value in class_scores(known["probs"], y).items() if key != "brier"}
+        for place, other in zip(list(inputs)[1:], strange, strict=True):
+            rows[row][f"AUROC {place}"] = {key: float(auroc(known[key], other[key])) for key in [*known][1:]}
+        rows[row]["prediction"] = ratio(calls[row], calls["network"], 3, time.process_time)["ratio"]
+        print(row, rows[row], flush=True)
+    return rows
+
+
+def fashion(seed: int) -> dict[str, Any]:
+    """Trains and scores one repeat."""
+    data, grey = images("fashion_mnist"), torch.as_tensor(arrays("cifar10")["x_test"][:3000]).float().mean(-1) / 255
+    inputs = {"Fashion-MNIST": data.x_test[:5000], "MNIST": images("mnist").x_test[:3000]}
+    inputs["CIFAR-10"] = grey[:, None, 2:30, 2:30].contiguous()
+    rows = random_rows(data.x_train, 3300, seed)
+    x, y = data.x_train[rows], data.y_train[rows]
+    models = [trained(x[:3000], y[:3000], 100 * seed + member) for member in range(MEMBERS)]
+    return report(models, batched(x[:3000], y[:3000]), (x[3000:], y[3000:]), inputs, data.y_test[:5000])
+
+
+def cifar10() -> dict[str, Any]:
+    """Scores the trained ResNet-20."""
+    data, model = images("cifar10"), cifar_resnet20().eval()
+    rows = random_rows(data.x_train, 2000, SEED)
+    centre, scale = (torch.tensor(value)[:, None, None] for value in CENTRE_AND_SCALE["cifar10"])
+    inputs = {"CIFAR-10": data.x_test[1000:3000]}
+    for place, name in {"Fashion-MNIST": "fashion_mnist", "MNIST": "mnist"}.items():
+        inputs[place] = (F.interpolate(images(name).x_test[:2000], 32).expand(-1, 3, -1, -1) - centre) / scale
+    held_out = data.x_test[:1000], data.y_test[:1000]
+    loader = batched(data.x_train[rows], data.y_train[rows])
+    return report([model], loader, held_out, inputs, data.y_test[1000:3000], data_size=50_000)
+
+
+def main(names: list[str]) -> None:
+    """Runs the named tasks, or both. After each repeat it writes means and standard errors."""
+    torch.set_num_threads(1)
+    path = RESULTS / "ood.json"
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    for name in names or ["cifar10", "fashion"]:
+        runs: list[dict[str, Any]] = []
+        for repeat in range(REPEATS if name == "fashion" else 1):
+            runs.append(fashion(SEED + repeat) if name == "fashion" else cifar10())
+            results[name] = {"repeats": len(runs), "rows": averaged(runs)}
+            print(write("ood", results, SEED), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
