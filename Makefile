@@ -32,11 +32,11 @@ test-integrations: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning,mapie]" crepes pandas peft bitsandbytes
 	$(BIN)/python -m pytest -n $(WORKERS) tests/integrations
 
-# the oldest versions that pyproject.toml declares, in an environment of their own; PYTHON=python3.10
+# tests of some rooms with the oldest versions that pyproject.toml declares, in an environment of their own: PYTHON=python3.10
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[eval]" pytest pytest-xdist hypothesis scipy
-	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/fitting tests/methods tests/likelihoods tests/posterior tests/evaluation
+	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[eval]" pytest pytest-xdist hypothesis scipy transformers
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/linalg tests/covariance tests/fitting tests/likelihoods tests/posterior tests/prediction tests/evaluation
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run
