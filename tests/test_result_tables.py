@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import answers, counts, lora, measure, peers, positions_data, tables
+from benchmarks import answers, counts, lora, measure, ood, peers, positions_data, tables
 from benchmarks.defaults import links, subspaces
 
 DEFAULTS = Path(__file__).parents[1] / "docs" / "defaults.md"
@@ -57,6 +57,11 @@ def test_the_best_of_all_methods_is_that_of_the_results(name: str) -> None:
     for family, of in families.items():
         row = " | ".join(f"{of[arm]['nll']:.3f}" for arm in arms)
         assert f"| {family} | {row} |" in page
+
+
+def test_the_table_of_the_readme_is_that_of_the_results() -> None:
+    rows = json.loads((measure.RESULTS / "ood.json").read_text())["results"]["fashion"]["rows"]
+    assert ood.table(rows) in (DEFAULTS.parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

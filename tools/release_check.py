@@ -6,8 +6,7 @@
 1. The source distribution is built, and the wheel from it. Neither misses a file, and the wheel holds the package
    alone.
 2. An empty environment gets the wheel with the dependencies that it declares, and nothing else.
-3. There run the Python blocks of the README, but those after a comment `<!-- needs lapwing-torch[...] -->`, and
-   `tools/bare_install.py`.
+3. There run the Python blocks of the README that import nothing of the extra `eval`, and `tools/bare_install.py`.
 
 Needs Python 3.10 or newer with venv, and PyPI; works in a temporary folder.
 """
@@ -26,7 +25,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(<!-- needs lapwing-torch\[\w+\] -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 SOURCES = {
@@ -68,7 +67,8 @@ def built(folder: Path) -> Path:
         raise SystemExit(f"{source.name} lacks {', '.join(sorted(missing))}: see [tool.hatch.build.targets.sdist].")
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
-    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lapwing").rglob("*.py")} | {"lapwing/py.typed"}
+    files = [path for path in (ROOT / "lapwing").rglob("*") if path.suffix in (".py", ".typed", ".jinja")]
+    package = {path.relative_to(ROOT).as_posix() for path in files}
     odd = {name for name in packed ^ package if not re.fullmatch(r"lapwing_torch-[^/]+\.dist-info/.+", name)}
     if odd:
         raise SystemExit(f"{wheel.name} and the folder lapwing differ in {', '.join(sorted(odd))}.")
@@ -96,9 +96,9 @@ def environment(folder: Path, *packages: str) -> str:
 def blocks(page: Path) -> str:
     """Returns the Python blocks of a page that need no extra, as one program."""
     found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    wanted = [block for extra, block in found if not extra]
+    wanted = [block for block in found if "sklearn" not in block]
     if not 0 < len(wanted) < len(found):
-        raise SystemExit(f"{page.name} shows {len(wanted)} of {len(found)} blocks that need no extra: check its marks.")
+        raise SystemExit(f"{page.name} shows {len(wanted)} of {len(found)} blocks that need no extra.")
     return "\n".join(wanted)
 
 
