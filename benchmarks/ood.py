@@ -129,17 +129,20 @@ def cifar10() -> dict[str, Any]:
     return report([model], loader, held_out, inputs, data.y_test[1000:3000], data_size=50_000)
 
 
+SHORT = {"entropy": "entropy", "mutual information": "MI"}
+
+
 def table(rows: Mapping[str, Any]) -> str:
     """Returns the table of the README: means, with the standard error of an AUROC by the better score."""
     lines = [
-        "| | trainings | NLL | ECE | AUROC, digits | AUROC, CIFAR-10 |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| | trainings | prediction | NLL | ECE | AUROC, digits | AUROC, CIFAR-10 |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in rows.items():
-        cells = [f"{row['nll']['mean']:.3f}", f"{row['ece']['mean']:.1%}"]
+        cells = [f"{row['prediction']['mean']:.1f}", f"{row['nll']['mean']:.3f}", f"{row['ece']['mean']:.1%}"]
         for place in ("AUROC MNIST", "AUROC CIFAR-10"):
             score, found = max(row[place].items(), key=lambda item: item[1]["mean"])
-            cells.append(f"{found['mean']:.2f} ± {found['standard_error']:.2f}, {score}")
+            cells.append(f"{found['mean']:.2f} ± {found['standard_error']:.2f}, {SHORT[score]}")
         shown = f"`{name}`" if name.startswith("lw.") else name
         lines.append(f"| {shown} | {MEMBERS if name.startswith('ensemble') else 1} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
