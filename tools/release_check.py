@@ -51,6 +51,7 @@ def main() -> None:
         empty.mkdir()
         for program in (readme, ROOT / "tools" / "bare_install.py"):
             run(python, "-I", str(program), cwd=empty)
+        run(python, "-m", "lapwing", cwd=empty)
         if sys.argv[1:2] == ["--keep"]:
             shutil.copytree(folder / "dist", sys.argv[2])
         print(f"{wheel.name}: built, installed alone and run in {time.monotonic() - start:.0f} s", flush=True)
