@@ -4,6 +4,7 @@
     python -m papers ella                  lists those of one paper
     python -m papers ella table5           runs one: writes papers/ella/results/table5.json, and draws its pictures
     python -m papers ella table5 --draw    draws its pictures again from the results
+    python -m papers ledger                writes the verdicts of papers/ledger.toml into papers/README.md
 
 An experiment is a file in a paper's folder with a function `run()`, which returns its results. It may also have
 `draw(results)`, which draws its pictures, and `PUBLISHED`, which holds what the paper printed. Data sets are read from
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str]) -> str:
     options = set(arguments) - set(names)
     if not names and not options:
         return listing(papers())
+    if list(arguments) == ["ledger"]:
+        return f"The verdicts are in {importlib.import_module('papers.ledger').write()}."
     if options - {"--draw"} or len(names) not in (1, 2) or names[0] not in papers():
         raise SystemExit(f"Name a paper ({', '.join(papers())}) and one of its experiments.\n\n{listing(papers())}")
     paper, *name = names
