@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 pytest.importorskip("tomllib")  # Python 3.10 has none
 
@@ -12,7 +13,7 @@ from papers import __main__ as command
 from papers import ledger
 
 ENTRIES = ledger.read()
-RESULTS = {"ella": 20}
+RESULTS = {"ella": 20, "valla": 15}
 """Tables and figures of each paper and its appendices, with parts that have verdicts of their own."""
 
 
@@ -65,3 +66,23 @@ def test_missing_keys_and_tests_are_noticed():
         ledger.value("ella/results/table5.json: noise variance 0.01/another method")
     assert not ledger.has_test("tests/papers/test_ledger.py::test_that_nobody_wrote")
     assert not ledger.has_test("tests/papers/test_ledger.py")
+
+
+def from_lla(row):
+    """Mean divergence from LLA to a method over the grid and the seeds, from the curves; the JSON has the opposite."""
+    found = []
+    for run in ledger.value("valla/results/figure1.json: runs").values():
+        noise = run["LLA"]["noise_variance"]
+        exact, variance = (torch.tensor(run[name]["curve of std"]).square() + noise for name in ("LLA", row))
+        found.append((exact / variance - 1 - (exact / variance).log()).mean() / 2)
+    return float(torch.stack(found).mean())
+
+
+def test_valla_is_nearer_than_ella_at_every_number_of_points():
+    for count in (5, 10, 20, 50):
+        assert from_lla(f"VaLLA, M = {count}") < from_lla(f"ELLA, M = {count}")
+
+
+def test_valla_is_as_near_as_the_nearest_or_nearer():
+    nearest = min(from_lla(row) for row in ("KFAC", "diagonal", "last layer", "ELLA, M = 20"))
+    assert from_lla("VaLLA, M = 20") < 1.2 * nearest
