@@ -35,15 +35,7 @@ NETWORK = "network"
 
 @dataclass(frozen=True)
 class Row:
-    """How a row of the table predicts.
-
-    Attributes:
-        predict: returns the prediction of a batch of inputs.
-        forward: runs the plain network.
-        device: device of the network; None if it has no parameters.
-        likelihood: likelihood of a network alone; None for a posterior.
-        columns: names of the columns of frames.
-    """
+    """How a row of the table predicts a batch, and runs the plain network. A posterior has no likelihood here."""
 
     predict: Callable[[Any], Prediction]
     forward: Callable[[Any], Tensor]
@@ -108,11 +100,6 @@ def _network(
 
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
-        if likelihood.activation == "softmax" and outputs.ndim == 2 and outputs.shape[1] < 2:
-            raise LapwingError(
-                f"A network of the comparison has outputs of shape {tuple(outputs.shape)}, and {likelihood.name} "
-                "predictions need one for each class. Pass a network with as many outputs as classes."
-            )
         layout = Positions.of(outputs.shape, None, None) if positions is None or outputs.ndim == 2 else positions
         rows = layout.rows(outputs)
         if likelihood.activation is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
-from numbers import Real
+from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -19,15 +19,19 @@ from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, extra, shown
 from ..fitting import Mixture
 from ..network.entry import outside_modes
-from ..options import at_least, check_argument
+from ..options import Rule, at_least, check_argument, number
 from ..posterior import Posterior
 from ..prediction import Way
 from .candidates import Candidate, posteriors_in, rows_of
 from .evaluated import MEANS, SCORES, Evaluated, Predictions, by_halves, evaluated
-from .report import pictures, write
+from .report import detectors, pictures, svg
 
 Score = Literal["mutual_information", "entropy", "confidence"]
 
+SECONDS = Rule(
+    lambda given: given is None or (isinstance(given, Mapping) and all(map(number(0).accepts, given.values()))),
+    "a dict from names to seconds",
+)
 FORMATS = {"accuracy": ".2%", "90 % interval": ".1%", "fit s": ".2f", "passes": ".1f"}
 """Column -> its format. Rates have their own, and other columns are printed to four digits."""
 
@@ -127,7 +131,12 @@ class Comparison:
         Raises:
             LapwingError: if Jinja2, matplotlib or scikit-learn is missing, or if `lw.compare` did not make the table.
         """
-        return write(self, path, title)
+        template = (files(__package__) / "report.html.jinja").read_text(encoding="utf-8")
+        page = extra("jinja2").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
+        found, path = pictures(self, None), Path(path)
+        svgs, ranked = [svg(picture["draw"]) for picture in found], detectors(self)
+        path.write_text(page.render(table=self, title=title, pictures=found, svgs=svgs, detectors=ranked), "utf-8")
+        return path
 
     def tables(self) -> list[tuple[str, list[list[str]]]]:
         """Returns the parts of the printed table: a title, then the names of the columns and the rows, as strings.
@@ -276,30 +285,22 @@ def _lead(rows: dict[str, Evaluated]) -> str:
 
 
 def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
-    if not isinstance(posteriors, Mapping) or not posteriors:
+    if not isinstance(posteriors, Mapping) or not posteriors or not all(isinstance(name, str) for name in posteriors):
         raise LapwingError(
-            f"The posteriors of compare are {batches.describe(posteriors)}. Pass a dict of at least one: "
+            f"The posteriors of compare are {batches.describe(posteriors)}. Pass a dict of at least one, by name: "
             'compare({"KFAC": posterior}, loader).'
         )
     for name, candidate in posteriors.items():
-        if not isinstance(name, str):
-            raise LapwingError(f"A name of the posteriors is {shown(name)}. Pass a dict with strings as keys.")
-        pair = isinstance(candidate, tuple) and len(candidate) == 2
-        if not (
-            isinstance(candidate, (Posterior, Mixture, nn.Module))
-            or (pair and isinstance(candidate[0], (Posterior, Mixture)) and isinstance(candidate[1], Way))
-        ):
+        one, way = candidate if isinstance(candidate, tuple) and len(candidate) == 2 else (candidate, None)
+        fits = isinstance(one, (Posterior, Mixture)) and (way is None or isinstance(way, Way))
+        if not fits and not isinstance(candidate, nn.Module):
             raise LapwingError(
                 f"The candidate {shown(name)} of compare is {batches.describe(candidate)}. Pass a posterior, a pair "
                 "(posterior, way) or a network."
             )
     check_choice("compare", "score", score, tuple(SCORES))
     check_argument("compare", "repeats", repeats, at_least(1), "10")
-    real = isinstance(fit_seconds, Mapping) and all(
-        isinstance(seconds, Real) and seconds < 1e300 for seconds in fit_seconds.values()
-    )
-    if fit_seconds is not None and not real:
-        raise LapwingError(f"fit_seconds is {shown(fit_seconds)}. Pass a dict of seconds by name, or leave it out.")
+    check_argument("compare", "fit_seconds", fit_seconds, SECONDS, '{"KFAC": 1.5}')
 
 
 def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any]:
@@ -314,6 +315,3 @@ def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any
             'out-of-distribution inputs: foreign={"noise": torch.randn(100, 3)}.'
         )
     return dict(foreign)
-
-
-__all__ = ["Comparison", "Predictions", "compare"]

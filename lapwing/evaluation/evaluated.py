@@ -99,11 +99,9 @@ class Evaluated:
 
     Attributes:
         values: the entries of `Prediction.for_metrics` of all samples, on the CPU.
-        known: scores of the held-out inputs, if there are out-of-distribution sets.
-        foreign: name of an out-of-distribution set -> scores of its inputs.
+        known: scores of the held-out inputs, if there are out-of-distribution sets; `foreign` has those of each set.
         score: the score of FPR95 and AUPR.
-        cost: time of a prediction, in forward passes.
-        seconds: time of the fit, or None.
+        cost: time of a prediction, in forward passes; `seconds` is the time of the fit.
         rows: of a network alone, outputs (n, C), targets and samples (n,), batch by batch.
         outside: of a network alone, name of an out-of-distribution set -> outputs (n, C), batch by batch.
     """

@@ -1,6 +1,6 @@
 """Metrics of predictions: pure functions from tensors to one number, computed in float64 on the CPU.
 
-scikit-learn computes the accuracy, the Brier score, the RMSE and the AUROC, and torchmetrics the calibration error
+scikit-learn computes the accuracy, the RMSE and the AUROC, and torchmetrics the calibration error
 (`pip install "lapwing-torch[eval]"`). The functions here first check shapes and values, and raise an error of one
 sentence.
 
@@ -11,7 +11,6 @@ gradient, and costs O(N C) time and memory; `auroc` and `aurc` also sort N value
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -25,16 +24,7 @@ _SQRT_HALF = math.sqrt(0.5)
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
-    """Returns the fraction of samples whose most probable class is the label.
-
-    Args:
-        probs: class probabilities (N, C), rows summing to 1.
-        labels: integer classes (N,) in 0..C-1.
-
-    Example:
-        >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])).item()
-        0.5
-    """
+    """Returns the fraction of samples whose most probable class, by probabilities (N, C), is the integer label (N,)."""
     probs, labels = checked_classes("accuracy", probs, labels)
     return _scalar(extra("sklearn.metrics").accuracy_score(labels, probs.argmax(1)))
 
@@ -42,51 +32,22 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
 def nll(log_prob: Tensor) -> Tensor:
     """Returns the mean negative log-likelihood, `-1/N Σ_n log p(y_n | x_n)`, in nats.
 
-    Args:
-        log_prob: log p(y_n | x_n), (N,), such as `prediction.log_prob(y)`; -inf is allowed and gives inf.
-
-    Raises:
-        LapwingError: if the shape is not (N,), N is 0, or a value is NaN or +inf.
-
-    Example:
-        >>> nll(torch.tensor([-1.0, -3.0])).item()
-        2.0
+    Takes log p(y_n | x_n), (N,), such as `prediction.log_prob(y)`; -inf is allowed and gives inf.
     """
-    log_prob = _double("nll", "log_prob", log_prob)
-    if log_prob.ndim != 1 or log_prob.numel() == 0:
-        raise LapwingError(
-            f"nll averages one log-probability for each sample, and log_prob has shape {tuple(log_prob.shape)}. Pass "
-            "shape (N,) with N > 0: nll(prediction.log_prob(y))."
-        )
-    bad = int((log_prob.isnan() | (log_prob == math.inf)).sum())
-    if bad:
-        raise LapwingError(
-            f"nll averages log-probabilities, and {bad} of {log_prob.numel()} values of log_prob are NaN or +inf. "
-            "Find the samples with log_prob.isnan() | log_prob.isposinf()."
-        )
+    (log_prob,) = _entries("nll", (1,), (), log_prob=log_prob)
+    bad = log_prob.isnan() | log_prob.isposinf()
+    _refuse(bad, "nll needs log probabilities", "values of log_prob are NaN or +inf", "Leave such samples out.")
     return -log_prob.mean()
 
 
 def brier(probs: Tensor, labels: Tensor) -> Tensor:
     """Returns the Brier score `1/N Σ_n Σ_c (p_nc - 1[c = y_n])²`, between 0 (best) and 2.
 
-    For two classes this is twice the score of the positive class (Brier 1950 sums over classes, as here).
-
-    Args:
-        probs: class probabilities (N, C), rows summing to 1.
-        labels: integer classes (N,) in 0..C-1.
-
-    Example:
-        >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0])).item()
-        0.5
+    Takes class probabilities p (N, C) and integer labels y (N,). Brier 1950 sums over classes, as here: for two classes
+    the score is twice that of the positive class.
     """
     probs, labels = checked_classes("brier", probs, labels)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The y_prob values do not sum to one", UserWarning)  # checked above
-        score = extra("sklearn.metrics").brier_score_loss(
-            labels, probs.clamp_max(1.0), labels=range(probs.shape[1]), scale_by_half=False
-        )
-    return _scalar(score)
+    return (probs - torch.nn.functional.one_hot(labels, probs.shape[1])).square().sum(1).mean()
 
 
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
@@ -139,7 +100,8 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         0.8333333333333334
     """
     sklearn = extra("sklearn.metrics")
-    inside, outside = _scores("auroc", "scores_in", scores_in), _scores("auroc", "scores_out", scores_out)
+    (inside,) = _entries("auroc", (1,), scores_in=scores_in)
+    (outside,) = _entries("auroc", (1,), scores_out=scores_out)
     # torchmetrics would squash scores outside [0, 1] by a sigmoid, which ties large ones
     is_out = torch.cat([torch.zeros_like(inside), torch.ones_like(outside)])
     return _scalar(sklearn.roc_auc_score(is_out, torch.cat([inside, outside])))
@@ -159,29 +121,23 @@ def aurc(uncertainty: Tensor, errors: Tensor) -> Tensor:
         >>> round(aurc(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 0.0, 1.0])).item(), 4)  # (0 + 0 + 1/3) / 3
         0.1111
     """
-    uncertainty, errors = (_scores("aurc", n, v) for n, v in (("uncertainty", uncertainty), ("errors", errors)))
-    if len(uncertainty) != len(errors):
-        raise LapwingError(
-            f"aurc needs an error for each of {len(uncertainty)} samples, and errors has {len(errors)} entries. Pass "
-            "errors=(prediction.classes != labels)."
-        )
+    uncertainty, errors = _entries("aurc", (1,), uncertainty=uncertainty, errors=errors)
+    return risks(uncertainty, errors).mean()
+
+
+def risks(uncertainty: Tensor, errors: Tensor) -> Tensor:
+    """Returns the mean error of the k most certain samples for k = 1..N; samples of equal uncertainty share theirs."""
     values, group, counts = uncertainty.unique(return_inverse=True, return_counts=True)
     means = torch.zeros_like(values).index_add(0, group, errors) / counts
-    return (means.repeat_interleave(counts).cumsum(0) / torch.arange(1, len(errors) + 1)).mean()
+    return means.repeat_interleave(counts).cumsum(0) / torch.arange(1, len(errors) + 1)
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
     """Returns the root of the mean squared error over all samples and outputs, in the unit of y.
 
-    Args:
-        mean: predictive means (N,) or (N, C).
-        y: targets, shape of `mean`.
-
-    Example:
-        >>> rmse(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 3.0])).item() ** 2
-        2.0000000000000004
+    Takes predictive means and targets of one shape, (N,) or (N, C).
     """
-    mean, y = _regression("rmse", mean=mean, y=y)
+    mean, y = _entries("rmse", mean=mean, y=y)
     return _scalar(extra("sklearn.metrics").root_mean_squared_error(y.flatten(), mean.flatten()))
 
 
@@ -200,8 +156,9 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
         >>> round(crps_gaussian(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)
         0.2337
     """
-    mean, std, y = _regression("crps_gaussian", mean=mean, std=std, y=y)
-    _check_positive("crps_gaussian", "std", std)
+    mean, std, y = _entries("crps_gaussian", mean=mean, std=std, y=y)
+    line = "Pass the std of y, noise included: posterior.predict(x).std."
+    _refuse(std <= 0, "crps_gaussian needs a positive std", "values are 0 or less", line)
     z = (y - mean) / std
     density = (-0.5 * z.square()).exp() / math.sqrt(2.0 * math.pi)
     return (std * (z * torch.erf(z * _SQRT_HALF) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean()
@@ -210,22 +167,11 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
 def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:
     """Returns the fraction of targets with `lower ≤ y ≤ upper`, over all samples and outputs.
 
-    Args:
-        lower: lower ends (N,) or (N, C); -inf is allowed.
-        upper: upper ends, shape of `lower` and nowhere below it; +inf is allowed.
-        y: targets, shape of `lower`.
-
-    Example:
-        >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 2.0])).item()
-        0.5
+    Takes ends and targets of one shape, (N,) or (N, C). The ends may be infinite, and lower must not exceed upper.
     """
-    lower, upper, y = _regression("interval_coverage", finite=("y",), lower=lower, upper=upper, y=y)
-    crossed = int((~(lower <= upper)).sum())  # NaN ends count
-    if crossed:
-        raise LapwingError(
-            f"interval_coverage counts the targets in [lower, upper], and {crossed} of {y.numel()} intervals have a "
-            "NaN end or lower > upper. Pass lower <= upper: interval_coverage(*prediction.interval(0.9), y)."
-        )
+    lower, upper, y = _entries("interval_coverage", finite=("y",), lower=lower, upper=upper, y=y)
+    line = "Write interval_coverage(*prediction.interval(0.9), y)."
+    _refuse(~(lower <= upper), "interval_coverage needs lower <= upper", "intervals have another order or a NaN", line)
     return doubled((lower <= y) & (y <= upper)).mean()
 
 
@@ -249,23 +195,6 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64)
 
 
-def _double(function: str, name: str, value: Tensor) -> Tensor:
-    """Returns the values as float64 on the CPU, without a graph."""
-    return real_tensor(function, name, value).cpu().double()
-
-
-def _scores(function: str, name: str, value: Tensor) -> Tensor:
-    """Returns finite scores (N,) as float64, or raises."""
-    value = _double(function, name, value)
-    if value.ndim != 1 or value.numel() == 0:
-        raise LapwingError(
-            f"{function} compares one score for each sample, and {name} has shape {tuple(value.shape)}. Pass shape "
-            "(N,) with N > 0, such as posterior.predict(x).entropy()."
-        )
-    _check_finite(function, name, value)
-    return value
-
-
 def checked_classes(function: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Checks probabilities (N, C) and labels (N,); returns them as float64 and int64 on the CPU."""
     probs, labels = real_tensor(function, "probs", probs), real_tensor(function, "labels", labels).cpu()
@@ -277,22 +206,15 @@ def checked_classes(function: str, probs: Tensor, labels: Tensor) -> tuple[Tenso
             "(N, C) with N > 0 and C > 1: torch.stack([1 - p, p], dim=1) for one column p of two classes."
         )
     rows, classes = probs.shape
-    if labels.shape != (rows,):
+    whole = not labels.is_floating_point() and labels.dtype != torch.bool
+    if labels.shape != (rows,) or not whole or not bool(((labels >= 0) & (labels < classes)).all()):
+        values = f" from {labels.min()} to {labels.max()}" if labels.numel() else ""
         raise LapwingError(
-            f"{function} needs one label for each of the {rows} rows of probs, and labels has shape "
-            f"{tuple(labels.shape)}. Pass labels.argmax(1) for one-hot labels, labels[:, 0] for a column."
-        )
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise LapwingError(
-            f"{function} needs labels as class numbers, and labels has dtype {labels.dtype}. Pass labels.long()."
+            f"{function} needs labels of shape ({rows},) in 0..{classes - 1}, one for each row, and labels is "
+            f"{shown(labels)}{values}. Pass labels.long(), or labels.argmax(1) for one-hot labels. Leave other labels "
+            f"out: keep = (labels >= 0) & (labels < {classes})."
         )
     labels = labels.long()
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise LapwingError(
-            f"{function} needs labels in 0..{classes - 1} for the {classes} columns of probs, and labels go from "
-            f"{int(labels.min())} to {int(labels.max())}. Leave other labels out: keep = (labels >= 0) & (labels < "
-            f"{classes})."
-        )
     tolerance = 0.05 if half else 1e-3
     wrong = ~((probs >= 0.0).all(1) & (probs <= 1.0 + tolerance).all(1) & ((probs.sum(1) - 1.0).abs() <= tolerance))
     if wrong.any():
@@ -305,39 +227,34 @@ def checked_classes(function: str, probs: Tensor, labels: Tensor) -> tuple[Tenso
     return probs, labels
 
 
-def _regression(function: str, finite: tuple[str, ...] | None = None, **values: Tensor) -> list[Tensor]:
-    """Returns the values as float64 if all have one shape, (N,) or (N, C), and those in `finite` are finite."""
-    tensors = {name: _double(function, name, value) for name, value in values.items()}
+def _entries(
+    function: str, axes: tuple[int, ...] = (1, 2), finite: tuple[str, ...] | None = None, **values: Tensor
+) -> list[Tensor]:
+    """Returns the values as float64 on the CPU, without a graph.
+
+    Raises unless they have one shape, (N,) or (N, C) as `axes` says, and those in `finite` (None means all) are finite.
+    """
+    tensors = {name: real_tensor(function, name, value).cpu().double() for name, value in values.items()}
     shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
-    y = tensors["y"]
+    first = next(iter(tensors.values()))
+    form = "(N,)" if axes == (1,) else "(N,) or (N, C)"
     if len({value.shape for value in tensors.values()}) > 1:
         raise LapwingError(
             f"{function} compares its arguments entry by entry, and their shapes differ: {shapes}. Pass one shape, "
-            "(N,) or (N, C), because nothing is broadcast: y[:, None] for a column of outputs."
+            f"{form}, because nothing is broadcast: y[:, None] for a column of outputs."
         )
-    if y.ndim not in (1, 2) or y.numel() == 0:
+    if first.ndim not in axes or first.numel() == 0:
         raise LapwingError(
-            f"{function} averages over samples, and the shapes are {shapes}. Pass (N,) or (N, C) with N > 0: "
-            "y.flatten(1), and the others likewise, for several positions in each sample."
+            f"{function} averages over samples, and the shape is {shapes}. Pass {form} with N > 0, such as "
+            "values.flatten() for several positions in each sample."
         )
     for name in tensors if finite is None else finite:
-        _check_finite(function, name, tensors[name])
+        bad, line = ~tensors[name].isfinite(), f"Find them with (~{name}.isfinite()).nonzero()."
+        _refuse(bad, f"{function} needs finite values", f"values of {name} are NaN or infinite", line)
     return list(tensors.values())
 
 
-def _check_finite(function: str, name: str, value: Tensor) -> None:
-    bad = int((~value.isfinite()).sum())
-    if bad:
-        raise LapwingError(
-            f"{function} needs finite values, and {bad} of {value.numel()} values of {name} are NaN or infinite. Find "
-            f"them with (~{name}.isfinite()).nonzero()."
-        )
-
-
-def _check_positive(function: str, name: str, value: Tensor) -> None:
-    bad = int((value <= 0.0).sum())
-    if bad:
-        raise LapwingError(
-            f"{function} needs a positive {name}, and {bad} of {value.numel()} values are 0 or less (the smallest is "
-            f"{float(value.min()):.4g}). Pass the {name} of y, noise included: posterior.predict(x).{name}."
-        )
+def _refuse(bad: Tensor, needs: str, found: str, line: str) -> None:
+    """Raises if there are bad entries, with their number."""
+    if bad.any():
+        raise LapwingError(f"{needs}, and {int(bad.sum())} of {bad.numel()} {found}. {line}")

@@ -24,7 +24,7 @@ from ..errors import LapwingError, extra, shown
 from ..likelihoods import Prediction
 from ..options import at_least, check_argument
 from .evaluated import scores_of
-from .metrics import auroc, checked_classes, real_tensor
+from .metrics import auroc, checked_classes, real_tensor, risks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,11 +111,9 @@ def risk_coverage(prediction_or_probs: Any, labels: Any, ax: Axes | None = None,
         line: color, label and other options of matplotlib's `plot`; the default is `LAPWING`.
     """
     stated, true = _outcomes("risk_coverage", prediction_or_probs, labels, top=True)
-    _, group, sizes = np.unique(-stated, return_inverse=True, return_counts=True)
-    kept, ax, line = np.arange(1, len(true) + 1), _axes(ax), LAPWING | line
-    risk = np.repeat(np.bincount(group, 1 - true) / sizes, sizes).cumsum() / kept
-    some = np.unique(np.linspace(0, len(kept) - 1, _MOST_POINTS).astype(int))
-    ax.plot(kept[some] / len(kept), risk[some], **line | {"label": f"{line['label']}: AURC {risk.mean():.3g}"})
+    risk, ax, line = risks(torch.from_numpy(-stated), torch.from_numpy(1 - true)).numpy(), _axes(ax), LAPWING | line
+    some = np.unique(np.linspace(0, len(risk) - 1, _MOST_POINTS).astype(int))
+    ax.plot((some + 1) / len(risk), risk[some], **line | {"label": f"{line['label']}: AURC {risk.mean():.3g}"})
     ax.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage: share of inputs kept", ylabel="error rate of inputs kept")
     ax.legend(fontsize="small")
     return ax

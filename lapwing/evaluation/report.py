@@ -1,4 +1,4 @@
-"""Pictures of a comparison, and its report: one HTML file with a verdict, the table, and how to read each picture."""
+"""Parts of the report of a comparison: its pictures as SVG, and which row detects out-of-distribution inputs best."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import io
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib.resources import files
-from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LapwingError, extra, shown
@@ -17,17 +14,6 @@ from .evaluated import NOISE, SCORES, TEMPERATURE, Predictions
 
 if TYPE_CHECKING:
     from .comparison import Comparison
-
-
-def write(table: Comparison, path: str | PathLike[str], title: str) -> Path:
-    """Writes the report of a comparison; see `Comparison.report`."""
-    template = (files(__package__) / "report.html.jinja").read_text(encoding="utf-8")
-    page = extra("jinja2").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    found, detectors = pictures(table, None), {name: _detectors(table, name) for name in _sets(table)}
-    svgs = [_svg(picture["draw"]) for picture in found]
-    path = Path(path)
-    path.write_text(page.render(table=table, title=title, pictures=found, svgs=svgs, detectors=detectors), "utf-8")
-    return path
 
 
 def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
@@ -61,25 +47,25 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
     else:
         add("intervals", plots.interval_calibration, lambda own: ((own.mean, own.std), own.y))
         add("residuals", plots.residual_spread, lambda own: ((own.mean, own.std), own.y))
-    for name in _sets(table):
-        for area, _, score in [one for one in _detectors(table, name) if one[1] == chosen][:1]:
+    for name, ranked in detectors(table).items():
+        for area, _, score in [one for one in ranked if one[1] == chosen][:1]:
             own = arrays[chosen]
             draw = partial(plots.ood_scores, own.scores[score], own.foreign[name][score], score=score)
             found.append({"kind": "foreign", "draw": draw, "set": name, "row": chosen, "score": score, "area": area})
     return found
 
 
-def _sets(table: Comparison) -> list[str]:
-    return list(dict.fromkeys(name for arrays in table.predictions.values() for name in arrays.foreign))
+def detectors(table: Comparison) -> dict[str, list[tuple[float, str, str]]]:
+    """Returns name of an out-of-distribution set -> its (AUROC, row, score), the best one first."""
+    found: dict[str, list[tuple[float, str, str]]] = {}
+    for row, arrays in table.predictions.items():
+        for name, scores in arrays.foreign.items():
+            areas = [(table[row][f"{name}: AUROC by {SCORES[score]}"], row, score) for score in scores]
+            found[name] = sorted([*found.get(name, []), *areas], key=lambda one: -one[0])
+    return found
 
 
-def _detectors(table: Comparison, name: str) -> list[tuple[float, str, str]]:
-    """Returns (AUROC, row, score) of an out-of-distribution set, the best one first."""
-    scores = [(row, score) for row, arrays in table.predictions.items() for score in arrays.foreign.get(name, ())]
-    return sorted(((table[row][f"{name}: AUROC by {SCORES[s]}"], row, s) for row, s in scores), key=lambda one: -one[0])
-
-
-def _svg(draw: Callable[[Any], Any]) -> str:
+def svg(draw: Callable[[Any], Any]) -> str:
     """Returns a picture as an <svg> element that fits the width of the page."""
     mpl, figure = extra("matplotlib"), extra("matplotlib.figure").Figure(figsize=(5.2, 4.2), layout="constrained")
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):

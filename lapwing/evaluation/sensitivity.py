@@ -20,7 +20,7 @@ from ..options import at_least, check_argument, positive
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import certain_latent, untreated
-from ..prediction.uncertain import leaves_of, placed, with_leaves
+from ..prediction.uncertain import leaves_of, placed, separate, with_leaves
 
 _SLOWED = 0.75
 """θ: if `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
@@ -76,9 +76,8 @@ def sensitivity(
 
         ℓ(v) = λ NLPD(y | N(x, diag v)) - H(N(x, diag v)),    gradient steps on log v, until NLPD rises by `rise`
 
-    If v_i ∂NLPD/∂v_i is the same for all i, moving noise from one input to another gains nothing. For a linear network
-    with weights w_i this means `v_i ∝ 1/w_i²`, so the sensitivities are `|w_i| / max_j |w_j|`. The variance of an input
-    that the network ignores grows by `e^rate` in each step, because nothing limits it.
+    For a linear network with weights w_i the sensitivities are `|w_i| / max_j |w_j|`. The variance of an input that the
+    network ignores grows by `e^rate` in each step, because nothing limits it.
 
     The paper has λ = 1. Then the entropies of many inputs outweigh a loss of a fraction of a nat, and the variances are
     still nearly equal when the rule stops them. By default λ is chosen in each step and sample: with
@@ -123,50 +122,50 @@ def sensitivity(
         >>> [round(float(value), 2) for value in result.values[0]]
         [1.0, 0.5, 0.0]
     """
-    for name, value in (("rise", rise), ("weight", weight), ("variance", variance), ("rate", rate)):
-        if name != "weight" or weight is not None:
-            check_argument("sensitivity", name, value, positive(), "0.1")
+    numbers = {"rise": rise, "variance": variance, "rate": rate} | ({} if weight is None else {"weight": weight})
+    for name, value in numbers.items():
+        check_argument("sensitivity", name, value, positive(), "0.1")
     check_argument("sensitivity", "steps", steps, at_least(1), "2000")
     if isinstance(targets, Tensor):
         batches.check_dense(targets, "A tensor of the targets")
     predict = _predictor(candidate, likelihood, via, targets, forward)
     model = candidate.model if isinstance(candidate, Posterior) else candidate
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    values, place, start = _parts(inputs if parameter is None else placed(inputs, parameter.device), variance)
+    given = Uncertain(inputs, variance) if isinstance(inputs, Tensor) else inputs
+    values, spreads = separate(given if parameter is None else placed(given, parameter.device))
+    place, start = next(iter(spreads.items()), (0, torch.zeros(0)))
     x = leaves_of(values)[place]
+    if len(spreads) != 1 or start.shape != x.shape or not start.numel() or not bool((start > 0).all()):
+        raise LapwingError(
+            f"The inputs {batches.describe(inputs)} hold {len(spreads)} uncertain ones. Pass samples as one tensor, or "
+            "with one of several replaced by lw.Uncertain(x, 1e-5), whose variances are positive."
+        )
 
-    def score(log_v: Tensor, y: Tensor | None) -> tuple[Tensor, Prediction]:
-        prediction = predict(with_leaves(values, {place: Uncertain(x, log_v.exp())}))
-        return (torch.zeros(()) if y is None else -prediction.log_prob(y)), prediction
+    def predicted(log_v: Tensor) -> Prediction:
+        return predict(with_leaves(values, {place: Uncertain(x, log_v.exp())}))
 
-    log_v = start.log()
+    log_v = start.detach().log()
     if targets is None:
         with torch.no_grad():
-            targets = score(log_v, None)[1].point
-    targets = batches.plain(targets)
-    return _learn(x, log_v, lambda v: score(v, targets)[0], rise, weight, rate, steps)
+            targets = predicted(log_v).point
+    y = batches.plain(targets)
 
+    def slope_at(log_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the NLPD (B,) and its slopes `v ∂NLPD/∂v` (B, n)."""
+        with torch.enable_grad():
+            at = log_v.detach().requires_grad_()
+            nlpd = -predicted(at).log_prob(y)
+            (slope,) = torch.autograd.grad(nlpd.sum(), at)
+        return nlpd.detach(), slope.flatten(1).nan_to_num(0.0)
 
-def _learn(
-    x: Tensor,
-    log_v: Tensor,
-    nlpd_of: Callable[[Tensor], Tensor],
-    rise: float,
-    weight: float | None,
-    rate: float,
-    steps: int,
-) -> Sensitivities:
-    """Runs the steps. Each sample stops by itself."""
-    samples = len(x)
-    nlpd, pull = _slope(nlpd_of, log_v)
-    first, taken = nlpd, torch.zeros(samples, dtype=torch.long, device=x.device)
-    active = torch.ones(samples, dtype=torch.bool, device=x.device)
+    nlpd, pull = slope_at(log_v)
+    first, taken = nlpd, torch.zeros(len(x), dtype=torch.long, device=x.device)
+    active = torch.ones(len(x), dtype=torch.bool, device=x.device)
     history = [(nlpd, _entropy(log_v))]
     for _ in range(steps):
         moved = 1 - (_adaptive_pull(pull) if weight is None else 2 * weight * pull)
-        step = rate * moved.clamp(-4.0, 4.0).reshape(x.shape)
-        trial = (log_v + step).clamp_max(_LARGEST)
-        risen, slope = _slope(nlpd_of, trial)
+        trial = (log_v + rate * moved.clamp(-4.0, 4.0).reshape(x.shape)).clamp_max(_LARGEST)
+        risen, slope = slope_at(trial)
         active = active & ((risen - first).abs() <= rise)
         where = active.reshape(-1, *[1] * (x.ndim - 1))
         log_v = torch.where(where, trial, log_v)
@@ -176,19 +175,9 @@ def _learn(
         if not active.any():
             break
     smallest = log_v.flatten(1).amin(1).reshape(-1, *[1] * (x.ndim - 1))
-    values = ((smallest - log_v) / 2).exp()
     nlpds, entropies = (torch.stack(part) for part in zip(*history, strict=True))
     curves = {"nlpd": nlpds, "entropy": entropies}
-    return Sensitivities(values, log_v.exp(), x.detach(), ~active, taken, curves)
-
-
-def _slope(nlpd_of: Callable[[Tensor], Tensor], log_v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the NLPD (B,) and its slopes `v ∂NLPD/∂v` (B, n)."""
-    with torch.enable_grad():
-        at = log_v.detach().requires_grad_()
-        nlpd = nlpd_of(at)
-        (slope,) = torch.autograd.grad(nlpd.sum(), at)
-    return nlpd.detach(), slope.flatten(1).nan_to_num(0.0)
+    return Sensitivities(((smallest - log_v) / 2).exp(), log_v.exp(), x.detach(), ~active, taken, curves)
 
 
 def _adaptive_pull(pull: Tensor) -> Tensor:
@@ -201,28 +190,6 @@ def _adaptive_pull(pull: Tensor) -> Tensor:
 def _entropy(log_v: Tensor) -> Tensor:
     """Returns `½ Σ_i log(2 π e v_i)`, (B,)."""
     return 0.5 * (log_v + math.log(2 * math.pi * math.e)).flatten(1).sum(1)
-
-
-def _parts(inputs: Any, variance: float) -> tuple[Any, int, Tensor]:
-    """Returns the inputs without uncertainty, the place of the uncertain input, and its variances at the start."""
-    leaves = leaves_of(inputs)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Uncertain)]
-    if isinstance(inputs, Tensor):
-        leaves, places = [Uncertain(inputs, variance)], [0]
-    if len(places) != 1 or leaves[places[0]].covariance is not None:
-        raise LapwingError(
-            f"The inputs {batches.describe(inputs)} hold {len(places)} uncertain ones with variances. Pass one tensor, "
-            "or replace one of the inputs by lw.Uncertain(x, 1e-5)."
-        )
-    (place,) = places
-    chosen: Uncertain = leaves[place]
-    start = chosen.spread.detach().clone()
-    if not chosen.value.numel() or not bool((start > 0).all()):
-        raise LapwingError(
-            f"The inputs {batches.describe(chosen.value)} have no samples, or start from variances of 0. Pass samples "
-            "and positive variances: sensitivity(posterior, x, variance=1e-5)."
-        )
-    return with_leaves(inputs, {place: chosen.value.detach()}), place, start
 
 
 def _predictor(
@@ -240,19 +207,12 @@ def _predictor(
             f"The candidate of sensitivity is a {type(candidate).__name__}. Pass a posterior or a network: "
             "sensitivity(lw.fit(model, loader), x)."
         )
-    if likelihood is None and targets is None:
+    known = likelihood is not None or targets is not None
+    chosen = (inferred_likelihood(targets) if likelihood is None else resolve(likelihood)) if known else None
+    if chosen is None or chosen.needs_noise:
         raise LapwingError(
-            "A network needs targets or a likelihood, which give its outputs a meaning. Write "
-            "sensitivity(model, x, likelihood='categorical')."
-        )
-    chosen = inferred_likelihood(targets) if likelihood is None else resolve(likelihood)
-    if chosen.needs_noise:
-        raise LapwingError(
-            "The Gaussian likelihood of a network has no noise variance here. Pass the mean squared residual of "
-            "held-out data: likelihood=lw.Gaussian(noise_variance=0.1)."
+            "A network needs a likelihood here, and a Gaussian one its noise variance. Write likelihood='categorical', "
+            "or likelihood=lw.Gaussian(noise_variance=0.1) with the mean squared residual of held-out data."
         )
     certain = untreated(candidate, forward, None)
     return lambda inputs: chosen.predict(certain_latent(*certain, inputs, via))
-
-
-__all__ = ["Sensitivities", "sensitivity"]

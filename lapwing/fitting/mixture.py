@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..covariance import has_prior
-from ..data import batches
 from ..data.data import Data
 from ..data.frames import check_data
 from ..data.loaders import kept_batches
@@ -23,6 +22,7 @@ from ..likelihoods import P
 from ..likelihoods.ensemble import mixed
 from ..methods.temperature_scaling import refined
 from ..network.entry import full_precision, outside_modes
+from ..options import Rule, check_argument
 from ..posterior import Posterior
 from ..tuning.held_out import sample_scores
 from ..tuning.search import evenly
@@ -113,12 +113,8 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
         >>> ensemble.predict(x).between_members().shape
         torch.Size([64])
     """
-    several = isinstance(posteriors, (list, tuple)) and len(posteriors) > 1
-    if not several or not all(isinstance(member, Posterior) for member in posteriors):
-        raise LapwingError(
-            f"The members of lw.mixture are {batches.describe(posteriors)}. Pass a list of at least two posteriors: "
-            "lw.mixture([lw.fit(model, loader) for model in models])."
-        )
+    rule = Rule(_are_several, "a list of at least two posteriors")
+    check_argument("lw.mixture", "posteriors", posteriors, rule, "[lw.fit(model, loader) for model in models]")
     kinds = [_kind(member) for member in posteriors]
     if len({*kinds}) > 1 or not kinds[0].startswith(("categorical", "bernoulli", "gaussian")):
         raise LapwingError(
@@ -135,6 +131,11 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
     factor = 10 ** refined(FACTORS, row.tolist(), int(row.argmax()))
     log.info("Held-out data multiply the temperature of the mixture by %.3g", factor)
     return Mixture(tuple(_changed(member, factor) for member in posteriors))
+
+
+def _are_several(posteriors: Any) -> bool:
+    several = isinstance(posteriors, (list, tuple)) and len(posteriors) > 1
+    return several and all(isinstance(member, Posterior) for member in posteriors)
 
 
 def _kind(member: Posterior) -> str:

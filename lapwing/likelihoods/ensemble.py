@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,16 @@ from .regression import RegressionPrediction
 
 
 class _Ensemble:
-    """The two parts of the mutual information of an ensemble of classifiers."""
+    """An ensemble of classifiers. `field` names the log probabilities or log odds of a prediction."""
 
+    field: ClassVar[str]
     members: tuple[Any, ...]
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        latent = LatentDraws(torch.stack([getattr(member, self.field) for member in members]))
+        given = {item.name: getattr(members[0], item.name) for item in fields(members[0])}
+        super().__init__(**given | {self.field: getattr(SampledLink(), self.field)(latent), "latent": latent})
+        object.__setattr__(self, "members", tuple(members))
 
     def between_members(self) -> Tensor:
         """Returns the entropy minus the mean entropy of the members, (B,) in nats: how much they disagree."""
@@ -47,20 +54,13 @@ class _Ensemble:
 class ClassMixture(_Ensemble, ClassPrediction):
     """The mean of the class probabilities of an ensemble."""
 
-    def __init__(self, members: Sequence[ClassPrediction]) -> None:
-        latent, first = LatentDraws(torch.stack([member.log_probs for member in members])), members[0]
-        super().__init__(SampledLink().log_probs(latent), latent, first.link, first.ignore_index)
-        object.__setattr__(self, "members", tuple(members))
+    field = "log_probs"
 
 
 class BernoulliMixture(_Ensemble, BernoulliPrediction):
     """The mean of the probabilities of yes of an ensemble. The outputs are assumed independent."""
 
-    def __init__(self, members: Sequence[BernoulliPrediction]) -> None:
-        latent, first = LatentDraws(torch.stack([member.log_odds for member in members])), members[0]
-        odds = SampledLink().log_odds(latent)
-        super().__init__(odds, latent, first.link, first.soft_targets, first.missing)
-        object.__setattr__(self, "members", tuple(members))
+    field = "log_odds"
 
 
 class RegressionMixture(MixturePrediction):
@@ -98,10 +98,6 @@ class RegressionMixture(MixturePrediction):
     def latent(self) -> LatentDraws:
         """The means of the members, as draws (M, B, C)."""
         return LatentDraws(torch.stack([member.mean for member in self.members]))
-
-    @property
-    def mean(self) -> Tensor:
-        return self.latent.mean
 
     @property
     def variance_between_members(self) -> Tensor:

@@ -177,7 +177,7 @@ def test_the_area_under_the_risk_coverage_curve() -> None:
     risks = [float(errors[order[: k + 1]].mean()) for k in range(30)]
     assert metrics.aurc(uncertainty, errors).item() == pytest.approx(sum(risks) / 30)
     assert metrics.aurc(torch.ones(30), errors).item() == pytest.approx(float(errors.mean()))  # ties have no order
-    with pytest.raises(lw.LapwingError, match="aurc needs an error for each of 30 samples, and errors has 2"):
+    with pytest.raises(lw.LapwingError, match=r"^aurc .*uncertainty \(30,\), errors \(2,\)"):
         metrics.aurc(uncertainty, errors[:2])
 
 

@@ -162,10 +162,10 @@ class TestRefusals:
         cases = [
             ((u, u), "hold 2 uncertain ones"),
             ({"x": self.x}, "hold 0 uncertain ones"),
-            (lw.Uncertain(self.x, covariance=torch.eye(4, dtype=F64)), "uncertain ones with variances"),
-            (lw.Uncertain(self.x, 0.0), "variances of 0"),
+            (lw.Uncertain(self.x, covariance=torch.eye(4, dtype=F64)), "whose variances are positive"),
+            (lw.Uncertain(self.x, 0.0), "variances are positive"),
             ((u, torch.nested.nested_tensor([self.x[0], self.x[1]])), "Tensor nested"),
-            (self.x[:0], "no samples"),
+            (self.x[:0], "Pass samples"),
             (torch.ones(3, 4, dtype=torch.long), "Integer inputs"),
             (self.x / 0, "NaN or infinite"),
         ]

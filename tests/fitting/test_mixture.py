@@ -239,7 +239,9 @@ def test_members_that_do_not_fit_together_are_refused():
         with pytest.raises(lw.LapwingError, match=f"categorical likelihoods of 3 outputs .*{text}.*same data"):
             lw.mixture([first, other])
     for wrong in ([first], first, [first, nn.Linear(4, 3)], None, []):
-        with pytest.raises(lw.LapwingError, match="Pass a list of at least two posteriors"):
+        with pytest.raises(
+            lw.LapwingError, match=r"must be a list of at least two posteriors. Write posteriors=\[lw.fit\("
+        ):
             lw.mixture(wrong)
     counts = lw.fit(trained("gaussian", 0), (x, y[:, None].expand(-1, 3)), likelihood="poisson", prior_precision=1.0)
     with pytest.raises(lw.LapwingError, match=r"poisson likelihoods.*lw.Categorical\(\)"):
