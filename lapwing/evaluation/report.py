@@ -72,7 +72,7 @@ def svg(draw: Callable[[Any], Any]) -> str:
         draw(figure.add_subplot())
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' id="[a-z0-9]+_\d+"', "", svg)  # matplotlib gives the parts of every figure the same names
-    return re.sub(r'^<svg ([^>]*?)width="[^"]*" ([^>]*?)height="[^"]*"', r"<svg \1\2", svg)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r' id="[a-z0-9]+_\d+"', "", text)  # matplotlib gives the parts of every figure the same names
+    return re.sub(r'^<svg ([^>]*?)width="[^"]*" ([^>]*?)height="[^"]*"', r"<svg \1\2", text)
