@@ -11,9 +11,12 @@ pytest.importorskip("tomllib")  # Python 3.10 has none
 
 from papers import __main__ as command
 from papers import ledger
+from papers.common.data import rows_and_targets
+from papers.common.networks import mlp
+from papers.optimal_subspace import figure1, figure2
 
 ENTRIES = ledger.read()
-RESULTS = {"ella": 20, "valla": 15}
+RESULTS = {"ella": 20, "valla": 15, "optimal_subspace": 15}
 """Tables and figures of each paper and its appendices, with parts that have verdicts of their own."""
 
 
@@ -49,6 +52,7 @@ def test_the_page_is_written_from_the_ledger(tmp_path, monkeypatch):
         {"verdict": "fine"},
         {"verdict": "not run: compute"},
         {"verdict": "tested", "ours": ()},
+        {"verdict": "not run: no data", "ours": (), "test": ("tests/a.py::test_b",)},
         {"ours": ()},
         {"paper": "another"},
     ],
@@ -86,3 +90,15 @@ def test_valla_is_nearer_than_ella_at_every_number_of_points():
 def test_valla_is_as_near_as_the_nearest_or_nearer():
     nearest = min(from_lla(row) for row in ("KFAC", "diagonal", "last layer", "ELLA, M = 20"))
     assert from_lla("VaLLA, M = 20") < 1.2 * nearest
+
+
+def test_networks_of_optimal_subspaces(data_folder):
+    """Learning rates and epochs are those of Table 1; the numbers of weights are those that the ledger states."""
+    published = {"wine": (0.0004, 300), "energy": (0.004, 1500), "california": (0.0004, 100), "naval": (0.0004, 100)}
+    assert {name: (table["rate"], table["epochs"]) for name, table in figure1.TABLES.items()} == published
+    weights = {}
+    for name, table in figure1.TABLES.items():
+        model = mlp(rows_and_targets(table["file"])[0].shape[1], 128, 128, 1)
+        weights[name] = sum(weight.numel() for weight in model.parameters())
+    assert weights == {"wine": 18177, "energy": 17793, "california": 17793, "naval": 18817}
+    assert sum(weight.numel() for weight in figure2.SmallCNN().parameters()) == 12526
