@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from papers.common.networks import mlp
 from papers.optimal_subspace import figure1, figure2
 
 ENTRIES = ledger.read()
-RESULTS = {"ella": 20, "valla": 15, "optimal_subspace": 15}
+RESULTS = {"ella": 20, "valla": 15, "optimal_subspace": 15, "streamlined": 23}
 """Tables and figures of each paper and its appendices, with parts that have verdicts of their own."""
 
 
@@ -38,7 +39,7 @@ def test_every_result_has_one_entry():
 
 def test_the_page_is_written_from_the_ledger(tmp_path, monkeypatch):
     text = ledger.PAGE.read_text(encoding="utf-8")
-    assert ledger.page(ENTRIES) == text
+    assert ledger.page(ENTRIES) == text, "`python -m papers ledger` writes the page"
     copy = tmp_path / "README.md"
     copy.write_text(text.partition(ledger.START)[0], encoding="utf-8")
     monkeypatch.setattr(ledger, "PAGE", copy)
@@ -102,3 +103,20 @@ def test_networks_of_optimal_subspaces(data_folder):
         weights[name] = sum(weight.numel() for weight in model.parameters())
     assert weights == {"wine": 18177, "energy": 17793, "california": 17793, "naval": 18817}
     assert sum(weight.numel() for weight in figure2.SmallCNN().parameters()) == 12526
+
+
+def test_variance_of_a_product_of_correlated_gaussians():
+    """Streamlined prediction, equation 38: right with `2 μ₁ μ₂ c + c²` at its end, by exact quadrature of moments."""
+    nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(6))
+    weights = weights / weights.sum()
+    (m1, s1), (m2, s2), correlation = (0.7, 1.3), (-0.4, 0.6), 0.5
+    c = correlation * s1 * s2
+    x1 = m1 + s1 * nodes[:, None]
+    x2 = m2 + s2 * (correlation * nodes[:, None] + (1 - correlation**2) ** 0.5 * nodes)
+    chances = weights[:, None] * weights
+    mean = float((chances * x1 * x2).sum())
+    variance = float((chances * (x1 * x2).square()).sum()) - mean**2
+    independent = s1**2 * s2**2 + s1**2 * m2**2 + s2**2 * m1**2
+    assert mean == pytest.approx(m1 * m2 + c)
+    assert variance == pytest.approx(independent + 2 * m1 * m2 * c + c**2)
+    assert variance != pytest.approx(independent + (s1**2 * s2**2 + 2 * m1 * m2) * c, rel=0.01)  # as printed
