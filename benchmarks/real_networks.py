@@ -21,7 +21,6 @@ from torch import nn
 
 import lapwing as lw
 from benchmarks.measure import write
-from lapwing.evaluation.metrics import negative_log_likelihood
 from lapwing.tuning.held_out import at_precision, sample_scores
 from papers.common.data import batched, images, random_rows
 from papers.common.networks import cifar_resnet20, mnist_cnn
@@ -56,9 +55,9 @@ def study(model: nn.Module, name: str, data_size: int) -> dict[str, Any]:
         logits = torch.cat([model(x) for x, _ in test])
     forward = time.perf_counter() - start
     with torch.no_grad():
-        held_out = torch.cat([model(x) for x, _ in validation[:5]]).softmax(-1)
+        held_out = torch.cat([model(x) for x, _ in validation[:5]]).double()
     results: dict[str, Any] = {"MAP": {**class_scores(logits.softmax(-1), labels), "predict_seconds": forward}}
-    on_validation = negative_log_likelihood(held_out, data.y_test[: len(held_out)])
+    on_validation = nn.functional.cross_entropy(held_out, data.y_test[: len(held_out)])
     results["MAP"]["nll_on_500_validation_images"] = float(on_validation)
     for label, (method, params) in METHODS.items():
         start = time.perf_counter()

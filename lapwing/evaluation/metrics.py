@@ -1,10 +1,9 @@
 """Metrics of predictions: pure functions from tensors to one number, computed in float64 on the CPU.
 
-scikit-learn computes the accuracy, the RMSE and the AUROC, and torchmetrics the calibration error
-(`pip install "lapwing-torch[eval]"`). The functions here first check shapes and values, and raise an error of one
-sentence.
+scikit-learn computes the AUROC, and torchmetrics the calibration error (`pip install "lapwing-torch[eval]"`). The
+functions here first check shapes and values, and raise an error of one sentence.
 
-N is the number of samples, C of classes or outputs. Every function returns a float64 tensor of shape () without a
+N is the number of samples, C of classes or outputs. Every metric is a float64 tensor of shape () without a
 gradient, and costs O(N C) time and memory; `auroc` and `aurc` also sort N values.
 """
 
@@ -26,7 +25,7 @@ _SQRT_HALF = math.sqrt(0.5)
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
     """Returns the fraction of samples whose most probable class, by probabilities (N, C), is the integer label (N,)."""
     probs, labels = checked_classes("accuracy", probs, labels)
-    return _scalar(extra("sklearn.metrics").accuracy_score(labels, probs.argmax(1)))
+    return doubled(probs.argmax(1) == labels).mean()
 
 
 def nll(log_prob: Tensor) -> Tensor:
@@ -104,7 +103,8 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     (outside,) = _entries("auroc", (1,), scores_out=scores_out)
     # torchmetrics would squash scores outside [0, 1] by a sigmoid, which ties large ones
     is_out = torch.cat([torch.zeros_like(inside), torch.ones_like(outside)])
-    return _scalar(sklearn.roc_auc_score(is_out, torch.cat([inside, outside])))
+    area = sklearn.roc_auc_score(is_out, torch.cat([inside, outside]))
+    return torch.tensor(float(area), dtype=torch.float64)
 
 
 def aurc(uncertainty: Tensor, errors: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def aurc(uncertainty: Tensor, errors: Tensor) -> Tensor:
 
 
 def risks(uncertainty: Tensor, errors: Tensor) -> Tensor:
-    """Returns the mean error of the k most certain samples for k = 1..N; samples of equal uncertainty share theirs."""
+    """Returns the mean error of the k most certain samples for k = 1..N, (N,); equal ones share their mean error."""
     values, group, counts = uncertainty.unique(return_inverse=True, return_counts=True)
     means = torch.zeros_like(values).index_add(0, group, errors) / counts
     return means.repeat_interleave(counts).cumsum(0) / torch.arange(1, len(errors) + 1)
@@ -138,7 +138,7 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
     Takes predictive means and targets of one shape, (N,) or (N, C).
     """
     mean, y = _entries("rmse", mean=mean, y=y)
-    return _scalar(extra("sklearn.metrics").root_mean_squared_error(y.flatten(), mean.flatten()))
+    return (mean - y).square().mean().sqrt()
 
 
 def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
@@ -189,10 +189,6 @@ def real_tensor(caller: str, name: str, value: Any) -> Tensor:
     if tensor is None or tensor.is_complex():
         raise LapwingError(f"{caller} needs a dense tensor of real numbers as {name}. {name} is {shown(value)}.")
     return tensor
-
-
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)
 
 
 def checked_classes(function: str, probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
