@@ -55,11 +55,9 @@ class Entry:
 
 
 def read(path: Path = HOME / "ledger.toml") -> list[Entry]:
-    """Returns the entries of the ledger; raises TypeError if an entry lacks a field or has an unknown one."""
-    rows = tomllib.loads(path.read_text(encoding="utf-8"))["entry"]
-    return [
-        Entry(**{key: tuple(part) if isinstance(part, list) else part for key, part in row.items()}) for row in rows
-    ]
+    """Returns the entries of the ledger; raises KeyError or TypeError if one lacks a field or has an unknown one."""
+    rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["entry"]
+    return [Entry(**{**row, "ours": tuple(row["ours"]), "test": tuple(row["test"])}) for row in rows]
 
 
 def value(key: str) -> Any:
