@@ -105,19 +105,23 @@ def report(
     return rows
 
 
-def fashion(seed: int) -> dict[str, Any]:
-    """Trains and scores one repeat."""
+Task = tuple[list[nn.Module], Any, tuple[Tensor, Tensor], dict[str, Tensor], Tensor]
+"""Networks, training batches of a posterior, held-out data, inputs by name (test images first), labels of the test."""
+
+
+def fashion(seed: int, members: int = MEMBERS) -> Task:
+    """Trains the networks of one repeat."""
     data, grey = images("fashion_mnist"), torch.as_tensor(arrays("cifar10")["x_test"][:3000]).float().mean(-1) / 255
     inputs = {"Fashion-MNIST": data.x_test[:5000], "MNIST": images("mnist").x_test[:3000]}
     inputs["CIFAR-10"] = grey[:, None, 2:30, 2:30].contiguous()
     rows = random_rows(data.x_train, 3300, seed)
     x, y = data.x_train[rows], data.y_train[rows]
-    models = [trained(x[:3000], y[:3000], 100 * seed + member) for member in range(MEMBERS)]
-    return report(models, batched(x[:3000], y[:3000]), (x[3000:], y[3000:]), inputs, data.y_test[:5000])
+    models = [trained(x[:3000], y[:3000], 100 * seed + member) for member in range(members)]
+    return models, batched(x[:3000], y[:3000]), (x[3000:], y[3000:]), inputs, data.y_test[:5000]
 
 
-def cifar10() -> dict[str, Any]:
-    """Scores the trained ResNet-20."""
+def cifar10() -> Task:
+    """Reads the trained ResNet-20."""
     data, model = images("cifar10"), cifar_resnet20().eval()
     rows = random_rows(data.x_train, 2000, SEED)
     centre, scale = (torch.tensor(value)[:, None, None] for value in CENTRE_AND_SCALE["cifar10"])
@@ -126,7 +130,7 @@ def cifar10() -> dict[str, Any]:
         inputs[place] = (F.interpolate(images(name).x_test[:2000], 32).expand(-1, 3, -1, -1) - centre) / scale
     held_out = data.x_test[:1000], data.y_test[:1000]
     loader = batched(data.x_train[rows], data.y_train[rows])
-    return report([model], loader, held_out, inputs, data.y_test[1000:3000], data_size=50_000)
+    return [model], loader, held_out, inputs, data.y_test[1000:3000]
 
 
 SHORT = {"entropy": "entropy", "mutual information": "MI"}
@@ -148,6 +152,24 @@ def table(rows: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def table_of_scores(ood: Mapping[str, Any], detectors: Mapping[str, Any]) -> str:
+    """Returns the table of docs/ood.md: one line for each row and score, of the results of both benchmarks."""
+    lines = [
+        "| | score | prediction | digits | grey CIFAR-10 | ResNet: Fashion-MNIST | ResNet: MNIST |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    small, large = (ood[task]["rows"] | detectors[task]["rows"] | ood[task]["rows"] for task in ("fashion", "cifar10"))
+    for name, row in small.items():
+        for score in row["AUROC MNIST"]:
+            cells = [SHORT.get(score, score), f"{row['prediction']['mean']:.1f}"]
+            for place in ("AUROC MNIST", "AUROC CIFAR-10"):
+                cells.append(f"{row[place][score]['mean']:.3f} ± {row[place][score]['standard_error']:.3f}")
+            for place in ("AUROC Fashion-MNIST", "AUROC MNIST"):
+                cells.append(f"{large[name][place][score]['mean']:.3f}" if name in large else "")
+            lines.append(f"| {f'`{name}`' if name.startswith('lw.') else name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main(names: list[str]) -> None:
     """Runs the named tasks, or both. After each repeat it writes means and standard errors."""
     torch.set_num_threads(1)
@@ -156,7 +178,8 @@ def main(names: list[str]) -> None:
     for name in names or ["cifar10", "fashion"]:
         runs: list[dict[str, Any]] = []
         for repeat in range(REPEATS if name == "fashion" else 1):
-            runs.append(fashion(SEED + repeat) if name == "fashion" else cifar10())
+            small = name == "fashion"
+            runs.append(report(*fashion(SEED + repeat)) if small else report(*cifar10(), data_size=50_000))
             results[name] = {"repeats": len(runs), "rows": averaged(runs)}
             print(write("ood", results, SEED), flush=True)
 

@@ -64,6 +64,11 @@ def test_the_table_of_the_readme_is_that_of_the_results() -> None:
     assert ood.table(rows) in (DEFAULTS.parents[1] / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_ood_scores_is_that_of_the_results() -> None:
+    found = [json.loads((measure.RESULTS / f"{name}.json").read_text())["results"] for name in ("ood", "ood_detectors")]
+    assert ood.table_of_scores(*found) in (DEFAULTS.parent / "ood.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_a_small_run_of_the_tagger(data_folder: Path) -> None:
     rows = positions_data.tagging(0.02)
