@@ -75,11 +75,13 @@ def link_to_pages(app: Any, page: str, text: list[str]) -> None:
 
 
 def prepare_docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Writes what reStructuredText needs: `Cost:` on a line of its own, for napoleon, and `::` before code."""
+    """Writes what reStructuredText needs: `Cost:` as a section, for napoleon, and `::` before code."""
     for number in range(len(lines) - 1, -1, -1):
         line, following = lines[number], lines[number + 1 : number + 3]
         if section := re.fullmatch(r"(Cost|Limits): (.*)", line):
-            lines[number : number + 1] = [f"{section[1]}:", f"    {section[2]}"]
+            end = next((below for below in range(number, len(lines)) if not lines[below].strip()), len(lines))
+            rest = [f"    {words.strip()}" for words in lines[number + 1 : end]]
+            lines[number:end] = [f"{section[1]}:", f"    {section[2]}", *rest]
         elif line.endswith(":") and " " in line and len(following) == 2 and not following[0]:
             indent = len(line) - len(line.lstrip())
             lines[number] = line + ":" if following[1].startswith(" " * (indent + 4)) else line

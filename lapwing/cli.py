@@ -41,7 +41,7 @@ def info(file: str) -> None:
     print(f"method           {header['method']['text']}, {header['samples']} samples")
     print(f"likelihood       {' '.join([likelihood['name'], *numbers])}")
     if precision is not None:
-        print(f"prior precision  {precision.min():.4g} to {precision.max():.4g}")
+        print(f"prior precision  {' to '.join(dict.fromkeys(f'{end:.4g}' for end in precision.aminmax()))}")
 
 
 def versions() -> None:
@@ -195,5 +195,8 @@ def parsed(arguments: Sequence[str]) -> tuple[Callable[..., Any], dict[str, Any]
     except (argparse.ArgumentError, ValueError) as error:  # with a list of what each type of a union objects to
         text = " ".join(str(error).split())
         objections = [part for part in text.split(" - ")[1:] if "NoneType" not in part.partition(" Given")[0]]
+        if objections and "import path string: " in objections[-1]:
+            methods = [n for n, kind in vars(lw).items() if isinstance(kind, type) and issubclass(kind, lw.Method)]
+            raise LapwingError(f"--method is not one of {', '.join(sorted({*methods} - {'Method'}))}.") from error
         raise LapwingError(objections[-1].partition(" Given value")[0] if objections else text) from error
     return COMMANDS[chosen.subcommand], chosen[chosen.subcommand].as_dict()

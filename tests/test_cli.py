@@ -62,7 +62,9 @@ def test_a_fit_its_file_and_an_evaluation(folder: Path, capsys: pytest.CaptureFi
     main(["fit", *CLASSIFIER, "data.npz", *options, "--out", "p.safetensors"])
     assert "KFAC(weight_sharing='expand', uncovered='dense') over 14 of 38 weights" in capsys.readouterr().out
     main(["info", "p.safetensors"])
-    assert "method           KFAC(weight_sharing='expand', uncovered='dense'), 40 samples" in capsys.readouterr().out
+    facts = capsys.readouterr().out
+    assert "method           KFAC(weight_sharing='expand', uncovered='dense'), 40 samples" in facts
+    assert " to " not in facts.partition("prior precision")[2]  # both blocks have the same one
     main(["evaluate", *CLASSIFIER, "p.safetensors", "classes.csv", "--foreign.far", "far.npz", "--score", "entropy"])
     printed = capsys.readouterr().out
     assert "posterior" in printed
@@ -119,7 +121,7 @@ def test_help_warns_that_the_module_runs(capsys) -> None:
         (["fit", *CLASSIFIER, "classes.csv", "--target", "d"], "classes.csv has no 'd'"),
         (["fit", *CLASSIFIER, "none.csv"], "none.csv: No such file"),
         (["fit", *CLASSIFIER, "data.txt"], "data.txt is neither an .npz, .csv or .parquet file"),
-        (["fit", *CLASSIFIER, "data.npz", "--method", "Kfac"], "Kfac"),
+        (["fit", *CLASSIFIER, "data.npz", "--method", "Kfac"], "--method is not one of Diagonal, EKFAC, ELLA"),
         (["fit", *CLASSIFIER, "data.npz", "--method", "ELLA", "--method.rank", "-7"], "rank must be a whole number"),
         (["fit", *CLASSIFIER, "data.npz", "--method", "ELLA", "--method.rang", "7"], "Option 'rang' is not accepted"),
         (["fit", *CLASSIFIER, "data.npz", "--likelihood", "normal"], "normal"),

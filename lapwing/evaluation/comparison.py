@@ -8,6 +8,7 @@ from html import escape
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 from torch import nn
@@ -69,7 +70,7 @@ class Comparison:
                 right = (cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))
                 lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
             parts.append("\n".join(lines))
-        parts += ["\n".join(self.notes)] if self.notes else []
+        parts += ["\n".join(fill(note, 80) for note in self.notes)] if self.notes else []
         return ("\n\n" if len(parts) > 2 else "\n").join(parts)
 
     def _repr_html_(self) -> str:
@@ -240,13 +241,25 @@ def compare(
     return _table(rows, notes, sets)
 
 
-ERRORS = "±: standard error of the first row's number, and of the other rows' differences to it, paired by sample."
-PASSES = "passes: time of a prediction in plain forward passes of the same batches, measured in this run."
-QUARTERS = "Q1 to Q4: coverage of the 90 % intervals in each quarter of the predicted means, the lowest first."
+LOWER = {
+    "NLL": "negative log likelihood, in nats",
+    "ECE": "mean gap between confidence and accuracy",
+    "Brier": "squared error of the probabilities",
+    "AURC": "mean error rate of the most confident 1, 2, ..., N predictions",
+    "RMSE": "root mean squared error",
+    "CRPS": "absolute error of the whole predictive distribution",
+}
+"""Column -> its meaning; lower is better."""
+ERRORS = (
+    "±: standard error. In the first row it belongs to the number, in the other rows to the difference from the first "
+    "row, paired by sample."
+)
+PASSES = "passes: time of a prediction in plain forward passes, measured in this run. Small networks need more of them."
+QUARTERS = "Q1 to Q4: share of targets in the 90 % intervals, by quarter of the predicted means, the lowest first."
 OUTSIDE = (
-    "AUROC: probability that an out-of-distribution input has a higher score than a held-out one. MI: mutual "
-    "information of answer and weights; a network alone has none. FPR95: fraction of held-out inputs that are flagged "
-    "if 95 % of the others are. FPR95 and AUPR rank by {}."
+    "AUROC: probability that an out-of-distribution (OOD) input has a higher score than a held-out one; 0.5 is chance. "
+    "MI: mutual information between prediction and weights, which only posteriors have. FPR95: share of held-out "
+    "inputs that a threshold flags if it flags 95 % of the OOD inputs. FPR95 and AUPR use {}."
 )
 
 
@@ -260,7 +273,8 @@ def _table(rows: dict[str, Evaluated], notes: list[str], sets: dict[str, Any]) -
         for name, row in rows.items()
     }
     gaps = [(abs(numbers[name][c] - numbers[first][c]), error) for name in others for c, error in errors[name].items()]
-    notes = [ERRORS, *notes, PASSES]
+    meanings = "; ".join(f"{column}, {LOWER[column]}" for column in columns if column in LOWER)
+    notes = [ERRORS, *notes, f"Lower is better: {meanings}.", PASSES]
     if gaps and all(gap <= error for gap, error in gaps):
         notes.insert(1, f"No difference to {first} is larger than its standard error.")
     if "90 % interval: Q1" in columns:
@@ -274,14 +288,13 @@ def _table(rows: dict[str, Evaluated], notes: list[str], sets: dict[str, Any]) -
 def _lead(rows: dict[str, Evaluated]) -> str:
     """Returns which row has the lowest NLL, and whether the data can tell it from the next one."""
     best, *others = sorted(rows, key=lambda name: rows[name].numbers["NLL"])
-    text = f"{best} has the lowest NLL, {rows[best].numbers['NLL']:.4f}"
+    text = f"{best} has the lowest NLL, {rows[best].numbers['NLL']:.4f}."
     if not others:
-        return f"{text}."
+        return text
     gap = rows[others[0]].numbers["NLL"] - rows[best].numbers["NLL"]
     error = rows[others[0]].error("NLL", rows[best])
-    if gap <= error:
-        return f"{text}, but the data cannot tell it from {others[0]}: {gap:.4f} more, standard error {error:.4f}."
-    return f"{text}. That is {gap:.4f} less than {others[0]}, the next row; the standard error is {error:.4f}."
+    text += f" The next row, {others[0]}, has {gap:.4f} more; the standard error of this difference is {error:.4f}"
+    return f"{text}, so the data cannot tell them apart." if gap <= error else f"{text}."
 
 
 def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:

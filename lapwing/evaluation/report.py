@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import LapwingError, extra, shown
 from . import plots
 from .evaluated import NOISE, SCORES, TEMPERATURE, Predictions
@@ -50,8 +52,10 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
     for name, ranked in detectors(table).items():
         for area, _, score in [one for one in ranked if one[1] == chosen][:1]:
             own = arrays[chosen]
-            draw = partial(plots.ood_scores, own.scores[score], own.foreign[name][score], score=score)
-            found.append({"kind": "foreign", "draw": draw, "set": name, "row": chosen, "score": score, "area": area})
+            known, outside = own.scores[score], np.sort(own.foreign[name][score])
+            picture = {"kind": "foreign", "draw": partial(plots.ood_scores, known, outside, score=score), "area": area}
+            flagged = float((known >= outside[len(outside) // 20]).mean())  # by a threshold that flags 95 % of the set
+            found.append(picture | {"set": name, "row": chosen, "score": score, "flagged": flagged})
     return found
 
 
@@ -67,7 +71,7 @@ def detectors(table: Comparison) -> dict[str, list[tuple[float, str, str]]]:
 
 def svg(draw: Callable[[Any], Any]) -> str:
     """Returns a picture as an <svg> element that fits the width of the page."""
-    mpl, figure = extra("matplotlib"), extra("matplotlib.figure").Figure(figsize=(5.2, 4.2), layout="constrained")
+    mpl, figure = extra("matplotlib"), extra("matplotlib.figure").Figure(figsize=(4.6, 3.8), layout="constrained")
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
         draw(figure.add_subplot())
         buffer = io.StringIO()

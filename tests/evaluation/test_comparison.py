@@ -79,7 +79,7 @@ def test_temperature_scaling_takes_each_half_from_the_other(classes: Any) -> Non
     assert list(table.rows) == ["network", "temperature scaling", "KFAC"]
     np.testing.assert_allclose(-table.predictions["temperature scaling"].log_prob, expected, atol=1e-5)
     assert table["temperature scaling"]["NLL"] < table["network"]["NLL"]
-    assert "The samples of each half chose the number for the other half" in str(table)
+    assert "The samples of each half chose the number for the other half" in " ".join(str(table).split())
 
 
 def test_a_noise_variance_of_each_half_is_the_other_halfs_mean_squared_residual(regression: Any) -> None:
@@ -201,3 +201,11 @@ def test_arrays_are_limited_in_size(classes: Any, monkeypatch: pytest.MonkeyPatc
     table = lw.compare({"KFAC": posterior}, (x, y), {"far": x}, repeats=1)
     arrays = table.predictions["KFAC"]
     assert len(arrays.log_prob) == len(arrays.confidence) == len(arrays.foreign["far"]["entropy"]) == 20
+
+
+def test_the_notes_of_a_printed_table_fit_a_terminal(classes: Any) -> None:
+    model, _, x, y = classes
+    table = lw.compare({"one": model}, (x, y))
+    below = str(table).partition(table.notes[0][:20])[2]
+    assert max(map(len, below.splitlines())) <= 80
+    assert "ECE, mean gap between confidence and accuracy" in " ".join(below.split())

@@ -45,9 +45,17 @@ def tables() -> dict[str, Comparison]:
         full = lw.fit(line, (x[:60], targets[:60]), lw.Full(), prior_precision=1.0)
         sets = {"far & wide": 5 * x[:30]}
         return {
-            "classes": lw.compare({"<b>KFAC</b>": fit}, (x[60:], y[60:]), sets, repeats=1),
+            "classes": lw.compare({KFAC: fit}, (x[60:], y[60:]), sets, repeats=1),
             "regression": lw.compare({"Full": full}, (x[60:], targets[60:]), sets, repeats=1),
         }
+
+
+KFAC = "<b>KFAC</b>"
+
+
+def labels(page: Page) -> str:
+    """The texts that stand for the pictures."""
+    return " ".join(str(part.get("aria-label")) for part in page.tags["div"])
 
 
 def test_a_report_of_classes(tables: dict[str, Comparison], tmp_path: Path) -> None:
@@ -66,6 +74,13 @@ def test_a_report_of_classes(tables: dict[str, Comparison], tmp_path: Path) -> N
     )
     area = max(row[column] for row in table.rows.values() for column in row if "far & wide: AUROC" in column)
     assert f"detects far & wide best: AUROC {area:.3f}" in page.text  # and the best detector
+    score = "mutual information" if f"mutual information of {KFAC} for held-out inputs" in labels(page) else "entropy"
+    parts = table.predictions[KFAC]
+    known, far = (part[score.replace(" ", "_")] for part in (parts.scores, parts.foreign["far & wide"]))
+    limit = max(value for value in far if (far >= value).mean() >= 0.95)
+    flagged = f"{(known >= limit).mean():.1%}".replace("%", " %")
+    assert f"flags 95 % of far & wide also flags {flagged} of the held-out inputs" in page.text  # by the score drawn
+    assert len([row for row in page.tags["tr"] if row.get("class") == "best"]) == 1  # its NLL ranks no detectors
     for name in table.rows:
         assert page.text.count(name) >= 3  # in both tables and the texts
     for heading in ("Is the confidence right?", "Does the confidence find the errors?", "Does it notice far & wide?"):
