@@ -399,6 +399,7 @@ BYPASSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", BYPASSED)
 def test_inputs_that_bypass_torch_are_data(name: str, frozen: bool) -> None:
