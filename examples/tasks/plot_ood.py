@@ -62,8 +62,8 @@ plt.show()
 # Which score?
 # ------------
 # It depends on the data. Here entropy is better for both photographs. For a CNN on Fashion-MNIST against MNIST mutual
-# information is far better (the table of the README). ``lw.compare`` has both scores, for as many sets as you name, next
-# to the network and temperature scaling.
+# information is far better (the table of the README). ``lw.compare`` has both scores, for as many sets as you name,
+# next to the network and temperature scaling.
 
 print(lw.compare({"lapwing": posterior}, DataLoader(test, batch_size=300), {"temple": temple, "flower": flower}))
 
