@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,9 @@ def main() -> None:
         lines = CALLS.read_text(encoding="utf-8").splitlines()
         wrong = {(CALLS.name, number) for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
         problems = []
-        for checker, found in (("mypy", mypy(folder)), ("pyright", pyright(folder))):
+        with ThreadPoolExecutor() as pool:
+            results = list(pool.map(lambda checker: checker(folder), (mypy, pyright)))
+        for checker, found in zip(("mypy", "pyright"), results, strict=True):
             errors = {place: text for place, text in found.items() if not is_of_others(folder, *place)}
             problems += [f"{checker}: {file}:{line}: {errors[file, line]}" for file, line in errors.keys() - wrong]
             problems += [f"{checker} accepts {file}:{line}" for file, line in wrong - errors.keys()]
