@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 KNOWN, FOREIGN = "#0072B2", "#D55E00"
 """Colours of known and of out-of-distribution inputs: a blue and an orange that colour-blind readers can tell apart."""
-LAPWING, NETWORK = {"color": KNOWN, "label": "lapwing"}, {"color": FOREIGN, "label": "network"}
+LAPWING: dict[str, Any] = {"color": KNOWN, "label": "lapwing"}
+NETWORK: dict[str, Any] = {"color": FOREIGN, "label": "network"}
 FAINT = 0.01
 """Minimum end of the colour scale of mutual information, in nats, so that a map of rounding errors looks empty."""
 _MOST_POINTS = 1000
