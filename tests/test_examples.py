@@ -111,14 +111,6 @@ def test_own_network_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert (tmp_path / "posterior.safetensors").is_file()
 
 
-@pytest.mark.slow
-def test_positions_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "positions.py"), run_name="__main__")
-    text = capsys.readouterr().out
-    assert "tagger: probabilities (200, 8, 2)" in text
-    assert "segmentation: probabilities (50, 2, 16, 16)" in text
-
-
 def demo() -> ModuleType:
     spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
     module = importlib.util.module_from_spec(spec)

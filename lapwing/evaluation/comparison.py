@@ -1,4 +1,4 @@
-"""`lw.compare`: a table of posteriors on held-out data beside the network alone, with standard errors and costs."""
+"""`lw.compare`: a table of posteriors and of the network alone on held-out data, with standard errors and costs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ MEANS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "NLL": lambda v: -v["log_prob"],
     "90 % interval": lambda v: (v["lower"] <= v["y"]) & (v["y"] <= v["upper"]),
 }
-"""Column with standard errors -> the entries whose mean is the metric; those of the RMSE are squared errors."""
+"""Column with standard errors -> the entries whose mean is the metric. For the RMSE they are squared errors."""
 
 TEMPERATURE, NOISE = "temperature scaling", "held-out noise"
 """Names of the rows that `by_halves` makes."""
@@ -102,8 +102,8 @@ class Evaluated:
         known: scores of the held-out inputs, if there are out-of-distribution sets; `foreign` has those of each set.
         score: the score of FPR95 and AUPR.
         cost: time of a prediction, in forward passes; `seconds` is the time of the fit.
-        rows: of a network alone, outputs (n, C), targets and samples (n,), batch by batch.
-        outside: of a network alone, name of an out-of-distribution set -> outputs (n, C), batch by batch.
+        rows: for a network alone, its outputs (n, C), targets and sample numbers (n,), batch by batch.
+        outside: for a network alone, name of an out-of-distribution set -> outputs (n, C), batch by batch.
     """
 
     values: dict[str, Tensor]
@@ -156,7 +156,7 @@ class Evaluated:
         return Predictions(**_kept(arrays), scores=_kept(self.known), foreign=foreign)
 
     def _deviations(self, column: str) -> Tensor:
-        """Returns the deviations of the entries from their mean; those of the RMSE are linearised."""
+        """Returns the deviations of the entries from their mean. For the RMSE they are linearised."""
         each = doubled(MEANS[column](self.values)).flatten()
         return (each - each.mean()) / (2 * max(self.numbers["RMSE"], 1e-300) if column == "RMSE" else 1.0)
 

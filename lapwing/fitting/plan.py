@@ -112,10 +112,10 @@ def plan(
     Nothing is fitted. The network is surveyed on the first batch, the activations of one sample are measured, and one
     forward pass of the first batch is timed. Memory is computed from the shapes of the layers.
 
-    The arguments are those of `lw.fit`, and `method` may be a list of methods, or "all" for the default and every
+    Accepts the arguments of `lw.fit`, and `method` may be a list of methods, or "all" for the default and every
     method of the package. If `lw.fit` refuses some of them, their plans say why. `data_size` is used if the loader does
     not know its length. With `validation` and no method `lw.fit` may fit a classifier a second time, by KFAC over all
-    weights. The plan is that of the first fit; plan `lw.KFAC()` for the second.
+    weights. The plan describes the first fit; plan `lw.KFAC()` for the second.
 
     Returns:
         A frozen `Plan`, or a tuple of them if `method` is a list or "all". Both print as a table.
@@ -185,7 +185,7 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
 
 
 def _activations(tangent: Tangent, inputs: Any) -> tuple[int, int]:
-    """Returns the bytes of the outputs of all modules for one sample, and those of the largest output."""
+    """Returns the bytes of the outputs of all modules for one sample, and the bytes of the largest output."""
     one, sizes = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device), [0]
 
     def note(module: nn.Module, _: Any, output: Any) -> None:

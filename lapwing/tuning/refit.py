@@ -47,7 +47,7 @@ class Refit(Tuning):
     features to noisy targets, s is too small, and nothing in the trained network shows this. So a copy with fresh
     weights is trained on four fifths of the samples, by Adam, for `steps` steps. Its smallest mean squared error on the
     other fifth along the way, Y, is a yardstick: if Y exceeds 1.5 s and six mean squared residuals, Y replaces s, so
-    all variances are multiplied by Y/s, and lapwing warns. Otherwise the result equals that of `BoundedEvidence`.
+    all variances are multiplied by Y/s, and lapwing warns. Otherwise the result equals `BoundedEvidence`'s.
 
     The trained network and the global random numbers do not change. The copy is made by `reset_parameters` of each
     layer. If a trained layer has none, or if the inputs are no table (B, D) of floats, no copy is trained, and lapwing
@@ -62,8 +62,8 @@ class Refit(Tuning):
     Raises:
         LapwingError: if an option is invalid, or if the likelihood has no open noise variance.
 
-    Cost: that of `BoundedEvidence`, and `steps` steps of training on 128 samples each: about two seconds of one CPU
-    core for an MLP of 10 000 weights, and in proportion to the cost of a training step. No limit on time applies.
+    Cost: the cost of `BoundedEvidence`, plus `steps` steps of training on 128 samples each: about two seconds of one
+    CPU core for an MLP of 10 000 weights, and in proportion to the cost of a training step. No limit on time applies.
 
     Example:
         >>> import torch, lapwing as lw
