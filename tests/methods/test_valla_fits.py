@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.covariance.terms import DenseTerm
 from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
 from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla.alpha_divergence import inner_factor, remaining
@@ -121,6 +122,28 @@ def test_the_divergence_for_gaussian_noise(alpha):
     close(found, kl - 90 / 5 * expected, 1e-8)
 
 
+def test_the_divergence_uses_the_given_link():
+    """For α = 1 and classes the data term is the log probability of the link's prediction under `K*`."""
+    case = setup("mlp")
+    problem = problem_of(case, data_size=90)
+    anchors, some = points_of(case, lw.VaLLA(4)), slice(0, 5)
+    rows, batch = rows_at(case, anchors), Batch(case.tangent, oracle.take(case.x, some), case.y[some], 0)
+    sigma = torch.linalg.inv(2 * torch.eye(rows.shape[1]).double() + rows.T @ rows)  # L = I
+    kl = divergence(inner_factor(rows @ rows.T / 2, torch.eye(4).double()))
+    found = {}
+    for link in (lw.Probit(), lw.Probit(scale="marginal"), lw.LaplaceBridge()):
+        steps = alpha_divergence.AlphaSteps(lw.AlphaDivergence(link=link), problem, anchors, None)
+        state = steps.init()
+        found[link] = steps.objective(state, state.values, batch, torch.Generator())
+        latent = lw.covariance.Latent(case.f[some], (DenseTerm(case.J[some] @ sigma @ case.J[some].mT),))
+        logs = lw.Categorical().predict(latent, link).log_prob(case.y[some])
+        close(found[link], kl - 90 / 5 * logs.sum(), 1e-6)
+    assert len({round(float(value), 3) for value in found.values()}) == 3
+    steps = alpha_divergence.AlphaSteps(lw.AlphaDivergence(alpha=0.5, link=lw.Probit()), problem, anchors, None)
+    with pytest.raises(lw.LapwingError, match=r"alpha=0.5 with link=Probit\(scale='mean'\). Write link=SampledLink"):
+        steps.objective(state, state.values, batch, torch.Generator())
+
+
 # --- optima ----------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +249,34 @@ def test_early_stopping_returns_the_best_not_the_last():
     assert len(fitted.history["objective"]) == 10 * (len(scores) - 1)
     found = -torch.cat([fitted.predict(a).log_prob(b) for a, b in held_out]).mean()
     assert float(found) == pytest.approx(float(scores[best]), rel=1e-6)
+
+
+def test_the_first_rise_ends_the_steps_and_the_last_values_are_returned():
+    model, x, y = toy()
+    held_out = [(x[::7], y[::7] + 0.5), (x[3::7], y[3::7] - 0.5)]
+    fit = lw.AlphaDivergence(steps=400, learning_rate=0.05, validation=held_out, every=10, stop="first rise")
+    fitted = lw.fit(model, [(x, y)], lw.VaLLA(5, fit=fit))
+    scores = fitted.history["validation"]
+    assert 2 <= len(scores) < 41
+    assert scores[-1] > scores[-2]
+    assert (scores[1:-1] <= scores[:-2]).all()
+    found = -torch.cat([fitted.predict(a).log_prob(b) for a, b in held_out]).mean()
+    assert float(found) == pytest.approx(float(scores[-1]), rel=1e-6)
+    with pytest.raises(lw.LapwingError, match=r'stop="first rise", validation=\[\(x_val, y_val\)\]'):
+        lw.AlphaDivergence(stop="first rise")
+
+
+def test_a_constant_learning_rate_does_not_depend_on_the_number_of_steps():
+    model, x, y = toy()
+    found = {
+        (schedule, steps): lw.fit(
+            model, [(x, y)], lw.VaLLA(3, lw.AlphaDivergence(steps=steps, learning_rate=0.05, schedule=schedule))
+        ).history["objective"][:4]
+        for schedule in ("constant", "linear") for steps in (4, 12)
+    }  # fmt: skip
+    close(found["constant", 4], found["constant", 12])
+    assert not torch.allclose(found["linear", 4], found["linear", 12])
+    assert torch.equal(found["constant", 4][:2], found["linear", 4][:2])  # the first step has the full rate
 
 
 # --- divergence ------------------------------------------------------------------------------------------------------

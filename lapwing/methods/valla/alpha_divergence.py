@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
 from ...data import batches
 from ...errors import LapwingError
+from ...likelihoods import Link
 from ...linalg import cholesky, generator_on
-from ...options import Rule, at_least, number, option, positive
+from ...options import Rule, at_least, instance_of, number, option, positive
 from ...tangent import Anchors
 from ..passes import Batch, FitResult, Passes
 from ..problem import MemoryNeed, Problem
@@ -35,31 +36,39 @@ LOADER = Rule(
 class AlphaDivergence(VallaFit):
     """Adam on `-N/B Σ_batch 1/α log E_q[p(y|f)^α] + KL` over Z, `A = L Lᵀ`, δ and σ² (Ortega et al. 2024, Algorithm 1).
 
-    This is the published fit. `KL = 1/2 [logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation 5 without the
-    constant part of the mean. L starts as the identity, and an open δ as `P/‖θ̂-μ0‖²`. Given δ and σ² stay. At α = 0,
-    the bound, δ would diverge to infinity (appendix D). With α > 0 the fit finally overfits the training data, so pass
-    `validation`.
+    This is the fit of the paper. Its settings are `learning_rate=1e-3`, `schedule="constant"`, `stop="first rise"`, and
+    for classes `link=lw.Probit(scale="marginal")`. `KL = 1/2 [logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation
+    5 without the constant part of the mean. L starts as the identity, and an open δ as `P/‖θ̂-μ0‖²`. Given δ and σ²
+    stay. At α = 0, the bound, δ would diverge to infinity (appendix D). With α > 0 the fit finally overfits the
+    training data, so pass `validation`.
 
     Args:
         alpha: α; 1 is the log predictive density, in closed form if the link of the likelihood has one.
         steps: maximum number of mini-batches.
         learning_rate: Adam's learning rate, for inducing inputs in units of their spread.
-        validation: held-out batches. Their NLL is computed every `every` steps. The steps end after `patience`
-            evaluations in a row without improvement, and the best values are returned. None returns the final values.
+        validation: held-out batches. Their NLL is computed every `every` steps and ends the fit as `stop` says. None
+            takes all steps and returns the final values.
         every: number of steps between two evaluations.
         patience: number of evaluations without improvement.
+        link: link that computes `E_q[p(y|f)^α]` and the validation NLL; None means the likelihood's default if it has a
+            closed form at this α, and draws or quadrature otherwise. A given link must fit the likelihood and α.
+        schedule: "linear" lets the learning rate fall to 0 over `steps`; "constant" keeps it.
+        stop: "patience" ends the steps after `patience` evaluations in a row without improvement, and returns the best
+            values. "first rise" ends them at the first evaluation that is worse than the one before, and returns the
+            values at this evaluation (appendix D).
 
     Raises:
-        LapwingError: if an option is invalid, if the objective diverges, or if the output covariances (B, C, C) of a
-            batch exceed the memory budget.
+        LapwingError: if an option is invalid, if `stop="first rise"` has no `validation`, if the objective diverges, or
+            if the output covariances (B, C, C) of a batch exceed the memory budget.
 
     Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of
     each. An evaluation costs as much as a prediction of its samples.
 
     Example:
         >>> import lapwing as lw
-        >>> lw.VaLLA(20, fit=lw.AlphaDivergence(steps=1000)).fit
-        AlphaDivergence(alpha=1.0, steps=1000, learning_rate=0.01, every=100, patience=3)
+        >>> fit = lw.AlphaDivergence(steps=1000, learning_rate=1e-3, schedule="constant")
+        >>> lw.VaLLA(20, fit=fit).fit.steps
+        1000
     """
 
     alpha: float = option(1.0, number(0))
@@ -68,6 +77,17 @@ class AlphaDivergence(VallaFit):
     validation: Iterable[Any] | None = option(None, LOADER, write="[(x_val, y_val)]", repr=False)
     every: int = option(100, at_least(1))
     patience: int = option(3, at_least(1))
+    link: Link | None = option(None, instance_of("a link", Link), write="lw.Probit()")
+    schedule: Literal["linear", "constant"] = "linear"
+    stop: Literal["patience", "first rise"] = "patience"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stop == "first rise" and self.validation is None:
+            raise LapwingError(
+                'AlphaDivergence(stop="first rise") ends at the first rise of a validation NLL, and has no validation '
+                'data. Write AlphaDivergence(stop="first rise", validation=[(x_val, y_val)]).'
+            )
 
     def allows_early_stopping(self) -> bool:
         """Returns True: the fit chooses the prior, and the tuning is skipped with a warning."""
@@ -90,7 +110,7 @@ class AlphaSteps(MovingSteps):
         self._start = problem.likelihood.noise_variance if noise_variance is None else noise_variance
         link = problem.likelihood.default_link
         closed = link.closed_form and type(link) in problem.likelihood.integrals(problem.tangent.outputs, fit.alpha)
-        self._link = link if closed else None
+        self._link = fit.link or (link if closed else None)
 
     def init(self) -> Descent:
         """Returns the initial values, including L."""
@@ -103,6 +123,9 @@ class AlphaSteps(MovingSteps):
         if name != "root":
             return super().width(name)
         return self.scale.at(self._start).of_curvature ** 0.5 / len(self.anchors)
+
+    def rate_at(self, taken: int) -> float:
+        return self.rate if self._fit.schedule == "constant" else super().rate_at(taken)
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         if not state.taken:
@@ -143,13 +166,15 @@ class AlphaSteps(MovingSteps):
         return rows._replace(blocks=blocks), inner_factor(blocks.inner, root)
 
     def converged(self, state: Descent) -> bool:
-        """Whether the last `patience` evaluations did not improve the validation NLL."""
+        """Whether the validation NLL ends the steps."""
         scores = state.history.get("validation", torch.zeros(1))
+        if self._fit.stop == "first rise":
+            return len(scores) > 1 and bool(scores[-1] > scores[-2])
         return len(scores) - 1 - int(scores.argmin()) >= self._fit.patience
 
     @torch.no_grad()
     def _evaluate(self, state: Descent) -> None:
-        """Computes the validation NLL; keeps the best values."""
+        """Computes the validation NLL; keeps the best values unless the first rise ends the steps."""
         if self._fit.validation is None:
             return
         values, tangent, likelihood = state.values, self.problem.tangent, self.problem.likelihood
@@ -164,7 +189,7 @@ class AlphaSteps(MovingSteps):
             rows, factor = self._rows(state, values, batch, generator)
             spread = remaining(rows.blocks, factor, values["root"].tril())
             latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))
-            logs.append(rows.weighted(likelihood.predict(latent).log_prob(rows.targets)))
+            logs.append(rows.weighted(likelihood.predict(latent, self._fit.link).log_prob(rows.targets)))
             counts.append(rows.weighted(torch.ones_like(logs[-1])))
         if not logs:
             raise LapwingError(
@@ -174,12 +199,12 @@ class AlphaSteps(MovingSteps):
         score, count = torch.cat(logs).sum(), torch.cat(counts).sum()
         state.note(validation=-score / count)
         history = state.history["validation"]
-        if int(history.argmin()) == len(history) - 1:
+        if self._fit.stop == "patience" and int(history.argmin()) == len(history) - 1:
             state.kept = {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()
     def finish(self, state: Descent) -> FitResult:
-        """Returns the covariance, δ and σ² at the best values, or at the final ones without validation."""
+        """Returns the covariance, δ and σ² at the best values if these were kept, else at the final ones."""
         problem = self.problem
         values = state.kept or state.values
         anchors, noise = self.anchors_at(values), self.noise_at(values)

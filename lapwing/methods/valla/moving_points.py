@@ -128,6 +128,10 @@ class MovingSteps(IteratePass[Descent]):
     ) -> Tensor:
         """Returns the objective to minimise at the open values; may add to the state."""
 
+    def rate_at(self, taken: int) -> float:
+        """Returns the learning rate after a number of steps; it falls to 0 over all steps."""
+        return self.rate * (1 - taken / self.steps)
+
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         with torch.enable_grad():
             values = {name: value.detach().clone().requires_grad_() for name, value in state.values.items()}
@@ -139,7 +143,7 @@ class MovingSteps(IteratePass[Descent]):
         self._check(state, float(objective), list(parts.values()))
         state.note(objective=objective)
         for name, gradient in parts.items():
-            state.move(name, gradient, self.rate * (1 - state.taken / self.steps), self.width(name), eps=1e-12)
+            state.move(name, gradient, self.rate_at(state.taken), self.width(name), eps=1e-12)
         state.taken += 1
 
     def rows(
