@@ -117,13 +117,14 @@ def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS,
 
 
 def commit() -> str:
-    """Returns the commit of the checkout, with a plus where lapwing differs from it, or nothing outside a checkout."""
+    """Returns the commit of the checkout, with a plus if its code differs, or an empty string outside a checkout."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *words]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "lapwing"))
+    changed = git("status", "--porcelain", "lapwing", "benchmarks/*.py", "papers/*.py")
+    return git("rev-parse", "--short", "HEAD") + "+" * bool(changed)
 
 
 def compact(values: Any) -> str:

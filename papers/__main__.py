@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import sys
 import tempfile
@@ -61,10 +62,13 @@ def run(paper: str, name: str) -> Path:
     torch.set_num_threads(getattr(importlib.import_module(f"papers.{paper}"), "THREADS", torch.get_num_threads()))
     experiment = importlib.import_module(f"papers.{paper}.{name}")
     published = {"published": experiment.PUBLISHED} if hasattr(experiment, "PUBLISHED") else {}
-    start = time.perf_counter()
-    path = results.write(
-        str(experiment.__file__), {**published, **experiment.run(), "seconds": time.perf_counter() - start}
-    )
+    file, start = str(experiment.__file__), time.perf_counter()
+    found = {**published, **experiment.run(), "seconds": time.perf_counter() - start}
+    made = results.made(file)
+    if not made or "commit" in made:  # `results.Rows` writes a record for each row itself
+        seeds = inspect.signature(experiment.run).parameters.get("seeds")
+        made = results.record((0,) if seeds is None else seeds.default)
+    path = results.write(file, found, made)
     draw(experiment)
     return path
 

@@ -1,15 +1,28 @@
-"""Results of an experiment: a JSON file beside it, written row by row where rows take minutes."""
+"""Results of an experiment: a JSON file beside it, written row by row if rows take minutes.
+
+The file has two parts. "results" holds the numbers. "made" says what made them: commit, date, versions, machine and
+seeds, in one record for a script that writes all its rows at once, and in a record for each run and row otherwise.
+Records with "backfilled" are of rows that are older than the records; their commit is the first whose file has the row.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import platform
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+import lapwing
 from benchmarks import measure
+from lapwing import LapwingError
 from papers.common.scores import averaged
 
 
@@ -28,33 +41,87 @@ def read(experiment: str) -> dict[str, Any]:
     return json.loads(path_of(experiment).read_text(encoding="utf-8"))["results"]
 
 
-def write(experiment: str, results: Mapping[str, Any]) -> Path:
-    """Writes the results of an experiment, with what made them; returns their path."""
+def made(experiment: str) -> dict[str, Any]:
+    """Returns what made the results of an experiment: one record, or run -> row -> record; empty without a file."""
     path = path_of(experiment)
-    return measure.write(path.stem, dict(results), seed=0, folder=path.parent)
+    return json.loads(path.read_text(encoding="utf-8"))["made"] if path.exists() else {}
+
+
+def records(made: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the records of what `made` returns."""
+    if "commit" in made:
+        yield made
+    else:
+        yield from (record for rows in made.values() for record in rows.values())
+
+
+def record(seeds: Sequence[int]) -> dict[str, Any]:
+    """Returns the record of results that this process makes: commit, date, versions, machine, seeds."""
+    threads = torch.get_num_threads()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "commit": measure.commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "lapwing": lapwing.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": f"{os.cpu_count()} cores, {device}, {threads} thread{'s' * (threads > 1)}",
+        "seeds": ", ".join(map(str, seeds)),
+    }
+
+
+def write(experiment: str, results: Mapping[str, Any], made: Mapping[str, Any]) -> Path:
+    """Writes the results of an experiment; returns their path.
+
+    Args:
+        experiment: its `__file__`.
+        results: numbers by name.
+        made: a record, or run -> row -> record.
+    """
+    path = path_of(experiment)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(measure.compact({"made": made, "results": results}), encoding="utf-8")
+    return path
 
 
 class Rows:
-    """Results by run and row, written after every row; rows that the file has are kept: delete it to begin anew.
+    """Results by run and row, written after every row. Rows that the file has are kept; delete it to begin again.
 
     Args:
         experiment: its `__file__`.
         facts: what is true of all runs.
+        seeds: seeds of the rows of a run whose name has no "seed 3".
     """
 
-    def __init__(self, experiment: str, facts: Mapping[str, Any]) -> None:
-        self.experiment, self.facts = experiment, dict(facts)
+    def __init__(self, experiment: str, facts: Mapping[str, Any], seeds: Sequence[int] = (0,)) -> None:
+        self.experiment, self.facts, self.seeds = experiment, dict(facts), seeds
         self.runs: dict[str, dict[str, Any]] = read(experiment)["runs"] if path_of(experiment).exists() else {}
+        self.made = made(experiment)
+        self.commit = measure.commit()
 
     def add(self, run: str, row: str, make: Callable[..., Any], *arguments: Any) -> None:
-        """Makes a row by `make(*arguments)` unless it is there; prints and writes it."""
+        """Makes a row by `make(*arguments)` unless the file has it; prints and writes it.
+
+        Raises:
+            LapwingError: if the file has rows of another commit, since one table compares rows of one commit only.
+        """
         if row in self.runs.get(run, {}):
             return
+        others = {record["commit"] for record in records(self.made)} - {self.commit}
+        if others:
+            raise LapwingError(
+                f"{path_of(self.experiment).name} has rows of commit {', '.join(sorted(others))}, and this checkout "
+                f"is at {self.commit}. A table compares rows of one commit: delete the file to make all its rows "
+                "again, or give the new rows an experiment of their own."
+            )
         start = time.perf_counter()
-        made = make(*arguments)
-        self.runs.setdefault(run, {})[row] = made
-        print(f"{run} {row}: {time.perf_counter() - start:.0f} s {_short(made)}", flush=True)
-        write(self.experiment, self.all())
+        self.runs.setdefault(run, {})[row] = new = make(*arguments)
+        seconds = time.perf_counter() - start
+        seeds = [int(seed) for seed in re.findall(r"seed (\d+)", run)] or self.seeds
+        self.made.setdefault(run, {})[row] = {**record(seeds), "commit": self.commit, "seconds": round(seconds, 1)}
+        print(f"{run} {row}: {seconds:.0f} s {_short(new)}", flush=True)
+        write(self.experiment, self.all(), self.made)
 
     def all(self) -> dict[str, Any]:
         """Returns facts, rows, and means with standard errors over runs that differ in the seed alone."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing as lw
+from benchmarks import measure
 from papers.common import data, networks, results
 from papers.common.scores import averaged
 from papers.common.training import drawn, shuffled, train
@@ -56,6 +59,39 @@ class TestRows:
         assert results.read(experiment) == again.all() == rows.all()
         assert again.all()["table"] == {"mnist": {"KFAC": {"nll": {"mean": 2.0, "standard_error": 1.0}}}}
         assert again.all()["draws"] == 5
+
+    def test_every_row_says_what_made_it(self, tmp_path):
+        rows = results.Rows(str(tmp_path / "table9.py"), {}, seeds=(7, 8))
+        rows.add("mnist, seed 3", "KFAC", dict)
+        rows.add("mnist", "KFAC", dict)
+        made = results.made(rows.experiment)
+        assert made["mnist, seed 3"]["KFAC"]["seeds"] == "3"
+        assert made["mnist"]["KFAC"]["seeds"] == "7, 8"
+        assert {record["commit"] for record in results.records(made)} == {measure.commit()}
+        assert {"date", "lapwing", "torch", "machine", "seconds"} <= set(made["mnist"]["KFAC"])
+
+    def test_rows_of_another_commit_are_refused(self, tmp_path, monkeypatch):
+        experiment = str(tmp_path / "table9.py")
+        monkeypatch.setattr(measure, "commit", lambda: "1111111")
+        results.Rows(experiment, {}).add("seed 0", "KFAC", dict)
+        monkeypatch.setattr(measure, "commit", lambda: "2222222")
+        rows = results.Rows(experiment, {})
+        rows.add("seed 0", "KFAC", lambda: pytest.fail("the row is there"))
+        with pytest.raises(lw.LapwingError, match=r"table9\.json has rows of commit 1111111, .* at 2222222"):
+            rows.add("seed 1", "KFAC", dict)
+        assert set(results.read(experiment)["runs"]) == {"seed 0"}
+
+
+def test_every_committed_row_says_what_made_it():
+    """A commit with a plus is code that nobody can look up."""
+    for path in Path(results.__file__).parents[1].glob("*/results/*.json"):
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        made, runs = contents["made"], contents["results"].get("runs")
+        if "commit" not in made:
+            assert {run: set(made[run]) for run in made} == {run: set(runs[run]) for run in runs}
+        for record in results.records(made):
+            assert re.fullmatch("[0-9a-f]{7,40}", record["commit"]), path
+            assert {"date", "lapwing", "torch", "machine", "seeds"} <= set(record), path
 
 
 # ---- data and checkpoints
