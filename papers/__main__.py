@@ -4,11 +4,12 @@
     python -m papers ella                  lists those of one paper
     python -m papers ella table5           runs one: writes papers/ella/results/table5.json, and draws its pictures
     python -m papers ella table5 --draw    draws its pictures again from the results
-    python -m papers ledger                writes the verdicts of papers/ledger.toml into papers/README.md
+    python -m papers pages                 writes the tables of all pages from the ledger and the results
 
 An experiment is a file in a paper's folder with a function `run()`, which returns its results. It may also have
-`draw(results)`, which draws its pictures, and `PUBLISHED`, which holds what the paper printed. Data sets are read from
-the folder that LAPWING_DATA names, trained networks are kept in the one that LAPWING_NETWORKS names.
+`draw(results)`, which draws its pictures, `tables(results)`, which returns its tables for the page, and `PUBLISHED`,
+which holds what the paper printed. Data sets are read from the folder that LAPWING_DATA names. Trained networks are
+kept in the folder that LAPWING_NETWORKS names.
 """
 
 from __future__ import annotations
@@ -79,14 +80,24 @@ def draw(experiment: ModuleType) -> None:
         experiment.draw(results.read(str(experiment.__file__)))
 
 
+def write_pages() -> str:
+    """Writes the tables of the pages; returns their paths, and the numbers in their prose that no result has."""
+    pages = importlib.import_module("papers.pages")  # needs Python 3.11
+    lines = []
+    for path in pages.write():
+        missing = pages.unsupported(path)
+        lines.append(f"{path}" + f": no result has {', '.join(missing)}" * bool(missing))
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str]) -> str:
     """Does what the arguments ask for; returns what there is to print."""
     names = [argument for argument in arguments if not argument.startswith("-")]
     options = set(arguments) - set(names)
     if not names and not options:
         return listing(papers())
-    if list(arguments) == ["ledger"]:
-        return f"The verdicts are in {importlib.import_module('papers.ledger').write()}."
+    if list(arguments) == ["pages"]:
+        return write_pages()
     if options - {"--draw"} or len(names) not in (1, 2) or names[0] not in papers():
         raise SystemExit(f"Name a paper ({', '.join(papers())}) and one of its experiments.\n\n{listing(papers())}")
     paper, *name = names

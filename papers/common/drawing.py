@@ -1,9 +1,16 @@
-"""Pictures: panels without the upper and right edge, saved as small PNGs in the paper's folder `figures`."""
+"""Pictures: panels without the upper and right edge, saved as small PNGs in the paper's folder `figures`.
+
+A picture carries a digest of the results that it shows, so that a test can tell if it is older than they are.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
+
+from papers.common import results
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
@@ -30,8 +37,23 @@ def save(figure: Any, experiment: str, name: str = "") -> None:
     for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
     (file.parent / "figures").mkdir(exist_ok=True)
-    figure.savefig(file.parent / "figures" / f"{name or file.stem}.png", dpi=80)
+    path = file.parent / "figures" / f"{name or file.stem}.png"
+    figure.savefig(path, dpi=80, metadata={"Source": f"{file.stem}.json {digest(experiment)}"})
     plt.close(figure)
+
+
+def digest(experiment: str) -> str:
+    """Returns a digest of the results of an experiment.
+
+    Args:
+        experiment: its `__file__`.
+    """
+    return hashlib.sha256(json.dumps(results.read(experiment)).encode()).hexdigest()[:16]
+
+
+def is_drawn_from(picture: Path, experiment: str) -> bool:
+    """Returns whether a picture was drawn from the present results of an experiment."""
+    return f"{results.path_of(experiment).name} {digest(experiment)}".encode() in picture.read_bytes()
 
 
 def legend_below(figure: Any, columns: int) -> None:

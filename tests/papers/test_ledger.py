@@ -1,4 +1,4 @@
-"""The ledger of the papers: complete, with evidence that exists, and the page written from it."""
+"""The ledger of the papers: complete, with evidence that exists and agrees with the verdicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("tomllib")  # Python 3.10 has none
 
-from papers import __main__ as command
 from papers import ledger
 from papers.common.data import rows_and_targets
 from papers.common.networks import mlp
@@ -23,10 +22,11 @@ RESULTS = {"ella": 20, "valla": 15, "optimal_subspace": 15, "streamlined": 23}
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.paper}, {entry.item}")
 def test_evidence_exists(entry):
-    for key in entry.ours:
+    for key in entry.ours.values():
         assert ledger.value(key) is not None
     for name in entry.test:
         assert ledger.has_test(name), name
+    assert entry.disagreements() == []
 
 
 def test_every_result_has_one_entry():
@@ -37,33 +37,48 @@ def test_every_result_has_one_entry():
     assert Counter(shown) == RESULTS
 
 
-def test_the_page_is_written_from_the_ledger(tmp_path, monkeypatch):
-    text = ledger.PAGE.read_text(encoding="utf-8")
-    assert ledger.page(ENTRIES) == text, "`python -m papers ledger` writes the page"
-    copy = tmp_path / "README.md"
-    copy.write_text(text.partition(ledger.START)[0], encoding="utf-8")
-    monkeypatch.setattr(ledger, "PAGE", copy)
-    assert str(copy) in command.main(["ledger"])
-    assert copy.read_text(encoding="utf-8") == text
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"verdict": "fine"},
         {"verdict": "not run: compute"},
-        {"verdict": "tested", "ours": ()},
-        {"verdict": "not run: no data", "ours": (), "test": ("tests/a.py::test_b",)},
-        {"ours": ()},
+        {"verdict": "tested", "ours": {}},
+        {"verdict": "not run: no data", "ours": {}, "test": ("tests/a.py::test_b",)},
+        {"ours": {}},
+        {"holds": ()},
+        {"verdict": "reproduced", "fails": ("2 < 1",)},
+        {"verdict": "order only", "fails": ("2 < 1",)},
+        {"verdict": "contradicts"},
         {"paper": "another"},
     ],
     ids=str,
 )
 def test_entries_that_contradict_themselves_are_refused(change):
-    entry = {"paper": "ella", "item": "Table 9", "claim": "", "setting": "", "ours": ("a.json: b",), "test": ()}
-    ledger.Entry(**entry, verdict="partly")
+    entry = {"paper": "ella", "item": "Table 9", "claim": "", "setting": "", "verdict": "partly"}
+    entry |= {"ours": {"KFAC": "a.json: b"}, "holds": ("1 < 2",)}
+    ledger.Entry(**entry)
     with pytest.raises(ValueError, match="Table 9"):
-        ledger.Entry(**{**entry, "verdict": "partly", **change})
+        ledger.Entry(**{**entry, **change})
+
+
+def test_statements_that_the_numbers_do_not_bear_out_are_found():
+    table = "ella/results/table5.json: noise variance 0.01"
+    ours = {"KFAC": f"{table}/KFAC", "last layer, KFAC": f"{table}/last layer"}
+    entry = ledger.Entry(
+        paper="ella",
+        item="Table 9",
+        claim="",
+        setting="",
+        verdict="partly",
+        ours=ours,
+        holds=("0.2 < KFAC < last layer, KFAC < 0.7", "last layer, KFAC < KFAC", "KFAC ≈ 0.31", "KFAC ≈ 0.33"),
+        fails=("KFAC < 0.4", "KFAC < 0.2"),
+    )
+    assert entry.disagreements() == ["last layer, KFAC < KFAC", "KFAC ≈ 0.33", "KFAC < 0.4"]
+    with pytest.raises(KeyError, match="'ELLA' in 'ELLA < 3' is no label"):
+        ledger.is_true("ELLA < 3", {})
+    with pytest.raises(KeyError, match="compares nothing"):
+        ledger.is_true("3", {})
 
 
 def test_missing_keys_and_tests_are_noticed():

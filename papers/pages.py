@@ -1,0 +1,173 @@
+"""Tables of the pages of the papers, written from the ledger and the results: `python -m papers pages`.
+
+A page marks the place of a table by a comment, and its end by `<!-- end -->`:
+
+    <!-- verdicts of ella -->                      tables and figures of a paper: published, ours, verdict
+    <!-- entries of ella -->                       all its entries, with settings and tests
+    <!-- counts -->                                number of entries by paper and verdict
+    <!-- table of ella/table5: divergence -->      the table "divergence" of papers/ella/table5.py
+
+An experiment with tables has `tables(results)`, which returns name -> Markdown.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from papers import ledger
+from papers.common import results
+from papers.common.tables import grid
+
+HOME = Path(__file__).parent
+MARKER = re.compile(r"(<!-- (verdicts of|entries of|table of|counts)([^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+NUMBER = re.compile(r"(?<![\w.,/])-?(\d*\.\d+|\d+(?= %)|\d+e-?\d+)(e-?\d+)?( %)?(?![\w])")
+"""Decimals, percentages and powers of ten; other whole numbers are counts, sizes and years."""
+Entries = Sequence[ledger.Entry]
+
+
+def paths() -> list[Path]:
+    """Returns the pages: of the verdicts, and of each paper."""
+    return [HOME / "README.md", *sorted(HOME.glob("*/README.md"))]
+
+
+def written(text: str, entries: Entries) -> str:
+    """Returns the text of a page with the tables of its markers."""
+    return MARKER.sub(lambda found: found[1] + _table(found[2], found[3].strip(), entries) + found[4], text)
+
+
+def write() -> list[Path]:
+    """Writes the tables into the pages; returns their paths."""
+    entries = ledger.read()
+    for path in paths():
+        path.write_text(written(path.read_text(encoding="utf-8"), entries), encoding="utf-8")
+    return paths()
+
+
+def _table(kind: str, of: str, entries: Entries) -> str:
+    if kind == "table of":
+        name, _, table = of.partition(": ")
+        experiment = importlib.import_module(f"papers.{name.replace('/', '.')}")
+        return experiment.tables(results.read(str(experiment.__file__)))[table] + "\n" + origin(experiment) + "\n"
+    if kind == "counts":
+        return counts(entries)
+    chosen = [entry for entry in entries if entry.paper == of]
+    return verdicts(chosen) if kind == "verdicts of" else all_entries(chosen)
+
+
+def origin(experiment: ModuleType) -> str:
+    """Returns a line that says which commits and seeds made the results of an experiment."""
+    path = results.path_of(str(experiment.__file__))
+    records = list(results.records(results.made(str(experiment.__file__))))
+    commits = dict.fromkeys(f"{record['commit']} ({record['date']})" for record in records)
+    seeds = sorted({int(seed) for record in records for seed in record["seeds"].split(", ")})
+    mixed = ", rows of several commits, from before rows recorded theirs" * (len(commits) > 1)
+    return f"`{path.name}`: commit {', '.join(commits)}{mixed}; seeds {', '.join(map(str, seeds))}."
+
+
+def counts(entries: Entries) -> str:
+    """Returns the number of tables and figures by paper and verdict, with their sum, and that of the mathematics."""
+    rows = {}
+    for paper, heading in {**ledger.PAPERS, "": "**all**"}.items():
+        found = Counter(entry.verdict for entry in entries if entry.paper == (paper or entry.paper))
+        rows[heading] = [str(found[verdict] or "") for verdict in ledger.VERDICTS]
+    return grid(ledger.VERDICTS, rows)
+
+
+def verdicts(entries: Entries) -> str:
+    """Returns what was published, our numbers and the verdict, for each table and figure."""
+    rows = {}
+    for entry in entries:
+        if entry.verdict != "tested":
+            rows[entry.item] = [entry.claim, "; ".join(numbers(entry)), f"**{entry.verdict}**"]
+    return grid(("published", "ours", "verdict"), rows)
+
+
+def all_entries(entries: Entries) -> str:
+    """Returns every entry with its setting, and the tests that hold us to it."""
+    rows = {}
+    for entry in entries:
+        tests = "; ".join(f"`{name.rpartition('::')[2]}`" for name in entry.test)
+        rows[entry.item] = [entry.claim, entry.setting, f"**{entry.verdict}**", tests]
+    return grid(("the paper's claim", "our setting", "verdict", "tests"), rows)
+
+
+def numbers(entry: ledger.Entry) -> list[str]:
+    """Returns the numbers of an entry with their labels and standard errors."""
+    cells = []
+    for label, key in entry.ours.items():
+        found = ledger.value(key)
+        if (number := ledger.mean(found)) is not None:
+            error = round(found["standard_error"], 4) if isinstance(found, Mapping) else 0
+            cells.append(f"{label}: {number:.3g}" + f" ± {error:.2g}" * bool(error))
+    return cells
+
+
+def unsupported(path: Path) -> list[str]:
+    """Returns the numbers in the prose of a page that no result and no published claim of its section has.
+
+    Only decimals, percentages and powers of ten are looked up, at the digits that the page prints. The sources of a
+    section are the results that it names by a table, a picture or a file; without one, all results of the paper. The
+    scripts of the paper (settings, published numbers) and the claims in the ledger are sources of every section.
+    """
+    paper = path.parent.name
+    known = set(_numbers_of_text(path.parent, paper))
+    found = []
+    for section in re.split(r"(?m)^(?=#+ |\*\*)", path.read_text(encoding="utf-8")):
+        prose = re.sub(r"`[^`\n]*`|```.*?```|\]\(.*?\)", " ", MARKER.sub(" ", section), flags=re.DOTALL)
+        files = _files(section, path.parent)
+        values = known.union(*(_values(json.loads(file.read_text(encoding="utf-8"))["results"]) for file in files))
+        for match in NUMBER.finditer(prose):
+            if not _is_known(match, values):
+                found.append(match[0].strip())
+    return found
+
+
+def _files(section: str, folder: Path) -> list[Path]:
+    names = set(re.findall(r"(?:<!-- table of |`)(\w+/)?(\w+)(?:: |\.json`)", section))
+    names |= {("", name) for name in re.findall(r"figures/(\w+)\.png", section)}
+    files = [(HOME / paper if paper else folder) / "results" / f"{name}.json" for paper, name in names]
+    return [file for file in files if file.is_file()] or sorted((folder / "results").glob("*.json"))
+
+
+def _values(found: Any) -> Iterator[float]:
+    if isinstance(found, Mapping):
+        yield from _texts(found)
+        for name, part in found.items():
+            if not name.startswith("curve"):  # its hundreds of points would support any number
+                yield from _values(part)
+    elif isinstance(found, (list, tuple)):
+        for part in found:
+            yield from _values(part)
+    elif isinstance(found, (int, float)):
+        yield abs(float(found))
+
+
+def _texts(texts: Iterable[str]) -> Iterator[float]:
+    for text in texts:
+        yield from (float(number) for number in re.findall(r"\d*\.?\d+(?:e-?\d+)?", text))
+
+
+def _numbers_of_text(folder: Path, paper: str) -> Iterator[float]:
+    scripts = [*folder.glob("*.py"), *(HOME / "common").glob("*.py")]
+    yield from _texts(file.read_text(encoding="utf-8") for file in scripts)
+    yield from _texts(text for entry in ledger.read() if entry.paper == paper for text in (entry.claim, entry.setting))
+
+
+def _is_known(match: re.Match[str], values: set[float]) -> bool:
+    digits = len(match[1].partition(".")[2])
+    power = int(match[2][1:]) if match[2] else 0
+    if "e" in match[1]:
+        return any(f"{value:.0e}" == f"{float(match[1]):.0e}" for value in values)
+    number = float(match[1])
+    scale = 10.0**-power
+    half = 0.5 * 10.0**-digits * (1 + 1e-9)
+    return any(
+        abs(factor * scale * value - number) <= half for value in values for factor in ((1, 100) if match[3] else (1,))
+    )
