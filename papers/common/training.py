@@ -132,3 +132,20 @@ def kept(model: Network, name: str, make: Callable[[], Any]) -> Network:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({key: value.contiguous() for key, value in model.state_dict().items()}, path)
     return model.eval()
+
+
+def kept_tensors(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns tensors by name: those that `make` returns, or those that an earlier call has kept, as `kept` does.
+
+    Args:
+        name: name of their file in the folder that LAPWING_NETWORKS names; without that variable nothing is kept.
+        make: computes them.
+    """
+    folder = os.environ.get("LAPWING_NETWORKS")
+    if not folder:
+        return make()
+    path = Path(folder) / f"{name}.safetensors"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({key: value.contiguous() for key, value in make().items()}, path)
+    return load_file(path)

@@ -1,88 +1,402 @@
-"""Table 1's row, Figures 2 (c), 4 (b) and 6: ELLA with M = 2 000 on the CIFAR-10 ResNet-20, over K and n."""
+"""Table 1, ResNet-20: all methods on the same images, and NLL over n and K (Figures 2 (c), 4 (b), 6)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lapwing.covariance import LowRank
+import lapwing as lw
+from lapwing.covariance import Latent
+from lapwing.covariance.terms import DenseTerm
+from lapwing.tangent import Tangent
 from papers.common import drawing
-from papers.common.cifar import Cifar
-from papers.common.results import read
+from papers.common.cifar import Cifar, LastLayer
+from papers.common.data import Batches
+from papers.common.results import Rows, once
 from papers.common.scores import class_scores
-from papers.ella import table4
-from papers.ella.stopping import best, best_stop, cifar_ella, features
+from papers.common.training import kept_tensors
+from papers.ella.shared import balanced_directions, contracted, curvatures, ella_latent
 
-PUBLISHED = {"ELLA": 0.233, "MAP": 0.282}
+PUBLISHED = {
+    "network": 0.282, "MFVI-BF": 0.231, "last layer": 0.269, "last layer, KFAC": 0.271, "diagonal": 0.728,
+    "KFAC": 0.852, "ELLA": 0.233,
+}  # fmt: skip
 """NLL, on other weights of that network."""
 
+LINK = lw.SampledLink(512)
+"""The link of all scores, as published. Choices on validation images are by the default link, which needs no draws."""
 
-def run(seeds: Sequence[int] = (0, 1), shown: int = 4096) -> dict[str, Any]:
-    """Returns scores by K, and by n at K = 20; n and prior precision are chosen on validation images."""
-    ranks, found = (4, 8, 16, 20, 32, 64), []
-    for seed in seeds:
-        setup = Cifar.load(seed, shown)
-        keep, posterior, seconds = cifar_ella(setup, rows=2000, rank=max(ranks), seed=seed)
-        val, test = (features(posterior, part) for part in (setup.val, setup.test))
-        stops = best_stop(keep.found, val, ranks)
-        run: dict[str, Any] = {"seed": seed, "fit_seconds": seconds, "feature_seconds": val.seconds + test.seconds}
-        run["MAP"] = class_scores(test.outputs.softmax(-1), test.labels)
-        run["K, best n and prior"] = {}
-        for rank in ranks:
-            n, loss, covariance = best(stops, rank)
-            run["K, best n and prior"][rank] = {
-                "n": n, "prior_precision": float(covariance.precision[0]), "validation_nll": loss,
-                **class_scores(test.predict(covariance).probs, test.labels),
-            }  # fmt: skip
-        run["n at K=20"] = {}
-        for part in keep.found:
-            at = {"best prior": stops[part.samples][20][1]}
-            assert isinstance(part.covariance, LowRank)
-            shorter = part.covariance.with_rank(20)
-            for delta in (0.5, 5.0, 50.0):
-                precision = torch.full_like(shorter.precision, delta)
-                at[f"prior precision {delta:g}"] = shorter.with_prior(precision, 1.0)
-            run["n at K=20"][part.samples] = {
-                name: class_scores(test.predict(c).probs, test.labels) for name, c in at.items()
-            }
-        found.append(run)
-        print(run, flush=True)
-    return {"images": shown, "rows": 2000, "runs": found}
+DELTAS = tuple(10 ** (i / 2) for i in range(-8, 13))
+TEMPERATURES = tuple(10 ** (i / 20) for i in range(21))
+PAPER_DELTA = 25.0
+"""The paper's prior variance is .04."""
+
+ALL = 50_000
+"""Training images of the network, 14 000 of which are at hand."""
+
+PARTS = (1000, 2000, 4000)
+"""First reported images, which other tables of the page report."""
+
+COUNTS = (0, *(2**i for i in range(2, 14)), 14_000)
+"""n, the numbers of images whose curvature is kept."""
+
+
+def run(seeds: Sequence[int] = (0, 1, 2), shown: int = 14_000, curved: int = 2000) -> dict[str, Any]:
+    """Returns scores on 8 000 test images; 2 000 others validate, 500 of them for diagonal and KFAC.
+
+    Args:
+        seeds: of ELLA's rows. Nothing else is random but the draws of the link.
+        shown: training images of ELLA's curvature and of the last layer's.
+        curved: training images of the curvature of diagonal and KFAC, scaled to all.
+    """
+    rows = Rows(__file__, {"training images": shown, "of diagonal and KFAC": curved, "validation images": 2000})
+    _add_last_layer(rows, once(lambda: LastLayer.load(0, shown)))
+    whole = once(lambda: Whole(seeds, curved))
+    _add_whole(rows, whole)
+    for i, seed in enumerate(seeds):
+        _add_ella(rows, whole, i, seed, shown)
+    return rows.all()
+
+
+def scored(latent: Latent, labels: Tensor, temperature: float = 1.0) -> dict[str, Any]:
+    """Returns scores on all images and on the first ones, by 512 draws, and the NLL by the default link."""
+    likelihood = lw.Categorical(logit_temperature=temperature)
+    prediction = likelihood.predict(latent, LINK)
+    logs = prediction.log_prob(labels)  # of `probs` in float32 some may be 0
+    found: dict[str, Any] = {}
+    for count in (*PARTS, len(labels)):
+        scores = class_scores(prediction.probs[:count], labels[:count])
+        found[f"first {count}"] = {**scores, "nll": -float(logs[:count].double().mean())}
+    plain = -float(likelihood.predict(latent).log_prob(labels).double().mean())
+    return {**found.pop(f"first {len(labels)}"), "nll by the default link": plain, **found}
+
+
+def joined(part: Batches) -> tuple[Tensor, Tensor]:
+    """Returns inputs and labels of all batches."""
+    x, y = zip(*part, strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+def best_point(
+    latent: Callable[[float], Latent],
+    labels: Tensor,
+    temperatures: Sequence[float] = (1.0,),
+    deltas: Sequence[float] = DELTAS,
+) -> tuple[float, float, float]:
+    """Returns the lowest validation NLL by the default link over δ and T, with the δ and T that have it."""
+    found = []
+    for delta in deltas:
+        at = latent(delta)
+        for temperature in temperatures:
+            likelihood = lw.Categorical(logit_temperature=temperature)
+            found.append((-float(likelihood.predict(at).log_prob(labels).mean()), delta, temperature))
+    return min(found)
+
+
+def network_latent(outputs: Tensor) -> Latent:
+    """Returns latents without variance."""
+    return Latent(outputs, (DenseTerm(outputs.new_zeros(*outputs.shape, outputs.shape[-1])),))
+
+
+def _add_last_layer(rows: Rows, setup: Callable[[], LastLayer]) -> None:
+    """Adds the network, one temperature, and all rows of the last layer."""
+    add = partial(rows.add, "network and last layer")
+    add("network", lambda: scored(network_latent(outputs_of(setup(), setup().test)), joined(setup().test)[1]))
+    for count in (2000, 300):
+        name = "network, one temperature" + f", {count} rows" * (count != 2000)
+        add(name, lambda n: _posterior_row(setup(), tempered(setup(), n)), count)
+    add("last layer, prior alone", lambda: _prior_alone(setup()))
+    full, kfac = lw.Full(), lw.KFAC()
+    for name, method in (("last layer", full), ("last layer, KFAC", kfac)):
+        for how, tune in (
+            ("evidence", lambda: lw.Evidence()),
+            ("validation", lambda: lw.Validation(setup().val, tempered=False, tolerance=0.0)),
+            ("validation with T", lambda: lw.Validation(setup().val)),
+            ("early stopping", lambda: lw.EarlyStopping(setup().val)),
+        ):
+            add(f"{name}, {how}", lambda m, t: _posterior_row(setup(), fitted(setup(), m, tune=t())), method, tune)
+    for count in (2000, 300):
+        name = "recommended call" + f", {count} rows" * (count != 2000)
+        add(name, lambda n: _posterior_row(setup(), fitted(setup(), validation=setup().val[: n // 100])), count)
+
+
+def outputs_of(setup: LastLayer, part: Batches) -> Tensor:
+    """Returns the outputs for features."""
+    with torch.no_grad():
+        return setup.layer(joined(part)[0])
+
+
+def fitted(setup: LastLayer, method: lw.Method | None = None, **options: Any) -> lw.Posterior:
+    """Fits the last layer to the features of training images."""
+    return lw.fit(setup.layer, setup.train, method, data_size=ALL, **options)
+
+
+def tempered(setup: LastLayer, count: int) -> lw.Posterior:
+    """Returns the network at the temperature of the first validation images."""
+    return lw.fit(setup.layer, setup.val[: count // 100], lw.TemperatureScaling())
+
+
+def _posterior_row(setup: LastLayer, posterior: lw.Posterior) -> dict[str, Any]:
+    """Returns the scores of a posterior of the last layer, and what was chosen."""
+    x, y = joined(setup.test)
+    temperature = posterior.logit_temperature or 1.0
+    return {
+        "prior precision": posterior.prior_precision, "T": temperature, "images": posterior.samples,
+        **scored(posterior.latent(x), y, temperature),
+    }  # fmt: skip
+
+
+def _prior_alone(setup: LastLayer) -> dict[str, Any]:
+    """Returns scores of the last layer's prior, `(‖φ‖² + 1)/δ` for every output, with the validated δ."""
+
+    def latent(part: Batches, delta: float) -> Latent:
+        outputs = outputs_of(setup, part)
+        variance = (joined(part)[0].square().sum(-1) + 1) / delta
+        return Latent(outputs, (DenseTerm(variance[:, None, None] * torch.eye(outputs.shape[-1])),))
+
+    labels = joined(setup.val)[1]
+    loss, delta, _ = best_point(lambda delta: latent(setup.val, delta), labels)
+    return {
+        "prior precision": delta,
+        "validation nll": loss,
+        **scored(latent(setup.test, delta), joined(setup.test)[1]),
+    }
+
+
+class Whole:
+    """Posteriors of all weights on the ResNet-20: diagonal, KFAC, and what images give on ELLA's directions.
+
+    Everything that takes minutes is kept: see `papers.common.training.kept_tensors`.
+
+    Args:
+        seeds: of ELLA's rows.
+        curved: training images of the curvature of diagonal and KFAC.
+    """
+
+    rank = 32
+
+    def __init__(self, seeds: Sequence[int], curved: int) -> None:
+        self.seeds, self.curved, self.setup = seeds, curved, Cifar.load(0, 14_000)
+
+    @cached_property
+    def tangent(self) -> Tangent:
+        """The network with all its weights."""
+        return Tangent.survey(self.setup.model, self.setup.train[0][0][:4], memory=2**30)
+
+    @cached_property
+    def posteriors(self) -> dict[str, lw.Posterior]:
+        """Method and tuning -> posterior; tuned by the evidence, and on 500 validation images."""
+        found, val = {}, self.setup.val[:5]
+        tunings = {
+            "evidence": lw.Evidence(),
+            "validation": lw.Validation(val, tempered=False, tolerance=0.0),
+            "validation with T": lw.Validation(val),
+        }
+        for name, method in {"diagonal": lw.Diagonal(), "KFAC": lw.KFAC()}.items():
+            fitted = lw.fit(
+                self.setup.model, self.setup.train[: self.curved // 100], method, params=lw.everything, tune=None,
+                data_size=ALL, memory=2**30,
+            )  # fmt: skip
+            for how, tune in tunings.items():
+                found[f"{name}, {how}"] = replace(fitted, prior=replace(fitted.prior, fixed=False))
+                found[f"{name}, {how}"] = tune.tune(found[f"{name}, {how}"])
+        return found
+
+    @cached_property
+    def choices(self) -> dict[str, Tensor]:
+        """Method and tuning -> chosen δ and T."""
+
+        def make() -> dict[str, Tensor]:
+            pairs = {name: (p.prior_precision, p.logit_temperature or 1.0) for name, p in self.posteriors.items()}
+            return {name: torch.tensor(pair, dtype=torch.float64) for name, pair in pairs.items()}
+
+        return kept_tensors("resnet20_choices", make)
+
+    @cached_property
+    def directions(self) -> Tensor:
+        """ELLA's directions of all seeds (seeds K, P)."""
+        x, y = joined(self.setup.train)
+
+        def make(seed: int) -> dict[str, Tensor]:
+            tangent = Tangent.survey(self.setup.model, x[:4], memory=2**32)
+            return {"W": balanced_directions(tangent, x, y, 2000, self.rank, seed)}
+
+        return torch.cat([kept_tensors(f"resnet20_directions_{s}", partial(make, s))["W"] for s in self.seeds])
+
+    @cached_property
+    def val(self) -> dict[str, Tensor]:
+        """The validation images on ELLA's directions, with their prior covariance."""
+        return self._kept("val", self.setup.val, lambda x: contracted(self.tangent, x, self.directions, self._prior))
+
+    @cached_property
+    def test(self) -> dict[str, Tensor]:
+        """The reported images, with the covariances of all posteriors."""
+        return self._kept("test", self.setup.test, self.all_of)
+
+    def train(self, images: int) -> dict[str, Tensor]:
+        """The first training images on ELLA's directions."""
+        part = self.setup.train[: images // 100]
+        return self._kept("train", part, lambda x: contracted(self.tangent, x, self.directions))
+
+    def all_of(self, x: Tensor) -> dict[str, Tensor]:
+        """Contracts images (n, 3, 32, 32) with all posteriors."""
+        diagonals = {key: p.covariance.diagonal() for key, p in self.posteriors.items() if key.startswith("diagonal")}
+        kfac = {key: p.covariance for key, p in self.posteriors.items() if key.startswith("KFAC")}
+        found = contracted(self.tangent, x, self.directions, {**self._prior, **diagonals}, {"KFAC": [*kfac.values()]})
+        named = {name: found.pop(f"KFAC, {i}") for i, name in enumerate(kfac)}
+        return {**found, **named}
+
+    @property
+    def _prior(self) -> dict[str, dict[str, Tensor]]:
+        return {"prior": {block.name: torch.ones(block.size) for block in self.tangent.blocks}}
+
+    def _kept(self, name: str, part: Batches, make: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Contracts batches, each of which is kept."""
+        done = [kept_tensors(f"resnet20_{name}_{i}", partial(make, x)) for i, (x, _) in enumerate(part)]
+        return {key: torch.cat([one[key] for one in done]) for key in done[0]}
+
+
+def _add_whole(rows: Rows, whole: Callable[[], Whole]) -> None:
+    """Adds the rows of all weights but ELLA's."""
+    add = partial(rows.add, "all weights")
+    for method in ("diagonal", "KFAC"):
+        for how in ("evidence", "validation", "validation with T"):
+            add(f"{method}, {how}", lambda name: _whole_row(whole(), name), f"{method}, {how}")
+    add("prior alone", lambda: _whole_prior(whole()))
+
+
+def _whole_row(whole: Whole, name: str) -> dict[str, Any]:
+    delta, temperature = whole.choices[name].tolist()
+    latent = Latent(whole.test["outputs"], (DenseTerm(whole.test[name]),))
+    return {"prior precision": delta, "T": temperature, **scored(latent, joined(whole.setup.test)[1], temperature)}
+
+
+def _whole_prior(whole: Whole) -> dict[str, Any]:
+    """Returns scores of the prior of all weights, `J Jᵀ/δ`, with the validated δ."""
+
+    def latent(part: Mapping[str, Tensor], delta: float) -> Latent:
+        return Latent(part["outputs"], (DenseTerm(part["prior"] / delta),))
+
+    loss, delta, _ = best_point(lambda delta: latent(whole.val, delta), joined(whole.setup.val)[1])
+    scores = scored(latent(whole.test, delta), joined(whole.setup.test)[1])
+    return {"prior precision": delta, "validation nll": loss, **scores}
+
+
+def _add_ella(rows: Rows, whole: Callable[[], Whole], place: int, seed: int, shown: int) -> None:
+    """Adds ELLA's rows of a seed, at K = 20 if the name of the row has no other K."""
+    ella = once(lambda: OneSpan.of(whole(), place, shown))
+    add = partial(rows.add, f"ELLA, seed {seed}")
+    counts = [n for n in COUNTS if n <= shown]
+    add("paper's prior, scaled", lambda: ella().row(counts[1:], fixed=lambda n: PAPER_DELTA * n / ALL))
+    add("paper's prior, published form", lambda: ella().row(counts[1:], fixed=lambda n: PAPER_DELTA))
+    add("prior alone", lambda: ella().row([0]))
+    add("n and prior validated", lambda: ella().row(counts))
+    add("n, prior and T validated", lambda: ella().row(counts, temperatures=TEMPERATURES))
+    add("all images, prior validated", lambda: ella().row([shown]))
+    add("with residual, n and prior validated", lambda: ella().row(counts, residual=True))
+    for rank in (4, 8, 12, 16, 24, 32):
+        add(f"n and prior validated, K = {rank}", lambda k: ella().row(counts, rank=k), rank)
+    for name, at in (
+        ("over n, paper's prior, scaled", lambda n: PAPER_DELTA * n / ALL),
+        ("over n, paper's prior, published form", lambda n: PAPER_DELTA),
+        ("over n, prior validated", None),
+    ):
+        add(name, lambda f: {str(n): ella().row([n], fixed=f) for n in counts[1:]}, at)
+
+
+@dataclass(frozen=True)
+class OneSpan:
+    """ELLA on the span of one seed.
+
+    Attributes:
+        val: outputs, features and prior covariance of the validation images.
+        test: likewise of the reported images.
+        curvatures: n -> H_n.
+        labels: of both.
+    """
+
+    val: dict[str, Tensor]
+    test: dict[str, Tensor]
+    curvatures: dict[int, Tensor]
+    labels: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, whole: Whole, place: int, shown: int) -> OneSpan:
+        """Returns the span at a place in the order of the seeds, with the curvature of up to `shown` images."""
+        mine = slice(place * whole.rank, (place + 1) * whole.rank)
+        train, val, test = (
+            {**part, "features": part["features"][..., mine]} for part in (whole.train(shown), whole.val, whole.test)
+        )
+        found = curvatures(train["outputs"], train["features"], [n for n in COUNTS if n <= shown])
+        return cls(val, test, found, (joined(whole.setup.val)[1], joined(whole.setup.test)[1]))
+
+    def row(
+        self,
+        counts: Sequence[int],
+        rank: int = 20,
+        fixed: Callable[[int], float] | None = None,
+        temperatures: Sequence[float] = (1.0,),
+        residual: bool = False,
+    ) -> dict[str, Any]:
+        """Returns test scores at the n, δ and T of lowest validation NLL; `fixed` gives δ for each n."""
+        loss, delta, temperature, n = self.chosen(counts, rank, fixed, temperatures, residual)
+        at = ella_latent(self.test, self.curvatures[n][:rank, :rank], delta, residual=residual)
+        return {
+            "n": n, "prior precision": delta, "T": temperature, "validation nll": loss,
+            **scored(at, self.labels[1], temperature),
+        }  # fmt: skip
+
+    def chosen(
+        self,
+        counts: Sequence[int],
+        rank: int = 20,
+        fixed: Callable[[int], float] | None = None,
+        temperatures: Sequence[float] = (1.0,),
+        residual: bool = False,
+    ) -> tuple[float, float, float, int]:
+        """Returns the lowest validation NLL, and the δ, T and n that have it."""
+        found = []
+        for n in counts:
+            curvature = self.curvatures[n][:rank, :rank]
+            latent = partial(ella_latent, self.val, curvature, residual=residual)
+            deltas = DELTAS if fixed is None else (fixed(n),)
+            found.append((*best_point(latent, self.labels[0], temperatures, deltas), n))
+        return min(found)
 
 
 def draw(results: Mapping[str, Any]) -> None:
-    """Draws scores over n and over K, and with the results of `table4` over M."""
-    runs = results["runs"]
-    figure, ((*axes,),) = drawing.panels(1, 5, (18, 3.4))
+    """Draws NLL, ECE and accuracy over n, and NLL over K, with the network at one temperature."""
+    table = results["table"]
+    ella, plain = table["ELLA"], table["network and last layer"]
+    figure, ((*axes,),) = drawing.panels(1, 4, (16, 3.8))
     for measure, axis in zip(("nll", "ece", "accuracy"), axes, strict=False):
-        for kind in next(iter(runs[0]["n at K=20"].values())):
-            for i, run in enumerate(runs):
-                points = [(int(n), row[kind][measure]) for n, row in run["n at K=20"].items()]
-                label = kind if i == 0 else None
-                axis.plot(
-                    *zip(*points, strict=True), ".-", label=label, color=f"C{_place(kind, run)}", alpha=1 / (i + 1)
-                )
-        axis.axhline(runs[0]["MAP"][measure], color="#555555", linestyle=":", label="MAP")
-        axis.set(xscale="log", xlabel="n, images in the curvature (K = 20)", title=measure)
-    axes[0].legend(frameon=False, fontsize=8)
-    for run in runs:
-        points = [(int(k), row["nll"]) for k, row in run["K, best n and prior"].items()]
-        axes[3].plot(*zip(*points, strict=True), ".-")
-    axes[3].set(xlabel="K (M = 2000)", title="nll, n and prior chosen on validation")
-    curves: dict[int, list[tuple[int, float, float]]] = {}
-    for name, row in read(table4.__file__)["table"].items():
-        if name != "MAP":
-            rows, rank = (int(part.partition("=")[2]) for part in name.split(", "))
-            curves.setdefault(rank, []).append((rows, row["nll"]["mean"], row["nll"]["standard_error"]))
-    for rank, found in sorted(curves.items()):
-        x, y, error = zip(*sorted(found), strict=True)
-        axes[4].errorbar(x, y, error, fmt=".-", label=f"K = {rank}")
-    axes[4].set(xscale="log", xlabel="M", title="nll, n and prior chosen on validation")
-    axes[4].legend(frameon=False, fontsize=8)
+        for name, curve in ella.items():
+            if name.startswith("over n"):
+                rows = {int(n): row[measure] for n, row in curve.items()}
+                means, errors = ([row[part] for row in rows.values()] for part in ("mean", "standard_error"))
+                axis.errorbar(list(rows), means, errors, fmt=".-", label=name.removeprefix("over n, "))
+        axis.set(xscale="log", xlabel="n, images in the curvature (K = 20)", ylabel=LABELS[measure])
+    ranks = {20: ella["n and prior validated"]["nll"]}
+    for name, row in ella.items():
+        if "K = " in name:
+            ranks[int(name.partition("K = ")[2])] = row["nll"]
+    ordered = sorted(ranks)
+    means, errors = ([ranks[rank][part] for rank in ordered] for part in ("mean", "standard_error"))
+    axes[3].errorbar(ordered, means, errors, fmt=".-", label="ELLA, n and prior validated")
+    axes[3].set(xlabel="K (M = 2 000)", ylabel=LABELS["nll"])
+    for measure, axis in zip(("nll", "ece", "accuracy", "nll"), axes, strict=True):
+        for name, style in (("network", ":"), ("network, one temperature", "--")):
+            axis.axhline(plain[name][measure]["mean"], color="#555555", linestyle=style, label=name)
+    axes[0].set_ylim(0.24, 0.42)
+    axes[1].set_ylim(0, 0.08)
+    axes[2].set_ylim(0.88, 0.93)
+    drawing.legend_below(figure, 3)
     drawing.save(figure, __file__)
 
 
-def _place(kind: str, run: dict[str, Any]) -> int:
-    return list(next(iter(run["n at K=20"].values()))).index(kind)
+LABELS = {"nll": "NLL (nats)", "ece": "ECE", "accuracy": "accuracy"}
