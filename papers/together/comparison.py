@@ -1,0 +1,102 @@
+"""Rows of the comparison: a method, a way of prediction, a network and a seed give one row, which can be run alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing import LapwingError
+from lapwing.evaluation import metrics
+from lapwing.likelihoods import Likelihood
+from papers.common.results import Rows, once
+from papers.together import methods, tasks
+from papers.together.methods import Fitted
+from papers.together.tasks import Task
+
+FACTS = {"shown": tasks.SHOWN, "held out": tasks.HELD_OUT, "tested": tasks.TESTED, "foreign": tasks.FOREIGN}
+
+
+def add(rows: Rows, name: str, seed: int) -> None:
+    """Adds the rows of one network that the file lacks.
+
+    Args:
+        rows: of the experiment.
+        name: one of `tasks.TASKS`.
+        seed: of the network and of the split.
+    """
+    task = once(lambda: tasks.task(name, seed))
+    for method in methods.names(name not in tasks.GIVEN, name in tasks.TABLES):
+        fit = once(lambda method=method: methods.fitted(method, task()))  # type: ignore[misc]
+        ways = ("one pass each",) if method in methods.NETWORKS else tuple(methods.WAYS)
+        for way in ways:
+            label = method if method in methods.NETWORKS else f"{method}, {way}"
+            rows.add(f"{name}, seed {seed}", label, row, task, fit, way)
+
+
+def row(task: Any, fit: Any, way: str) -> dict[str, Any]:
+    """Returns the scores of a method through a way, as fitted and with two numbers from the held-out data.
+
+    The two numbers are a factor of the covariance, and the temperature of the logits or the noise variance.
+    """
+    try:
+        return scored(task(), fit(), way)
+    except LapwingError as error:
+        return {"refused": str(error).partition("\n")[0][:300]}
+
+
+def scored(task: Task, fit: Fitted, way: str) -> dict[str, Any]:
+    """Returns the scores of `row`."""
+    x, y = task.test
+    forward = forward_seconds(task, x)
+    start = time.process_time()
+    latent = fit.latent(x, fit.ways[way])
+    spent = time.process_time() - start
+    outside = None if task.foreign is None else fit.latent(task.foreign, fit.ways[way])
+    a, b = (torch.cat(parts) for parts in zip(*task.val, strict=True))
+    likelihood, factor = methods.best(fit.likelihood, fit.latent(a, fit.ways[way]), b)
+    found: dict[str, Any] = {}
+    for name, chosen, scale in (("fitted", fit.likelihood, 1.0), ("validated", likelihood, factor)):
+        found[name] = scores(chosen, latent.scaled(scale), y, None if outside is None else outside.scaled(scale))
+    shown = sum(len(part) for part, _ in task.loader)
+    found |= {
+        "factor": factor, "fit seconds": fit.seconds, "fit passes": fit.seconds / forward * len(x) / shown,
+        "passes": spent / forward, "bytes": fit.bytes,
+    }  # fmt: skip
+    ratio = likelihood.noise_variance if task.regression else likelihood.logit_temperature
+    found["noise variance" if task.regression else "temperature"] = ratio
+    return found if fit.prior_precision is None else {**found, "prior precision": fit.prior_precision}
+
+
+def forward_seconds(task: Task, x: Tensor) -> float:
+    """Returns processor seconds of a plain forward pass of all inputs, the fastest of five."""
+    spent = []
+    for _ in range(5):
+        start = time.process_time()
+        with torch.no_grad():
+            for part in x.split(250):
+                task.model(part)
+        spent.append(time.process_time() - start)
+    return max(min(spent), 1e-6)
+
+
+def scores(likelihood: Likelihood, latent: Any, y: Tensor, outside: Any = None) -> dict[str, float]:
+    """Returns the scores of a latent: of classes NLL, ECE, accuracy, AUROC; of real targets NLL, RMSE, coverage."""
+    found: Any = likelihood.predict(latent)
+    numbers = {"nll": -float(found.log_prob(y).double().mean())}
+    if likelihood.noise_variance is not None:
+        numbers["rmse"] = float(metrics.rmse(found.mean, y))
+        numbers["coverage 0.9"] = float(metrics.interval_coverage(*found.interval(0.9), y))
+        return numbers
+    numbers |= {
+        "ece": float(metrics.expected_calibration_error(found.probs, y)),
+        "accuracy": float(metrics.accuracy(found.probs, y)),
+    }
+    if outside is not None:
+        other: Any = likelihood.predict(outside)
+        pairs = {"auroc": (found.mutual_information(), other.mutual_information()),
+                 "auroc by entropy": (found.entropy(), other.entropy())}  # fmt: skip
+        numbers |= {name: float(metrics.auroc(*pair)) for name, pair in pairs.items()}
+    return numbers

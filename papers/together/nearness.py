@@ -1,0 +1,173 @@
+"""How near each posterior is to full LLA at LLA's own δ and σ², what it costs, and what the residual gains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lapwing as lw
+from papers.common import drawing
+from papers.common.measures import gaussian_kl, relative_error
+from papers.common.results import Rows, once
+from papers.together import tasks
+from papers.together.comparison import forward_seconds
+from papers.together.tasks import Task
+
+SIZES = (10, 20, 50, 100, 200)
+"""Numbers of directions: ELLA's rows and rank, inducing points, weights or data of a subset."""
+
+MOVES = 200
+"""Steps of the bound that move inducing points."""
+
+JOINT = 300
+"""Test inputs whose joint covariance is compared."""
+
+
+def run(seeds: Sequence[int] = range(5), names: Sequence[str] = tuple(tasks.TABLES)) -> dict[str, Any]:
+    """Returns divergences from full LLA and costs of every method on every table."""
+    rows = Rows(__file__, {"sizes": SIZES, "inputs of the joint covariance": JOINT})
+    for seed in seeds:
+        for name in names:
+            reference = once(lambda name=name, seed=seed: Reference(tasks.task(name, seed)))  # type: ignore[misc]
+            rows.add(f"{name}, seed {seed}", "full LLA", lambda reference: reference().own_row(), reference)
+            for label, chosen in methods().items():
+                rows.add(f"{name}, seed {seed}", label, lambda reference, *chosen: reference().row(*chosen),
+                         reference, *chosen)  # fmt: skip
+    return rows.all()
+
+
+def methods() -> dict[str, tuple[lw.Method, Any]]:
+    """Returns each method and the weights that it treats; subspaces without and with residual, by size."""
+    found: dict[str, tuple[lw.Method, Any]] = {
+        "diagonal": (lw.Diagonal(), lw.everything),
+        "KFAC": (lw.KFAC(), lw.everything),
+        "EKFAC": (lw.EKFAC(), lw.everything),
+        "last layer": (lw.Full(), lw.last_layer),
+    }
+    for size in SIZES:
+        found[f"VaLLA, {size}"] = lw.VaLLA(size), lw.everything
+        found[f"VaLLA, points moved, {size}"] = lw.VaLLA(size, lw.VariationalBound(MOVES)), lw.everything
+        found[f"subset of data, {size}"] = lw.SubsetOfData(size), lw.everything
+        for residual, label in ((None, ""), ("prior", " with residual")):
+            options: Any = {"residual": residual}
+            found[f"ELLA{label}, {size}"] = lw.ELLA(size, size, **options), lw.everything
+            found[f"optimal subspace{label}, {size}"] = lw.OptimalSubspace(size, rows=1000, **options), lw.everything
+            found[f"subset of weights{label}, {size}"] = lw.SubsetOfWeights(size, **options), lw.everything
+    return found
+
+
+class Reference:
+    """Full LLA of a table at the δ and σ² of its evidence.
+
+    Attributes:
+        task: the network and its data.
+        exact: full LLA.
+        latent: its latent of the test inputs.
+        joint: its joint covariance of the first `JOINT` of them.
+        forward: processor seconds of a forward pass of the test inputs.
+        seconds: processor seconds of the fit of `exact`.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        start = time.process_time()
+        self.exact = lw.fit(task.model, task.loader, lw.Full(), tune=lw.Evidence(), **task.options)
+        self.seconds = time.process_time() - start
+        x, _ = task.test
+        self.latent = self.exact.latent(x)
+        self.joint = self.exact.latent(x[:JOINT], joint=True).covariance
+        self.forward = forward_seconds(task, x)
+
+    def own_row(self) -> dict[str, float]:
+        """Returns full LLA's δ, σ² and costs."""
+        noise = self.exact.noise_variance
+        assert noise is not None
+        delta = float(self.exact.prior.precision[0])
+        return {"prior precision": delta, "noise variance": noise, **self._costs(self.exact, self.seconds)}
+
+    def row(self, method: lw.Method, params: Any) -> dict[str, float]:
+        """Returns a method's divergences from full LLA at its δ and σ², and its costs.
+
+        Divergences are of the predictive Gaussians, averaged over test inputs. "relative error" is that of the joint
+        covariance in Frobenius norm, "ratio" the geometric mean of ratios of latent standard deviations.
+        """
+        task, noise = self.task, self.exact.noise_variance
+        assert noise is not None
+        delta = float(self.exact.prior.precision[0])
+        options = {**task.options, "likelihood": lw.Gaussian(noise), "prior_precision": delta, "tune": None}
+        start = time.process_time()
+        posterior = lw.fit(task.model, task.loader, method, params=params, **options)
+        seconds = time.process_time() - start
+        x, _ = task.test
+        latent = posterior.latent(x)
+        ours, theirs = (latent.mean, latent.covariance), (self.latent.mean, self.latent.covariance)
+        ratio = (latent.variance.double() / self.latent.variance.double()).clamp_min(1e-24).log() / 2
+        return {
+            "KL(LLA || method)": float(gaussian_kl(*theirs, *ours, noise).mean()),
+            "KL(method || LLA)": float(gaussian_kl(*ours, *theirs, noise).mean()),
+            "relative error": float(relative_error(posterior.latent(x[:JOINT], joint=True).covariance, self.joint)),
+            "ratio": float(ratio.mean().exp()), **self._costs(posterior, seconds),
+        }  # fmt: skip
+
+    def _costs(self, posterior: lw.Posterior, seconds: float) -> dict[str, float]:
+        x, _ = self.task.test
+        start = time.process_time()
+        posterior.latent(x)
+        spent = time.process_time() - start
+        shown = sum(len(part) for part, _ in self.task.loader)
+        return {"fit passes": seconds / self.forward * len(x) / shown, "passes": spent / self.forward}
+
+
+COLOURS = {
+    "diagonal": "#1f77b4", "KFAC": "#d62728", "EKFAC": "#ff9896", "last layer": "#2ca02c", "ELLA": "#9467bd",
+    "VaLLA": "#000000",
+    "VaLLA, points moved": "#17becf", "optimal subspace": "#ff7f0e", "subset of weights": "#8c564b",
+    "subset of data": "#7f7f7f",
+}  # fmt: skip
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws the divergence from full LLA over the cost of a prediction, and over the size with and without residual."""
+    table = results["table"]
+    figure, ((*axes,),) = drawing.panels(1, len(table), (3.4 * len(table), 3.8), sharey=True)
+    for axis, (name, rows) in zip(axes, table.items(), strict=True):
+        for label, colour in COLOURS.items():
+            found = [rows[key] for key in _keys(label) if key in rows]
+            axis.plot(
+                [row["passes"]["mean"] for row in found], [row["KL(LLA || method)"]["mean"] for row in found],
+                "o-", color=colour, label=label, markersize=3, linewidth=1,
+            )  # fmt: skip
+        axis.set(xscale="log", yscale="log", title=name, xlabel="prediction, in forward passes")
+    axes[0].set_ylabel("KL(full LLA || method), nats")
+    drawing.legend_below(figure, 5)
+    drawing.save(figure, __file__)
+    _draw_residual(table)
+
+
+def _draw_residual(table: Mapping[str, Any]) -> None:
+    figure, ((*axes,),) = drawing.panels(1, len(table), (3.4 * len(table), 3.8), sharey=True)
+    for axis, (name, rows) in zip(axes, table.items(), strict=True):
+        for label in ("ELLA", "optimal subspace", "subset of weights", "VaLLA", "VaLLA, points moved"):
+            for suffix, style in (("", "--"), (" with residual", "-")):
+                style = "-" if label.startswith("VaLLA") else style
+                found = {size: rows[f"{label}{suffix}, {size}"] for size in SIZES if f"{label}{suffix}, {size}" in rows}
+                points = [(size, row["KL(LLA || method)"]) for size, row in found.items()]
+                if points:
+                    axis.errorbar(
+                        [size for size, _ in points], [value["mean"] for _, value in points],
+                        [value["standard_error"] for _, value in points], color=COLOURS[label], linestyle=style,
+                        label=f"{label}{suffix}", linewidth=1.2, capsize=2,
+                    )  # fmt: skip
+        axis.set(xscale="log", yscale="log", title=name, xlabel="directions")
+    axes[0].set_ylabel("KL(full LLA || method), nats")
+    drawing.legend_below(figure, 4)
+    drawing.save(figure, __file__, "residual")
+
+
+def _keys(label: str) -> tuple[str, ...]:
+    """Returns the rows of a line: one, or one for each size; the subspaces with residual."""
+    if label in ("diagonal", "KFAC", "EKFAC", "last layer"):
+        return (label,)
+    suffix = " with residual" if label in ("ELLA", "optimal subspace", "subset of weights") else ""
+    return tuple(f"{label}{suffix}, {size}" for size in SIZES)

@@ -1,0 +1,223 @@
+"""Networks of the comparison: a trained network, the data that fits see, held-out data, test data, foreign inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from papers.common.cifar import Cifar
+from papers.common.data import Batches, Part, batched, pictures, random_rows, rows_and_targets, split
+from papers.common.networks import mlp
+from papers.common.training import Recipe, drawn, kept, seeded, train
+from papers.streamlined import transformers
+from papers.streamlined.ivon import IVON
+
+SHOWN, HELD_OUT, TESTED, FOREIGN = 3000, 500, 1500, 500
+"""Largest numbers of samples that fits see, that tune, that are reported, and that are foreign."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How networks of a task are trained, for methods that train.
+
+    Attributes:
+        data: all training inputs and targets.
+        build: makes a network with random weights, from torch's own generator.
+        recipe: trains it.
+    """
+
+    data: Part
+    build: Callable[[], nn.Module]
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Task:
+    """A trained network and its data.
+
+    Attributes:
+        name: of the data.
+        seed: of the split and of the network.
+        model: the network, in eval mode.
+        loader: training samples that fits see, in batches.
+        size: N, the number of all training samples.
+        val: held-out samples, in batches.
+        test: inputs and targets to report.
+        foreign: inputs of another data set, or None for tables.
+        training: how the network was trained; None if it cannot be trained here.
+    """
+
+    name: str
+    seed: int
+    model: nn.Module
+    loader: Batches
+    size: int
+    val: Batches
+    test: Part
+    foreign: Tensor | None
+    training: Training | None = None
+
+    @property
+    def regression(self) -> bool:
+        """Whether the targets are real numbers."""
+        return self.val[0][1].is_floating_point()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `lw.fit` that all methods share."""
+        options: dict[str, Any] = {"data_size": self.size, "seed": self.seed, "memory": 2**30, "progress": False}
+        return {**options, "likelihood": "gaussian"} if self.regression else options
+
+    def with_network(self, seed: int) -> Task:
+        """Returns the task with another network, trained from other weights on the same data."""
+        assert self.training is not None
+        return replace(self, model=_trained(self.training, f"{self.name}_{self.seed}", seed))
+
+    @cached_property
+    def noise(self) -> float:
+        """Mean squared residual of the network on the samples that fits see."""
+        with torch.no_grad():
+            return float(torch.cat([(self.model(x) - y).square() for x, y in self.loader]).mean())
+
+    def swag(self, rank: int = 20, every: int = 100) -> lw.Posterior:
+        """Trains the network on by SGD at a constant rate, and returns SWAG's posterior of `rank` snapshots."""
+        assert self.training is not None
+        model = _copy(self.model, self.training)
+        collector = lw.SWAG.collector(model, rank=rank)
+        x, _ = data = self.training.data
+        optimiser = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        rows = list(drawn(len(x), 100, rank * every, self.seed))
+        for start in range(0, len(rows), every):
+            train(model, data, rows[start : start + every], optimiser, self.training.recipe.loss)
+            collector.snapshot()
+        return lw.SWAG.from_snapshots(collector, self.loader, likelihood=self.options.get("likelihood"), progress=False)
+
+    def ivon(self) -> lw.Posterior:
+        """Trains another network from the same random weights by IVON; returns its posterior.
+
+        A regression has half of the squared error as its loss, and the network's residual as its noise variance.
+        """
+        assert self.training is not None
+        with seeded(self.seed):
+            model = self.training.build()
+        (x, _), recipe = self.training.data, self.training.recipe
+        steps = recipe.steps // 2
+        ess, loss = (len(x) / self.noise, _half_square) if self.regression else (len(x), F.cross_entropy)
+        optimiser = IVON(model.parameters(), ess=ess, rate=0.1, seed=self.seed)
+        rows = drawn(len(x), min(100, len(x)), steps, self.seed)
+        train(model, self.training.data, rows, optimiser, loss, lambda i: 1 - i / steps)
+        likelihood = self.options.get("likelihood")
+        return lw.MeanField.from_optimizer(model, optimiser, self.loader, likelihood=likelihood, progress=False)
+
+
+def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs, targets) / 2
+
+
+def _copy(model: nn.Module, training: Training) -> nn.Module:
+    copy = training.build()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def _trained(training: Training, name: str, seed: int) -> nn.Module:
+    with seeded(seed):
+        model = training.build()
+    return kept(model, f"together_{name}_{seed}", lambda: training.recipe.train(model, training.data, seed))
+
+
+TABLES = {
+    "energy": "uci_energy",
+    "concrete": "uci_concrete",
+    "kin40k": "kin40k",
+    "California": "california_housing",
+}
+"""Name -> file. Of the two larger tables 6 250 rows, split 80/10/10 like the others."""
+
+ROWS = 6250
+
+
+def table(name: str, seed: int) -> Task:
+    """Returns a regression table and a tanh MLP with two hidden layers of 50 units, small enough for full LLA."""
+    x, y = rows_and_targets(TABLES[name])
+    order = random_rows(x, ROWS, 1000 + seed)
+    found = split(name, x[order], y[order], "1", seed)
+    width = found.train[0].shape[1]
+    recipe = Recipe(F.mse_loss, 6000, decay=1e-4)
+    training = Training(found.train, lambda: mlp(width, 50, 50, 1), recipe)
+    val, test = (tuple(part[:most] for part in parts) for parts, most in ((found.val, HELD_OUT), (found.test, TESTED)))
+    loader = batched(*found.train, 250)
+    return Task(
+        name, seed, _trained(training, f"{name}_{seed}", seed), loader, len(found.train[0]), batched(*val, 250), test,
+        None, training,
+    )  # fmt: skip
+
+
+IMAGES = {"MNIST": "mnist", "Fashion-MNIST": "fashion_mnist"}
+
+
+def images(name: str, seed: int) -> Task:
+    """Returns MNIST or Fashion-MNIST and a ReLU MLP 784-128-64-10, trained without weight decay for 20 epochs.
+
+    The test images of the other data set are foreign.
+    """
+    data = pictures(IMAGES[name], seed, TESTED)
+    whole = torch.cat([x for x, _ in data.train]), torch.cat([y for _, y in data.train])
+    recipe = Recipe(F.cross_entropy, 20 * len(data.train), falling=1.0)
+    training = Training(whole, lambda: mlp(784, 128, 64, 10, activation=nn.ReLU), recipe)
+    test = torch.cat([x for x, _ in data.test]), torch.cat([y for _, y in data.test])
+    return Task(
+        name, seed, _trained(training, f"{name}_{seed}", seed), data.train[: SHOWN // 100], len(whole[0]),
+        data.val[: HELD_OUT // 100], test, data.foreign[:FOREIGN], training,
+    )  # fmt: skip
+
+
+class Logits(nn.Module):
+    """A transformer of Hugging Face whose forward returns its logits."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits (B, C)."""
+        return self.network(x).logits
+
+
+def transformer(name: str, seed: int) -> Task:
+    """Returns the ViT of 139 000 weights on 5 000 Fashion-MNIST images, with MNIST as foreign images."""
+    found = transformers.task("fashion_mnist", seed)
+    model = Logits(transformers.trained(found, seed)).eval()
+    (x, y), (a, b), (u, v) = found.train, found.val, found.test
+    return Task(
+        name, seed, model, batched(x[:SHOWN], y[:SHOWN]), len(x), batched(a[:HELD_OUT], b[:HELD_OUT]),
+        (u[:TESTED], v[:TESTED]), found.foreign[:FOREIGN],
+    )  # fmt: skip
+
+
+def resnet(name: str, seed: int) -> Task:
+    """Returns the CIFAR-10 ResNet-20. Held-out images are the first 500 test images; MNIST images are foreign."""
+    setup = Cifar.load(seed, 1000, 1000)
+    test = torch.cat([x for x, _ in setup.test]), torch.cat([y for _, y in setup.test])
+    return Task(name, seed, setup.model, setup.train, 50_000, setup.val[: HELD_OUT // 100], test, None)
+
+
+TASKS: dict[str, Callable[[str, int], Task]] = {
+    **dict.fromkeys(TABLES, table), **dict.fromkeys(IMAGES, images), "ViT": transformer, "ResNet-20": resnet,
+}  # fmt: skip
+
+
+GIVEN = ("ViT", "ResNet-20")
+"""Tasks without methods that train networks."""
+
+
+def task(name: str, seed: int) -> Task:
+    """Returns a task of `TASKS`, with the network of the seed."""
+    return TASKS[name](name, seed)

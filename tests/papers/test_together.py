@@ -1,0 +1,104 @@
+"""The comparison of all methods: its tuning, its rows, and divergences from full LLA."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.covariance import LatentDraws
+from lapwing.evaluation.candidates import without_spread
+from papers.common.data import batched
+from papers.common.networks import mlp
+from papers.common.training import Recipe
+from papers.together import comparison, methods, nearness
+from papers.together.tasks import Task, Training
+
+
+def task(regression: bool = True) -> Task:
+    x = torch.randn(120, 3, generator=torch.Generator().manual_seed(0))
+    y = x[:, :1].sin() + 0.1 * x[:, 1:2] if regression else (x[:, 0] > 0).long() + (x[:, 1] > 1).long()
+    loss = F.mse_loss if regression else F.cross_entropy
+    training = Training(
+        (x[:80], y[:80]), lambda: mlp(3, 8, y.shape[1] if regression else 3), Recipe(loss, 60, 1e-2, batch=20)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = training.recipe.train(training.build(), training.data, 0)
+    foreign = None if regression else 3 * x[:30]
+    loader, val = batched(x[:80], y[:80], 40), batched(x[80:100], y[80:100], 10)
+    return Task("toy", 0, model, loader, 80, val, (x[100:], y[100:]), foreign, training)
+
+
+def test_the_search_finds_the_noise_in_closed_form():
+    """Without spread the best noise variance is the mean squared residual, up to the grid of 10 %."""
+    y = 0.3 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
+    likelihood, _ = methods.best(lw.Gaussian(1.0), without_spread(torch.zeros(400, 1)), y)
+    assert likelihood.noise_variance == pytest.approx(float(y.square().mean()), rel=0.06)
+
+
+def test_the_search_finds_the_factor_that_a_brute_search_finds():
+    generator = torch.Generator().manual_seed(2)
+    draws = LatentDraws(torch.randn(20, 60, 3, generator=generator))
+    labels = torch.randint(3, (60,), generator=generator)
+    likelihood, factor = methods.best(lw.likelihoods.Categorical(), draws, labels)
+    found = float(likelihood.predict(draws.scaled(factor)).log_prob(labels).mean())
+    coarse = max(
+        float(lw.likelihoods.Categorical().with_logit_temperature(t).predict(draws.scaled(f)).log_prob(labels).mean())
+        for t in methods.RATIOS[::5] for f in methods.FACTORS[::4]
+    )  # fmt: skip
+    assert found >= coarse - 1e-6
+
+
+@pytest.mark.parametrize(("name", "regression"), [
+    ("KFAC", True), ("ensemble of three", True), ("temperature or noise", False),
+])  # fmt: skip
+def test_rows(name, regression):
+    found = task(regression)
+    way = "one pass each" if name in methods.NETWORKS else "GLM"
+    row = comparison.row(lambda: found, lambda: methods.fitted(name, found), way)
+    assert "refused" not in row
+    x, y = found.test
+    assert math.isfinite(row["validated"]["nll"])
+    assert ("coverage 0.9" in row["validated"]) == regression
+    assert ("auroc" in row["fitted"]) == (not regression)
+    if name == "temperature or noise":
+        with torch.no_grad():
+            logs = (found.model(x) / row["temperature"]).log_softmax(-1)
+        assert row["validated"]["nll"] == pytest.approx(float(F.nll_loss(logs, y)), rel=1e-5)
+    assert (row["bytes"] > 0) == (name != "temperature or noise")
+
+
+def test_swag_reads_the_snapshots_of_further_training():
+    found = task(regression=False)
+    posterior = found.swag(rank=3, every=2)
+    moved, start = (
+        torch.cat([w.detach().flatten() for w in model.parameters()]) for model in (posterior.model, found.model)
+    )
+    assert 0 < float((moved - start).abs().max()) < 1
+
+
+def test_a_method_that_does_not_apply_says_why():
+    def refuse() -> methods.Fitted:
+        raise lw.LapwingError("No.\nWrite yes.")
+
+    assert comparison.row(task, refuse, "GLM") == {"refused": "No."}
+
+
+def test_every_task_has_the_methods_that_apply():
+    assert "full LLA" not in methods.names(trains=True, regression=False)
+    assert not set(methods.TRAIN) & set(methods.names(trains=False, regression=True))
+    assert len(set(methods.names(True, True))) == len(methods.names(True, True))
+
+
+def test_full_lla_is_at_distance_zero_from_itself(monkeypatch):
+    monkeypatch.setattr(nearness, "JOINT", 10)
+    reference = nearness.Reference(task())
+    row = reference.row(lw.Full(), lw.everything)
+    assert row["KL(LLA || method)"] < 1e-6
+    assert row["relative error"] < 1e-3
+    assert row["ratio"] == pytest.approx(1, rel=1e-3)
+    assert reference.row(lw.Diagonal(), lw.everything)["KL(LLA || method)"] > 1e-5
