@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from lapwing import LapwingError
 from lapwing.evaluation import metrics
 from lapwing.likelihoods import Likelihood
 from papers.common.results import Rows, once
+from papers.common.scores import averaged
 from papers.together import methods, tasks
 from papers.together.methods import Fitted
 from papers.together.tasks import Task
 
 FACTS = {"shown": tasks.SHOWN, "held out": tasks.HELD_OUT, "tested": tasks.TESTED, "foreign": tasks.FOREIGN}
+
+
+BASE = "temperature or noise"
+"""The row to beat: one number from the held-out data."""
 
 
 def add(rows: Rows, name: str, seed: int) -> None:
@@ -34,6 +40,37 @@ def add(rows: Rows, name: str, seed: int) -> None:
         for way in ways:
             label = method if method in methods.NETWORKS else f"{method}, {way}"
             rows.add(f"{name}, seed {seed}", label, row, task, fit, way)
+
+
+def run_all(experiment: str, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Returns the results of an experiment: all methods at one seed come first, so that whole tables are early.
+
+    Args:
+        experiment: its `__file__`.
+        names: of the tasks.
+        seeds: of networks and splits.
+    """
+    rows = Rows(experiment, FACTS)
+    for seed in seeds:
+        for name in names:
+            add(rows, name, seed)
+    rows.facts["gains"] = gains(rows.runs)
+    return rows.all()
+
+
+def gains(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns by task and row how much lower the NLL is than that of the network at one temperature or noise variance.
+
+    The differences are of networks of the same seed; mean and standard error are over seeds.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for run, rows in runs.items():
+        base = rows.get(BASE, {}).get("validated", {}).get("nll")
+        for name, values in rows.items():
+            if base is not None and name != BASE and "validated" in values:
+                task = found.setdefault(run.partition(",")[0], {})
+                task.setdefault(name, []).append(base - values["validated"]["nll"])
+    return {task: {name: averaged(values) for name, values in rows.items()} for task, rows in found.items()}
 
 
 def row(task: Any, fit: Any, way: str) -> dict[str, Any]:

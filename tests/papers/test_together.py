@@ -88,6 +88,16 @@ def test_a_method_that_does_not_apply_says_why():
     assert comparison.row(task, refuse, "GLM") == {"refused": "No."}
 
 
+def test_gains_are_paired_differences_to_one_number():
+    rows = {"KFAC, GLM": (1.0, 3.0), "temperature or noise": (1.5, 3.7)}
+    runs = {
+        f"toy, seed {seed}": {name: {"validated": {"nll": values[seed]}} for name, values in rows.items()}
+        for seed in (0, 1)
+    }
+    found = comparison.gains({**runs, "other, seed 0": {"KFAC, GLM": {"refused": "No."}}})
+    assert found == {"toy": {"KFAC, GLM": {"mean": pytest.approx(0.6), "standard_error": pytest.approx(0.1)}}}
+
+
 def test_every_task_has_the_methods_that_apply():
     assert "full LLA" not in methods.names(trains=True, regression=False)
     assert not set(methods.TRAIN) & set(methods.names(trains=False, regression=True))
