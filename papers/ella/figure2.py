@@ -17,6 +17,7 @@ from papers.common import drawing
 from papers.common.data import Batches, batched, images, random_rows
 from papers.common.networks import mnist_cnn
 from papers.common.scores import averaged
+from papers.common.tables import grid, shown
 from papers.ella.stopping import features
 
 
@@ -172,3 +173,19 @@ def draw(results: Mapping[str, Any]) -> None:
         axis.set(xscale="log", yscale="log", xlabel="M", title=kind)
     axes[0][0].legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the errors by M and K."""
+    table = results["table"]
+    rows = {}
+    kinds = {
+        "ε_Nyström": ("nystrom", (16, 256, 1000)),
+        "ε_ELLA, prior variance 0.01": ("ella at prior variance 0.01", (16, 256, 1000)),
+        "ε_ELLA, prior variance 1": ("ella at prior variance 1", (1000,)),
+    }
+    for heading, (kind, counts) in kinds.items():
+        for count in counts:
+            cells = (table.get(f"M={count}, K={rank}", {}).get(kind) for rank in (4, 16, 64, 256))
+            rows[f"{heading}, M = {count}"] = [shown(cell, 4) for cell in cells]
+    return {"errors": grid(["K = 4", "16", "64", "256"], rows)}

@@ -17,6 +17,7 @@ from papers.common.cifar import Cifar, normalised, pixels
 from papers.common.corruptions import COMMON, corrupt
 from papers.common.data import images as read_images
 from papers.common.scores import averaged, class_scores, probabilities
+from papers.common.tables import grid, shown
 
 
 def run(seeds: Sequence[int] = (0, 1), images: int = 30) -> dict[str, Any]:
@@ -140,3 +141,17 @@ def draw(results: Mapping[str, Any]) -> None:
     axes[2].set(xlabel="confidence above", title="error, half of the inputs Fashion-MNIST")
     axes[0].legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the scores on clean and corrupted images, errors at high confidence, and costs."""
+    rows = {}
+    for name, clean in results["clean"].items():
+        worse = (results["corrupted"][strength][name] for strength in "135")
+        pairs = [f"{shown(row['nll'], 2)} / {shown(row['ece'], 2)}" for row in worse]
+        error = results["error against confidence"][name]["0.9"]["error"]
+        cells = [shown(clean["nll"]), shown(clean["ece"]), *pairs, shown(error, 2), shown(clean["forward passes"], 1)]
+        rows[name] = cells
+    strengths = [f"NLL / ECE at strength {strength}" for strength in "135"]
+    columns = ["clean NLL", "clean ECE", *strengths, "error above confidence .9", "prediction, forward passes"]
+    return {"scores": grid(columns, rows)}

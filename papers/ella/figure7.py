@@ -14,6 +14,7 @@ from lapwing.tangent import Record
 from papers.common import drawing
 from papers.common.cifar import Cifar
 from papers.common.scores import averaged, class_scores
+from papers.common.tables import grid, shown
 from papers.ella.stopping import DELTAS, KeepPrefixes
 
 
@@ -91,3 +92,11 @@ def draw(results: Mapping[str, Any]) -> None:
     axes[0].set_yscale("log")
     axes[0].legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the NLL by the number of images and the way to the prior precision."""
+    counts = ("6", "109", "875", "3500", "14000", "50000")
+    kinds = next(iter(results["over n"].values()))
+    rows = {kind: [shown(results["over n"][n][kind]["nll"]) for n in counts] for kind in kinds}
+    return {"nll": grid([f"n = {n}" for n in counts], rows)}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from papers.common.cifar import Cifar
 from papers.common.scores import averaged, class_scores
+from papers.common.tables import grid, shown
 from papers.ella.stopping import best, best_stop, cifar_ella, shared_features
 
 PUBLISHED = {
@@ -40,3 +41,12 @@ def run(
         runs.append(run)
         print(seed, run, flush=True)
     return {"images": shown, "seeds": len(seeds), "table": averaged(runs)}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns our NLL and the paper's by M and K."""
+    rows = {}
+    for name in (name for name in PUBLISHED if name != "K"):
+        cells = zip(PUBLISHED["K"], PUBLISHED[name], strict=False)
+        rows[name] = [f"{shown(results['table'][f'{name}, K={rank}']['nll'])} ({nll})" for rank, nll in cells]
+    return {"nll": grid([f"K = {rank}" for rank in PUBLISHED["K"]], rows)}
