@@ -19,6 +19,7 @@ from papers.common import drawing
 from papers.common.data import Batches, batched
 from papers.common.networks import ResNet20, mlp
 from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
 from papers.common.training import seeded
 from papers.valla.figure4 import table
 from papers.valla.training import TABLE, trained
@@ -190,3 +191,16 @@ def draw(results: Mapping[str, Any]) -> None:
     axis.set(xscale="log", yscale="log", xlabel="N", ylabel="processor seconds of a fit")
     axis.legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns seconds of a fit over the number of training rows."""
+    fits = (
+        "VaLLA 100, natural gradient, 20 steps",
+        "VaLLA 100, α-divergence, 10 steps",
+        "VaLLA 100, closed form",
+        "KFAC",
+    )
+    of = results["runs"]["fit over N"]
+    rows = {fit: [shown(of.get(f"{fit}, N = {n}", {}).get("seconds"), 2) for n in COUNTS] for fit in fits}
+    return {"seconds": grid([f"N = {n}" for n in COUNTS], rows)}

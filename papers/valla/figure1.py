@@ -14,6 +14,8 @@ from papers.common import drawing
 from papers.common.data import Part, random_rows, rows_and_targets
 from papers.common.measures import gaussian_kl
 from papers.common.results import Rows, once
+from papers.common.scores import averaged
+from papers.common.tables import grid
 from papers.valla.training import TOY, trained
 
 
@@ -162,7 +164,7 @@ def draw(results: Mapping[str, Any]) -> None:
                 points.append((count, max(row["kl"]["mean"], 1e-8)))
         if points:
             over.plot(*zip(*points, strict=True), f".{style}", label=name, color="#9467bd" if "ELLA" in name else "k")
-    over.set(yscale="log", xlabel="M", title="KL divergence to full LLA")
+    over.set(yscale="log", xlabel="M", ylabel="nats", title="KL(method ‖ LLA), means of the seeds")
     over.legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
 
@@ -179,3 +181,24 @@ def bands(axis: Any, grid: Sequence[float], own: Mapping[str, Any], std: Sequenc
 
 def _edges(mean: Sequence[float], std: Sequence[float]) -> list[list[float]]:
     return [[m + 2 * sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1)]
+
+
+def from_lla(runs: Mapping[str, Any], row: str) -> dict[str, float]:
+    """Returns KL(LLA ‖ method) of predictions, averaged over the grid and the runs, from the curves of std."""
+    found = []
+    for run in runs.values():
+        exact, variance = (
+            torch.tensor(run[name]["curve of std"]).square() + run["LLA"]["noise_variance"] for name in ("LLA", row)
+        )
+        found.append({"kl": float((exact / variance - 1 - (exact / variance).log()).mean() / 2)})
+    return averaged(found)["kl"]
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns both divergences between LLA and a method, and the ratio of their standard deviations."""
+    rows = {}
+    for name, row in results["table"][""].items():
+        if name != "LLA":
+            forward = from_lla(results["runs"], name)["mean"]
+            rows[name] = [f"{forward:.2g}", f"{row['kl']['mean']:.2g}", f"{row['ratio']['mean']:.2f}"]
+    return {"divergence": grid(["KL(LLA ‖ method)", "KL(method ‖ LLA)", "ratio of standard deviations"], rows)}

@@ -9,6 +9,7 @@ import lapwing as lw
 from lapwing.tuning import Tuning
 from papers.common import drawing
 from papers.common.results import Rows
+from papers.common.tables import grid, shown
 from papers.valla.figure1 import GAPS, GRID, STEPS, Toy, bands, curve
 
 
@@ -67,3 +68,13 @@ def draw(results: Mapping[str, Any]) -> None:
         axis.plot(own["curve of validation x"], own["curve of validation y"], ".", color="#ff7f0e", markersize=3)
         axis.set(ylim=(-3, 3), title=f"{name}\nδ = {fits[name]['prior_precision']:.3g}")
     drawing.save(figure, __file__)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the standard deviation in the gaps relative to LLA's, δ and σ² of each fit."""
+    rows = {}
+    for name, fit in results["table"][""]["fits"].items():
+        by_seed = (run["fits"][name]["prior_precision"] for run in results["runs"].values())
+        cells = [shown(fit.get("ratio, gaps"), 2), ", ".join(f"{value:.3g}" for value in by_seed)]
+        rows[name] = [*cells, shown(fit["noise_variance"], 4), shown(fit["validation nll"])]
+    return {"fits": grid(["ratio in the gaps", "δ by seed", "σ²", "validation NLL"], rows)}

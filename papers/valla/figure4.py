@@ -18,6 +18,7 @@ from papers.common import drawing
 from papers.common.data import Batches, Part, Table, arrays, batched, random_rows, rows_and_targets, split
 from papers.common.measures import cqm
 from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
 from papers.valla.training import TABLE, Untuned, trained
 
 PUBLISHED = {
@@ -263,3 +264,54 @@ def draw(results: Mapping[str, Any]) -> None:
     drawing.legend_below(figure, 5)
     axes[0].set_ylabel("share of targets inside")
     drawing.save(figure, __file__)
+
+
+def _row(table: Mapping[str, Any], path: Sequence[str]) -> Any:
+    for part in path:
+        table = table.get(part, {})
+    return table
+
+
+ROWS = {
+    "network, noise of the training residuals": ("network", "MAP"),
+    "network, noise tuned on validation data": ("network", "MAP, noise tuned"),
+    "network, noise of the test rows themselves": ("network", "MAP, noise of the test rows"),
+    "diagonal, validated": ("diagonal", "validation"), "KFAC, validated": ("KFAC", "validation"),
+    "last layer, validated": ("last layer", "validation"), "ELLA, validated": ("ELLA", "validation"),
+    "the prior alone, validated": ("prior alone", "validation"),
+    "VaLLA 100, natural gradient, validated": ("VaLLA 100, natural gradient", "validation"),
+    "VaLLA 100, α-divergence": ("VaLLA 100",),
+    "diagonal, evidence": ("diagonal", "evidence"), "KFAC, evidence": ("KFAC", "evidence"),
+    "last layer, evidence": ("last layer", "evidence"), "ELLA, evidence": ("ELLA", "evidence"),
+    "VaLLA 100, natural gradient, evidence": ("VaLLA 100, natural gradient", "evidence"),
+}  # fmt: skip
+"""Row of the tables -> where its scores are."""
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns NLL, CQM and CRPS of each table, and NLL in units beside the paper's on its larger tables."""
+    of = results["table"]
+    found = {row: [_row(of[name], path) for name in TABLES] for row, path in ROWS.items()}
+    columns = ["flights", "taxi", "kin40k", "California", "elevators"]
+    nll = {row: [shown(scores.get("nll")) for scores in cells] for row, cells in found.items()}
+    quality = {row: [f"{shown(c.get('cqm'))}; {c['crps']['mean']:.3g}" for c in cells] for row, cells in found.items()}
+    methods = {name: f"{name}, validated" for name in ("KFAC", "last layer", "ELLA")}
+    methods = {"network": "network, noise of the training residuals", **methods, "VaLLA 100": "VaLLA 100, α-divergence"}
+    units = {}
+    for name, published, column in (("taxi", "taxi", 1), ("flights", "airline", 0)):
+        units[f"{published}, published"] = [f"{PUBLISHED[published][method]:.3f}" for method in methods]
+        units[f"{name}, ours"] = [shown(found[row][column]["nll, unit"]) for row in methods.values()]
+        evidence = (found.get(f"{method}, evidence") for method in methods)
+        units[f"{name}, ours by the evidence"] = [shown(row[column]["nll, unit"]) if row else "" for row in evidence]
+    first = found["network, noise of the training residuals"]
+    gains = {
+        row: [f"{one['nll']['mean'] - c['nll']['mean']:.2f}" for one, c in zip(first, found[row], strict=True)]
+        for row in ROWS
+        if "evidence" not in row and row not in ("network, noise of the training residuals", "last layer, validated")
+    }
+    return {
+        "nll": grid(columns, nll),
+        "cqm and crps": grid(columns, quality),
+        "units": grid(list(methods), units),
+        "gains": grid(columns, gains),
+    }

@@ -19,6 +19,7 @@ from papers.common.data import Pictures, pictures
 from papers.common.results import Rows, once
 from papers.common.rotations import rotate
 from papers.common.scores import class_scores, entropy, probabilities
+from papers.common.tables import grid, shown
 from papers.valla.figure4 import COLOURS
 from papers.valla.training import IMAGES, Untuned, trained
 
@@ -234,3 +235,43 @@ def draw(results: Mapping[str, Any]) -> None:
         line[1].set(title=f"{name}: ECE", xlabel="angle")
         line[0].legend(frameon=False, fontsize=7)
     drawing.save(figure, __file__)
+
+
+ROWS = {
+    "network": ("network",), "diagonal, evidence": ("diagonal", "evidence"), "KFAC, evidence": ("KFAC", "evidence"),
+    "last layer, evidence": ("last layer", "evidence"), "ELLA, evidence": ("ELLA", "evidence"),
+    "sampled LLA": ("sampled LLA",),
+    "VaLLA 100, natural gradient, evidence": ("VaLLA 100, natural gradient", "evidence"),
+    "VaLLA 100, α-divergence, ended at 250 steps": ("VaLLA 100",), "the same, 600 steps": ("VaLLA 100, 600 steps",),
+}  # fmt: skip
+"""Row of the tables -> where its scores are."""
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the scores of each data set beside the published NLL."""
+    columns = [
+        "NLL published",
+        "NLL, probit",
+        "NLL, Monte Carlo",
+        "accuracy, %",
+        "ECE",
+        "AUROC",
+        "NLL at 90°",
+        "fit, s",
+    ]
+    found = {}
+    for data, table in results["table"].items():
+        rows = {}
+        for heading, path in ROWS.items():
+            of = table.get(path[0], {})
+            of = of[path[1]] if len(path) > 1 else of
+            if not of:
+                continue
+            scores = of.get("softmax") or of["probit"]
+            published = PUBLISHED[data].get(path[0])
+            cells = ["" if published is None else f"{published:.3f}", shown(scores["nll"])]
+            cells += [shown(of.get("Monte Carlo", {}).get("nll")), shown(scores["accuracy"], 1, 100)]
+            cells += [shown(scores["ece"]), shown(scores["auroc"]), shown(scores["rotated"]["90"]["nll"], 2)]
+            rows[heading] = [*cells, shown(of.get("seconds"), 1)]
+        found[data] = grid(columns, rows)
+    return found

@@ -17,6 +17,7 @@ from papers.common.cifar import Cifar, normalised, pixels
 from papers.common.corruptions import COMMON, corrupt
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores, probabilities
+from papers.common.tables import grid, shown
 from papers.valla.figure5 import LINKS, latents
 
 PUBLISHED = {"MAP": 0.282, "diagonal": 0.728, "KFAC": 0.852, "ELLA": 0.233, "sampled LLA": 0.231, "VaLLA": 0.228}
@@ -159,3 +160,28 @@ def draw(results: Mapping[str, Any]) -> None:
     axis.set(xlabel="severity", ylabel="NLL")
     axis.legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the scores of each method beside the published NLL."""
+    columns = ["NLL published", "NLL, probit", "NLL, Monte Carlo", "ECE"]
+    columns += [f"NLL at strength {severity}" for severity in SEVERITIES] + [
+        "images by seed",
+        "fit, s",
+        "predictions, s",
+    ]
+    rows = {}
+    for name, row in results["table"][""].items():
+        scores = row.get("softmax") or row["probit"]
+        published = next((nll for method, nll in PUBLISHED.items() if name.startswith(method)), None)
+        cells = [
+            shown(published),
+            shown(scores["nll"]),
+            shown(row.get("Monte Carlo", {}).get("nll")),
+            shown(scores["ece"]),
+        ]
+        cells += [shown(row["corrupted"][str(severity)]["nll"], 2) for severity in SEVERITIES]
+        images = (run.get(name, {}).get("images", "") for run in results["runs"].values())
+        seconds = (shown(row.get(key), 0) for key in ("seconds", "predict_seconds"))
+        rows[name] = [*cells, ", ".join(str(count) for count in images).strip(", "), *seconds]
+    return {"scores": grid(columns, rows)}

@@ -14,6 +14,7 @@ from papers import ledger
 from papers.common.data import rows_and_targets
 from papers.common.networks import mlp
 from papers.optimal_subspace import figure1, figure2
+from papers.valla import figure1 as toy
 
 ENTRIES = ledger.read()
 RESULTS = {"ella": 20, "valla": 15, "optimal_subspace": 15, "streamlined": 23}
@@ -89,13 +90,7 @@ def test_missing_keys_and_tests_are_noticed():
 
 
 def from_lla(row):
-    """Mean divergence from LLA to a method over the grid and the seeds, from the curves; the JSON has the opposite."""
-    found = []
-    for run in ledger.value("valla/results/figure1.json: runs").values():
-        noise = run["LLA"]["noise_variance"]
-        exact, variance = (torch.tensor(run[name]["curve of std"]).square() + noise for name in ("LLA", row))
-        found.append((exact / variance - 1 - (exact / variance).log()).mean() / 2)
-    return float(torch.stack(found).mean())
+    return toy.from_lla(ledger.value("valla/results/figure1.json: runs"), row)["mean"]
 
 
 def test_valla_is_nearer_than_ella_at_every_number_of_points():
