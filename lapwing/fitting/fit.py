@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import ranks
-from ..covariance import has_prior
+from ..covariance import Covariance, has_prior
 from ..data import batches
 from ..data.batches import Forward
 from ..data.progress import show_progress
@@ -21,12 +21,12 @@ from ..display import warns_once
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
 from ..likelihoods.inferred import warn_of_misfit
-from ..methods import KFAC, FisherRoot, Method, Problem
+from ..methods import KFAC, DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
-from ..tuning import BoundedEvidence, Refit, Training, Tuning, Validation
+from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Validation
 from .checkpoint import Checkpoint
 from .checks import first_rows
 from .default_method import price, surveyed
@@ -35,7 +35,7 @@ from .fit_data import FitData
 from .memory_check import check_memory
 from .options import DEFAULT_TUNING, FitOptions
 from .result import checked, posteriors_of, tuned
-from .runner import Runner
+from .runner import Runner, Stop
 from .update import continued
 from .validation import preferred, worth_trying
 
@@ -227,7 +227,7 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
 def run_and_tune(setup: Setup) -> Posterior:
     """Runs the passes of the method, and tunes what the user did not give; returns the checked posterior."""
     started = time.perf_counter()
-    result = setup.runner.run(setup.method, setup.problem)
+    result = setup.runner.run(setup.method, setup.problem, _stop(setup))
     posterior, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
     if "targets" in posterior.statistics:  # of Gaussian noise
         rows = first_rows(posterior.tangent, posterior.likelihood, setup.data.inputs, setup.data.targets)
@@ -242,6 +242,21 @@ def run_and_tune(setup: Setup) -> Posterior:
     posterior = checked(tuned(tune, posterior, training), parts)
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
     return posterior
+
+
+def _stop(setup: Setup) -> Stop | None:
+    """Returns what ends the curvature's pass, or None if the tuning needs the curvature of all data."""
+    if not isinstance(setup.data.tune, EarlyStopping) or setup.data.tune.stop != "first fall":
+        return None
+    falls = setup.data.tune.falls()
+
+    def stop(covariance: Covariance, summary: DataSummary) -> bool:
+        result = FitResult(covariance, summary=summary)
+        whole, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
+        part = next(part for part in parts if part.samples == summary.samples)
+        return ranks.on_first("early stopping", lambda: falls(part, whole))
+
+    return stop
 
 
 def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training) -> Posterior:

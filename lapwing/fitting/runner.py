@@ -34,6 +34,9 @@ from .runner_state import PassSums, RunnerState
 Advance = Callable[[], Any]
 """Counts one batch on the bar of a pass."""
 
+Stop = Callable[[Covariance, DataSummary], bool]
+"""Whether more samples than those of a covariance would make it worse: see `EarlyStopping(stop="first fall")`."""
+
 
 class Runner:
     """Reads the data for each pass of a method. The first pass over all samples also sums likelihood statistics.
@@ -55,6 +58,7 @@ class Runner:
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
         self._labels: Tensor | None = None
         self._at = RunnerState()
+        self._stop: Stop | None = None
         self.prefixes: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}
 
     @property
@@ -93,8 +97,9 @@ class Runner:
         """Returns the likelihood statistics of the samples that the passes have read."""
         return self._at.summary
 
-    def run(self, method: Method, problem: Problem) -> FitResult:
-        """Runs all passes; returns the method's result."""
+    def run(self, method: Method, problem: Problem, stop: Stop | None = None) -> FitResult:
+        """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass."""
+        self._stop = stop
         passes = method.passes(problem)
         answers: list[State | None] = [None]  # `pop` leaves the method the only reference to a state
         while True:
@@ -119,19 +124,23 @@ class Runner:
             ranks.overwrite(f"the basis of the pass '{step.label}'", step.basis_tensors())
             if step.in_iteration:
                 self._checkpoint = None
+        if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
+            return self._sums(step, problem).state
         generator = problem.root.generator
-        drawn = generator.get_state()
-        state = self._sums(step, problem).state
-        if isinstance(step, CurvaturePass) and step.limit is None and self._parts:
-            after, count = generator.get_state(), self._at.size
-            for samples in sorted({max(1, count >> i) for i in range(1, self._parts + 1)} - {count}):
-                part = copy.copy(step)
-                part.limit = samples
-                generator.set_state(drawn)  # the draws of these samples in the whole pass
-                sums = self._sums(part, problem)
-                self.prefixes[samples] = part.finish(sums.state), sums.summary.statistics
-            generator.set_state(after)
-        return state
+        drawn, state = generator.get_state(), None if self._stop else self._sums(step, problem).state
+        after, count = generator.get_state(), self.count()
+        for samples in sorted({max(1, count >> i) for i in range(1, self._parts + 1)} - {count}):
+            part = copy.copy(step)
+            part.limit = samples
+            generator.set_state(drawn)  # the draws of these samples in the whole pass
+            sums = self._sums(part, problem)
+            last = sums.state.mapped(torch.clone) if self._stop else State()
+            self.prefixes[samples] = part.finish(sums.state), sums.summary.statistics
+            if self._stop and self._stop(self.prefixes[samples][0], sums.summary):
+                self._at.summary, self._at.whole = sums.summary, False
+                return last
+        generator.set_state(after)
+        return self._sums(step, problem).state if state is None else state
 
     def _sums(self, step: Pass, problem: Problem) -> PassSums:
         """Runs a pass over the data, or the rest of it."""

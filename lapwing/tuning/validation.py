@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
 from .choice import RISING, SURE, TEMPERATURES, best_of, chosen_numbers, surely_better, with_ranks
 from .evidence import Training, Tuning, without_rank
-from .held_out import contracted
+from .held_out import at_precision, contracted, sample_scores
 from .regression_width import SAMPLES, inputs_read, trained_product
 from .search import ascend, evenly
 
@@ -162,14 +163,18 @@ class EarlyStopping(_OnHeldOutData):
         decades: range of log10 δ.
         points: number of candidates for δ.
         ranks: for subspaces, numbers of leading directions to compare with all directions.
+        stop: "best" compares all n. "first fall" starts with the smallest n and ends the fit at the first n whose best
+            score is lower than the best so far, by one standard error of the paired difference. Then it compares the n
+            that it has seen, and never sums the curvature of the rest.
 
     Raises:
         LapwingError: if the form is unknown, or a number does not give a grid.
 
     Cost: memory of `prefixes` curvatures (K x K for subspaces). The last pass of the fit is repeated for the first half
-    of the data, the first quarter, and so on, so it takes up to twice as long. One pass over the loader, contracted
-    once for subspaces and once per prefix for other methods. The first samples of the training loader should be a
-    random subset.
+    of the data, the first quarter, and so on, so it takes up to twice as long. With "first fall" it takes up to twice
+    as long as a pass over the n at which it ends. One pass over the loader, contracted once for subspaces and once per
+    prefix for other methods; with "first fall", one more for each n. The first samples of the training loader should be
+    a random subset.
 
     Example:
         >>> import torch, lapwing as lw
@@ -187,6 +192,7 @@ class EarlyStopping(_OnHeldOutData):
     decades: tuple[float, float] = option((-5.0, 7.0), RISING)
     points: int = option(25, at_least(3))
     ranks: tuple[int, ...] = option((), RANKS, write="(5, 10)")
+    stop: Literal["best", "first fall"] = "best"
 
     def check(self, method: Method, shape: FitShape) -> None:
         if not method.allows_early_stopping():
@@ -197,17 +203,43 @@ class EarlyStopping(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         if not training.prefixes:
             raise _without_prefixes(str(posterior.method))
-        whole = posterior.samples * posterior.data_factor
-        candidates = []
-        for part in (*training.prefixes, posterior):
-            part = part if part.noise_fixed else part.with_defaults()
-            if self.form == "scaled" and part.prior.fixed and part.samples < whole and part is not posterior:
-                part = part.at(part.prior.precision * (part.samples / whole), part.noise_variance)
-            candidates.extend(with_ranks(part, self.ranks))
+        parts = (*training.prefixes, posterior)
+        candidates = [one for part in parts for one in self._candidates(part, posterior)]
         loader = Data.of(self.loader, posterior.model, posterior.columns)
         best = best_of(candidates, self.decades, self.points, loader)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
-        return replace(best, method=replace(posterior.method, first_samples=(best.samples, posterior.samples)))
+        shown = training.shown or posterior.samples
+        return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)))
+
+    def _candidates(self, part: Posterior, whole: Posterior) -> list[Posterior]:
+        """Returns the posterior of the first samples in the chosen form, for each rank."""
+        part, every = part if part.noise_fixed else part.with_defaults(), whole.samples * whole.data_factor
+        if self.form == "scaled" and part.prior.fixed and part.samples < every and part is not whole:
+            part = part.at(part.prior.precision * (part.samples / every), part.noise_variance)
+        return with_ranks(part, self.ranks)
+
+    def falls(self) -> Callable[[Posterior, Posterior], bool]:
+        """Returns a function that scores posteriors of rising n, and returns whether the score has fallen.
+
+        Its arguments are the posterior of the first samples and that scaled to all samples.
+        """
+        best: list[Tensor] = []
+
+        def has_fallen(part: Posterior, whole: Posterior) -> bool:
+            exponents = [] if part.prior.fixed else evenly(*self.decades, self.points)
+            scores = sample_scores(
+                self._candidates(part, whole),
+                lambda one: [at_precision(one, 10**exponent) for exponent in exponents] or [one],
+                Data.of(self.loader, part.model, part.columns),
+            ).flatten(0, 2)
+            now = scores[int(scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())]
+            if best and surely_better(best[0], now, 1.0):
+                return True
+            if not best or now.mean() > best[0].mean():
+                best[:] = [now]
+            return False
+
+        return has_fallen
 
 
 def _without_prefixes(method: str) -> LapwingError:

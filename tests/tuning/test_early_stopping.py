@@ -113,3 +113,68 @@ def test_open_noise_beside_a_given_prior():
         chosen = problem.fit(lw.KFAC(), likelihood=lw.Gaussian(), prior_precision=2.0, tune=tune)
         assert chosen.noise_variance > 0
         assert form == "scaled" or chosen.prior_precision == 2.0
+
+
+def narrow_task(noise):
+    """A network whose labels are partly noise, so that a curvature of many samples makes the posterior too narrow."""
+    torch.manual_seed(0)
+    x = torch.randn(640, 2).double()
+    y = torch.where(torch.rand(640) < noise, torch.randint(2, (640,)), (x[:, 0] > 0).long())
+    model = torch.nn.Linear(2, 2).double().eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-6.0, 0.0], [6.0, 0.0]]))  # far too confident
+        model.bias.zero_()
+    return model, (x[:512], y[:512]), [(x[512:], y[512:])]
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(3, 6), lw.Full()], ids=repr)
+def test_the_first_fall_ends_the_pass(method):
+    model, data, held_out = narrow_task(0.4)
+
+    def score(posterior):
+        return posterior.predict(held_out[0][0]).log_prob(held_out[0][1])
+
+    keep = Keep()
+    keep.prefixes = 9
+    lw.fit(model, data, method, prior_precision=0.1, tune=keep, params=lw.everything)
+    best, seen = None, []
+    for part in keep.training.prefixes:
+        now = score(part)
+        seen.append(part)
+        if best is not None and (best - now).mean() > (best - now).std(correction=0) / len(now) ** 0.5:
+            break
+        best = now if best is None or now.mean() > best.mean() else best
+    assert 1 < len(seen) < len(keep.training.prefixes)  # it does fall, and not at once
+    tune = lw.EarlyStopping(held_out, stop="first fall", prefixes=9)
+    stopped = lw.fit(model, data, method, prior_precision=0.1, tune=tune, params=lw.everything)
+    wanted = max(seen, key=lambda part: float(score(part).mean()))
+    assert stopped.samples == wanted.samples
+    assert torch.allclose(score(stopped), score(wanted))
+    assert f"first {wanted.samples} of 512" in str(stopped.method)
+
+
+def test_a_stopped_pass_reads_only_the_first_samples():
+    model, (x, y), held_out = narrow_task(0.4)
+    read = []
+
+    class Counted(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(x)
+
+        def __getitem__(self, i):
+            read.append(i)
+            return x[i], y[i]
+
+    tune = lw.EarlyStopping(held_out, stop="first fall", prefixes=9)
+    lw.fit(model, Counted(), lw.KFAC(), prior_precision=0.1, tune=tune)
+    assert len(set(read)) <= 256
+
+
+def test_without_a_fall_all_n_are_compared():
+    model, data, held_out = narrow_task(0.0)
+    fits = [
+        lw.fit(model, data, lw.KFAC(), prior_precision=0.1, tune=lw.EarlyStopping(held_out, stop=stop, prefixes=4))
+        for stop in ("best", "first fall")
+    ]
+    assert fits[0].samples == fits[1].samples
+    close(fits[0].covariance.to_dense(), fits[1].covariance.to_dense())
