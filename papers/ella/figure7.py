@@ -12,27 +12,27 @@ import lapwing as lw
 from lapwing.covariance import Latent
 from lapwing.tangent import Record
 from papers.common import drawing
-from papers.common.cifar import Cifar
+from papers.common.cifar import LastLayer
 from papers.common.scores import averaged, class_scores
 from papers.common.tables import grid, shown
 from papers.ella.stopping import DELTAS, KeepPrefixes
 
 
-def run(seeds: Sequence[int] = (0, 1), shown: int = 14_000, reported: int = 4000) -> dict[str, Any]:
+def run(seeds: Sequence[int] = (0, 1, 2), shown: int = 14_000, reported: int = 4000) -> dict[str, Any]:
     """Returns scores of exact Laplace of the last layer (LLA*) after n images, and of the network."""
     runs = []
     for seed in seeds:
-        setup = Cifar.load(seed, shown, reported=reported)
+        setup = LastLayer.load(seed, shown, reported)
         runs.append(last_layer_over_n(setup, seed))
         print(seed, runs[-1], flush=True)
     with torch.no_grad():
-        outputs, labels = (torch.cat(part) for part in zip(*((setup.model(x), y) for x, y in setup.test), strict=True))
+        outputs, labels = (torch.cat(part) for part in zip(*((setup.layer(x), y) for x, y in setup.test), strict=True))
     plain = class_scores(outputs.softmax(-1), labels)
     return {"images": shown, "reported": reported, "seeds": len(seeds), "MAP": plain, "over n": averaged(runs)}
 
 
 def last_layer_over_n(
-    setup: Cifar, seed: int, fixed: Sequence[float] = (0.5, 5.0, 50.0), prefixes: int = 11
+    setup: LastLayer, seed: int, fixed: Sequence[float] = (0.5, 5.0, 50.0), prefixes: int = 11
 ) -> dict[int, dict[str, dict[str, float]]]:
     """Scores exact linearised Laplace of the last layer (LLA*) with the curvature of n images, n growing.
 
@@ -47,10 +47,7 @@ def last_layer_over_n(
         test images, and that precision.
     """
     keep = KeepPrefixes(prefixes)
-    lw.fit(
-        setup.model, setup.train, lw.Full(), params=lw.last_layer, prior_precision=1.0, tune=keep, data_size=50_000,
-        seed=seed,
-    )  # fmt: skip
+    lw.fit(setup.layer, setup.train, lw.Full(), prior_precision=1.0, tune=keep, data_size=50_000, seed=seed)
     tangent = keep.found[0].tangent
     val, test = (
         [(record, y) for x, y in part for _, record in tangent.records(x)] for part in (setup.val[:10], setup.test)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
+from papers.common.images import resized_crops
 from papers.ella import table5
 from papers.ella.shared import balanced_directions, contracted, curvatures, directions_of, ella_latent
 
@@ -74,3 +75,28 @@ def test_the_toy_has_the_network_and_the_divergence_of_the_paper(monkeypatch):
     assert found["KL(LLA || method)"]["equal noise"]["KFAC"] == pytest.approx(float(expected), rel=1e-4)
     swapped = ((1 / ratio - 1 + ratio.log()) / 2).mean()
     assert found["KL(method || LLA)"]["equal noise"]["KFAC"] == pytest.approx(float(swapped), rel=1e-4)
+
+
+class TestResizedCrops:
+    def test_whole_images_stay(self):
+        x = torch.rand(3, 1, 8, 10)
+        assert torch.allclose(resized_crops(x, 0, share=(1, 1), ratio=(1, 1), mirror=0), x, atol=1e-6)
+        assert torch.allclose(resized_crops(x, 0, share=(1, 1), ratio=(1, 1), mirror=1), x.flip(3), atol=1e-6)
+
+    def test_ramps_show_the_rectangles(self):
+        """A ramp stays a ramp: its slope is the side of the rectangle, and its values are those of the image."""
+        across = torch.arange(32.0).expand(2000, 1, 32, 32)
+        x = torch.cat([across, across.mT], 1)
+        crops = resized_crops(x, 1, mirror=0)
+        middle = slice(8, 24)  # away from the border, where values are repeated
+        wide = crops[:, 0, 16, middle].diff(dim=-1)
+        high = crops[:, 1, middle, 16].diff(dim=-1)
+        assert torch.allclose(wide, wide[:, :1].expand_as(wide), atol=1e-3)
+        area, ratio = wide[:, 0] * high[:, 0], wide[:, 0] / high[:, 0]
+        assert 0.08 - 1e-3 <= area.min() < 0.1
+        assert area.max() > 0.9
+        assert float(area.mean()) == pytest.approx(0.53, abs=0.02)
+        assert 3 / 4 - 1e-2 <= ratio.min() < 0.8
+        assert 1.25 < ratio.max() <= 4 / 3 + 1e-2
+        assert crops.min() >= 0
+        assert crops.max() <= 31
