@@ -17,9 +17,6 @@ from papers.together.tasks import Task
 SIZES = (10, 20, 50, 100, 200)
 """Numbers of directions: ELLA's rows and rank, inducing points, weights or data of a subset."""
 
-MOVES = 200
-"""Steps of the bound that move inducing points."""
-
 JOINT = 300
 """Test inputs whose joint covariance is compared."""
 
@@ -47,7 +44,6 @@ def methods() -> dict[str, tuple[lw.Method, Any]]:
     }
     for size in SIZES:
         found[f"VaLLA, {size}"] = lw.VaLLA(size), lw.everything
-        found[f"VaLLA, points moved, {size}"] = lw.VaLLA(size, lw.VariationalBound(MOVES)), lw.everything
         found[f"subset of data, {size}"] = lw.SubsetOfData(size), lw.everything
         for residual, label in ((None, ""), ("prior", " with residual")):
             options: Any = {"residual": residual}
@@ -122,7 +118,7 @@ class Reference:
 COLOURS = {
     "diagonal": "#1f77b4", "KFAC": "#d62728", "EKFAC": "#ff9896", "last layer": "#2ca02c", "ELLA": "#9467bd",
     "VaLLA": "#000000",
-    "VaLLA, points moved": "#17becf", "optimal subspace": "#ff7f0e", "subset of weights": "#8c564b",
+    "optimal subspace": "#ff7f0e", "subset of weights": "#8c564b",
     "subset of data": "#7f7f7f",
 }  # fmt: skip
 
@@ -148,9 +144,9 @@ def draw(results: Mapping[str, Any]) -> None:
 def _draw_residual(table: Mapping[str, Any]) -> None:
     figure, ((*axes,),) = drawing.panels(1, len(table), (3.4 * len(table), 3.8), sharey=True)
     for axis, (name, rows) in zip(axes, table.items(), strict=True):
-        for label in ("ELLA", "optimal subspace", "subset of weights", "VaLLA", "VaLLA, points moved"):
+        for label in ("ELLA", "optimal subspace", "subset of weights", "VaLLA"):
             for suffix, style in (("", "--"), (" with residual", "-")):
-                style = "-" if label.startswith("VaLLA") else style
+                style = "-" if label == "VaLLA" else style
                 found = {size: rows[f"{label}{suffix}, {size}"] for size in SIZES if f"{label}{suffix}, {size}" in rows}
                 points = [(size, row["KL(LLA || method)"]) for size, row in found.items()]
                 if points:

@@ -19,8 +19,11 @@ from papers.common.training import Recipe, drawn, kept, seeded, train
 from papers.streamlined import transformers
 from papers.streamlined.ivon import IVON
 
-SHOWN, HELD_OUT, TESTED, FOREIGN = 3000, 500, 1500, 500
-"""Largest numbers of samples that fits see, that tune, that are reported, and that are foreign."""
+SHOWN, HELD_OUT, TESTED, FOREIGN = 1000, 500, 1000, 500
+"""Largest numbers of images that fits see, of samples that tune and that are reported, and of foreign images."""
+
+EPOCHS = 5
+"""Of the training of the MLPs for images."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +167,13 @@ IMAGES = {"MNIST": "mnist", "Fashion-MNIST": "fashion_mnist"}
 
 
 def images(name: str, seed: int) -> Task:
-    """Returns MNIST or Fashion-MNIST and a ReLU MLP 784-128-64-10, trained without weight decay for 20 epochs.
+    """Returns MNIST or Fashion-MNIST and a ReLU MLP 784-128-64-10, trained without weight decay for five epochs.
 
     The test images of the other data set are foreign.
     """
     data = pictures(IMAGES[name], seed, TESTED)
     whole = torch.cat([x for x, _ in data.train]), torch.cat([y for _, y in data.train])
-    recipe = Recipe(F.cross_entropy, 20 * len(data.train), falling=1.0)
+    recipe = Recipe(F.cross_entropy, EPOCHS * len(data.train), falling=1.0)
     training = Training(whole, lambda: mlp(784, 128, 64, 10, activation=nn.ReLU), recipe)
     test = torch.cat([x for x, _ in data.test]), torch.cat([y for _, y in data.test])
     return Task(

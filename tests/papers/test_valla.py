@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from papers.common.cifar import Cifar
+from papers.common.data import Pictures, Table, available, batched
 from papers.common.measures import cqm
 from papers.common.training import Recipe
-from papers.valla import cost, figure4
+from papers.valla import cost, figure1, figure3, figure4, figure5, published
 from papers.valla.table1 import CifarTask
 from papers.valla.training import trained
 
@@ -73,3 +74,47 @@ def test_rows_of_the_resnet_table_at_a_small_network():
     assert rows[1]["prior_precision"] in (1e4, 1e12)
     certain = task.sampled_row(0, (1e12,), 4)
     assert certain["probit"]["nll"] == pytest.approx(alone["softmax"]["nll"], abs=1e-4)
+
+
+def test_rows_of_the_published_fit(monkeypatch):
+    """A small table and small images go through every row; the published fit says how it ended."""
+    monkeypatch.setattr(published, "STEPS", 6)
+    monkeypatch.setattr(published, "EVERY", 2)
+    x = torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True).sin() + 0.3 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).eval()
+    part = x[:200], y[:200]
+    data = Table("small", part, (x[200:300], y[200:300]), (x[300:], y[300:]), 2.0, "1")
+    rows = published.TableRows(figure4.TableTask(data, model, batched(*part, 50), batched(*data.val, 50), data.test), 0)
+    found = rows.published()
+    assert found["steps"] == 2 * (len(found["looks"]) - 1)
+    assert bool(found["ended by the rise"]) == (found["looks"][-1] > found["looks"][-2])
+    assert rows.network(rows.held_out)["noise"] == pytest.approx(float(rows.task.errors(data.val).mean()))
+    assert rows.validated(None)["nll"] < rows.network(part)["nll"] + 1
+
+
+def test_rows_of_images_of_the_published_fit(monkeypatch):
+    monkeypatch.setattr(published, "STEPS", 2)
+    x, y = torch.randn(120, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(120) % 10
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10)).eval()
+    loader = batched(x, y, 40)
+    rows = published.ImageRows(figure5.ImageTask(model, Pictures(loader, loader, loader, 3 * x), x, y), 0)
+    found = rows.published()
+    assert set(found) >= {"textbook probit", "Monte Carlo", "steps"}
+    one, own = rows.one_temperature(), rows.network(1.0)
+    assert one["nll"] < own["nll"]
+    assert one["accuracy"] == own["accuracy"]
+
+
+def test_distances_on_the_toy(monkeypatch):
+    """KFAC is apart from full LLA in both directions; the closed form is at distance zero from itself."""
+    if not available("izmailov_toy1d.npz"):
+        pytest.skip("the toy is not there")
+    for module in (figure1, figure3):
+        monkeypatch.setattr(module, "TOY", Recipe(F.mse_loss, 200, batch=0))
+    monkeypatch.setattr(figure3, "MOVES", 3)
+    task = figure3.Distances(0)
+    methods = figure3.methods()
+    kfac = task.row(*methods["KFAC"])
+    assert min(kfac["KL(LLA || method)"], kfac["KL(method || LLA)"]) > 1e-4
+    assert task.row(*methods["VaLLA, M = 20"])["KL(closed form || method)"] < 1e-9
