@@ -15,6 +15,7 @@ from papers.common import drawing
 from papers.common.measures import gaussian_kl
 from papers.common.networks import mlp
 from papers.common.scores import averaged
+from papers.common.tables import grid, shown
 from papers.common.training import seeded, train
 
 PUBLISHED = {"ELLA": 0.83, "KFAC": 0.35, "diagonal": 1.71, "last layer": 2.44}
@@ -126,3 +127,14 @@ def draw(results: Mapping[str, Any]) -> None:
         axis.set(title=name, xlabel="x", ylim=(-4, 4))
     axes[0].set_ylabel("f(x), one and two std (seed 0)\ndotted: two std of LLA")
     drawing.save(figure, __file__, "figure1")
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the divergences by direction and noise."""
+    printed = [shown(PUBLISHED.get(method), 2) for method in METHODS]
+    rows = {"published: KL(LLA ‖ method), mixed noise": printed}
+    for direction in ("KL(LLA || method)", "KL(method || LLA)"):
+        for noise in ("mixed noise", "equal noise"):
+            found = results[direction][noise]
+            rows[f"{direction.replace('||', '‖')}, {noise}"] = [shown(found[method], 2) for method in METHODS]
+    return {"divergence": grid([*METHODS], rows)}
