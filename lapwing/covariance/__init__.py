@@ -1,7 +1,7 @@
 """Covariances over the weights, and the latent Gaussians that they imply for the network's outputs.
 
-It imports `tangent` and lower packages. Begin with `base.py` (the protocol of a structure), `terms.py` and `latent.py`
-(covariances and distributions of the outputs), then `dense.py`, the simplest structure.
+Begin with `base.py` (the protocol), `terms.py` and `latent.py` (covariances and distributions of the outputs), then
+`dense.py`, the simplest structure.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ Registered = TypeVar("Registered", bound="type[Covariance]")
 def register_covariance(kind: Registered) -> Registered:
     """Registers a class of covariances, so that files can hold it: a decorator of the class.
 
-    A file names the class, which needs `entries` and `from_tensors`. `lw.load` finds it if the module that defines it
-    has been imported.
+    A file names the class, which needs `entries` and `from_tensors`. `lw.load` finds it if its module has been
+    imported.
 
     Raises:
         LapwingError: if `kind` is not a class of covariances, or if another class has its name.
@@ -76,35 +76,25 @@ def split_blocks(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
 class Covariance(ABC):
     """A PSD matrix Σ over the weights of some blocks.
 
-    Attributes:
-        record_dtype: the dtype in which records must be contracted, or None for the usual one.
-        precision: prior precision δ of each block in the fit, (n_blocks,) float64, or None without a prior.
-        full_rank: whether every direction of the weights has a positive variance.
-        has_prior: whether the prior can be changed: `PriorCovariance`. Ask `has_prior(covariance)`.
-        has_rank: whether it is a subspace that can be restricted to leading directions: `Subspace`. Ask `has_rank`.
-        distinct_draws: number of draws that Σ is made of, or None for any other Σ.
-        keeps_outputs: whether `output_covariance` of a layer that gives all outputs needs no matrix (B, C, C).
-        continued_by: how further data are added to the curvature, or None if they cannot be: to Kronecker factors and
-            other sums by block, to a matrix G, to rows U with `G = Uᵀ M U`, or to the curvature on a fixed basis.
+    `continued_by` says how further data are added to the curvature: to Kronecker factors and other sums by block, to a
+    matrix G, to rows U with `G = Uᵀ M U`, or to the curvature on a fixed basis. None: they cannot be.
     """
 
     blocks: tuple[Block, ...]
-    record_dtype: torch.dtype | None = None
-    precision: Tensor | None = None
-    full_rank: bool = False
-    has_prior: ClassVar[bool] = False
-    has_rank: ClassVar[bool] = False
-    distinct_draws: int | None = None
-    keeps_outputs: ClassVar[bool] = False
+    record_dtype: torch.dtype | None = None  # in which records must be contracted; None is the usual one
+    precision: Tensor | None = None  # prior precision δ of each block in the fit, (n_blocks,) float64, if any
+    full_rank: bool = False  # every direction of the weights has a positive variance
+    has_prior: ClassVar[bool] = False  # the prior can be changed: ask `has_prior(covariance)`
+    has_rank: ClassVar[bool] = False  # it can be restricted to leading directions: ask `has_rank(covariance)`
+    distinct_draws: int | None = None  # number of draws that Σ is made of; None for any other Σ
+    keeps_outputs: ClassVar[bool] = False  # a layer that gives all outputs needs no matrix (B, C, C)
     continued_by: Literal["blocks", "matrix", "rows", "basis"] | None = None
 
     @property
     def size(self) -> int:
-        """P."""
         return sum(block.size for block in self.blocks)
 
     def block(self, name: str) -> Block:
-        """Returns the block of that name."""
         return next(block for block in self.blocks if block.name == name)
 
     @abstractmethod
@@ -175,15 +165,10 @@ class Covariance(ABC):
 
 
 class PriorCovariance(Covariance):
-    """A covariance from a curvature G and a Gaussian prior that can be changed without another pass over the data.
+    """A covariance from a curvature G and a Gaussian prior that can be changed without another pass over the data."""
 
-    Attributes:
-        precision: prior precision δ of each block (n_blocks,), float64.
-        scale: s = N/(n σ² τ), the factor of the curvature at unit noise.
-    """
-
-    precision: Tensor
-    scale: float
+    precision: Tensor  # prior precision δ of each block (n_blocks,), float64
+    scale: float  # s = N/(n σ² τ), the factor of the curvature at unit noise
     has_prior = True
 
     @abstractmethod

@@ -16,16 +16,11 @@ from .base import same_ratios
 
 
 class Basis(ABC):
-    """K directions W (K, P) in weight space.
+    """K directions W (K, P) in weight space."""
 
-    Attributes:
-        rank: K.
-        record_dtype: the dtype in which records must be projected, or None for the usual one.
-    """
-
-    rank: int
+    rank: int  # K
     dtype: torch.dtype
-    record_dtype: torch.dtype | None = None
+    record_dtype: torch.dtype | None = None  # in which records must be projected; None is the usual one
 
     @property
     def scratch_per_row(self) -> int:
@@ -91,7 +86,6 @@ class ExplicitBasis(Basis):
         return self.vectors
 
     def project(self, record: Record) -> Tensor:
-        """Uses forward mode or the products of the blocks, whichever is cheaper."""
         if not self.rank:  # all rows of J were zero
             return torch.zeros(record.samples, record.cotangents, 0, dtype=record.dtype, device=record.device)
         return record.jvp(self.vectors)
@@ -117,13 +111,9 @@ class ExplicitBasis(Basis):
 class ImplicitBasis(Basis):
     """Directions `W = T J̃ D` that combine M rows of the Jacobian and are never formed: memory O(K M).
 
-    Products with the network's Jacobian are blocks of the NTK, `J Wᵀ = J D J̃ᵀ Tᵀ`. They subtract nearly equal numbers,
-    so records are contracted in float64.
-
-    Args:
-        anchors: J̃.
-        coefficients: T (K, M), float64.
-        scales: D: block name -> factor.
+    J̃ are `anchors`, T (K, M) `coefficients` and D `scales`, a factor by block name. Products with the network's
+    Jacobian are blocks of the NTK, `J Wᵀ = J D J̃ᵀ Tᵀ`. They subtract nearly equal numbers, so records are contracted
+    in float64.
     """
 
     dtype = record_dtype = torch.float64
@@ -187,12 +177,7 @@ class ImplicitBasis(Basis):
 
 
 class CoordinateBasis(Basis):
-    """W picks K weights, `W_k = e_{i_k}ᵀ`. It stores indices instead of rows: memory O(K).
-
-    Args:
-        picked: indices of K distinct weights among all P, blocks in order. Directions have the order of the indices.
-        dtype: the dtype in which coefficients and records are contracted.
-    """
+    """W picks K weights, `W_k = e_{i_k}ᵀ`, in the order of the indices `picked` (blocks in order). Memory O(K)."""
 
     def __init__(self, blocks: Sequence[Block], picked: Tensor, dtype: torch.dtype) -> None:
         self.picked, self.rank, self.dtype = picked, len(picked), dtype
@@ -221,10 +206,7 @@ class CoordinateBasis(Basis):
         return torch.diag(precision[self._block])
 
     def project(self, record: Record) -> Tensor:
-        """Gathers columns of J from each block with a picked weight.
-
-        Cost: the gradients of the record, and its rows in layers with several positions, for any K; memory O(B R K).
-        """
+        """Gathers columns of J. Cost for any K: the gradients, and rows of layers with several positions."""
         shape = record.samples, record.cotangents, self.rank
         projected = torch.empty(shape, dtype=record.dtype, device=record.device)
         for name, index in self._index.items():

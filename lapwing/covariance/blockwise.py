@@ -28,13 +28,7 @@ STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBloc
 
 @register_covariance
 class Blockwise(PriorCovariance):
-    """`Σ = blockdiag_b (s U_b diag(λ_b) U_bᵀ + δ_b I)⁻¹`, exact in each block's eigenbasis.
-
-    Args:
-        structures: block name -> its curvature at unit noise.
-        precision: δ (n_blocks,).
-        scale: s.
-    """
+    """`Σ = blockdiag_b (s U_b diag(λ_b) U_bᵀ + δ_b I)⁻¹`, exact in the eigenbasis of each block's curvature."""
 
     full_rank = True
     keeps_outputs = True
@@ -64,11 +58,9 @@ class Blockwise(PriorCovariance):
         return {name: self._weightings[name].flat.view_as(s.eigenvalues) for name, s in self.structures.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the cached weights."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_weights", "_weightings")}
 
     def with_prior(self, precision: Tensor, scale: float) -> Blockwise:
-        """Returns the covariance under another prior, without a refactorisation. Time O(P)."""
         return Blockwise(self.blocks, self.structures, precision, scale)
 
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:

@@ -30,15 +30,9 @@ def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
 class DenseCovariance(PriorCovariance):
     """`Σ = Δ^(-1/2) U diag(1/(s λ + 1)) Uᵀ Δ^(-1/2)` from the eigenpairs of `Δ^(-1/2) G Δ^(-1/2)`.
 
-    A prior with the same ratios between blocks reuses the eigenpairs. Other ratios need a refactorisation, O(P³). All
-    tensors are float64: float32 sums have rounding errors that can exceed a small prior precision. Memory 16 P² bytes,
-    and 32 P² while the eigenpairs are computed.
-
-    Args:
-        curvature: G (P, P) at unit noise.
-        precision: δ (n_blocks,).
-        scale: s.
-        eigen: λ, U and the precision at which they were computed. Ignored if its ratios between blocks differ.
+    A prior with the same ratios between blocks reuses the eigenpairs (`eigen`: λ, U and their precision). Other ratios
+    need a refactorisation, O(P³). All tensors are float64: float32 sums have rounding errors that can exceed a small
+    prior precision. Memory 16 P² bytes, and 32 P² while the eigenpairs are computed.
     """
 
     record_dtype = torch.float64

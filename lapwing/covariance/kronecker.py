@@ -23,23 +23,13 @@ MIN_SAVED_COLUMNS = 128
 
 @dataclass(frozen=True)
 class KroneckerFactors:
-    """Eigenpairs of the two factors of a layer, and the number of positions in their sums.
+    """Eigenpairs of the sums `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ`, to which data can be added."""
 
-    Further data can be added, because `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ` are sums over data.
-
-    Attributes:
-        inputs: U_in (G, I, I), or None if A is diagonal (embeddings).
-        outputs: U_out (G, O, O).
-        input_eigenvalues: α (G, I), float64.
-        output_eigenvalues: γ (G, O), float64.
-        count: # (1,), number of positions (integer) or sum of their weights (float64).
-    """
-
-    inputs: Tensor | None
-    outputs: Tensor
-    input_eigenvalues: Tensor
-    output_eigenvalues: Tensor
-    count: Tensor
+    inputs: Tensor | None  # U_in (G, I, I), or None if A is diagonal (embeddings)
+    outputs: Tensor  # U_out (G, O, O)
+    input_eigenvalues: Tensor  # α (G, I), float64
+    output_eigenvalues: Tensor  # γ (G, O), float64
+    count: Tensor  # (1,), number # of positions (integer) or sum of their weights (float64)
 
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
@@ -55,9 +45,7 @@ class KroneckerFactors:
 class KroneckerBlock(Structure):
     """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups. U_in is None if A is diagonal (embeddings).
 
-    Args:
-        eigenvalues: λ (G, O, I): KFAC's `γ_j α_i / #`, or EKFAC's second moments of the rotated Jacobian.
-        factors: eigenpairs of the layer's factors.
+    λ (G, O, I) are KFAC's `γ_j α_i / #`, or EKFAC's second moments of the rotated Jacobian.
     """
 
     kind = "kronecker"

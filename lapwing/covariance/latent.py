@@ -1,9 +1,8 @@
 """Latents: the distribution of the network's outputs, which a link turns into a distribution of y.
 
 There are four kinds: a Gaussian for each input (`Latent`), one Gaussian over all inputs (`JointLatent`), a Gaussian
-with the covariance of draws (`LinearDraws`), and outputs under draws of the weights (`LatentDraws`). `SelectedLatent`
-is a `Latent` of some of the outputs. All have `mean`, `variance`, `std`, `centred_variance`, `covariance`, `sample`,
-`scaled`, `tempered`, `compact` and `with_checks`. `draws` is None except in `LatentDraws`.
+with the covariance of draws (`LinearDraws`), and outputs under draws of the weights (`LatentDraws`). All have the same
+methods. `draws` is None except in `LatentDraws`.
 """
 
 from __future__ import annotations
@@ -175,13 +174,10 @@ class SelectedLatent(Latent):
         return replace(self, mean=self.mean / temperature, every_mean=self.every_mean / temperature)
 
     def of_classes(self) -> Latent:
-        """Returns a latent of all C logits (B, C), for links to class probabilities.
+        """Returns a latent of all C logits (B, C), for links to class probabilities. Raises if k is 1.
 
         The k logits keep their covariance relative to their average. The other C - k logits keep their means, and their
         variance is the average variance of the k.
-
-        Raises:
-            LapwingError: if k is 1, because a softmax depends only on differences between logits.
         """
         if self.mean.shape[1] < 2:
             raise LapwingError(

@@ -19,17 +19,11 @@ if TYPE_CHECKING:
 
 
 class Described:
-    """A latent that prints as its kind and the shape of its moments, and not as tensors.
+    """A latent that prints as its kind and shape. Functions such as `has_positions(latent)` read its traits."""
 
-    Attributes:
-        has_positions: whether it is a `LatentAtPositions`. Ask `has_positions(latent)`; likewise for the others.
-        is_selected: whether it is a `SelectedLatent`, of some of the outputs.
-        has_factor: whether it is `LinearDraws`, whose covariance has the factor of its draws.
-    """
-
-    has_positions: ClassVar[bool] = False
-    is_selected: ClassVar[bool] = False
-    has_factor: ClassVar[bool] = False
+    has_positions: ClassVar[bool] = False  # it is a `LatentAtPositions`
+    is_selected: ClassVar[bool] = False  # it is a `SelectedLatent`, of some of the outputs
+    has_factor: ClassVar[bool] = False  # it is `LinearDraws`, whose covariance has the factor of its draws
 
     if TYPE_CHECKING:  # what some latents have, for the code of users who asked for it
 

@@ -22,11 +22,8 @@ class LayerBlock(ABC):
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         """Returns `Σ_ii' M_ii' Cov[W_ji, W_j'i']` with `M = E[a aᵀ]`, the (co)variance that the weights add to outputs.
 
-        Args:
-            mean: m (B, I), the layer's mean input, with a one appended for the bias.
-            variance: variances (B, I) or covariances (B, I, I) of the input, which are added to `m mᵀ`; None if the
-                input is certain.
-            full: whether to return covariances (B, O, O) instead of variances (B, O).
+        The input has the mean m (B, I), with a one appended for the bias. Its variances (B, I) or covariances (B, I, I)
+        are added to `m mᵀ`. With `full`, returns covariances (B, O, O) instead of variances (B, O).
         """
 
     def covariances(self, mean: Tensor, variance: Tensor | None) -> Term:
@@ -34,10 +31,9 @@ class LayerBlock(ABC):
         return DenseTerm(self.push(mean, variance, True))
 
     def rotation(self) -> tuple[Tensor | None, Tensor] | None:
-        """Returns V (G, I, Q) and s (G, O, Q) with `Var[W a]_j = Σ_q (Vᵀ a)_q² s_jq` for certain a, in each group.
+        """Returns V (G, I, Q) and s (G, O, Q) with `Var[W a]_j = Σ_q (Vᵀ a)_q² s_jq` for certain a, or None.
 
-        V is None if it is the identity. Returns None if there is no such basis for all j. Computed once, it saves the
-        rotation of the outputs in each `push`.
+        V is None if it is the identity. Computed once, it saves the rotation of the outputs in each `push`.
         """
         return None
 
@@ -57,13 +53,7 @@ class DiagonalLayer(LayerBlock):
 
 
 class FactorLayer(LayerBlock):
-    """One layer's `Σ_k F_k F_kᵀ`, `diag(D) + Σ_k F_k F_kᵀ`, or `diag(D) - Σ_k F_k F_kᵀ`.
-
-    Args:
-        factor: F (K, O, I).
-        variances: D (O, I), or None.
-        removed: whether the sum is subtracted.
-    """
+    """One layer's `Σ_k F_k F_kᵀ`, `diag(D) + Σ_k F_k F_kᵀ`, or `diag(D) - Σ_k F_k F_kᵀ`: F (K, O, I), D (O, I)."""
 
     def __init__(self, factor: Tensor, variances: Tensor | None = None, removed: bool = False) -> None:
         self._factor, self._variances, self._removed = factor, variances, removed

@@ -2,13 +2,7 @@
 
 A subspace has a basis of K directions W (K, P), the curvature `H = W G Wᵀ` and the prior `D = W Δ Wᵀ`. The generalised
 eigenpairs `H q = h D q` with `qᵀ D q = 1` are the columns of Q. They give directions `W̃ = Qᵀ W`, orthonormal in
-whitened weights: `V = W̃ Δ^(1/2)`. With the curvatures h on them:
-
-    without residual   Σ = W̃ᵀ diag(1/(s h + 1)) W̃                        directions outside the span have variance 0
-    with residual      Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃                 directions outside keep the prior
-
-If the basis is ordered, only the first k directions may count. A new prior, scalar or per block, keeps the span and
-changes the coordinates: K x K work.
+whitened weights: `V = W̃ Δ^(1/2)`. A new prior keeps the span and changes the coordinates: K x K work.
 """
 
 from __future__ import annotations
@@ -38,17 +32,10 @@ BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (CoordinateBasis, 
 
 
 class Subspace(PriorCovariance):
-    """A subspace covariance: a basis, the curvature on it, and the prior.
+    """A subspace covariance: a basis W, the curvature H (K, K) on it at unit noise, and the prior.
 
-    Args:
-        basis: W.
-        curvature: H = W G Wᵀ (K, K) at unit noise, float64.
-        traces: tr G of each block (n_blocks,), float64, for the lower bound of the evidence.
-        precision: δ (n_blocks,).
-        scale: s.
-        rank: number k of leading directions that count; None means all.
-        eigen: h (k,), Q (K, k) with rows beyond k zero, and the precision at which they were computed. Ignored if its
-            ratios between blocks differ.
+    The first k = `rank` directions count. `traces` are tr G of each block, for the lower bound of the evidence. `eigen`
+    holds h (k,), Q (K, k) with rows beyond k zero, and the precision at which they were computed.
     """
 
     has_rank = True
@@ -128,13 +115,11 @@ class Subspace(PriorCovariance):
         return isinstance(other, Subspace) and other.basis is self.basis
 
     def with_rank(self, rank: int) -> Self:
-        """Returns the covariance on the first directions. K x K work."""
         return type(self)(
             self.blocks, self.basis, self.curvature, self.traces, self.precision, self.scale, min(rank, self.basis.rank)
         )
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
-        """Returns the covariance on the same span under another prior. K x K work."""
         return type(self)(
             self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank, self._eigen
         )

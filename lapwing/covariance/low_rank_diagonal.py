@@ -20,13 +20,7 @@ from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both
 
 @register_covariance
 class LowRankPlusDiagonal(Covariance):
-    """`Σ = D + FᵀF` with a diagonal D (P,) and a factor F (K, P) that crosses blocks.
-
-    Args:
-        variances: D >= 0: block name -> (P_block,).
-        factor: F: block name -> (K, P_block); K may be 0.
-        precision: δ (n_blocks,) of the fit, or None without a prior.
-    """
+    """`Σ = D + FᵀF` with a diagonal D (P,) >= 0 and a factor F (K, P) that crosses blocks; K may be 0."""
 
     def __init__(
         self, blocks: tuple[Block, ...], variances: Vectors, factor: Vectors, precision: Tensor | None = None
@@ -37,7 +31,6 @@ class LowRankPlusDiagonal(Covariance):
 
     @property
     def rank(self) -> int:
-        """K."""
         return len(self.factor[self.blocks[0].name])
 
     @property
@@ -112,12 +105,7 @@ class LowRankPlusDiagonal(Covariance):
 
 @register_covariance
 class Draws(Covariance):
-    """`Σ = (1/S) Σ_k z_k z_kᵀ` from draws `z_k ~ N(0, Ψ)` at one prior, which cannot be changed.
-
-    Args:
-        draws: z: block name -> (S, P_block).
-        precision: prior precision δ of each block (n_blocks,) at which they were drawn.
-    """
+    """`Σ = (1/S) Σ_k z_k z_kᵀ` from draws `z_k ~ N(0, Ψ)` (S, P) at one prior precision, which cannot be changed."""
 
     def __init__(self, blocks: tuple[Block, ...], draws: Vectors, precision: Tensor) -> None:
         self.blocks, self.precision = blocks, precision.double()
@@ -125,7 +113,6 @@ class Draws(Covariance):
 
     @property
     def distinct_draws(self) -> int:  # type: ignore[override]
-        """S."""
         return len(self.draws[self.blocks[0].name])
 
     def mv(self, vectors: Vectors) -> Vectors:
@@ -133,10 +120,7 @@ class Draws(Covariance):
         return {name: inner @ z for name, z in self.draws.items()}
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
-        """Returns distinct stored draws with random signs, or random combinations `Zᵀε/√S` if `count` exceeds S.
-
-        In both cases the mean is 0 and the covariance is Σ.
-        """
+        """Returns draws with random signs, or if n exceeds S, combinations `Zᵀε/√S`. Both have covariance Σ."""
         options: dict[str, Any] = {"generator": generator, "device": self.device}
         if count > self.distinct_draws:
             weights = torch.randn((count, self.distinct_draws), dtype=self.dtype, **options) / self.distinct_draws**0.5

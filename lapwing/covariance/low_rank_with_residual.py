@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 class LowRankWithResidual(Subspace):
     """`Σ = Δ⁻¹ - W̃ᵀ diag(s h/(s h + 1)) W̃`: the prior outside the subspace. Arguments as for `Subspace`.
 
-    It subtracts nearly equal numbers, so records are contracted in float64. If the curvature lies in the span of known
-    rows, `from_rows` builds a covariance that is exact at every prior.
-
-    Attributes:
-        rows: U and M with `G = Uᵀ M U` if `from_rows` built the covariance, else None.
+    It subtracts nearly equal numbers, so records are contracted in float64. If `from_rows` built it, `rows` holds U and
+    M with `G = Uᵀ M U`, and it is exact at every prior.
     """
 
     record_dtype = torch.float64
@@ -69,7 +66,7 @@ class LowRankWithResidual(Subspace):
         return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale, from_rows=(rows, curvature))
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
-        """Returns the covariance under another prior on the same span. K x K work.
+        """Returns the covariance under another prior on the same span.
 
         If `from_rows` built it and the ratios between blocks change, it is built again. Time O(K P).
         """
@@ -125,10 +122,7 @@ class LowRankWithResidual(Subspace):
         }
 
     def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
-        """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ` with `φ = J W̃ᵀ`, from one float64 record.
-
-        J is projected once on each basis, and `J Jᵀ` of each block is formed once.
-        """
+        """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ` with `φ = J W̃ᵀ`, and forms `J Jᵀ` of each block once."""
         totals: list[Any] = []
         for factor in self._factors(record, candidates):
             matrix = reads == "covariances"

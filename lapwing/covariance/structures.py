@@ -1,7 +1,6 @@
-"""The curvature of one block, `U diag(λ) Uᵀ`: diagonal or dense. `kronecker.py` has the Kronecker-factored kind.
+"""The curvature of one block, `U diag(λ) Uᵀ`, U orthonormal: diagonal or dense. `kronecker.py` has the Kronecker kind.
 
-U is orthonormal: the identity, a Kronecker product or a dense matrix. Every function of the curvature is a weighting
-`w(λ)` in this basis, so a new prior needs no refactorisation.
+Every function of the curvature is a weighting `w(λ)` in this basis, so a new prior needs no refactorisation.
 """
 
 from __future__ import annotations
@@ -197,12 +196,9 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns points λ' (n,) and weights w (n,) in float64 such that `Σ_i log(1 + t λ_i) = Σ_k w_k log(1 + t λ'_k)`.
 
     The third derivative of `log(1 + exp u)` is smaller than the function. A third central moment in a bin of width h in
-    u is at most `h³/10`, so the relative error is at most `h³/60`: 6e-8, or 1e-10 for evenly filled bins.
-
-    Zeros add nothing and are left out. If λ has few entries, only zeros, or entries that are not finite and >= 0,
-    returns λ and None.
-
-    Cost: two passes on the CPU. The sums do not depend on the order of threads.
+    u is at most `h³/10`, so the relative error is at most `h³/60`: 6e-8, or 1e-10 for evenly filled bins. Zeros are
+    left out. Returns λ and None if λ has few entries, or only zeros, or entries that are not finite and >= 0. The sums
+    are made on the CPU and do not depend on the order of threads.
     """
     values = eigenvalues.flatten()
     if len(values) < MANY:

@@ -1,8 +1,4 @@
-"""Terms: a covariance of the network's outputs is a sum of terms, whose factors are multiplied out only when needed.
-
-Every structure returns its `J Σ Jᵀ` as the terms that suit it. A term has methods that scale it, join it with terms of
-other samples and reduce it to variances.
-"""
+"""Terms: a covariance of the network's outputs is a sum of terms, whose factors are multiplied out only when needed."""
 
 from __future__ import annotations
 
@@ -274,10 +270,7 @@ class ScaleTerm(Term):
 
 @dataclass(frozen=True)
 class SelectedTerm(MarginalTerm):
-    """Variances (B, C), and covariances of k of the outputs minus their average; see `SelectedLatent.of_classes`.
-
-    `outputs` (B, k) are the indices of the k outputs, and `matrix` (B, k, k) is their covariance.
-    """
+    """Variances (B, C), and covariances (B, k, k) of k `outputs` minus their average: `SelectedLatent.of_classes`."""
 
     outputs: Tensor
     matrix: Tensor
@@ -313,10 +306,7 @@ def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
 
 
 def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:
-    """Replaces the factors of a sum by one matrix (B, C, C) if they have more than `times * C` columns together.
-
-    Cost: C products for each entry of the factors.
-    """
+    """Replaces the factors of a sum by one matrix (B, C, C) if they have more than `times * C` columns together."""
     factors = [term for term in terms if isinstance(term, FactoredTerm)]
     if not factors or sum(term.factor.shape[-1] for term in factors) <= times * factors[0].factor.shape[1]:
         return tuple(terms)

@@ -28,17 +28,11 @@ JOINED = (
 
 
 class Weighted(NamedTuple):
-    """A batch with a weight for each sample, as `weighted` returns it.
-
-    Attributes:
-        inputs: inputs of B samples.
-        targets: targets of the samples.
-        weights: w (B,), at least 0; None means 1.
-    """
+    """A batch with a weight for each sample, as `weighted` returns it."""
 
     inputs: Any
     targets: Any
-    weights: Tensor | None = None
+    weights: Tensor | None = None  # w (B,), at least 0; None means 1
 
 
 def describe(value: Any) -> str:
@@ -64,13 +58,10 @@ def check_dense(x: Tensor, subject: str) -> None:
 
 
 def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
-    """Splits a batch of a loader into inputs and targets, and moves both to the device, if one is given.
+    """Splits a batch into inputs and targets, and moves both to the device. Raises for another structure.
 
     A batch is `(inputs, targets)`, `(input_1, ..., input_k, targets)`, or a mapping with one of the keys labels, label,
     targets, target, y, such as a Hugging Face batch.
-
-    Raises:
-        LapwingError: if the batch has another structure, or more targets than samples.
     """
     inputs, targets = (plain(part) for part in _pair(batch))
     if isinstance(targets, Tensor):
@@ -90,13 +81,10 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
 
 
 def weighted(batch: Any) -> Weighted:
-    """Splits a batch of a loader into inputs, targets and sample weights.
+    """Splits a batch into inputs, targets and sample weights. Raises unless these are B finite numbers of at least 0.
 
     A batch is `(inputs, targets, weights)`, `(input_1, ..., input_k, targets, weights)`, or a mapping with one of the
     keys sample_weights, weights in addition to the key of the targets.
-
-    Raises:
-        LapwingError: if the batch has another structure, or its weights are not B finite numbers of at least 0.
     """
     weights: Any = None
     if isinstance(batch, Mapping):
@@ -162,11 +150,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def inputs_of(batch: Any) -> Any:
-    """Returns the inputs of a batch for prediction, without the labels of a pair or a dictionary.
-
-    Raises:
-        LapwingError: if the batch is not a tensor, a tuple, a list or a mapping.
-    """
+    """Returns the inputs of a batch for prediction, without the labels of a pair or a dictionary."""
     if isinstance(batch, Tensor):
         return batch
     if isinstance(batch, Mapping):
@@ -222,14 +206,10 @@ def tensors(inputs: Any) -> list[Tensor]:
 
 
 def plain(inputs: Any, device: torch.device | None = None) -> Any:
-    """Returns inputs as ordinary tensors on a device, or the same object if they already are.
+    """Returns inputs as ordinary tensors on a device, or the same object if they already are. Every batch passes here.
 
-    It copies tensors that were made in `torch.inference_mode()`, which autograd cannot record, and tensors on another
-    device. It makes plain tensors of subclasses, such as images with metadata, for which some operations have no rule.
-    Every batch passes through this function.
-
-    Raises:
-        LapwingError: if a tensor is on the meta device.
+    It copies tensors that were made in `torch.inference_mode()`, which autograd cannot record. It makes plain tensors
+    of subclasses, such as images with metadata, for which some operations have no rule.
     """
     if not any(_is_subclass(x) or x.is_inference() or device not in (None, x.device) for x in tensors(inputs)):
         return inputs

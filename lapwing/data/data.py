@@ -46,11 +46,6 @@ class Data:
         sample_weights: whether the batches hold sample weights. Then `Data` yields `batches.Weighted`.
         data_size: N, if the user gave it. A loader without a length, which may be endless, is read up to N samples.
         columns: names of the columns of the fit, in whose order frames are read; () keeps the order of each frame.
-
-    Attributes:
-        loader: the data as an iterable of batches.
-        weighted: whether the batches hold sample weights.
-        columns: names of the columns, by frame; those of the data themselves if none were given.
     """
 
     def __init__(
@@ -61,12 +56,7 @@ class Data:
         self.loader = as_loader(ordered(given, columns), network)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches.
-
-        Raises:
-            LapwingError: if sample weights are missing or negative, or, in one process, if all of them are 0; if a
-                loader with a length shows more than `data_size` samples.
-        """
+        """Yields the batches. Raises if all sample weights are 0, or if a loader with a length shows more than N."""
         most, total, shown = _unrepeated(self.loader) if ranks.several() else None, 0.0, 0
         if most is None and not length_hint(self.loader):
             most = self._data_size
@@ -99,11 +89,7 @@ class Data:
 
     @cached_property
     def first(self) -> Any:
-        """First batch of the joined data, on every rank. The first access is collective.
-
-        Raises:
-            LapwingError: if the data are not a loader, can be read only once, or hold no sample.
-        """
+        """First batch of the joined data, on every rank. The first access is collective."""
         if not ranks.several():
             first = first_batch(self.loader)
             return batches.weighted(first) if self.weighted else first
@@ -123,11 +109,7 @@ class Data:
         return first
 
     def first_of_rank(self) -> list[Tensor]:
-        """Returns the tensors of the first batch of this rank, or an empty list if it has no batch.
-
-        Raises:
-            LapwingError: if the loader shows another first batch the second time.
-        """
+        """Returns the tensors of this rank's first batch, if any. Raises if the loader then shows another one."""
         once, again = (batches.tensors(next(iter(self), ())) for _ in range(2))
         if not equal_batches(once, again):
             raise LapwingError(
@@ -184,10 +166,7 @@ class Data:
         return loader.dataset if whole else loader
 
     def warn_of_unseen(self, shown: int | None) -> None:
-        """Warns if a data loader shows fewer samples than its data set has, or shows each once per worker.
-
-        Over several processes each loader shows its share, so it is not checked. `shown` is n; None checks nothing.
-        """
+        """Warns if a data loader shows `shown` samples, fewer than its data set has, or shows each once per worker."""
         loader = self.loader
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if shown is None or distributed or not isinstance(loader, DataLoader):

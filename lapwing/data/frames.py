@@ -22,7 +22,7 @@ BATCH = 100
 
 
 def as_loader(data: Any, network: Any) -> Any:
-    """Returns a loader for training or held-out data.
+    """Returns a loader for training or held-out data, or raises a LapwingError if they are no data.
 
     - A tuple `(x, y)` or `(x_1, ..., x_k, y)`, or a dict with one of the label keys, of tensors, arrays or frames, is
       one data set. It is cut into batches, in order.
@@ -32,10 +32,6 @@ def as_loader(data: Any, network: Any) -> Any:
 
     Arrays of floats get the dtype of the network's weights, and a single array of inputs (B,) becomes a column (B, 1).
     Tensors are never converted.
-
-    Raises:
-        LapwingError: if the data are a number, a list of numbers, a network or a Lightning data module, if arrays hold
-            no numbers or differ in length, or if there are no samples.
     """
     if isinstance(data, DataLoader):
         return data
@@ -74,11 +70,7 @@ def columns_of(data: Any) -> Columns:
 
 
 def ordered(data: Any, columns: Columns) -> Any:
-    """Returns data with the columns of their frames in the order of the fit, found by name.
-
-    Raises:
-        LapwingError: if a frame has other columns than each frame of the fit.
-    """
+    """Returns data whose frames have their columns in the order of the fit, found by name; raises for other columns."""
 
     def one(part: Any) -> Any:
         names = _names(part)

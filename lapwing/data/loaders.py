@@ -35,11 +35,7 @@ def kept_batches(loader: Any) -> Iterator[Any]:
 
 
 def first_batch(loader: Any) -> Any:
-    """Returns the first batch of a loader that can be read several times.
-
-    Raises:
-        LapwingError: if this is not a loader, can be read only once, or has no samples.
-    """
+    """Returns the first batch of a loader; raises if it can be read only once, or has no samples."""
     batches.check_loader(loader, "A fit")
     iterator = iter(loader)
     # with `persistent_workers` a DataLoader returns the same iterator, reset
@@ -73,10 +69,7 @@ def _is_batch(item: Any) -> bool:
 
 
 def known_size(loader: Any) -> int | None:
-    """Returns the number of samples of a loader without reading it, or None if it is unknown.
-
-    It is known for lists and tuples of batches, and for a `DataLoader` with torch's own iterator and `collate_fn`.
-    """
+    """Returns the number of samples of a list of batches or of torch's own `DataLoader`, or None if it is unknown."""
     if type(loader) in (list, tuple):
         return sum(batches.size(batches.split(batch)[0]) for batch in loader)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:

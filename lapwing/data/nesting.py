@@ -18,9 +18,6 @@ def flatten(inputs: Any) -> tuple[list[Tensor], str]:
 
     Every part of the JSON is a list that begins with its kind: `["tensor"]`, `["value", 3]`, `["tuple", part, ...]`,
     `["list", part, ...]` and `["dict", [key, part], ...]`.
-
-    Raises:
-        LapwingError: unless the inputs are tensors, numbers, strings, booleans and None in tuples, lists and dicts.
     """
     leaves: list[Tensor] = []
 

@@ -29,11 +29,7 @@ _SHOWN: ContextVar[bool | None] = ContextVar("shown", default=None)
 
 @contextmanager
 def show_progress(progress: bool | None) -> Iterator[None]:
-    """Lets passes inside the block show bars, as the user's `progress` says. A block inside another changes nothing.
-
-    Raises:
-        LapwingError: unless `progress` is True, False or None.
-    """
+    """Lets passes inside the block show bars, as the user's `progress` says. A block inside another changes nothing."""
     if progress is not None and not isinstance(progress, bool):
         raise LapwingError(
             f"progress={shown(progress)} is not True, False, or None, for a bar only on a terminal. Write "

@@ -37,22 +37,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Block:
-    """The parameters of one layer seen as one vector of P entries.
+    """The parameters of one layer seen as one vector of P entries."""
 
-    Attributes:
-        name: name of the module, or of a parameter outside any layer.
-        parameters: parameter names, weight before bias.
-        matrix: matrix layout of weight (and bias), or None if the vector is the plain concatenation.
-        bias: whether the matrix layout has a bias column.
-        family: the layer family of the parameters (`Use.family`), or "generic".
-    """
-
-    name: str
-    parameters: tuple[str, ...]
+    name: str  # of the module, or of a parameter outside any layer
+    parameters: tuple[str, ...]  # names, weight before bias
     shapes: tuple[tuple[int, ...], ...]
-    family: str
-    matrix: Matrix | None = None
-    bias: bool = False
+    family: str  # the layer family (`Use.family`), or "generic"
+    matrix: Matrix | None = None  # layout of weight (and bias); None if the vector is the plain concatenation
+    bias: bool = False  # whether the matrix layout has a bias column
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Block:
@@ -64,7 +56,6 @@ class Block:
 
     @property
     def is_generic(self) -> bool:
-        """Whether no layer family covers the parameters."""
         return self.family == "generic"
 
     @property

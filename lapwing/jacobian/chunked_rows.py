@@ -88,10 +88,7 @@ class ChunkedRows(BlockJacobian):
 
 
 class RotatedOuter(ChunkedRows):
-    """`U_outᵀ J[n, r] U_in` for another Jacobian J, U_in (G, I, I) and U_out (G, O, O); None is the identity.
-
-    A rotation of the outputs mixes the output channels, so it needs the rows of all channels.
-    """
+    """`U_outᵀ J[n, r] U_in` for another Jacobian J, U_in (G, I, I) and U_out (G, O, O); None is the identity."""
 
     def __init__(self, plain: ChunkedRows, inputs: Tensor | None, outputs: Tensor | None) -> None:
         self.batch, self.cotangents, self.size = plain.batch, plain.cotangents, plain.size
@@ -100,7 +97,8 @@ class RotatedOuter(ChunkedRows):
         self.within(plain.slice_bytes)
 
     def parts(self, whole: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
-        for samples, outputs, rows in self._plain.parts(whole or self._outputs is not None):
+        mixes = self._outputs is not None  # all channels of the outputs
+        for samples, outputs, rows in self._plain.parts(whole or mixes):
             rows = self._turned(rows)  # frees the plain rows
             yield samples, outputs, rows
 

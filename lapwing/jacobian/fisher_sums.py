@@ -12,11 +12,6 @@ class FisherSums:
     """Sums of `Λ ⊗ a aᵀ` over samples, for a layer that gives the outputs. It is no Jacobian and has no rows.
 
     Λ has a diagonal (B, O), and off the diagonal `-v vᵀ` for v (B, O), or 0: O numbers per sample instead of O².
-
-    Args:
-        layer: inputs a of the layer; its g is the identity.
-        diagonal: diagonal of Λ (B, O).
-        vector: v (B, O), or None if Λ is diagonal.
     """
 
     def __init__(self, layer: Outer, diagonal: Tensor, vector: Tensor | None) -> None:

@@ -34,12 +34,7 @@ Reads = Literal["covariances", "variances", "scale"]
 
 
 class Weighting:
-    """`diag(w)` of one block, with cached layouts for products.
-
-    Args:
-        values: argument of the function, one entry per weight.
-        function: elementwise function that gives w; None means the identity.
-    """
+    """`diag(w)` of one block, with cached layouts. w is an elementwise function of the values; None is the identity."""
 
     def __init__(self, values: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> None:
         self._values, self._function = values, function
@@ -84,19 +79,12 @@ def materialised(candidates: Iterable[Weighting]) -> list[Weighting]:
 
 
 class BlockJacobian(ABC):
-    """`J` (B, R, P) of one block, which only `rows` forms.
+    """`J` (B, R, P) of one block, which only `rows` forms."""
 
-    Attributes:
-        batch: B.
-        cotangents: R.
-        size: P.
-        slice_bytes: target size of one slice.
-    """
-
-    batch: int
-    cotangents: int
-    size: int
-    slice_bytes: int = SLICE_BYTES
+    batch: int  # B
+    cotangents: int  # R
+    size: int  # P
+    slice_bytes: int = SLICE_BYTES  # target size of one slice
 
     @property
     def is_output(self) -> bool:
@@ -144,8 +132,7 @@ class BlockJacobian(ABC):
         - "variances": the diagonals (2, B, R) of `J diag(w) Jᵀ` and of `H J diag(w) Jᵀ H`, with `H = I - 11ᵀ/R`.
         - "scale": the trace (B,) of `H J diag(w) Jᵀ H`.
 
-        The rows are formed once. For "variances" and "scale", one product of squared rows with all weights serves all
-        candidates.
+        The rows are formed once for all candidates.
         """
         several = materialised(candidates)
         if reads == "covariances":
@@ -248,11 +235,10 @@ class MatrixJacobian(BlockJacobian):
     def add_kronecker_factors(
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:
-        """Adds `A = Σ a aᵀ` (G, I, I), or its diagonal, and `Γ = Σ g gᵀ` (G, O, O) to sums in place.
+        """Adds `A = Σ a aᵀ` (G, I, I), or its diagonal, and `Γ = Σ g gᵀ` (G, O, O) to lower triangles, in place.
 
-        At least the lower triangles are added. With `reduce`, a is the mean and g the sum over positions, else every
-        position is a sample. A counts sample n `weights[n]` times; g already contains the weight. Returns the number
-        of positions.
+        With `reduce`, a is the mean and g the sum over positions, else every position is a sample. A counts sample n
+        `weights[n]` times; g already contains the weight. Returns the number of positions.
         """
 
 
@@ -296,13 +282,8 @@ class Sliced(MatrixJacobian):
     """`J = [J_1; J_2; ...]`: one block in slices of its cotangents, each computed when needed and freed after use.
 
     Products that add or join over cotangents need one sweep over the slices. Other products form rows of all
-    cotangents, one sweep for each part of the weights that fits the limit. Usually all weights fit.
-
-    Args:
-        part: function that returns the Jacobian of a slice of the cotangents.
-        shape: (B, R, P).
-        step: number of cotangents in a slice.
-        limit: maximum number of entries of the rows in memory.
+    cotangents, one sweep for each part of the weights whose rows have at most `limit` entries. `part` returns J of a
+    slice of `step` cotangents, and `shape` is (B, R, P).
     """
 
     def __init__(
@@ -313,13 +294,12 @@ class Sliced(MatrixJacobian):
         self._cuts = [slice(r, min(r + step, self.cotangents)) for r in range(0, self.cotangents, step)]
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields copies of parts of the rows, so that a caller who keeps one part does not keep all rows."""
         width = max(1, min(self.size, self._limit // (self.batch * self.cotangents)))
         for start in range(0, self.size, width):
             rows = self._rows(start, min(start + width, self.size))
             step = self.step(self.batch * self.cotangents * rows.element_size(), rows.shape[-1])
             for first in range(0, rows.shape[-1], step):
-                some = rows[..., first : first + step].clone()
+                some = rows[..., first : first + step].clone()  # a view would keep all rows
                 yield slice(start + first, start + first + some.shape[-1]), some
             del rows, some
 

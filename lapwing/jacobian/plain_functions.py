@@ -25,11 +25,8 @@ def _math_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes attention by plain products. Fused kernels lack forward mode, second derivatives and batching rules.
-
-    torch's operation adds the mask to the scores whatever its dtype, so False in a boolean mask becomes -inf.
-    """
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
+    """Computes attention by plain products. Fused kernels lack forward mode, second derivatives and batching rules."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # this operation adds masks of any dtype to the scores
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     return torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa

@@ -1,8 +1,7 @@
 """The Jacobian of a matrix weight at T positions per sample, or in G groups: `J[n, r] = Σ_t g[n, r, t] a[n, t]ᵀ`.
 
-Convolutions, layers of tokens and layers that are called several times have it. A contraction uses rows, formed in
-slices, or products over positions, whichever needs fewer products. It processes one strip of positions at a time.
-Weights (P,) and vectors (K, P) are laid out as (G, O, I), the bias as the last input column.
+A contraction uses rows, formed in slices, or products over positions, whichever needs fewer products. It processes one
+strip of positions at a time. Weights (P,) are laid out as (G, O, I), the bias as the last input column.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def _steps(self, whole: bool) -> Iterator[tuple[slice, slice]]:
         """Yields slices of samples and of output channels that fit one slice.
 
-        With one strip, a slice has several samples with all channels, or one sample with some channels. Several strips
-        are computed again in each sweep, so a slice then has all samples and as many channels as fit.
+        Several strips are computed again in each sweep, so a slice then has all samples and as many channels as fit.
         """
         channel = self.groups * self.cotangents * self.inputs * self.strips.dtype.itemsize
         limit, count = self.slice_bytes, self.batch
@@ -104,10 +102,10 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return self.positions * (self.positions + 1) // 2 * numbers * self.strips.dtype.itemsize
 
     def _pairs(self, limit: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yields samples, products `a_t a_t'` (G, b k, I) of the k pairs t <= t' of positions, and g at t and at t'.
+        """Yields samples, products `a_t a_t'` (G, b k, I) for the k pairs t <= t', and g (b, R, k, G, O) at t and t'.
 
-        g (b, R, k, G, O) at t' is doubled if t < t', since the pair (t', t) is left out. `limit` is the maximum number
-        of bytes of the pairs of all samples in one step, which has at least one sample.
+        g at t' is doubled if t < t', since the pair (t', t) is left out. A step has one sample, or at most `limit`
+        bytes.
         """
         ((a, g),) = self.strips
         first, second = torch.triu_indices(self.positions, self.positions, device=a.device)

@@ -1,7 +1,7 @@
 """Strips of the T positions (pixels, tokens) of a sample, so that one large sample fits the memory budget.
 
-A layer builds patches, rotated factors and products of positions for one strip at a time. Contractions are sums over
-positions, so the results of strips, or of pairs of strips, add up. `tangent/record.py` explains all cuts for memory.
+A layer builds patches and products of positions for one strip at a time. Contractions are sums over positions, so the
+results of strips, or of pairs of strips, add up.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def at(values: Tensor, box: Box, lead: int) -> Tensor:
 class Strips:
     """a and g at all positions: one strip, which is kept, or several, which each sweep computes and frees.
 
-    Args:
-        makers: a function for each strip that computes it.
-        shape: (B, R, T, G, O, I), with T over all strips.
+    `shape` is (B, R, T, G, O, I), with T over all strips.
     """
 
     def __init__(
@@ -66,10 +64,9 @@ class Strips:
         dtype: torch.dtype,
         limit: int,
     ) -> Strips:
-        """Cuts a grid of positions into strips of the largest size that fits, at least one position each.
+        """Cuts a grid of positions into the largest strips with at most `limit` entries of a and g and their rotations.
 
-        `part` returns a and g at a box of positions, and `shape` is (B, R, G, O, I). `limit` is the maximum number of
-        entries of a and its rotation, plus g and its rotation in another layout.
+        `part` returns a and g at a box of positions, and `shape` is (B, R, G, O, I).
         """
         batch, cotangents, groups, outputs, inputs = shape
         numbers = batch * groups * (2 * inputs + 3 * cotangents * outputs)
@@ -93,11 +90,9 @@ class Strips:
         return next(iter(self))[0].device
 
     def __len__(self) -> int:
-        """Number of strips."""
         return len(self._makers)
 
     def __iter__(self) -> Iterator[Strip]:
-        """Yields a and g of each strip."""
         return (make() for make in self._makers)
 
     def finer(self, length: int) -> Iterator[Strip]:

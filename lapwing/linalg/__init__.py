@@ -1,7 +1,6 @@
 """Safe and fast Cholesky, eigendecompositions and QR of plain tensors.
 
-The package imports `environment` and `errors`. Begin with `values.py`, which chooses the device of float64 tensors.
-`eigen.py` has the eigendecompositions of KFAC, `factorisations.py` has Cholesky, roots and orthonormal bases.
+Begin with `values.py`, which chooses the device of float64 tensors.
 """
 
 from __future__ import annotations

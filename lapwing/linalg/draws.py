@@ -31,11 +31,7 @@ def check_draws(caller: str, name: str, count: int, numbers: int = 0) -> None:
 
 
 def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """Returns the generator, or a new one with seed 0 on `device`, so that equal calls give equal results.
-
-    Raises:
-        LapwingError: if the argument is not a generator.
-    """
+    """Returns the generator, or a new one with seed 0 on `device`, so that equal calls give equal results."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise LapwingError(
             f"The generator is {shown(generator)}. Pass torch.Generator().manual_seed(0), or leave it out for seed 0."

@@ -23,18 +23,9 @@ SPARE = 8
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Decomposes a PSD matrix `M = U diag(λ) Uᵀ` in float64. Negative eigenvalues are rounding noise and become 0.
+    """Returns λ (..., n) ascending and U of PSD matrices `M = U diag(λ) Uᵀ`, in float64. Raises if M is not finite.
 
-    Args:
-        matrix: (..., n, n), symmetric positive semi-definite up to rounding.
-
-    Returns:
-        λ (..., n) ascending and U (..., n, n), float64.
-
-    Raises:
-        LapwingError: if the matrix holds NaN or infinite entries.
-
-    Cost: time O(n³), memory O(n²).
+    Negative eigenvalues are rounding noise and become 0. Time O(n³), memory O(n²).
     """
     check_finite(matrix)
     matrix = doubled(matrix)
@@ -57,28 +48,16 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def eigen_in_place(
     lower: Tensor, rank: int | None = None, summed: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """Decomposes PSD matrices as `symmetric_eigen` does, on the CPU in their own memory.
+    """Decomposes PSD matrices (..., n, n) as `symmetric_eigen` does, on the CPU in their own memory.
 
-    Another device may fail, and then the matrix must still be intact.
+    Only the lower triangle is read, and U may overwrite the matrix. Another device may fail, and then the matrix must
+    still be intact. It is float64, or of any dtype if it is reduced (`is_reduced`); U has its dtype.
 
-    A matrix that is a sum of few squares is reduced to its range, which its product with a random matrix spans (Halko,
-    Martinsson and Tropp 2011). If the given rank is too low, the whole matrix is decomposed instead.
+    A sum of few squares `x xᵀ` (`rank`, summed in the dtype `summed`) is reduced to its range, which its product with a
+    random matrix spans (Halko, Martinsson and Tropp 2011). The other eigenvalues are rounding noise and become 0. If
+    the given rank is too low, the whole matrix is decomposed instead.
 
-    Args:
-        lower: contiguous matrices (..., n, n). Only the lower triangle is read, and U may overwrite them. They are
-            float64, or of any dtype if they are reduced (`is_reduced`).
-        rank: number of squares `x xᵀ` in the sum, or None for full rank. The other eigenvalues are rounding noise and
-            become 0.
-        summed: dtype in which the squares were summed.
-
-    Returns:
-        λ (..., n) ascending in float64, and U (..., n, n) in the dtype of the matrix.
-
-    Raises:
-        LapwingError: if the matrix holds NaN or infinite entries.
-
-    Cost: time O(n³), memory 16 n² bytes for LAPACK; if n is large and the rank is low, time O(n² rank) and memory
-    O(n rank).
+    Cost: time O(n³), memory 16 n² bytes for LAPACK; if it is reduced, time O(n² rank) and memory O(n rank).
     """
     check_finite(lower)
     size = lower.shape[-1]
@@ -118,7 +97,7 @@ def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:
 
 
 def _range_in_place(matrix: Tensor, rank: int, noise: float) -> Tensor | None:
-    """Returns λ (n,) and overwrites a symmetric matrix (n, n) by U, or returns None if its rank is higher than `rank`.
+    """Returns λ (n,) and overwrites a symmetric matrix (n, n) by U; returns None if its rank is higher than `rank`.
 
     The first columns of a sketch `M Ω` span the range, and the last `SPARE` columns add only noise to it. The
     reflections `I - W Vᵀ` of the QR decomposition map unit vectors to an orthonormal basis that begins with the range.

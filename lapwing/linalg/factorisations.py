@@ -18,17 +18,9 @@ RANK_CUT = 1e-11  # relative singular value below which a direction of explicit 
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Factorises a positive definite matrix `M = L Lᵀ`, and adds and logs jitter only if this fails.
+    """Returns L (..., n, n), lower triangular, with `M = L Lᵀ`. Adds and logs jitter only if this fails.
 
-    Args:
-        matrix: (..., n, n).
-
-    Returns:
-        L (..., n, n), lower triangular.
-
-    Raises:
-        LapwingError: if M holds NaN or infinite entries, or is not positive definite even with a relative jitter of
-            1e-4.
+    Raises if M is not finite, or not positive definite even with a relative jitter of 1e-4.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
     if not info.any():
@@ -57,22 +49,12 @@ def psd_root(matrix: Tensor) -> Tensor:
 
 
 def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) -> Tensor:
-    """Returns the top right singular vectors of explicit rows, `rows = L diag(s) V`, as V (K, P) with `V Vᵀ = I`.
+    """Returns the top right singular vectors of rows (M, P), `rows = L diag(s) V`, as V (K, P) with `V Vᵀ = I`.
 
-    Directions with `s < 1e-11 s_max` are cut.
-
-    Args:
-        rows: (M, P), converted to float64.
-        rank: maximum number of directions, or None for all.
-        whole: whether to use one QR decomposition of all rows, which needs 24 to 32 bytes per entry. Otherwise QR
-            decompositions of slices give a triangle with the same inner products. (A Gram matrix would give singular
-            values only down to 1e-8 s_max.)
-
-    Returns:
-        V, by falling singular value, in float64; in the dtype of the rows if M <= P and `whole` is False.
-
-    Raises:
-        LapwingError: if the rows hold NaN or infinite entries.
+    V is ordered by falling singular value, with at most `rank` directions, without those with `s < 1e-11 s_max`. It is
+    float64, or has the dtype of the rows if M <= P and `whole` is False. With `whole`, one QR decomposition of all rows
+    needs 24 to 32 bytes per entry. Otherwise QR decompositions of slices give a triangle with the same inner products.
+    (A Gram matrix would give singular values only down to 1e-8 s_max.)
 
     Cost: time O(M P min(M, P)), memory O(M P), or O(K P + min(M, P)²).
     """

@@ -24,10 +24,7 @@ def total(terms: Iterable[Tensor]) -> Tensor:
 
 
 def add_squares(sums: Tensor, values: Tensor) -> None:
-    """Adds `xᵀ x` to sums (G, n, n) in place, for x (G, m, n). Only the lower triangle is right; `mirrored` reads it.
-
-    Cost: half the products of the whole matrix, by blocks of columns.
-    """
+    """Adds `xᵀ x` to the lower triangles of sums (G, n, n), for x (G, m, n). `mirrored` reads them."""
     size = sums.shape[-1]
     least, most = TRIANGLE_COLUMNS
     if 3 * size <= 4 * least:
@@ -54,10 +51,7 @@ def mirror(lower: Tensor) -> None:
 
 
 def row_products(first: Tensor, second: Tensor) -> Tensor:
-    """Returns `x yᵀ` (M, N) in float64 for x (M, P) and y (N, P), a slice of columns at a time.
-
-    Cost: time O(M N P), memory of the result plus 2¹⁹ entries, or one column, of x and of y.
-    """
+    """Returns `x yᵀ` (M, N) in float64 for x (M, P) and y (N, P), a slice of columns at a time to save memory."""
     device = double_device(first.device)
     products = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)
     length = max(1, SLICE_NUMBERS // max(1, len(first), len(second)))

@@ -35,11 +35,7 @@ _DIFFERENTIATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class OutputsWithPositions(LapwingError):
-    """Raised if outputs have positions, and `forward` is not a `Positions` that says which dimension holds the classes.
-
-    Attributes:
-        shape: shape of the outputs.
-    """
+    """Raised if outputs have positions, and no `Positions` says which dimension holds the classes."""
 
     def __init__(self, message: str, shape: torch.Size) -> None:
         super().__init__(message)
@@ -47,11 +43,7 @@ class OutputsWithPositions(LapwingError):
 
 
 class CallRefused(LapwingError):
-    """Raised if the network rejects a batch, or does not return one row of outputs for each sample.
-
-    Attributes:
-        reason: what the network did, the end of a sentence.
-    """
+    """Raised if the network rejects a batch, or gives no row per sample. `reason` is the end of a sentence about it."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -61,10 +53,7 @@ class CallRefused(LapwingError):
 def call(
     model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
 ) -> Tensor:
-    """Runs the network and returns its outputs as a matrix (B, C), or (B, T C) if they have positions.
-
-    The arguments and errors are those of `shaped_outputs`.
-    """
+    """Runs the network as `shaped_outputs` does, and returns a matrix (B, C), or (B, T C) with positions."""
     return as_matrix(shaped_outputs(model, inputs, forward, mode), forward)
 
 
@@ -78,20 +67,9 @@ def shaped_outputs(
 ) -> Tensor:
     """Runs the network and returns its outputs (B, C), or outputs with positions in their own shape.
 
-    Args:
-        model: the network.
-        inputs: a tensor `model(x)`, a tuple `model(*x)` or a mapping `model(**x)`.
-        forward: function `forward(model, inputs)` that replaces this call; a `Positions` for outputs with positions.
-        mode: context in which only the network runs, since a function mode would also see the checks of its outputs.
-
-    Returns:
-        Outputs (B, C). Outputs (B,) become (B, 1). If the network returns an object, the outputs are its `.logits`; if
-        it returns a dict, they are the entry of the first of `OUTPUT_KEYS`.
-
-    Raises:
-        OutputsWithPositions: for outputs of three to five dimensions, unless `forward` says how to read them.
-        LapwingError: if the model cannot be called with the inputs, rejects their shape or dtype, or returns outputs
-            that are not a (B, C) matrix.
+    Outputs (B,) become (B, 1). If the network returns an object, the outputs are its `.logits`; if it returns a dict,
+    they are the entry of the first of `OUTPUT_KEYS`. Only the network runs in the context `mode`: a function mode would
+    also see the checks of its outputs.
     """
     plain = not torch.is_grad_enabled() and not transformed()
     graph = plain and model in _DIFFERENTIATING

@@ -1,8 +1,7 @@
 """Runs a network operation by operation, without fused attention, fast paths and compiled graphs.
 
-The function mode is local to the thread and to the `with` block. Other changes are global: the stance of
-`torch.compile`, attributes that a network sets during a pass, and parameters that `functional.py` sets for a call.
-They are made under one lock, and undone after the call.
+The function mode is local to the thread. Other changes are global, so they are made under one lock and undone after the
+call: the stance of `torch.compile`, attributes that a network sets, and parameters that `functional.py` sets.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ def _switched_off(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict)
 
 
 def swapped(arguments: Any, values: Mapping[int, Tensor]) -> Any:
-    """Replaces arguments of a call, also inside lists and tuples, by values (id of the argument -> value).
-
-    Returns the same object if nothing is replaced.
-    """
+    """Replaces arguments, also in lists and tuples, by values (id -> value), or returns the same object."""
     get = values.get
     replaced = [get(id(x), x) if x.__class__ not in (list, tuple) else swapped(x, values) for x in arguments]
     return arguments if all(map(is_, replaced, arguments)) else type(arguments)(replaced)
@@ -122,14 +118,12 @@ class EagerMode(TorchFunctionMode):
     """Function mode that sees every torch function of a network.
 
     It runs the body of `multi_head_attention_forward`, and attention as plain products. An active function mode also
-    keeps `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` from their fast paths.
-
-    Gradients become derivatives: embeddings have dense gradients, which are not scaled by frequency. Hooks that the
-    network sets by `Tensor.register_hook` are not called, since they are meant for the user's backward passes.
+    keeps `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` from their fast paths. Gradients of embeddings are
+    dense and not scaled by frequency. Hooks of `Tensor.register_hook` are not called: they are meant for the user's
+    backward passes.
     """
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Calls `intercept` with the function, or with the replacement of a function in `REPLACED`."""
         kwargs = kwargs or {}
         if function not in REPLACED:
             return self.intercept(function, args, kwargs)

@@ -1,7 +1,6 @@
 """Decorators of public functions: they run outside the caller's autocast and inference mode.
 
-The caller's autocast applies to the layers of the network (`network_precision`). The contractions of lapwing run
-without autocast, in the dtype of their tensors (`full_precision`).
+The caller's autocast applies to the layers of the network (`network_precision`), and not to lapwing's contractions.
 """
 
 from __future__ import annotations
@@ -68,11 +67,7 @@ def network_precision() -> Iterator[None]:
 def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
 
-    `torch.no_grad()` replaces inference mode. The network itself runs under the caller's autocast.
-
-    Raises:
-        LapwingError: if the wrapped function is called within a transformation of torch.func or forward-mode
-            differentiation.
+    `torch.no_grad()` replaces inference mode. Within a transformation of torch.func it raises a LapwingError.
     """
 
     @functools.wraps(function)

@@ -1,13 +1,12 @@
 """The network as a function of its weights: calls with other values for some parameters, without writing them.
 
 A function mode replaces the parameters, which it recognises by identity, in every torch function that the network
-calls. The mode is local to the thread: another thread that calls the network, copies it or reads its `state_dict()`
-meanwhile sees the trained weights.
+calls. It is local to the thread: other threads see the trained weights.
 
-Some code bypasses function modes: scripted modules, `torch.autograd.Function`, transformations of torch.func in a
-forward. The survey detects this (`first_call`). Use within `torch.no_grad()` counts as a bypass too, to be safe. For
-such a network `torch.func.functional_call` sets the values in the module itself, under lapwing's lock. If the network
-reads its own parameters even then, as in a backward pass that runs a module again, it is refused.
+Some code bypasses function modes: scripted modules, `torch.autograd.Function`, torch.func within a forward. The survey
+detects this (`first_call`; to be safe, use within `torch.no_grad()` counts too). For such a network
+`torch.func.functional_call` sets the values in the module itself, under lapwing's lock. A network that reads its own
+parameters even then, as in a backward pass that runs a module again, is refused.
 """
 
 from __future__ import annotations
@@ -29,19 +28,13 @@ from .module_state import preserved_state
 
 
 class StandIns(EagerMode):
-    """Replaces parameters by other tensors in every torch function that the network calls.
-
-    Args:
-        parameters: name -> parameter of the network.
-        values: name -> tensor that replaces it.
-    """
+    """Replaces parameters by other tensors (`values`, by name) in every torch function that the network calls."""
 
     def __init__(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._values = {id(parameters[name]): value for name, value in values.items()}
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs the function with the replaced parameters, also inside lists and tuples."""
         if kwargs:
             kwargs = dict(zip(kwargs, swapped(tuple(kwargs.values()), self._values), strict=True))
         return function(*swapped(args, self._values), **kwargs)
@@ -89,15 +82,9 @@ def call_with(
     inputs: Any,
     unseen: bool = False,
 ) -> Tensor:
-    """Runs the network with other values for some parameters; returns its outputs (B, C).
+    """Returns the outputs (B, C) with other values for some parameters; a complex one has a value as `real` gives it.
 
-    Args:
-        model: the uncompiled network.
-        forward: the user's way to call the network, or None.
-        parameters: name -> parameter of the network, at least for the names in `values`.
-        values: name -> value for this call, of a complex parameter as `real`.
-        inputs: a batch.
-        unseen: whether the network bypasses function modes. Then the values are set in the module during the call.
+    If the network bypasses function modes (`unseen`), the values are set in the module during the call.
     """
     values = native(values, parameters)
     if not unseen:
@@ -120,27 +107,15 @@ class Called(nn.Module):
 
 
 class FirstCall(NamedTuple):
-    """Result of running the network with leaves of a graph instead of some parameters.
+    """The result of a call with leaves of a graph instead of some parameters."""
 
-    Attributes:
-        outputs: f (B, C), with their graph.
-        leaves: name -> leaf that replaced the parameter.
-        unseen: names of parameters that bypass function modes: an operation read the parameter itself, or a function
-            used it while gradients were off, as a custom `autograd.Function` does.
-        reads: collects the parameters that the network reads instead of their leaves.
-    """
-
-    outputs: Tensor
-    leaves: Mapping[str, Tensor]
-    unseen: Set[str]
-    reads: _Reads
+    outputs: Tensor  # f (B, C), with their graph
+    leaves: Mapping[str, Tensor]  # name -> leaf that replaced the parameter
+    unseen: Set[str]  # names of parameters that bypass function modes
+    reads: _Reads  # collects the parameters that the network reads instead of their leaves
 
     def gradients(self, names: Sequence[str], u: Tensor, kind: str) -> dict[str, Tensor]:
-        """Returns `Jᵀu` by name, without parameters that the outputs do not depend on.
-
-        Raises:
-            LapwingError: if the network of class `kind` read one of the parameters instead of its leaf.
-        """
+        """Returns `Jᵀu` by name if the outputs depend on it. Raises if the network read a parameter itself."""
         gradients: tuple[Tensor | None, ...] = ()
         error = None
         try:
@@ -168,10 +143,7 @@ def first_call(
     leaves: Mapping[str, Tensor],
     inputs: Any,
 ) -> FirstCall:
-    """Runs the network with a leaf for each parameter, and finds the parameters that bypass function modes.
-
-    The arguments are those of `call_with`, with `leaves` as the values.
-    """
+    """Calls the network with `leaves` as values, and finds the parameters that bypass function modes."""
     reads = _Reads(parameters)
     with without_compiled(), reads:
         outputs = call(model, inputs, forward, _WithGradients(parameters, native(leaves, parameters)))

@@ -1,8 +1,7 @@
 """The gate: checks the memory budget, the network and each batch once, before the tangent uses them.
 
 A network must have weights and no layer that `refusals.py` refuses, and must do on every batch what it did on the
-first. `sample_axis.py` checks that its layers hold the samples on the same dimension. Inputs that have passed are
-`Checked`.
+first. `sample_axis.py` checks where its layers hold the samples.
 """
 
 from __future__ import annotations
@@ -34,14 +33,9 @@ def checked_memory(memory: int | None) -> int:
 
 
 def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
-    """Returns the network without its `torch.compile` wrapper.
+    """Returns the network without its `torch.compile` wrapper, or raises a LapwingError.
 
-    Args:
-        model: the user's network.
-        last_layer: whether only its last layer is treated. Layers before it may then be quantized with fixed scales.
-
-    Raises:
-        LapwingError: if it is no module, has no whole weights that can have gradients, or a layer is refused.
+    With `last_layer`, only that is treated, and layers before it may be quantized with fixed scales.
     """
     if not isinstance(model, nn.Module):
         raise LapwingError(
@@ -89,15 +83,10 @@ def check_constant(model: nn.Module, written: str | None) -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """Inputs that have passed the gate. Functions that accept them do not check them again.
+    """Inputs that have passed the gate. Functions that accept them do not check them again."""
 
-    Attributes:
-        inputs: dense and finite tensors, one or several in tuples, lists and dicts.
-        samples: number of samples B.
-    """
-
-    inputs: Any
-    samples: int
+    inputs: Any  # dense and finite tensors, one or several in tuples, lists and dicts
+    samples: int  # B
 
     def take(self, rows: slice | Tensor) -> Checked:
         """Returns the inputs of some samples."""
@@ -111,16 +100,9 @@ class Checked:
 
 
 def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
-    """Checks a batch before the network runs on it.
+    """Raises for a tensor that is not dense or not finite, or that samples share although it has B rows.
 
-    Args:
-        inputs: the batch.
-        shared: for each tensor of the first batch, whether all samples shared it; empty for the first batch itself.
-        where: name of the batch in errors.
-
-    Raises:
-        LapwingError: if a tensor is not dense or not finite, or if the samples share a tensor whose length is the
-            number of samples.
+    `shared` says for each tensor of the first batch whether all samples shared it. It is empty for the first batch.
     """
     batches.check_finite(inputs, where)
     samples = batches.size(inputs)
@@ -138,18 +120,9 @@ def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
 def check_recording(
     model: nn.Module, inputs: Any, recording: Recording, outputs: int, late: list[Tensor] | None = None
 ) -> None:
-    """Checks that a recorded call has C outputs, and uses the weights as the call on the first batch did.
+    """Raises unless a recorded call has C finite `outputs`, and uses the weights as the call on the first batch did.
 
-    Args:
-        model: the network.
-        inputs: the batch.
-        recording: the recorded call.
-        outputs: C on the first batch.
-        late: if a list, outputs that are not finite do not raise: the list gets a mask (B,) of their samples.
-
-    Raises:
-        LapwingError: if outputs are not finite or have another shape, or if the network uses covered parameters, or the
-            inputs of their layers, in a way that the first batch did not show.
+    If `late` is a list, outputs that are not finite do not raise: the list gets a mask (B,) of their samples.
     """
     if late is None:
         batches.check_outputs(recording.outputs, "these inputs")

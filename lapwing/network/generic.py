@@ -132,10 +132,7 @@ def _load_rules() -> None:
 
 
 def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
-    """Returns `function(*primals)` and its derivative along the tangents: `torch.func.jvp`, without its warning.
-
-    Cost: about two calls of the function.
-    """
+    """Returns `function(*primals)` and its derivative along the tangents: `torch.func.jvp`, without its warning."""
     _load_rules()
     with LOCK:  # torch has one level of forward mode for all threads
         return torch.func.jvp(function, primals, tangents)
@@ -144,11 +141,9 @@ def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
 def forward_products(
     network: Network, parameters: Mapping[str, Tensor], vectors: Mapping[str, Tensor], inputs: Any
 ) -> Tensor | None:
-    """Returns `J V` (B, C, K) for vectors (K, *shape) by name, and compares a random sum with a backward pass.
+    """Returns `J V` (B, C, K) for vectors (K, *shape) by name, or None if no forward mode agrees with reverse mode.
 
-    Returns None if the network has no forward mode, or if it disagrees with reverse mode, as at padding tokens.
-
-    Cost: about 2 K forward passes and one backward pass; memory of one dual forward pass.
+    At padding tokens, for instance, it disagrees. Cost: about 2 K forward passes and one backward pass.
     """
     with torch.no_grad():
         products = WeightProducts(network, parameters, (by_forward_mode,))(vectors, inputs)
@@ -215,11 +210,6 @@ class WeightProducts:
 
     The first call compares a random sum of its products with `Jᵀu`. Later calls must have the same inputs, and use the
     route of the first call. If gradients are on, the products are differentiable in the inputs.
-
-    Args:
-        network: the network as a function of some weights and the inputs.
-        parameters: name -> value at which the Jacobian is computed.
-        routes: functions that compute products, in the order in which they are tried.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Logits of classes that cannot be, such as masked actions and padding: -inf, or far below all others.
 
-Every call of the network looks at its own outputs, so masks may differ from sample to sample and from batch to batch.
-Only outputs that a treated layer gives directly are left as they are: nothing masks them.
+Masks may differ between samples and batches. Outputs that a treated layer gives directly stay: nothing masks them.
 """
 
 from __future__ import annotations
@@ -23,28 +22,21 @@ EXCLUDED = -3e4
 
 @dataclass(frozen=True)
 class Logits:
-    """Calls a network whose outputs are logits.
+    """Calls a network whose outputs are logits."""
 
-    Attributes:
-        forward: the user's `forward(model, inputs)`, or None.
-        activation: function from outputs to probabilities: "softmax", or "sigmoid" for each output on its own.
-        looks: whether outputs without such classes stay the same object, which waits for the device.
-    """
-
-    forward: Forward | None
-    activation: str
-    looks: bool = True
+    forward: Forward | None  # the user's `forward(model, inputs)`, or None
+    activation: str  # from outputs to probabilities: "softmax", or "sigmoid" for each output on its own
+    looks: bool = True  # outputs without such classes stay the same object, which waits for the device
 
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
-        """Calls the network by `forward`, or by its inputs."""
         return invoke(model, inputs, self.forward)
 
     def finite(self, outputs: Tensor, axis: int = -1) -> Tensor:
-        """Returns outputs with other logits of classes that cannot be.
+        """Returns outputs with other logits of classes that cannot be. Before a sigmoid only -inf is replaced.
 
         After a softmax they are the mean of the others minus 30 000 or more. So their probability stays 0, and their
         gradient is the mean gradient of the others: the average over all classes, which links subtract, is the average
-        over those that can be. Before a sigmoid only -inf is replaced.
+        over those that can be.
         """
         softmax = self.activation == "softmax"
         mask = possible(outputs.detach(), axis) if softmax else outputs != -torch.inf

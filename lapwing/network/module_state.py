@@ -1,8 +1,7 @@
 """Restores the attributes of a network's modules after our forward passes.
 
-Networks store activations, weights made by hooks, tables that they derive from weights in eval mode, and flags. If
-these stayed, they would keep the graph of a pass in memory. After a pass with drawn weights they would change the
-outputs of the network. All of them are restored, including hooks that a pass registers, so that they stay consistent.
+Networks store activations, weights made by hooks, tables and flags. These would keep the graph of a pass in memory, and
+after a pass with drawn weights they would change the outputs. Hooks that a pass registers are removed, too.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the network's modules, each once, with the prefix of the names of its tensors: "" or "path.".
-
-    Faster than `named_modules`, because every prediction calls it.
-    """
+    """Returns the modules, each once, with the prefix of the names of its tensors; faster than `named_modules`."""
     modules, met, left = [], set(), [("", model)]
     while left:
         prefix, module = left.pop()
@@ -35,12 +31,7 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @contextlib.contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of all modules, and the entries of attributes that are dicts or lists.
-
-    Entries of nested containers, tuples and sets are not restored.
-
-    Cost: some microseconds per module.
-    """
+    """Restores the attributes of all modules, and the entries of attributes that are dicts or lists, but no deeper."""
     attributes = [vars(module) for _, module in modules_of(model)]
     containers = [value for held in attributes for value in held.values() if isinstance(value, (dict, list))]
     former: list[tuple[Any, Any]] = [(held, held.copy()) for held in attributes]

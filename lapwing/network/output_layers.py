@@ -66,10 +66,7 @@ def output_layers(
 ) -> tuple[tuple[str, ...], FirstCall]:
     """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed them.
 
-    Raises:
-        LapwingError: if no layer is the last, with the line to write.
-
-    Cost: one forward pass with its graph.
+    Raises if no layer is the last, with the line to write. Cost: one forward pass with its graph.
     """
     kind = type(model).__name__
     norms = {name for use in recording.noted if use.use.normalises for name in use.names.values()}
@@ -125,7 +122,6 @@ class _Origins(EagerMode):
         self.gradients: dict[Node, list[Node | None]] = {}
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs the function; notes whether its results depend on the inputs."""
         try:
             out = function(*args, **kwargs)
         except (RuntimeError, BufferError):  # such as numpy(), which refuses tensors that require gradients
@@ -170,14 +166,7 @@ def _tensors(values: Any) -> list[Tensor]:
 def _last_layers(
     root: Node, inputs: Sequence[Tensor], origins: _Origins, leaves: Mapping[str, Tensor]
 ) -> frozenset[str]:
-    """Returns the names of the parameters in the last layers of the outputs, and `PRODUCT` if layers are multiplied.
-
-    Args:
-        root: the node of the outputs.
-        inputs: the tensors of the inputs, which may have a graph of their own.
-        origins: the nodes that depend on the inputs, and the gradients that the network takes.
-        leaves: name -> leaf of the graph.
-    """
+    """Returns the names of the parameters in the last layers of the outputs, and `PRODUCT` if layers are multiplied."""
     graph: dict[Node, list[Node]] = {tensor.grad_fn: [] for tensor in inputs if tensor.grad_fn is not None}
     left = [root]
     while left:

@@ -1,8 +1,7 @@
 """Outputs with positions: tokens (B, T, C), pixels (B, C, H, W), voxels (B, C, D, H, W). Outputs (B, C) have T = 1.
 
-The rest of lapwing handles outputs as a matrix. `Positions` says which dimension holds the C outputs of a position. It
-reshapes outputs to a matrix (B, T C), position by position, or to rows (B T, C). `Places` gives rows of one batch the
-shape of the outputs, and reshapes targets to rows.
+The rest of lapwing handles outputs as a matrix (B, T C), position by position, or as rows (B T, C). `Positions` says
+which dimension holds the C outputs. `Places` gives rows of one batch the shape of the outputs.
 """
 
 from __future__ import annotations
@@ -24,17 +23,11 @@ EXACT_OUTPUTS = 1000
 
 @dataclass(frozen=True)
 class Places:
-    """The positions of one batch of outputs.
+    """The positions of one batch of outputs."""
 
-    Attributes:
-        samples: B.
-        sizes: (T,), (H, W) or (D, H, W); () for outputs (B, C).
-        axis: the dimension of the outputs that holds the C outputs of a position, 1 or -1.
-    """
-
-    samples: int
-    sizes: tuple[int, ...]
-    axis: int
+    samples: int  # B
+    sizes: tuple[int, ...]  # (T,), (H, W) or (D, H, W); () for outputs (B, C)
+    axis: int  # the dimension of the outputs that holds the C outputs of a position, 1 or -1
 
     @property
     def count(self) -> int:
@@ -48,13 +41,7 @@ class Places:
         return (self.samples, *self.sizes, outputs)
 
     def targets(self, targets: Tensor, outputs: int) -> Tensor:
-        """Returns targets of a batch as rows: (B T,) for one target per position, (B T, k) for k of them.
-
-        Targets of outputs (B, C) come back unchanged.
-
-        Raises:
-            LapwingError: if the targets have other positions than the outputs.
-        """
+        """Returns targets as rows: (B T,), or (B T, k) for k per position. If outputs are (B, C), targets stay."""
         if not self.sizes:
             return targets
         each, shape = (self.samples, *self.sizes), tuple(targets.shape)
@@ -78,10 +65,7 @@ class Places:
         )
 
     def whole(self, rows: Tensor, lead: int = 0) -> Tensor:
-        """Returns rows (lead..., B T, ...) in the shape of positions (lead..., B, *sizes, ...).
-
-        If rows are vectors (C,), C becomes the dimension that holds the C outputs of a position.
-        """
+        """Returns rows (lead..., B T, ...) in the shape of positions. In rows (C,), C gets its place in the outputs."""
         values = rows.unflatten(lead, (self.samples, *self.sizes))
         one_each = rows.ndim == lead + 2
         return values.movedim(-1, lead + 1) if one_each and self.axis == 1 else values
@@ -91,29 +75,21 @@ class Places:
 class Positions:
     """Calls a network, and says which dimension of its outputs holds the C outputs of a position.
 
-    Attributes:
-        forward: `forward(model, inputs)`, or None.
-        axis: the dimension of these C outputs, 1 or -1.
-        dims: number of dimensions of the outputs, 2 for outputs (B, C).
-        outputs: C.
-        count: T on the first batch; later batches may have another T.
-        direct: whether the outputs have positions and are those of the treated layer. Then each position counts as a
-            sample.
+    If the treated layer gives outputs with positions (`direct`), each position counts as a sample.
     """
 
     forward: Forward | None
-    axis: int
-    dims: int
-    outputs: int
-    count: int
+    axis: int  # the dimension of the C outputs, 1 or -1
+    dims: int  # number of dimensions of the outputs, 2 for outputs (B, C)
+    outputs: int  # C
+    count: int  # T on the first batch; later batches may have another T
     direct: bool = False
 
     @classmethod
     def of(cls, shape: tuple[int, ...], targets: tuple[int, ...] | None, forward: Forward | None) -> Positions:
-        """Finds the positions from the shapes of the first outputs and targets.
+        """Finds the axis from the shapes of the first outputs and targets.
 
-        Outputs (B, T, C) have the classes last; (B, C, H, W) and (B, C, D, H, W) have them on dimension 1. The choice
-        is reversed if the targets fit only the other dimension.
+        It is -1 for (B, T, C) and 1 for (B, C, H, W) and (B, C, D, H, W), unless the targets fit only the other one.
         """
         axis = -1 if len(shape) == 3 else 1
         one_place = len(shape) > 3 and prod(shape[2:]) == 1  # (B, C, 1, 1): targets of this shape fit both dimensions
@@ -137,15 +113,10 @@ class Positions:
         return cls(forward, **{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
-        """Calls the network by `forward`, or by its inputs."""
         return invoke(model, inputs, self.forward)
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of the positions of outputs of this shape.
-
-        Raises:
-            LapwingError: if the number of dimensions or C differs from the first batch.
-        """
+        """Returns the sizes of the positions of outputs. Raises if C or the number of dimensions has changed."""
         if len(shape) != self.dims or shape[self.axis] != self.outputs:
             raise LapwingError(
                 f"The outputs have the shape {tuple(shape)}, and on the first batch they had {self.dims} dimensions, "

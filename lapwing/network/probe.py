@@ -1,8 +1,7 @@
 """The probe finds the layer family of each parameter and the sample axis of its tensors, and checks both.
 
-On a few samples it computes `Jᵀu` of every parameter from the recorded uses, and compares it with autograd. It also
-requires that the gradients of one sample's outputs are zero at all other samples. A parameter that fails becomes
-generic, and the coverage report gives the reason.
+On a few samples it compares `Jᵀu` from the recorded uses with autograd, and requires that the gradients of one sample's
+outputs are zero at all other samples. A parameter that fails becomes generic; the coverage report has the reason.
 """
 
 from __future__ import annotations
@@ -54,22 +53,10 @@ def probe(
     max_numbers: int,
     warn: bool = True,
 ) -> tuple[tuple[Block, ...], RecordingPlan, Coverage, int]:
-    """Surveys a network on a few samples.
+    """Surveys a network in eval mode on at most `PROBED_SAMPLES` samples of the first batch.
 
-    Args:
-        model: the uncompiled network, checked to be in eval mode.
-        parameters: name -> parameter, tied ones once.
-        inputs: the first batch; at most `PROBED_SAMPLES` samples are used.
-        params: predicate that selects parameters, or `LastLayer`.
-        forward: function that calls the network, or None.
-        max_numbers: maximum number of entries built for a strip of positions, in addition to the activations.
-        warn: whether to warn of idle parameters.
-
-    Returns:
-        The blocks, the plan that reads recordings, the coverage report, and C.
-
-    Raises:
-        LapwingError: if no parameter is selected, or if outputs change between calls or with the rest of the batch.
+    Returns the blocks, the plan that reads recordings, the coverage report, and C. `max_numbers` limits the entries of
+    a strip of positions. Raises if outputs change between calls or with the rest of the batch.
     """
     few = _few(model, inputs, forward)
     try:
@@ -169,7 +156,7 @@ def _reasons(
 def _conditional(
     noted: Sequence[RecordedUse], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]
 ) -> list[str]:
-    """Returns the names in layers with the shape of a layer that did not get every sample, as experts have.
+    """Returns the names in layers shaped like one that did not get every sample, such as an expert.
 
     Other samples may not reach these layers.
     """
@@ -197,11 +184,7 @@ def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
 
 @contextlib.contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Replaces two errors of autograd by messages with a remedy.
-
-    The network overwrote a tensor that gradients need, or checkpointing runs a part again in the backward pass, where
-    it is not recorded.
-    """
+    """Replaces two errors of autograd by messages with a remedy."""
     try:
         yield
     except RuntimeError as error:

@@ -57,31 +57,18 @@ class Coverage(Displayed):
 
 @dataclass(frozen=True)
 class RecordingPlan:
-    """Assigns the uses of a recording to blocks.
+    """Assigns the uses of a recording to blocks. `uses` holds (index, sample axis, treated roles) by block name."""
 
-    Attributes:
-        watched: names of covered parameters.
-        order: (role, name) pairs of each watched use, in the order of the forward pass.
-        kinds: kind of each watched use.
-        shared: for each tensor of the inputs, whether the samples of the first batch shared it.
-        uses: block name -> its uses as (index, sample axis, treated roles).
-        single_sample: whether the survey saw only one sample, so that sample axes are guesses.
-        sizes: (entries of the output, entries of the unfolded inputs) per sample, for each watched use.
-        spread: whether embeddings of a single row of tokens are expanded over the samples.
-        last: index of the use whose output is the network's output, or -1.
-        unseen: whether the network bypasses function modes (see `functional.py`).
-    """
-
-    watched: tuple[str, ...] = ()
-    order: tuple[tuple[tuple[str, str], ...], ...] = ()
+    watched: tuple[str, ...] = ()  # names of covered parameters
+    order: tuple[tuple[tuple[str, str], ...], ...] = ()  # (role, name) pairs of each use, in the order of the pass
     uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = field(default_factory=dict)
-    single_sample: bool = False
-    sizes: tuple[tuple[int, int], ...] = ()
-    spread: bool = False
-    last: int = -1
-    kinds: tuple[str, ...] = ()
-    shared: tuple[bool, ...] = ()
-    unseen: bool = False
+    single_sample: bool = False  # the survey saw one sample: sample axes are guesses
+    sizes: tuple[tuple[int, int], ...] = ()  # per sample and use: entries of the output and of the unfolded inputs
+    spread: bool = False  # embeddings of a single row of tokens are expanded over the samples
+    last: int = -1  # index of the use whose output is the network's output, or -1
+    kinds: tuple[str, ...] = ()  # kind of each watched use
+    shared: tuple[bool, ...] = ()  # for each tensor of the inputs, whether the samples of the first batch shared it
+    unseen: bool = False  # the network bypasses function modes (see `functional.py`)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON. Only the sample axes of the uses are stored, since `order` gives the rest."""
@@ -121,9 +108,7 @@ class RecordingPlan:
     def uses_in(self, names: list[dict[str, str]], kinds: tuple[str, ...], samples: int, model: str) -> Uses:
         """Returns the uses of a recording for each block: those of the survey, or new ones if the order differs.
 
-        Raises:
-            LapwingError: if the assignment is ambiguous, if a layer did not run, or if the batch has several samples
-                and the survey saw only one.
+        Raises if the assignment is ambiguous, if a layer did not run, or for several samples after a survey of one.
         """
         if self.single_sample and samples > 1:
             raise LapwingError(
@@ -155,10 +140,7 @@ class RecordingPlan:
     def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
         """Estimates the entries in memory per sample: all g twice, plus patches and rotated gradients of one layer.
 
-        Args:
-            cotangents: R.
-            written: whether the cotangents are explicit tensors. Otherwise they are the C outputs, and a layer whose
-                output is the network's output has no g.
+        Without `written`, the R cotangents are the C outputs themselves, and a layer that gives the outputs has no g.
         """
         gathered = largest = 0
         for i, (out, patches) in enumerate(self.sizes):

@@ -1,9 +1,8 @@
 """Recurrent layers as plain operations, so that layer families see the weights of `torch.lstm`, `gru` and `rnn_tanh`.
 
-The fused kernels get all weights in one list and have no batched backward pass. Here one linear layer multiplies the
-inputs of all T steps by `weight_ih`. Each step multiplies its states by `weight_hh`. These products are recorded once
-for all steps: each step adds a row of zeros Z (T, B, O) to its product, so the gradients at Z are the gradients at the
-products.
+The fused kernels have no batched backward pass. Here one linear layer multiplies the inputs of all T steps by
+`weight_ih`. The products of the states with `weight_hh` are recorded once for all steps: each step adds a row of zeros
+Z (T, B, O) to its product, so the gradients at Z are the gradients at the products.
 """
 
 from __future__ import annotations
@@ -87,14 +86,7 @@ register_reader(_read_product, _noted_product)
 
 
 class _Steps:
-    """Products of one weight with the states of T steps, computed step by step and recorded together.
-
-    Args:
-        weight: W (O, H).
-        bias: b (O), or None.
-        like: tensor (T, B, any) with the T, B, dtype and device of the products.
-        watched: predicate of the parameters whose uses are recorded.
-    """
+    """Products of a weight W (O, H) with the states of T steps, recorded together. `like` (T, B, any) shows T and B."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, watched: Watched) -> None:
         self._parameters, self._states = (weight, bias), list[Tensor]()
@@ -121,19 +113,10 @@ class _Steps:
 
 
 def opened(function: Callable, args: tuple, watched: Watched, intercept: Intercept) -> Any:
-    """Runs a recurrent layer or cell as plain operations.
+    """Runs a recurrent layer or cell as plain operations; `intercept` records the uses of its weights.
 
-    Args:
-        function: one of `LAYERS` or `CELLS`.
-        args: the arguments of its call.
-        watched: predicate of the parameters whose uses are recorded.
-        intercept: runs a function and records the use of a weight.
-
-    Returns:
-        The result of the function. NotImplemented for dropout, and for packed sequences, because the call does not
-        show the order of their samples.
-
-    Cost: about the fused layer's forward pass, plus one operation for each gate and step.
+    Returns NotImplemented for dropout, and for packed sequences: the call does not show the order of their samples.
+    Cost: about the fused forward pass, plus one operation for each gate and step.
     """
     if function in CELLS:
         return _cell(function, args, intercept)

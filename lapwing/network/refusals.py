@@ -1,7 +1,6 @@
-"""Refusals of layers: each is a function that looks at one layer, registered for the kinds of layers that it concerns.
+"""Refusals of layers: functions that look at one layer, each registered for the kinds of layers that it concerns.
 
-`check_layers` asks all of them about every layer, and raises an error for the first reason that one finds. `probe.py`
-finds other layers that depend on the rest of the batch or on chance by running the network.
+`probe.py` finds other layers that depend on the rest of the batch or on chance by running the network.
 """
 
 from __future__ import annotations
@@ -20,17 +19,11 @@ EVAL = "Call model.eval() first."
 
 
 class Refusal(NamedTuple):
-    """Why lapwing cannot use a layer.
+    """Why lapwing cannot use a layer."""
 
-    Attributes:
-        reason: the end of a sentence that begins with the layer.
-        remedy: a sentence that says what to do; `{path}` is the layer's path in the network.
-        only_all_weights: whether the layer may stay if only the last layer is treated.
-    """
-
-    reason: str
-    remedy: str
-    only_all_weights: bool = False
+    reason: str  # the end of a sentence that begins with the layer
+    remedy: str  # a sentence that says what to do; `{path}` is the layer's path
+    only_all_weights: bool = False  # whether the layer may stay if only the last layer is treated
 
 
 Look = TypeVar("Look", bound=Callable[..., Refusal | None])
@@ -111,15 +104,7 @@ def is_quantized(layer: nn.Module) -> Refusal | None:
 
 
 def check_layers(model: nn.Module, last_layer: bool = True) -> None:
-    """Raises if a layer such as dropout is in training mode, writes itself or is quantized.
-
-    Args:
-        model: the network.
-        last_layer: whether only its last layer is treated.
-
-    Raises:
-        LapwingError: for the reason that is found first, with up to three of the layers that it concerns.
-    """
+    """Raises for the first refusal that is found, with up to three of the layers that it concerns."""
     found: list[tuple[Refusal, str]] = []
     for prefix, layer in modules_of(model):
         for kinds, look in REFUSALS:

@@ -36,13 +36,9 @@ class SampleAxisCheck:
         self._warned = False
 
     def check(self, recording: Recording, uses: Uses, name: str) -> None:
-        """Compares the place of the samples in each layer with the survey.
+        """Raises `SampleAxisMoved` if a layer holds the samples on another dimension or in another order.
 
         Shapes that have passed are not compared again, unless values may decide the place.
-
-        Raises:
-            SampleAxisMoved: if a layer holds the samples on another dimension, or in another order.
-            LapwingError: if a layer's tensor has too few dimensions.
         """
         outputs, noted, routed = recording.outputs, recording.noted, recording.routed
         shapes = outputs.shape, *[use.out.shape for use in noted]
@@ -82,13 +78,10 @@ class SampleAxisCheck:
 
 
 def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tuple[str, bool]:
-    """Looks for a layer that holds the samples in another place than the survey found.
+    """Returns a parameter of a layer that holds the samples elsewhere than in the survey, or "" if there is none.
 
-    Returns:
-        The name of a parameter of such a layer, or "" if there is none; and whether "" holds for all batches of these
-        shapes. It does not if all gradients of a layer are 0, because they agree with any power.
-
-    Cost: two backward passes through the activations for each digit of B in base 16.
+    Also returns whether "" holds for all batches of these shapes. It does not if all gradients of a layer are 0,
+    because they agree with any power. Cost: two backward passes through the activations per digit of B in base 16.
     """
     samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
     places = torch.arange(max(1, math.ceil(math.log(samples, 16) - 1e-9)))  # log 256 may come out above 2

@@ -101,11 +101,7 @@ def matching(*patterns: str) -> Matching:
 
 
 def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str) -> tuple[str, ...]:
-    """Returns the names of the parameters that a predicate selects; `output_layers.py` does this for `last_layer`.
-
-    Raises:
-        LapwingError: if the predicate selects none.
-    """
+    """Returns the names of the parameters that a predicate selects, or raises if it selects none."""
     if not callable(params):
         raise LapwingError(
             f"params={shown(params)} is none of lw.everything, lw.last_layer, lw.matching('*.weight') and a predicate. "

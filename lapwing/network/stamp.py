@@ -1,11 +1,9 @@
 """Detects that a network has changed, in this process (`Stamp`) or in another one (`fingerprint`).
 
-A stamp compares the tensors by identity, their shapes, torch's write counters, and up to `SAMPLED` entries of each
-tensor. Torch counts writes in place, such as `load_state_dict` and the steps of most optimisers, so a stamp detects
-every one of them. Torch does not count writes through `.data` or a NumPy view, by an optimiser with `fused=True`, by
-another process, or to tensors made in `torch.inference_mode()`. A stamp detects such a write only if it changes one of
-the sampled entries. It computes no sums, because every prediction checks it and would have to read all weights.
-`fingerprint` sums over all entries. It is computed when a posterior is saved and loaded.
+A stamp compares identities, shapes, torch's write counters, and up to `SAMPLED` entries of each tensor. Torch does not
+count writes through `.data` or a NumPy view, by an optimiser with `fused=True`, by another process, or to tensors made
+in `torch.inference_mode()`: a stamp detects these only if a sampled entry changes. It computes no sums, because every
+prediction checks it. `fingerprint` sums over all entries, when a posterior is saved and loaded.
 """
 
 from __future__ import annotations
@@ -46,16 +44,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Tensors, write counters and sampled values of a network.
-
-    Tensors outside `Tangent.state()`, such as integer and unsaved buffers, are not compared.
-
-    Attributes:
-        tensors: name -> tensor of the network.
-        versions: write counter of each tensor.
-        shapes: shape of each tensor.
-        values: up to `SAMPLED` entries of each tensor, concatenated.
-    """
+    """Tensors, write counters and sampled values of a network. Integer and unsaved buffers are not compared."""
 
     tensors: dict[str, Tensor] = field(repr=False)
     versions: tuple[int, ...] = field(repr=False)
@@ -94,10 +83,7 @@ class Stamp:
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns three float64 sums (3,) over the entries of a tensor, which identify it on any device and in files.
-
-    Imaginary parts count as entries.
-    """
+    """Returns three float64 sums (3,) over the entries of a tensor, which identify it on any device and in files."""
     value = value.detach()
     if value.is_complex():
         value = torch.view_as_real(value)

@@ -51,25 +51,15 @@ ROUTING = frozenset(
 
 @dataclass
 class RecordedUse:
-    """One use of watched parameters.
+    """One use of watched parameters."""
 
-    Attributes:
-        use: the layer's input, parameters and family.
-        names: role -> name of the watched parameter.
-        edge: place of the layer's output in the graph.
-        out: the layer's output.
-        versions: write counters of input and output at the call.
-        spread: whether a table's single row of tokens was expanded over the samples.
-        reached: whether the outputs depend on this use. False if its output was detached, for instance.
-    """
-
-    use: Use
-    names: dict[str, str]
-    edge: GradientEdge
+    use: Use  # the layer's input, parameters and family
+    names: dict[str, str]  # role -> name of the watched parameter
+    edge: GradientEdge  # place of the layer's output in the graph
     out: Tensor
-    versions: tuple[int, int]
-    spread: bool = False
-    reached: bool = True
+    versions: tuple[int, int]  # write counters of input and output at the call
+    spread: bool = False  # a table's single row of tokens was expanded over the samples
+    reached: bool = True  # the outputs depend on this use: not if its output was detached, for instance
 
     @property
     def stale(self) -> bool:
@@ -82,23 +72,14 @@ class RecordedUse:
 
 
 class Recording(NamedTuple):
-    """One recorded forward pass.
+    """One recorded forward pass."""
 
-    Attributes:
-        outputs: f (B, C), with their graph.
-        noted: the uses in order.
-        routed: whether the layout may depend on values (`ROUTING`).
-        differentiated: whether the network computed gradients itself, which its outputs may contain.
-        elsewhere: names of watched parameters that reach the outputs, or may, outside the recorded uses.
-        shaped: the outputs in the network's own shape, with positions if it has any.
-    """
-
-    outputs: Tensor
-    noted: list[RecordedUse]
-    routed: bool
-    differentiated: bool
-    elsewhere: set[str]
-    shaped: Tensor
+    outputs: Tensor  # f (B, C), with their graph
+    noted: list[RecordedUse]  # the uses in order
+    routed: bool  # the layout may depend on values (`ROUTING`)
+    differentiated: bool  # the network computed gradients itself, which its outputs may contain
+    elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
+    shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
 
 
 class Recorder(EagerMode):
@@ -175,10 +156,9 @@ class Recorder(EagerMode):
         return function(*args, **kwargs)
 
     def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
-        """Returns the names of watched parameters at which the graph of the outputs ends.
+        """Returns the names of watched parameters at which the graph of the outputs ends: they are used in another way.
 
-        Recorded uses have constants instead, so these parameters were used in another way. The graph behind the inputs
-        does not count. Also sets `reached` of each recorded use.
+        Recorded uses have constants instead. The graph behind the inputs does not count. Sets `reached` of each use.
         """
         ends = self._watched
         leaves, met = graph_leaves(outputs, inputs)
@@ -220,15 +200,10 @@ def run(
     spread: int = 1,
     frozen: Sequence[Tensor] = (),
 ) -> Recording:
-    """Runs the network once, recording the watched parameters.
+    """Runs the uncompiled network once, recording the watched parameters.
 
-    Args:
-        model: the uncompiled network.
-        inputs: a batch.
-        forward: function that calls the network, or None.
-        watched: name -> parameter.
-        spread: number of samples over which embeddings of a single row of tokens are expanded; 1 changes nothing.
-        frozen: watched parameters without requires_grad whose use the graph must show.
+    Embeddings of a single row of tokens are expanded over `spread` samples. `frozen` are watched parameters without
+    requires_grad whose use the graph must show.
     """
     recorder = Recorder(watched, spread, frozen)
     with torch.enable_grad(), without_compiled():
@@ -269,19 +244,10 @@ def wants_gradient(inputs: Any) -> bool:
 def output_gradients(
     outputs: Tensor, noted: Sequence[RecordedUse], cotangents: Tensor | None, differentiable: bool, batched: bool = True
 ) -> list[Tensor | None]:
-    """Computes the gradients of R cotangents at the outputs of the noted uses.
+    """Returns the gradients g (R, *out.shape) of cotangents u (B, C, R) at the outputs of the noted uses.
 
-    Args:
-        outputs: f (B, C) with its graph.
-        noted: the uses.
-        cotangents: u (B, C, R), or None for the C outputs themselves.
-        differentiable: whether to keep the graph of the gradients.
-        batched: whether one backward pass may handle all cotangents.
-
-    Returns:
-        g (R, *out.shape) of each use, or None if the use's output is f and `cotangents` is None.
-
-    Cost: R backward passes of activations only; zero for a use whose output is f.
+    u=None means the C outputs themselves; a use whose output is f then has g None. With `differentiable`, g keeps its
+    graph. With `batched`, one backward pass may handle all cotangents.
     """
     exact = None if cotangents is None else cotangents.permute(2, 0, 1)  # (R, B, C)
     u = None if exact is None else exact.to(outputs)

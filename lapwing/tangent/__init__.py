@@ -1,7 +1,6 @@
 """The tangent engine: contractions of a network's Jacobian, which is never formed.
 
-It connects `network` (which runs and observes a network) and `jacobian` (the algebra). Begin with `tangent.py` (survey
-a network, record a batch), then read `record.py` (the blocks of a batch, and the memory budget).
+It connects `network` and `jacobian`. Begin with `tangent.py` (survey a network, record a batch), then `record.py`.
 """
 
 from __future__ import annotations

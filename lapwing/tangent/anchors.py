@@ -1,7 +1,4 @@
-"""Anchors: M rows of the Jacobian at chosen (input, output) pairs, computed in chunks.
-
-Nyström features, optimal subspaces, inducing points and subsets of data are built from such rows.
-"""
+"""Anchors: M rows of the Jacobian at chosen (input, output) pairs, of which subspaces and inducing points are made."""
 
 from __future__ import annotations
 
@@ -34,17 +31,12 @@ class Anchors:
     """Rows `J̃` (M, P): row m is the gradient of output `outputs[m]` at sample `samples[m]`.
 
     If the outputs have positions, output `t C + c` is output c of position t.
-
-    Attributes:
-        inputs: groups of samples. All samples of a group have the same shape.
-        samples: (M,), indices of samples, counted over all groups in order.
-        outputs: (M,), indices of outputs.
     """
 
     tangent: Tangent
-    inputs: tuple[Any, ...]
-    samples: Tensor
-    outputs: Tensor
+    inputs: tuple[Any, ...]  # groups of samples of the same shape
+    samples: Tensor  # indices (M,), counted over all groups in order
+    outputs: Tensor  # indices (M,)
 
     def __len__(self) -> int:
         """M."""
@@ -64,9 +56,7 @@ class Anchors:
             yield slots, record.rows().flatten(0, 1)
 
     def gram(self, weights: Weights, dtype: torch.dtype) -> Tensor:
-        """Returns `Σ_b w_b J̃_b J̃_bᵀ` (M, M) float64, layer by layer for pairs of chunks, with products in `dtype`.
-
-        Blocks without a weight are left out.
+        """Returns `Σ_b w_b J̃_b J̃_bᵀ` (M, M) float64, with products in `dtype`. Blocks without a weight are left out.
 
         Cost: about M²/(2 m) forward and backward passes for chunks of m rows; memory O(M²) and two chunks.
         """
@@ -101,10 +91,7 @@ class Anchors:
                 yield mine, record, theirs, record if theirs is mine else self.tangent.record(their_inputs, v, dtype)
 
     def combine(self, coefficients: Tensor) -> Vectors:
-        """Returns `T J̃` for coefficients T (K, M), in the dtype of T: block name -> (K, P_block).
-
-        Cost: M backward passes, memory O(K P).
-        """
+        """Returns `T J̃` for T (K, M): block name -> (K, P_block). Cost: M backward passes, memory O(K P)."""
         count, dtype = len(coefficients), coefficients.dtype
         coefficients = placed(coefficients, self.tangent.device)
         out = {b.name: coefficients.new_zeros(count, b.size) for b in self.tangent.blocks}
@@ -116,10 +103,7 @@ class Anchors:
         return out
 
     def products(self, record: Record, weights: Weights) -> Tensor:
-        """Returns `Σ_b w_b J_b J̃_bᵀ` (B, R, M): NTK blocks between another record and the anchors.
-
-        Cost: M backward passes for each record, and the products.
-        """
+        """Returns `Σ_b w_b J_b J̃_bᵀ` (B, R, M), NTK blocks with another record. Cost: M backward passes per record."""
         shape = record.samples, record.cotangents, len(self)
         parts = torch.zeros(shape, dtype=record.dtype, device=record.device)
         for slots, anchors in self.records(record.dtype):
@@ -186,8 +170,7 @@ class Anchors:
     def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
         """Yields `(slots, inputs, cotangents)` of chunks. A sample is in several chunks if its outputs do not fit.
 
-        `scratch` is the number of entries that the caller keeps for each row. `share` divides the memory budget of one
-        chunk.
+        The caller keeps `scratch` entries per row. `share` divides the memory budget of one chunk.
         """
         tangent = self.tangent
         for number, (_, group, picks) in enumerate(self._groups):

@@ -4,13 +4,11 @@ The C backward passes run at the first access to a block. A product `J V` may us
 
 Three cuts keep the memory budget:
 
-1. *Samples*: `Tangent.records` cuts a batch into chunks (`Tangent.chunk_length`).
-2. *Cotangents*: if the gradients of all blocks of a single sample do not fit, consecutive blocks form a
-   `GradientGroup`. The gradients of one group replace those of the previous group, so read the blocks in order. A
-   block that does not fit is computed for slices of its cotangents (`Sliced`).
-3. *Positions*: patches, rotated factors and products of positions are built for one strip at a time (`strips.py`).
-
-Within these, contractions form rows in slices of at most `SLICE_BYTES`.
+1. *Samples*: `Tangent.records` cuts a batch into chunks.
+2. *Cotangents*: if the gradients of all blocks of one sample do not fit, consecutive blocks form a `GradientGroup`,
+   whose gradients replace those of the previous group. So read the blocks in order. A block that does not fit is
+   computed for slices of its cotangents (`Sliced`).
+3. *Positions*: patches and products of positions are built for one strip at a time (`strips.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class Record(Mapping[str, BlockJacobian]):
         samples: B.
         cotangents: R.
         device: device of the contractions: the CPU if they are float64 and the device of the outputs has no float64.
-        noted: the recorded uses of layers.
         graph: f with its graph, or None after all gradients are computed.
         sizes: sizes of the grid of positions, such as (H, W), or () for outputs (B, C).
         weights: factors of Λ for each sample (B, 1) or each of its outputs (B, C); None means ones.
@@ -106,11 +103,9 @@ class Record(Mapping[str, BlockJacobian]):
                 use.use.inputs = use.use.inputs.to(self.device)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterates over block names."""
         return (block.name for block in self.tangent.blocks)
 
     def __len__(self) -> int:
-        """Number of blocks."""
         return len(self.tangent.blocks)
 
     def sums(self, name: str) -> BlockJacobian | FisherSums:
@@ -143,10 +138,7 @@ class Record(Mapping[str, BlockJacobian]):
         return self._form(block, self._taken[generic])
 
     def at_position(self, which: int, columns: Tensor | None = None) -> Record:
-        """Returns the record of one position (B, C) from a record of all positions (B, T C).
-
-        Its cotangents are `columns` (C, R), or the C outputs.
-        """
+        """Returns the record of one position (B, C) of (B, T C), for cotangents `columns` (C, R), or the C outputs."""
         width, graph = self.tangent.outputs, self.graph
         assert graph is not None
         columns = torch.eye(width, device=graph.device) if columns is None else columns
@@ -216,10 +208,7 @@ class Record(Mapping[str, BlockJacobian]):
         return gradients, 4 * gradients + 2 * rows * self.tangent.plan.is_explicit(block)
 
     def _take(self, group: GradientGroup, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
-        """Computes the rows of a group's generic parameters by name, or the gradients of its other uses by index.
-
-        `cut` is a slice of the cotangents; None means all.
-        """
+        """Computes the rows of a group's generic parameters by name, or the gradients of its other uses by index."""
         if block.is_generic:
             names = [name for b in group.blocks if b.is_generic for name in b.parameters]
             values = {name: self.tangent.parameters[name] for name in names}
@@ -285,10 +274,7 @@ def _row_major(jacobian: BlockJacobian, block: Block, matrix: Matrix | None, rol
 
 
 def grouped(loads: Sequence[tuple[int, int]], limit: int) -> list[range]:
-    """Cuts blocks into consecutive groups with `Σ gradients + max scratch <= limit`. A larger block is its own group.
-
-    `loads` has, for each block, the entries of the gradients and the extra entries of a contraction (scratch).
-    """
+    """Cuts blocks into consecutive groups with `Σ gradients + max scratch <= limit`, or of one larger block."""
     groups, start, gradients, scratch = [], 0, 0, 0
     for i, (more, extra) in enumerate(loads):
         gradients, scratch = gradients + more, max(scratch, extra)

@@ -24,15 +24,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class ChunkLimit:
-    """What a call knows about the memory of its device.
+    """What a call knows about the memory of its device."""
 
-    Attributes:
-        samples: maximum number of samples in a chunk, set when memory has run out.
-        latest: number of samples in the latest chunk; 0 before the first.
-    """
-
-    samples: int = sys.maxsize
-    latest: int = 0
+    samples: int = sys.maxsize  # maximum number in a chunk, set when memory has run out
+    latest: int = 0  # number in the latest chunk; 0 before the first
 
 
 _LIMIT: ContextVar[ChunkLimit | None] = ContextVar("chunk_limit", default=None)
@@ -44,10 +39,7 @@ def chunk_limit() -> ChunkLimit:
 
 
 def retried(tangent: Tangent, compute: Callable[[], Result]) -> Result:
-    """Returns `compute()`. If memory runs out, halves the chunk length and calls it again.
-
-    If memory runs out with a single sample, or before any chunk, torch's error is raised: see `memory_errors`.
-    """
+    """Returns `compute()`. If memory runs out with several samples, halves the chunk length and calls it again."""
     limit = chunk_limit()
     limit.latest, before = 0, limit.samples
     while True:

@@ -47,25 +47,15 @@ Cotangents = Callable[[Tensor], Any] | Tensor | None  # a function gives a tenso
 
 @dataclass(frozen=True)
 class Tangent:
-    """A network and its treated parameters.
+    """A network and its treated parameters."""
 
-    Attributes:
-        model: the uncompiled network, never written.
-        blocks: the treated parameters, in order of use.
-        plan: the recorded uses of each block, and estimates of their memory.
-        coverage: the family that covers each block, with a reason for generic blocks.
-        outputs: C.
-        memory: budget in bytes for one chunk.
-        sample_axis: checks that layers hold the samples where the survey found them; remembers the shapes that passed.
-    """
-
-    model: nn.Module
+    model: nn.Module  # uncompiled, never written
     forward: Forward | None
-    blocks: tuple[Block, ...]
-    plan: RecordingPlan = field(repr=False)
-    coverage: Coverage
-    outputs: int
-    memory: int
+    blocks: tuple[Block, ...]  # the treated parameters, in order of use
+    plan: RecordingPlan = field(repr=False)  # the recorded uses of each block
+    coverage: Coverage  # the family of each block, with a reason for generic ones
+    outputs: int  # C
+    memory: int  # budget in bytes for one chunk
     sample_axis: SampleAxisCheck = field(default_factory=SampleAxisCheck, repr=False, compare=False)
 
     @classmethod
@@ -83,19 +73,12 @@ class Tangent:
     ) -> Tangent:
         """Runs the network on a few samples. Finds and checks the layer family of each parameter.
 
-        Args:
-            model: a trained network in eval mode.
-            inputs: a first batch.
-            params: which parameters to treat.
-            forward: `forward(model, inputs)`, or None for a plain call.
-            memory: budget in bytes for one chunk; None means 1 GiB.
-            warn: whether to warn of idle parameters and of needs above the budget.
-            targets: targets of the batch, or None. Their shape may show which dimension of the outputs holds classes.
-            activation: function from outputs to probabilities, "softmax" or "sigmoid", if the outputs are logits.
+        The shape of the targets may show which dimension of the outputs holds classes. `activation` gives probabilities
+        if the outputs are logits: "softmax" or "sigmoid".
 
         Cost: five forward passes, two of them on one sample and three on at most four. One more for each of: a first
-            batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network.
-            At most four backward passes for any C.
+        batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network. At
+        most four backward passes for any C.
         """
         memory = checked_memory(memory)
         model = checked_network(model, isinstance(params, LastLayer))
@@ -132,7 +115,6 @@ class Tangent:
 
     @property
     def size(self) -> int:
-        """P, the number of treated weights."""
         return sum(block.size for block in self.blocks)
 
     @cached_property
@@ -152,7 +134,6 @@ class Tangent:
 
     @cached_property
     def named_blocks(self) -> dict[str, Block]:
-        """Blocks by name."""
         return {block.name: block for block in self.blocks}
 
     @property
@@ -221,17 +202,14 @@ class Tangent:
         return block.join({name: self.parameters[name].detach().to(self.dtype) for name in block.parameters})
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """Returns the outputs (B, C), or (B, T C), with other values of some treated parameters.
+        """Returns the outputs (B, C), or (B, T C), with other values of some treated parameters, as one chunk.
 
-        Differentiable in the values and the inputs. The network is not written. All inputs run as one chunk.
+        Differentiable in the values and the inputs. The network is not written.
         """
         return call_with(self.model, self.forward, self._own, values, inputs, self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
-        """Returns the network's outputs (B, C), or in their own shape with positions, without gradients.
-
-        The inputs run in chunks that fit the memory budget.
-        """
+        """Returns the outputs (B, C), or in their own shape with positions, in chunks and without gradients."""
         parts = []
         with torch.no_grad(), without_compiled():
             for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
@@ -257,17 +235,10 @@ class Tangent:
         dtype: torch.dtype | None = None,
         late: list[Tensor] | None = None,
     ) -> Record:
-        """Records one chunk of samples. The record is differentiable in the inputs if they require gradients.
+        """Records one chunk of B samples. The record is differentiable in the inputs if they require gradients.
 
-        Args:
-            inputs: B samples, checked or not.
-            cotangents: u (B, C, R), or a function of the outputs that returns u; None means the C outputs.
-            dtype: dtype of the contractions; None means the accumulation dtype.
-            late: as in `check_recording`.
-
-        Raises:
-            LapwingError: if inputs or outputs are NaN or infinite, or if the network calls its layers in another order
-                than on the first batch.
+        The cotangents are u (B, C, R), a function of the outputs that returns u, or None for the C outputs. `dtype` is
+        that of the contractions (None: the accumulation dtype); `late` is as in `check_recording`.
 
         Cost: one forward and R backward passes. Memory O(R) times the activations.
         """
@@ -314,7 +285,7 @@ class Tangent:
         some: int | None = None,
         marginal: bool = False,
     ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of consecutive chunks of samples that fit the memory budget.
+        """Yields records of consecutive chunks of samples that fit the memory budget. Arguments are as in `record`.
 
         Without positions, a record has outputs (B, C). With positions, each position is a sample if the treated layer
         gives the outputs, or if `cotangents` is None or `RandomCotangents`. Such records have C outputs, and the slices
@@ -323,12 +294,11 @@ class Tangent:
 
         Args:
             inputs: B samples, checked or not.
-            cotangents: as in `record`; a function, or None (a tensor cannot be cut along).
-            dtype: as in `record`.
+            cotangents: a function, or None (a tensor cannot be cut along).
+            dtype: dtype of the contractions.
             scratch_per_sample: number of entries of `dtype` that the caller needs per sample.
             kept: mask (B, T) of the positions to record if positions are samples. The slices count only these.
-            some: maximum number of positions to record per input, times `DENSER` if positions are samples. Then the
-                slices have steps.
+            some: maximum number of positions per input, times `DENSER` if positions are samples; slices have steps.
             marginal: whether the caller reads only variances of a layer that gives the outputs, and no C² entries.
         """
         dtype = dtype or self.dtype

@@ -1,7 +1,4 @@
-"""The layer families, one file each: readers of function calls, and their Jacobians.
-
-Begin with `use.py`: the protocol of a family, and how it is registered.
-"""
+"""The layer families, one file each: readers of function calls, and their Jacobians. Begin with `use.py`."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ def unfold(
     padding: list[tuple[int, int]],
     dilation: tuple[int, ...],
 ) -> Tensor:
-    """Cuts x (N, channels, *space) into patches (N, L, channels, prod(kernel)), in the order of a weight's columns.
+    """Cuts x (N, channels, *space) into patches (N, L, channels, prod(kernel)) with `padding` zeros before and after.
 
-    L runs over output positions row by row. `padding` holds the numbers of zeros before and after in each dimension.
-    If rows of positions are longer than rows of the kernel, positions run fastest in memory: (channels, kernel, N, L).
+    L runs over output positions row by row. If rows of positions are longer than rows of the kernel, positions run
+    fastest in memory: (channels, kernel, N, L).
     """
     if any(before or after for before, after in padding):
         x = F.pad(x, [p for pair in reversed(padding) for p in pair])
@@ -203,14 +203,7 @@ class PatchOuter(Outer):
 class TransposedConvUse(ConvUse):
     """A transposed convolution: a plain one with reversed kernels, over an input with zeros between its pixels.
 
-    Args:
-        inputs: x (N, channels, *space).
-        weight: W (G I, O, *kernel).
-        bias: b, if any.
-        gaps: the stride, s - 1 zeros between pixels.
-        padding: numbers of zeros before and after in each dimension; negative numbers cut.
-        dilation: dilation of the kernel.
-        groups: G.
+    There are `gaps - 1` zeros, for the stride `gaps`. The weight is (G I, O, *kernel). Negative padding cuts.
     """
 
     def __init__(

@@ -107,10 +107,7 @@ class OneHot(MatrixJacobian):
     def add_kronecker_factors(
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:
-        """Adds A as its diagonal, the counts (1, V), and Γ (1, O, O).
-
-        Always uses the expand form, for which A is exactly diagonal, and ignores `reduce`.
-        """
+        """Adds the counts (1, V), the diagonal of A, and Γ (1, O, O). Ignores `reduce`, which would fill A."""
         tokens, g = self.unmerged
         g = g.transpose(0, 1).flatten(0, 2)  # (R B T, O): cotangents come first in memory
         times = None if weights is None else weights.to(inputs).repeat_interleave(tokens.shape[1])

@@ -1,6 +1,6 @@
 """Linear layers: `F.linear` (so `nn.Linear`, attention, functional reuse), Hugging Face's `Conv1D`, `x @ W`, `x @ W.T`.
 
-Products of a batch with other parameters, `W @ x`, three-dimensional weights and `torch.einsum`, are in `product.py`.
+Other products, `W @ x`, three-dimensional weights and `torch.einsum`, are in `product.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Norms, scales and shifts: elementwise weights, `out = γ ⊙ x̂ + β`.
-
-Their rows are explicit and small: `Σ_t g ⊙ x̂` for γ and `Σ_t g` for β.
-"""
+"""Norms, scales and shifts, `out = γ ⊙ x̂ + β`. Their rows are explicit: `Σ_t g ⊙ x̂` for γ and `Σ_t g` for β."""
 
 from __future__ import annotations
 
@@ -28,12 +25,9 @@ CACHE_NUMBERS = 2**20
 class ElementwiseUse(Use):
     """`out = γ ⊙ x̂ + β`, where x̂ is a function of the input, such as the normalised input.
 
-    x̂ is computed only for the Jacobian of γ, at some positions at a time.
-
-    Args:
-        normalise: function that returns x̂ for (..., P), all features at some positions.
-        features: number of last dimensions that are features; None means dimension 1, and 0 that γ has one entry.
-        whole: function that returns x̂ for all of x, for norms with statistics over positions; None for other norms.
+    x̂ is computed only for the Jacobian of γ, at some positions (..., P) at a time by `normalise`, or for all of x by
+    `whole` if its statistics go over positions. The last `features` dimensions are features; None means dimension 1,
+    and 0 that γ has one entry.
     """
 
     def __init__(
@@ -55,7 +49,6 @@ class ElementwiseUse(Use):
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
-        """Returns rows, summed over all dimensions except samples and features."""
         assert g is not None  # only linear layers give the outputs
         parts = []
         if "weight" in roles:

@@ -1,7 +1,4 @@
-"""Products of a batch with a parameter other than a linear layer over the last dimension: `torch.einsum`, `W @ x`.
-
-Their rows are explicit: `J = einsum(x, g)`, the same product with the gradients of the output instead of the weight.
-"""
+"""Products of a batch with a parameter other than a linear layer over the last dimension: `torch.einsum`, `W @ x`."""
 
 from __future__ import annotations
 
@@ -15,10 +12,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class EinsumUse(Use):
-    """`out = einsum(x, W)`, with a letter for each dimension of x, W and the output.
-
-    Cost: time O(R B) times the multiply-adds of the product for one sample, memory O(B R P).
-    """
+    """`out = einsum(x, W)`, with a letter for each dimension. The rows are explicit: `J = einsum(x, g)`."""
 
     family = "einsum"
 
