@@ -73,7 +73,29 @@ def split_blocks(blocks: tuple[Block, ...], flat: Tensor) -> Vectors:
     return {block.name: part for block, part in zip(blocks, parts, strict=True)}
 
 
-class Covariance(ABC):
+class Stored(ABC):
+    """An object in a file: a covariance, or the basis of one."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors, by name."""
+
+    @classmethod
+    @abstractmethod
+    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        """Returns the shape and dtype of each of `tensors()`, given `extra()`."""
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
+        """Rebuilds the object from `tensors()` and `extra()`, which agree with `entries`."""
+
+    def extra(self) -> dict[str, Any]:
+        """Returns the settings that are not tensors, as values that JSON can store."""
+        return {}
+
+
+class Covariance(Stored):
     """A PSD matrix Σ over the weights of some blocks.
 
     `continued_by` says how further data are added to the curvature: to Kronecker factors and other sums by block, to a
@@ -120,24 +142,6 @@ class Covariance(ABC):
     @abstractmethod
     def layer_block(self, name: str) -> LayerBlock:
         """Returns the covariance of one block with a matrix layout, without correlations with other layers."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that make up the covariance, by name, for saving."""
-
-    @classmethod
-    @abstractmethod
-    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        """Returns the shape and dtype of each of `tensors()`, given `extra()`."""
-
-    @classmethod
-    @abstractmethod
-    def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Covariance:
-        """Rebuilds the covariance from `tensors()` and `extra()`, which agree with `entries`."""
-
-    def extra(self) -> dict[str, Any]:
-        """Returns the settings that are not tensors, as values that JSON can store."""
-        return {}
 
     def rounded(self) -> bool:
         """Whether the rounding of sums exceeds the prior precision, and so determines the largest variances."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..linalg import row_products, total
 from ..tangent import FLOATS, Anchors, Block, Record, Tangent, TensorSpec, Vectors
-from .base import same_ratios
+from .base import Stored, same_ratios
 
 
-class Basis(ABC):
+class Basis(Stored):
     """K directions W (K, P) in weight space."""
 
     rank: int  # K
@@ -44,22 +44,7 @@ class Basis(ABC):
     def inner(self, vectors: Vectors) -> Tensor:
         """Returns `v Wᵀ` (n, K)."""
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that make up the basis, by name, for saving."""
-
-    @classmethod
-    @abstractmethod
-    def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        """Returns the shape and dtype of each of `tensors()`, given `extra()`."""
-
-    @classmethod
-    @abstractmethod
-    def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> Basis:
-        """Rebuilds the basis from `tensors()` and `extra()`, which agree with `entries`."""
-
     def extra(self) -> dict[str, Any]:
-        """Returns the settings that are not tensors, as values that JSON can store."""
         return {"rank": self.rank}
 
     def rows(self) -> Vectors:

@@ -1,8 +1,10 @@
 """Latents: the distribution of the network's outputs, which a link turns into a distribution of y.
 
 There are four kinds: a Gaussian for each input (`Latent`), one Gaussian over all inputs (`JointLatent`), a Gaussian
-with the covariance of draws (`LinearDraws`), and outputs under draws of the weights (`LatentDraws`). All have the same
-methods. `draws` is None except in `LatentDraws`.
+with the covariance of draws (`LinearDraws`), and outputs under draws of the weights (`LatentDraws`). `SelectedLatent`
+is a `Latent` of some of the outputs. All have the same methods. `scaled` multiplies the covariance by a factor >= 0.
+`with_checks` gives the latent to the user: moments that are not finite raise a LapwingError. `draws` is None except in
+`LatentDraws`.
 """
 
 from __future__ import annotations
@@ -78,11 +80,9 @@ class Latent(Described):
         return replace(self, terms=(*self.terms, DenseTerm(covariance)))
 
     def scaled(self, factor: float) -> Latent:
-        """Returns the latent with its covariance multiplied by a factor >= 0."""
         return replace(self, terms=tuple(term.scaled(factor) for term in self.terms))
 
     def compact(self, covariances: bool) -> Latent:
-        """Returns a detached float64 copy with covariances, or with variances only."""
         if covariances:
             term: Term = DenseTerm(doubled(self.covariance.detach()), doubled(self.centred_variance.detach()))
         else:
@@ -93,7 +93,6 @@ class Latent(Described):
         return replace(self, terms=multiplied_out(self.terms, WIDE))
 
     def with_checks(self) -> Latent:
-        """Returns the latent for the user, which raises a LapwingError for moments that are not finite."""
         return replace(self, checked=True)
 
     def without_impossible(self) -> Latent:
@@ -233,20 +232,13 @@ class JointLatent(Described):
         return self.mean + draws.reshape(n, *self.mean.shape)
 
     def plus(self, covariance: Tensor) -> JointLatent:
-        """Returns the latent with another covariance (B, C, C) added for each input."""
         eye = torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device)
         return JointLatent(self.mean, self.covariance + torch.einsum("bcd,be->bced", covariance, eye))
 
     def scaled(self, factor: float) -> JointLatent:
-        """Returns the latent with its covariance multiplied by a factor >= 0."""
         return JointLatent(self.mean, self.covariance * factor)
 
-    def compact(self, covariances: bool) -> JointLatent:
-        """Returns a detached float64 copy."""
-        return JointLatent(doubled(self.mean.detach()), doubled(self.covariance.detach()))
-
     def with_checks(self) -> JointLatent:
-        """Returns the latent itself. Raises a LapwingError if it is not finite."""
         check_finite(self.covariance)
         return self
 

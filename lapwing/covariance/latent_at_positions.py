@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import LapwingError
+from ..linalg import doubled
 from ..network.positions import Places
 from .terms import standard_deviation
 
@@ -46,6 +47,12 @@ class Described:
     def tempered(self: Any, temperature: float) -> Any:
         """Returns the latent with its mean divided by a temperature and the same covariance."""
         return replace(self, mean=self.mean / temperature)
+
+    def compact(self: Any, covariances: bool) -> Any:
+        """Returns a detached float64 copy; a `Latent` keeps its covariances, or only its variances."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: doubled(value.detach()) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     def without_wide_factors(self: Any) -> Any:
         """Returns the latent with wide factors multiplied out. Most latents have none."""
@@ -104,21 +111,18 @@ class LatentAtPositions(Described):
         return self.places.whole(self.rows.sample(n, generator), 1)
 
     def scaled(self, factor: float) -> LatentAtPositions:
-        """Returns the latent with its covariance multiplied by a factor >= 0."""
         return replace(self, rows=self.rows.scaled(factor))
 
     def tempered(self, temperature: float) -> LatentAtPositions:
         return replace(self, rows=self.rows.tempered(temperature))
 
     def compact(self, covariances: bool) -> LatentAtPositions:
-        """Returns a detached float64 copy with covariances, or with variances only."""
         return replace(self, rows=self.rows.compact(covariances))
 
     def without_wide_factors(self) -> LatentAtPositions:
         return replace(self, rows=self.rows.without_wide_factors())
 
     def with_checks(self) -> LatentAtPositions:
-        """Returns the latent for the user, which raises a LapwingError for moments that are not finite."""
         return replace(self, rows=self.rows.with_checks())
 
     @staticmethod

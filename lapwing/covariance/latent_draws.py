@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..linalg import doubled
 from ..network.entry import full_precision
 from .latent import JointLatent, Latent, SelectedLatent, check_finite, generator_for
 from .latent_at_positions import Described, LatentAtPositions
@@ -67,25 +66,17 @@ class LatentDraws(Described):
         return self.draws[picked]
 
     def scaled(self, factor: float) -> LatentDraws:
-        """Returns the draws moved towards their mean, so that the covariance is multiplied by a factor >= 0."""
         return LatentDraws(torch.lerp(self.mean, self.draws, factor**0.5), self.joint)
 
     def tempered(self, temperature: float) -> LatentDraws:
-        """Returns the draws shifted so that their mean is divided by a temperature."""
         return LatentDraws(self.draws + self.mean * (1 / temperature - 1), self.joint)
 
-    def compact(self, covariances: bool) -> LatentDraws:
-        """Returns a detached float64 copy of all draws."""
-        return LatentDraws(doubled(self.draws.detach()), self.joint)
-
     def with_checks(self) -> LatentDraws:
-        """Returns the latent itself. Raises a LapwingError if it is not finite."""
         check_finite(self.draws)
         return self
 
     @staticmethod
     def concatenate(parts: Sequence[LatentDraws]) -> LatentDraws:
-        """Joins the latents of consecutive batches."""
         return LatentDraws(torch.cat([part.draws for part in parts], 1))
 
 
@@ -159,21 +150,14 @@ class LinearDraws(Described):
         return self.mean + moved.view(n, *self.mean.shape)
 
     def scaled(self, factor: float) -> LinearDraws:
-        """Returns the latent with its covariance multiplied by a factor >= 0."""
         return LinearDraws(self.mean, self.deviations * factor**0.5, self.joint)
 
-    def compact(self, covariances: bool) -> LinearDraws:
-        """Returns a detached float64 copy."""
-        return LinearDraws(doubled(self.mean.detach()), doubled(self.deviations.detach()), self.joint)
-
     def with_checks(self) -> LinearDraws:
-        """Returns the latent itself. Raises a LapwingError if it is not finite."""
         check_finite(self.deviations)
         return self
 
     @staticmethod
     def concatenate(parts: Sequence[LinearDraws]) -> LinearDraws:
-        """Joins the latents of consecutive batches."""
         return LinearDraws(torch.cat([part.mean for part in parts]), torch.cat([part.deviations for part in parts], 1))
 
 

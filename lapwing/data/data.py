@@ -34,18 +34,14 @@ SHARE_OUT = "Let the data set share them out by torch.utils.data.get_worker_info
 
 
 class Data:
-    """Training or held-out data: an iterable of batches that can be read several times.
+    """Training or held-out data, as `as_loader` accepts them: an iterable of batches that can be read several times.
 
     Over several processes these are the data of this rank. The joined data are the data of all ranks, in order. A
     `DistributedSampler` repeats samples until all ranks have the same number, and `Data` leaves the repeated samples
     out: sample k of rank r is number `r + k R` of the sampler's order, or no sample if that order is shorter.
 
-    Args:
-        given: the user's data, in any form that `as_loader` accepts.
-        network: network whose weights decide the dtype of arrays.
-        sample_weights: whether the batches hold sample weights. Then `Data` yields `batches.Weighted`.
-        data_size: N, if the user gave it. A loader without a length, which may be endless, is read up to N samples.
-        columns: names of the columns of the fit, in whose order frames are read; () keeps the order of each frame.
+    With `sample_weights` it yields `batches.Weighted`. A loader without a length, which may be endless, is read up to
+    `data_size` samples. Frames are read in the order of `columns`; () keeps the order of each frame.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def as_loader(data: Any, network: Any) -> Any:
         return DataLoader(data, BATCH, collate_fn=_Collate(dtype), generator=generator)
     if _is_whole(data):
         return _cut(data, dtype)
-    if type(data) in (list, tuple) and any(map(_holds_arrays, data)):
+    if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):
         return [_tensors(batch, dtype) for batch in data]
     return data
 
@@ -147,10 +147,6 @@ def _is_whole(data: Any) -> bool:
         label = next((key for key in batches.LABEL_KEYS if key in data), None)
         return label is not None and len(data) > 1 and (isinstance(data[label], Tensor) or is_array(data[label]))
     return type(data) is tuple and len(data) > 1 and (isinstance(data[-1], Tensor) or is_array(data[-1]))
-
-
-def _holds_arrays(batch: Any) -> bool:
-    return any(map(is_array, pytree.tree_leaves(batches.tree(batch))))
 
 
 def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:

@@ -59,11 +59,6 @@ class Block:
         return self.family == "generic"
 
     @property
-    def kind(self) -> str:
-        """The family and the matrix layout, as in `Use.kind`."""
-        return kind_of(self.family, self.matrix)
-
-    @property
     def size(self) -> int:
         """P, the number of weights."""
         return sum(prod(shape) for shape in self.shapes)
@@ -114,17 +109,6 @@ class Block:
         if self.bias:
             out[self.parameters[-1]] = matrix[..., -1].reshape(*lead, *self.shapes[-1])
         return out
-
-
-def kind_of(family: str, matrix: Matrix | None) -> str:
-    """Returns the name of a family and the special features of a layout, such as "conv, 2 groups"."""
-    if matrix is None:
-        return family
-    if matrix.transposed:
-        family += ", transposed"
-    if matrix.one_hot:
-        family += ", one-hot"
-    return family if matrix.groups == 1 else f"{family}, {matrix.groups} groups"
 
 
 def join(blocks: Sequence[Block], parameters: Mapping[str, Tensor]) -> Vectors:

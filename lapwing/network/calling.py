@@ -97,7 +97,12 @@ def shaped_outputs(
     if positioned and out.shape[0] == size(inputs):
         if isinstance(forward, Positions):
             return out if logits is None else logits.finite(out, forward.axis)
-        raise _with_positions(model, out)
+        raise OutputsWithPositions(
+            f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
+            "outputs) here. Fit them with lw.fit, which takes outputs with positions. To treat their mean, average "
+            "over the positions in forward=.",
+            out.shape,
+        )
     if not positioned and (not isinstance(out, Tensor) or out.ndim != 2 or not out.is_floating_point()):
         found = describe(returned)
         if isinstance(out, Tensor) and out.ndim == 0:
@@ -156,16 +161,6 @@ def _entry_of_outputs(returned: Any, samples: int) -> str | None:
         entries = [(f".{name}", value) for name, value in getattr(returned, "__dict__", {}).items()]
     floats = ((entry, x) for entry, x in entries if isinstance(x, Tensor) and x.is_floating_point() and x.ndim)
     return next((entry for entry, x in floats if len(x) == samples), None)
-
-
-def _with_positions(model: nn.Module, out: Tensor) -> OutputsWithPositions:
-    """Returns the error for outputs with positions."""
-    return OutputsWithPositions(
-        f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
-        "outputs) here. Fit them with lw.fit, which takes outputs with positions. To treat their mean, average over "
-        "the positions in forward=.",
-        out.shape,
-    )
 
 
 def _blames_inputs(inputs: Any, error: Exception) -> bool:

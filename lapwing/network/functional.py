@@ -116,6 +116,12 @@ class FirstCall(NamedTuple):
 
     def gradients(self, names: Sequence[str], u: Tensor, kind: str) -> dict[str, Tensor]:
         """Returns `Jᵀu` by name if the outputs depend on it. Raises if the network read a parameter itself."""
+        if not self.outputs.requires_grad:
+            raise LapwingError(
+                f"The outputs have no gradient for any of the {len(names)} parameters of {kind} "
+                f"({', '.join(names[:3])}) to treat. Take @torch.no_grad() off forward(), or choose other "
+                "parameters with params=."
+            )
         gradients: tuple[Tensor | None, ...] = ()
         error = None
         try:

@@ -73,8 +73,12 @@ def probe(
     noted = [use for use in recording.noted if set(use.names.values()) & set(names)]
     with _explained(model):
         gradients = [g for g in output_gradients(outputs, noted, u, differentiable=False) if g is not None]  # all
-        first = first or _call_with_leaves(model, forward, {name: parameters[name] for name in names}, few)
-        truth = _autograd_rows(first, names, u[:, :, 2], type(model).__name__)
+        if first is None:
+            treated = {name: parameters[name] for name in names}
+            leaves = {name: real(value.detach()).requires_grad_() for name, value in treated.items()}
+            with torch.enable_grad():
+                first = first_call(model, forward, treated, leaves, few)
+        truth = first.gradients(names, u[:, :, 2], type(model).__name__)
     axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(noted, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), noted, axes, recording)
@@ -118,14 +122,6 @@ def _recorded(
         elsewhere = run(model, few, forward, late, frozen=list(late.values())).elsewhere
         recording = recording._replace(elsewhere=recording.elsewhere | elsewhere)
     return names, recording, first
-
-
-def _call_with_leaves(
-    model: nn.Module, forward: Forward | None, parameters: dict[str, Tensor], inputs: Any
-) -> FirstCall:
-    leaves = {name: real(value.detach()).requires_grad_() for name, value in parameters.items()}
-    with torch.enable_grad():
-        return first_call(model, forward, parameters, leaves, inputs)
 
 
 def _reasons(
@@ -305,17 +301,6 @@ def _batch_axis(noted: RecordedUse, g: Tensor, samples: int) -> BatchAxis | None
             if not first[1:].any() and not last[: samples - 1].any():
                 return candidate
     return None
-
-
-def _autograd_rows(first: FirstCall, names: Sequence[str], u: Tensor, model: str) -> dict[str, Tensor]:
-    """Returns `Jᵀu` by autograd: name -> tensor of the parameter's shape, if the outputs depend on the parameter."""
-    if not first.outputs.requires_grad:
-        raise LapwingError(
-            f"The outputs have no gradient for any of the {len(names)} parameters of {model} "
-            f"({', '.join(names[:3])}) to treat. Take @torch.no_grad() off forward(), or choose other "
-            "parameters with params=."
-        )
-    return first.gradients(names, u, model)
 
 
 def _compare_with_autograd(

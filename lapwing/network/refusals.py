@@ -1,4 +1,4 @@
-"""Refusals of layers: functions that look at one layer, each registered for the kinds of layers that it concerns.
+"""Refusals of layers: functions that look at one layer, each for the kinds of layers that it concerns.
 
 `probe.py` finds other layers that depend on the rest of the batch or on chance by running the network.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules import batchnorm, dropout, instancenorm
@@ -26,23 +26,6 @@ class Refusal(NamedTuple):
     only_all_weights: bool = False  # whether the layer may stay if only the last layer is treated
 
 
-Look = TypeVar("Look", bound=Callable[..., Refusal | None])
-
-REFUSALS: list[tuple[tuple[type[nn.Module], ...], Callable[..., Refusal | None]]] = []
-"""Kinds of layers, and the function that looks at a layer of these kinds."""
-
-
-def refuses(*kinds: type[nn.Module]) -> Callable[[Look], Look]:
-    """Registers a function that returns why a layer of these kinds, or a subclass, is refused; None if it is not."""
-
-    def register(look: Look) -> Look:
-        REFUSALS.append((kinds, look))
-        return look
-
-    return register
-
-
-@refuses(nn.Embedding, nn.EmbeddingBag)
 def rescales_its_weights(layer: nn.Embedding | nn.EmbeddingBag) -> Refusal | None:
     """Refuses embeddings with max_norm."""
     if layer.max_norm is None:
@@ -53,7 +36,6 @@ def rescales_its_weights(layer: nn.Embedding | nn.EmbeddingBag) -> Refusal | Non
     )
 
 
-@refuses(batchnorm._BatchNorm)
 def uses_statistics_of_the_batch(layer: batchnorm._BatchNorm) -> Refusal | None:
     """Refuses batch norm in training mode or without running statistics."""
     if layer.running_mean is None:
@@ -66,7 +48,6 @@ def uses_statistics_of_the_batch(layer: batchnorm._BatchNorm) -> Refusal | None:
     return None
 
 
-@refuses(instancenorm._InstanceNorm, parametrizations._SpectralNorm)
 def writes_its_statistics(layer: nn.Module) -> Refusal | None:
     """Refuses instance and spectral norm that update their statistics; instance norm may keep none."""
     if layer.training and getattr(layer, "track_running_stats", True):
@@ -74,7 +55,6 @@ def writes_its_statistics(layer: nn.Module) -> Refusal | None:
     return None
 
 
-@refuses(dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 def drops_at_random(layer: nn.Module) -> Refusal | None:
     """Refuses active dropout."""
     if _dropout_rate(layer) > 0:
@@ -82,7 +62,6 @@ def drops_at_random(layer: nn.Module) -> Refusal | None:
     return None
 
 
-@refuses(nn.Module)
 def is_quantized(layer: nn.Module) -> Refusal | None:
     """Refuses quantized layers, of which those with fixed scales may come before a last layer in floating point."""
     place = type(layer).__module__
@@ -101,6 +80,16 @@ def is_quantized(layer: nn.Module) -> Refusal | None:
             only_all_weights=True,
         )
     return None
+
+
+REFUSALS: tuple[tuple[tuple[type[nn.Module], ...], Callable[..., Refusal | None]], ...] = (
+    ((nn.Embedding, nn.EmbeddingBag), rescales_its_weights),
+    ((batchnorm._BatchNorm,), uses_statistics_of_the_batch),
+    ((instancenorm._InstanceNorm, parametrizations._SpectralNorm), writes_its_statistics),
+    ((dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase), drops_at_random),
+    ((nn.Module,), is_quantized),
+)
+"""Kinds of layers, and the function that returns why a layer of these kinds is refused; None if it is not."""
 
 
 def check_layers(model: nn.Module, last_layer: bool = True) -> None:

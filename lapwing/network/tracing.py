@@ -160,11 +160,10 @@ class Recorder(EagerMode):
 
         Recorded uses have constants instead. The graph behind the inputs does not count. Sets `reached` of each use.
         """
-        ends = self._watched
         leaves, met = graph_leaves(outputs, inputs)
         for use in self.noted:
             use.reached = use.edge.node in met
-        return {ends[id(leaf)] for leaf in leaves if id(leaf) in ends}
+        return {self._watched[id(leaf)] for leaf in leaves if id(leaf) in self._watched}
 
 
 def _routes(function: Callable, args: tuple) -> bool:

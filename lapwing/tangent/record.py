@@ -49,27 +49,17 @@ class FisherParts(NamedTuple):
     diagonal: Tensor
     vector: Tensor | None
 
-    def weighed(self, factors: Tensor) -> FisherParts:
-        """Returns `diag(s) Λ diag(s)` for s (B, 1) or (B, C)."""
-        factors = factors.to(self.diagonal)
-        return FisherParts(self.diagonal * factors.square(), None if self.vector is None else self.vector * factors)
-
 
 class Record(Mapping[str, BlockJacobian]):
     """The Jacobian of one chunk of samples: block name -> `BlockJacobian`, built at each access.
 
-    Attributes:
-        outputs: f (B, C).
-        samples: B.
-        cotangents: R.
-        device: device of the contractions: the CPU if they are float64 and the device of the outputs has no float64.
-        graph: f with its graph, or None after all gradients are computed.
-        sizes: sizes of the grid of positions, such as (H, W), or () for outputs (B, C).
-        weights: factors of Λ for each sample (B, 1) or each of its outputs (B, C); None means ones.
+    It has B = `samples` and R = `cotangents`. `outputs` are f (B, C), and `graph` is f with its graph, or None after
+    all gradients are computed. Contractions run on `device`: the CPU if they are float64 and the outputs' device has no
+    float64.
     """
 
-    sizes: tuple[int, ...] = ()
-    weights: Tensor | None = None
+    sizes: tuple[int, ...] = ()  # of the grid of positions, such as (H, W), or () for outputs (B, C)
+    weights: Tensor | None = None  # factors of Λ (B, 1) or (B, C); None means ones
 
     def __init__(
         self,
@@ -152,7 +142,9 @@ class Record(Mapping[str, BlockJacobian]):
     def weigh(self, factors: Tensor) -> None:
         """Multiplies the cotangents by factors per sample (B, 1) or output (B, C). Call it before the first block."""
         if self._parts is not None:
-            self._parts = self._parts.weighed(factors)
+            diagonal, vector = self._parts
+            factors = factors.to(diagonal)
+            self._parts = FisherParts(diagonal * factors.square(), None if vector is None else vector * factors)
             return
         self._u = self.u * factors.to(self.u)[..., None]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,20 +204,12 @@ class PatchOuter(Outer):
 class TransposedConvUse(ConvUse):
     """A transposed convolution: a plain one with reversed kernels, over an input with zeros between its pixels.
 
-    There are `gaps - 1` zeros, for the stride `gaps`. The weight is (G I, O, *kernel). Negative padding cuts.
+    There are `gaps - 1` zeros, for the stride `gaps`. The weight is (G I, O, *kernel). Negative padding cuts. The other
+    arguments are those of `ConvUse`.
     """
 
-    def __init__(
-        self,
-        inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gaps: tuple[int, ...],
-        padding: list[tuple[int, int]],
-        dilation: tuple[int, ...],
-        groups: int,
-    ) -> None:
-        super().__init__(inputs, weight, bias, (1,) * len(gaps), padding, dilation, groups)
+    def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, gaps: tuple[int, ...], *rest: Any) -> None:
+        super().__init__(inputs, weight, bias, (1,) * len(gaps), *rest)
         self.gaps = gaps
 
     def _within(self, images: Tensor, box: Box) -> ConvUse:

@@ -88,28 +88,20 @@ def _over_positions(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.sum(grid, dtype=dtype) if grid else values.to(dtype)
 
 
-def _dimensions(named: dict) -> int:
-    return len(named["shape"] if "shape" in named else named["normalized_shape"])
+def _over_last(norm: Callable, *names: str) -> Reader:
+    """Returns the reader of a norm over the last dimensions, with these names of its arguments after the shape."""
 
+    def reader(args: tuple, kwargs: dict, watched: Watched) -> Use:
+        named = by_name(("input", "normalized_shape", *names), args, kwargs)
+        options = {"eps": named["eps"]} if "eps" in named else {}
 
-def _layer_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
-    named = by_name(("input", "shape", "weight", "bias", "eps"), args, kwargs)
-    features, eps = _dimensions(named), named.get("eps", 1e-5)
+        def normalise(x: Tensor) -> Tensor:
+            return norm(x, x.shape[-1:], **options)
 
-    def normalise(x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], eps=eps)
+        features = len(named["normalized_shape"])
+        return ElementwiseUse(named["input"], named.get("weight"), named.get("bias"), normalise, features)
 
-    return ElementwiseUse(named["input"], named.get("weight"), named.get("bias"), normalise, features)
-
-
-def _rms_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
-    named = by_name(("input", "shape", "weight", "eps"), args, kwargs)
-    features, eps = _dimensions(named), named.get("eps")
-
-    def normalise(x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
-
-    return ElementwiseUse(named["input"], named.get("weight"), None, normalise, features)
+    return reader
 
 
 def _group_norm(args: tuple, kwargs: dict, watched: Watched) -> Use:
@@ -173,8 +165,8 @@ def _elementwise(family: Literal["scale", "shift"]) -> Reader:
     return reader
 
 
-register_reader(_layer_norm, F.layer_norm)
-register_reader(_rms_norm, F.rms_norm)
+register_reader(_over_last(F.layer_norm, "weight", "bias", "eps"), F.layer_norm)
+register_reader(_over_last(F.rms_norm, "weight", "eps"), F.rms_norm)
 register_reader(_group_norm, F.group_norm)
 register_reader(_batch_norm, batch_norm)
 register_reader(_instance_norm, instance_norm)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..blocks import Matrix, kind_of
+from ..blocks import Matrix
 from ..jacobian import BlockJacobian
 from ..outer import Outer
 from ..shared_outer import SharedOuter
@@ -71,8 +71,12 @@ class Use(ABC):
 
     @property
     def kind(self) -> str:
-        """The family and the layout of the weight, which must be the same in later batches."""
-        return kind_of(self.family, self.matrix())
+        """The family and the layout, such as "conv, 2 groups", which must be the same in later batches."""
+        kind, matrix = self.family, self.matrix()
+        if matrix is None:
+            return kind
+        kind += ", transposed" * matrix.transposed + ", one-hot" * matrix.one_hot
+        return kind if matrix.groups == 1 else f"{kind}, {matrix.groups} groups"
 
     def matrix(self) -> Matrix | None:
         """Returns the matrix layout of the weight, or None for a layer without one.
