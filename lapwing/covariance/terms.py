@@ -71,9 +71,9 @@ class Term(ABC):
         """Returns the covariance of each sample times a vector, (B, C)."""
         return _times(self.dense(), vectors)
 
-    @abstractmethod
     def scaled(self, factor: float) -> Self:
-        """Returns the covariance multiplied by a factor >= 0."""
+        """Returns the covariance multiplied by a factor: all rows, unless a subclass says otherwise."""
+        return self.with_rows(*[rows * factor for rows in self.rows])
 
     def selected(self, outputs: Tensor) -> Term:
         """Returns the covariance (B, k, k) of some outputs (B, k)."""
@@ -171,9 +171,6 @@ class EigenTerm(Term):
     def times(self, vectors: Tensor) -> Tensor:
         return self.scale * vectors if self.basis is None else (self.scale * (vectors @ self.basis)) @ self.basis.T
 
-    def scaled(self, factor: float) -> EigenTerm:
-        return EigenTerm(self.basis, self.scale * factor)
-
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         shape = (count, *self.scale.shape)
         noise = torch.randn(shape, generator=generator, dtype=self.scale.dtype, device=self.scale.device)
@@ -214,9 +211,6 @@ class DenseTerm(Term):
             return self
         return DenseTerm(self.matrix.to(outputs), self.centred_variance().to(outputs))
 
-    def scaled(self, factor: float) -> DenseTerm:
-        return DenseTerm(self.matrix * factor, None if self.centred is None else self.centred * factor)
-
     def __add__(self, other: DenseTerm) -> DenseTerm:
         known = self.centred is not None or other.centred is not None
         centred = self.centred_variance() + other.centred_variance() if known else None
@@ -239,9 +233,6 @@ class MarginalTerm(Term):
     def dense(self) -> Tensor:
         raise LapwingError("This latent has only variances. Use a link in closed form: write link=lw.Probit().")
 
-    def scaled(self, factor: float) -> MarginalTerm:
-        return MarginalTerm(self.plain * factor, self.centred * factor)
-
     def __add__(self, other: MarginalTerm) -> MarginalTerm:
         return MarginalTerm(self.plain + other.plain, self.centred + other.centred)
 
@@ -260,9 +251,6 @@ class ScaleTerm(Term):
         raise LapwingError("This latent has one mean variance for each input. Use the default link, lw.Probit().")
 
     dense = variance
-
-    def scaled(self, factor: float) -> ScaleTerm:
-        return ScaleTerm(self.mean * factor)
 
     def __add__(self, other: ScaleTerm) -> ScaleTerm:
         return ScaleTerm(self.mean + other.mean)
