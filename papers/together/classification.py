@@ -7,6 +7,9 @@ from typing import Any
 
 from papers.together import tasks
 from papers.together.comparison import run_all
+from papers.together.pages import tables
+
+__all__ = ["run", "tables"]
 
 
 def run(seeds: Sequence[int] = range(5), names: Sequence[str] = tuple(tasks.IMAGES)) -> dict[str, Any]:

@@ -34,12 +34,13 @@ def add(rows: Rows, name: str, seed: int) -> None:
         seed: of the network and of the split.
     """
     task = once(lambda: tasks.task(name, seed))
+    base = once(lambda: losses(task(), methods.fitted(BASE, task())))
     for method in methods.names(name not in tasks.GIVEN, name in tasks.TABLES):
         fit = once(lambda method=method: methods.fitted(method, task()))  # type: ignore[misc]
         ways = ("one pass each",) if method in methods.NETWORKS else tuple(methods.WAYS)
         for way in ways:
             label = method if method in methods.NETWORKS else f"{method}, {way}"
-            rows.add(f"{name}, seed {seed}", label, row, task, fit, way)
+            rows.add(f"{name}, seed {seed}", label, row, task, fit, way, base)
 
 
 def run_all(experiment: str, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
@@ -73,19 +74,25 @@ def gains(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {task: {name: averaged(values) for name, values in rows.items()} for task, rows in found.items()}
 
 
-def row(task: Any, fit: Any, way: str) -> dict[str, Any]:
+def row(task: Any, fit: Any, way: str, base: Any) -> dict[str, Any]:
     """Returns the scores of a method through a way, as fitted and with two numbers from the held-out data.
 
     The two numbers are a factor of the covariance, and the temperature of the logits or the noise variance.
     """
     try:
-        return scored(task(), fit(), way)
+        return scored(task(), fit(), way, base())
     except LapwingError as error:
         return {"refused": str(error).partition("\n")[0][:300]}
 
 
-def scored(task: Task, fit: Fitted, way: str) -> dict[str, Any]:
-    """Returns the scores of `row`."""
+def losses(task: Task, fit: Fitted) -> Tensor:
+    """Returns the negative log likelihood of each test sample (n,) under the network at one number."""
+    x, y = task.test
+    return -fit.likelihood.predict(fit.latent(x, next(iter(fit.ways.values())))).log_prob(y).double()
+
+
+def scored(task: Task, fit: Fitted, way: str, base: Tensor) -> dict[str, Any]:
+    """Returns the scores of `row`; "gain" is the mean of `base` minus the losses, with its error over test samples."""
     x, y = task.test
     forward = forward_seconds(task, x)
     start = time.process_time()
@@ -97,8 +104,10 @@ def scored(task: Task, fit: Fitted, way: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, chosen, scale in (("fitted", fit.likelihood, 1.0), ("validated", likelihood, factor)):
         found[name] = scores(chosen, latent.scaled(scale), y, None if outside is None else outside.scaled(scale))
+    gain = base + likelihood.predict(latent.scaled(factor)).log_prob(y).double()
     shown = sum(len(part) for part, _ in task.loader)
     found |= {
+        "gain": float(gain.mean()), "gain error": float(gain.std() / len(gain) ** 0.5),
         "factor": factor, "fit seconds": fit.seconds, "fit passes": fit.seconds / forward * len(x) / shown,
         "passes": spent / forward, "bytes": fit.bytes,
     }  # fmt: skip

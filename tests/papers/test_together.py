@@ -13,8 +13,10 @@ from lapwing.covariance import LatentDraws
 from lapwing.evaluation.candidates import without_spread
 from papers.common.data import batched
 from papers.common.networks import mlp
+from papers.common.scores import averaged
 from papers.common.training import Recipe
 from papers.together import comparison, methods, nearness
+from papers.together import pages as comparison_pages
 from papers.together.tasks import Task, Training
 
 
@@ -59,10 +61,12 @@ def test_the_search_finds_the_factor_that_a_brute_search_finds():
 def test_rows(name, regression):
     found = task(regression)
     way = "one pass each" if name in methods.NETWORKS else "GLM"
-    row = comparison.row(lambda: found, lambda: methods.fitted(name, found), way)
+    base = comparison.losses(found, methods.fitted(comparison.BASE, found))
+    row = comparison.row(lambda: found, lambda: methods.fitted(name, found), way, lambda: base)
     assert "refused" not in row
     x, y = found.test
-    assert math.isfinite(row["validated"]["nll"])
+    assert row["gain"] == pytest.approx(float(base.mean()) - row["validated"]["nll"], abs=1e-6)
+    assert math.isfinite(row["gain"])
     assert ("coverage 0.9" in row["validated"]) == regression
     assert ("auroc" in row["fitted"]) == (not regression)
     if name == "temperature or noise":
@@ -85,7 +89,7 @@ def test_a_method_that_does_not_apply_says_why():
     def refuse() -> methods.Fitted:
         raise lw.LapwingError("No.\nWrite yes.")
 
-    assert comparison.row(task, refuse, "GLM") == {"refused": "No."}
+    assert comparison.row(task, refuse, "GLM", task) == {"refused": "No."}
 
 
 def test_gains_are_paired_differences_to_one_number():
@@ -112,3 +116,23 @@ def test_full_lla_is_at_distance_zero_from_itself(monkeypatch):
     assert row["relative error"] < 1e-3
     assert row["ratio"] == pytest.approx(1, rel=1e-3)
     assert reference.row(lw.Diagonal(), lw.everything)["KL(LLA || method)"] > 1e-5
+
+
+def test_tables_of_the_page():
+    """Gains have the error over networks, or of one network the error over test samples."""
+
+    def rows(*values: float) -> dict[str, dict[str, float]]:
+        return {"nll": averaged(values), "coverage 0.9": averaged([0.9] * len(values))}
+
+    base = {"temperature or noise": {"validated": rows(1.0, 1.2), "passes": averaged([1.0, 1.0])}}
+    found = {
+        "table": {
+            "two": {**base, "KFAC, GLM": {"validated": rows(0.8, 0.8), "passes": averaged([9.0, 11.0])}},
+            "one": {**base, "KFAC, GLM": {"validated": rows(0.9), "gain error": averaged([0.05])}},
+        },
+        "gains": {"two": {"KFAC, GLM": averaged([0.2, 0.4])}, "one": {"KFAC, GLM": averaged([0.1])}},
+    }
+    made = comparison_pages.tables(found)
+    assert "| KFAC | 0.300 ± 0.100 | 0.100 ± 0.050 |" in made["gains, GLM"]
+    assert "| KFAC | 0.800 | 0.900 |" in made["two"]
+    assert "| KFAC |  | 10 |" in made["costs"]

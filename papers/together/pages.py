@@ -1,0 +1,82 @@
+"""Tables of the comparison for its page, from the results of `regression.py` and `classification.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from papers.common.tables import grid, shown
+from papers.together import methods
+from papers.together.comparison import BASE
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns gains by way, the scores of each network through linearised prediction, and the costs."""
+    found = {f"gains, {way}": gains(results, way) for way in methods.WAYS}
+    found |= {name: scores(rows) for name, rows in results["table"].items()}
+    return {**found, "costs": costs(results["table"])}
+
+
+def gains(results: Mapping[str, Any], way: str) -> str:
+    """Returns how much lower a method's NLL is than that of the network at one number; ± over networks or samples."""
+    tasks = list(results["table"])
+    lines = {}
+    for method in methods.names(trains=True, regression=True):
+        name = method if method in methods.NETWORKS else f"{method}, {way}"
+        cells = [_gain(results, task, name) for task in tasks]
+        if any(cells) and method not in (BASE, methods.NETWORKS[0]):
+            lines[method] = cells
+    return grid(tasks, lines)
+
+
+def _gain(results: Mapping[str, Any], task: str, name: str) -> str:
+    found = results["gains"].get(task, {}).get(name)
+    row = results["table"][task].get(name, {})
+    if found is None:
+        return "refused" if name in results["table"][task] else ""
+    error = found["standard_error"] or row.get("gain error", {}).get("mean", 0.0)
+    return shown({"mean": found["mean"], "standard_error": error})
+
+
+MEASURES = {"nll": 3, "ece": 3, "accuracy": 3, "auroc": 3, "rmse": 3, "coverage 0.9": 3}
+"""Score -> digits after the point."""
+
+
+def scores(rows: Mapping[str, Any]) -> str:
+    """Returns the scores of all methods on a network through linearised prediction, with the held-out numbers."""
+    first = next(row["validated"] for row in rows.values() if "validated" in row)
+    measures = [name for name in MEASURES if name in first]
+    lines = {}
+    for method in methods.names(trains=True, regression=True):
+        row = rows.get(method if method in methods.NETWORKS else f"{method}, GLM", {})
+        if "validated" in row:
+            plain = method == methods.NETWORKS[0]
+            found = row["fitted" if plain else "validated"]
+            lines[method] = [shown(found.get(name), MEASURES[name]) for name in measures]
+    return grid([name.upper() if name in ("nll", "ece", "auroc", "rmse") else name for name in measures], lines)
+
+
+def costs(table: Mapping[str, Any]) -> str:
+    """Returns what a method costs on each network: the fit and predictions in forward passes, and the bytes kept."""
+    columns, lines = [], {}
+    for task in table:
+        columns += [f"{task}: fit", *(f"{way}" for way in methods.WAYS), "kB"]
+    for method in methods.names(trains=True, regression=True):
+        cells = []
+        for rows in table.values():
+            found = [rows.get(f"{method}, {way}", {}) for way in methods.WAYS]
+            if method in methods.NETWORKS:
+                found = [rows.get(method, {}), {}, {}]
+            one = found[0]
+            fit = "trains two" if method == methods.NETWORKS[2] and one else _rounded(one, "fit passes")
+            cells += [fit, *(_rounded(row, "passes") for row in found), _rounded(one, "bytes")]
+        if any(cells):
+            lines[method] = cells
+    return grid(columns, lines)
+
+
+def _rounded(row: Mapping[str, Any], name: str) -> str:
+    if name not in row:
+        return ""
+    number = row[name]["mean"] / (1000 if name == "bytes" else 1)
+    return f"{float(f'{number:.2g}'):g}"
