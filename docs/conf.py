@@ -69,9 +69,11 @@ PAGES = (
 
 
 def link_to_pages(app: Any, page: str, text: list[str]) -> None:
-    """Turns links to files outside docs/, which work on GitHub, into links to their pages of the site."""
+    """Turns what works on GitHub into links of the site: links to files outside docs/, and pages that a task names."""
     for path, target in PAGES:
         text[0] = re.sub(rf"\]\((?:\.\./)+{path}", rf"]({target}", text[0])
+    if page.startswith("tasks/"):
+        text[0] = re.sub(r"\bdocs/([\w/-]+)\.md", r":doc:`/\1`", text[0])
 
 
 def prepare_docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

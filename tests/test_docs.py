@@ -9,6 +9,7 @@ import json
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import lapwing
+from tests.hidden_package import HiddenPackage
 from tests.quick import others_slow
 
 ROOT = Path(__file__).parents[1]
@@ -67,8 +69,26 @@ def test_blocks_of_the_readme_run_as_pasted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_scripts_of_tasks_run(script: Path, tmp_path: Path) -> None:
     """Runs each script by itself, as a reader who downloads it does, and without a display."""
+    if script.stem == "plot_guarantees":
+        pytest.importorskip("mapie")
     environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True)
+
+
+def test_the_task_of_guarantees_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for loaded in [name for name in sys.modules if name.partition(".")[0] == "mapie"]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setattr(sys, "meta_path", [HiddenPackage("mapie"), *sys.meta_path])
+    with pytest.raises(SystemExit, match=r'needs MAPIE: run pip install "lapwing-torch\[mapie\]"'):
+        runpy.run_path(str(ROOT / "examples" / "tasks" / "plot_guarantees.py"))
+
+
+def test_pages_that_a_task_names_exist() -> None:
+    """On the site `docs/conf.py` turns them into links; on GitHub they are read as they are."""
+    for script in SCRIPTS:
+        text = script.read_text(encoding="utf-8")
+        assert ":doc:" not in text
+        assert [name for name in re.findall(r"docs/[\w/-]+\.md", text) if not (ROOT / name).exists()] == [], script.name
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))

@@ -66,5 +66,5 @@ plt.show()
 #
 # - **Few evaluations of few inputs.** A Gaussian process needs no training and is better there. A network pays with
 #   many evaluations, many inputs, or inputs such as images and molecules.
-# - **Expected improvement, constraints, batches:** :doc:`BoTorch </integrations/botorch>` has them, and
-#   ``lapwing.integrations.botorch.LaplaceModel`` gives it the posterior.
+# - **Expected improvement, constraints, batches:** BoTorch has them. ``lapwing.integrations.botorch.LaplaceModel``
+#   gives it the posterior: see docs/integrations/botorch.md.

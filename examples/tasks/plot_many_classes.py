@@ -65,5 +65,5 @@ plt.show()
 #
 # - **KFAC of a very wide layer.** Its basis has C² entries: minutes for 10⁴ classes. The default is ``lw.Diagonal()``
 #   above 1 000 outputs, which loses little.
-# - **Mutual information above 100 classes is drawn,** so small values are noise. :doc:`Many outputs </many-outputs>`
-#   has costs and errors.
+# - **Mutual information above 100 classes is drawn,** so small values are noise. Costs and errors are in
+#   docs/many-outputs.md.

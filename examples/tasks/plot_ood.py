@@ -74,5 +74,5 @@ print(lw.compare({"lapwing": posterior}, DataLoader(test, batch_size=300), {"tem
 # - **Large networks whose features separate everything already,** such as a ResNet-20 on CIFAR-10: entropy ranks
 #   better there. Compare both on inputs of the kind that you fear.
 # - **A detector as the goal itself.** Detectors on the features before the last layer need no probabilities. For grey
-#   CIFAR-10 images three of pytorch-ood are better than mutual information: :doc:`the benchmark </ood>`.
+#   CIFAR-10 images three of pytorch-ood are better than mutual information: see docs/ood.md.
 # - **Texts.** Of twelve text networks five rank OOD texts at least as well as the network alone.

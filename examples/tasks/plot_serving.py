@@ -100,6 +100,5 @@ plt.show()
 # -----------
 #
 # - **Any posterior but a last layer** is deployed by ``lw.Streamlined()``, whose variances are approximate. Compare
-#   both on a batch first: ``lw.deploy`` does, and warns. :doc:`Deployment </deployment>` has the operations and the
-#   costs.
+#   both on a batch first: ``lw.deploy`` does, and warns. The operations and the costs are in docs/deployment.md.
 # - **Outputs with positions** cannot be deployed.

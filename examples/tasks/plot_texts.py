@@ -106,8 +106,8 @@ plt.show()
 # When not to
 # -----------
 #
-# - **Out-of-distribution texts.** Uncertainty finds them less well than foreign images: of twelve text networks in
-#   :doc:`the benchmark </defaults>` five rank such texts at least as well as the network alone.
-# - **Hugging Face:** ``lapwing.integrations.huggingface`` reads its batches and heads, and :doc:`its page
-#   </integrations/huggingface>` has LoRA by PEFT.
+# - **Out-of-distribution texts.** Uncertainty finds them less well than out-of-distribution images: of twelve text
+#   networks five rank such texts at least as well as the network alone. The numbers are in docs/defaults.md.
+# - **Hugging Face:** ``lapwing.integrations.huggingface`` reads its batches and heads. LoRA by PEFT is in
+#   docs/integrations/huggingface.md.
 # - **A label for each token:** return (B, T, C). See the page on maps.
