@@ -1,7 +1,6 @@
 """The command line, `lapwing` or `python -m lapwing`: what a file holds, a fit, an evaluation and a report.
 
-jsonargparse (the extra `cli`) makes the options and their help from the signatures and docstrings of `COMMANDS`, and
-those of a method from its dataclass: `lapwing fit --method.help KFAC`.
+jsonargparse (the extra `cli`) makes options and help from signatures and docstrings: `lapwing fit --method.help KFAC`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -156,13 +155,12 @@ def data_of(source: str, target: str | None) -> Any:
 
 def named_object(name: str) -> Any:
     """Returns the object that `package.module:name` names; the working folder is searched first."""
-    module, _, attribute = name.partition(":")
-    if not attribute:
+    if ":" not in name:
         raise LapwingError(f"{name} is neither an .npz, .csv or .parquet file nor of the form package.module:name.")
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
+        return resolve_name(name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise LapwingError(f"{name} cannot be found: {error}.") from error
 
 

@@ -59,6 +59,17 @@ def test_the_best_of_all_methods_is_that_of_the_results(name: str) -> None:
         assert f"| {family} | {row} |" in page
 
 
+def test_the_methods_of_classifiers_are_those_of_the_results() -> None:
+    page = DEFAULTS.read_text(encoding="utf-8")
+    for family, of in json.loads((measure.RESULTS / "defaults_best_classes.json").read_text())["results"][
+        "families"
+    ].items():
+        cells = [f"{of['default']['cells']}", f"{of['default']['nll']:.3f}", f"{of['validated']['nll']:.3f}"]
+        for arm in ("last-layer", "diagonal", "kfac", "ella"):
+            cells.append(f"{of[arm]['nll']:.3f}, {of[f'{arm}-validated']['nll']:.3f}")
+        assert f"| {family} | {' | '.join([*cells, format(of['best']['nll'], '.3f')])} |" in page
+
+
 def test_the_table_of_the_readme_is_that_of_the_results() -> None:
     rows = json.loads((measure.RESULTS / "ood.json").read_text())["results"]["fashion"]["rows"]
     assert ood.table(rows) in (DEFAULTS.parents[1] / "README.md").read_text(encoding="utf-8")

@@ -96,13 +96,8 @@ class Comparison:
         """Draws the pictures that fit the task: one row of the table in blue beside the first row in orange.
 
         Classes: reliability, and risk against coverage. Regression: calibration of intervals, and residuals against
-        spread. Each out-of-distribution set adds the score of the row that detects it best.
-
-        Args:
-            row: name of the row; None takes the lowest NLL among the rows that are no network alone.
-
-        Returns:
-            A matplotlib figure: `table.plot().savefig("table.png")`.
+        spread. Each out-of-distribution set adds the score of the row that detects it best. `row=None` chooses the
+        lowest NLL among the posteriors. Returns a matplotlib figure: `table.plot().savefig("table.png")`.
 
         Raises:
             LapwingError: if the table has no such row or no predictions, or matplotlib is missing.
@@ -124,10 +119,6 @@ class Comparison:
 
         It has a verdict, the table, and pictures with a paragraph on how to read each. It needs no network and no other
         file, and can be read on a phone and printed. The pictures compare the row of lowest NLL with the first row.
-
-        Args:
-            path: the file to write, such as "report.html".
-            title: its heading.
 
         Raises:
             LapwingError: if Jinja2, matplotlib or scikit-learn is missing, or if `lw.compare` did not make the table.

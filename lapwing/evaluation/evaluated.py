@@ -64,17 +64,16 @@ Scores = dict[str, Tensor]
 class Predictions:
     """What one row of a comparison predicted, as NumPy arrays, for pictures and tests of your own.
 
-    N is the number of samples (of positions, if the outputs have positions); n is the number of labels or known
-    targets. Of more than 20 000 entries, each array holds every second, third, ... one.
+    N is the number of samples or positions, n the number of labels or known targets. Of more than 20 000 entries, each
+    array holds every second, third, ... one. Arrays that do not apply are None.
 
     Attributes:
         log_prob: log probability or density of the targets (N,), in nats.
-        confidence: largest class probability (n,); None for a regression.
-        correct: whether the most probable class is the label (n,); None for a regression.
-        mean: predicted means (n,), all outputs in one array; None for classes, like the next four.
+        confidence: largest class probability (n,).
+        correct: whether the most probable class is the label (n,).
+        mean: predicted means (n,), all outputs in one array.
         std: predicted standard deviations of y (n,).
-        lower: lower ends of the 90 % intervals (n,).
-        upper: upper ends of the 90 % intervals (n,).
+        lower: lower ends of the 90 % intervals (n,); `upper` has the upper ends.
         y: targets (n,).
         scores: "mutual_information", "entropy", ... -> uncertainty of each held-out input (N,); empty without
             `foreign=`. A network alone has no mutual information.
@@ -316,36 +315,29 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
     if not network.rows or not network.values["sample"].any():
         return None
     outputs, targets, samples = (torch.cat(parts) for parts in zip(*network.rows, strict=True))
-    tempered, plain = likelihood.logit_temperature is not None, likelihood.plain
+    tempered, plain, odd = likelihood.logit_temperature is not None, likelihood.plain, samples % 2 == 1
     change = likelihood.with_logit_temperature if tempered else plain.with_noise_variance
-    values, known = [], []
-    chosen: list[float] = []
-    for half in (0, 1):
-        mine = samples % 2 == half
-        rest = outputs[~mine], targets[~mine]
-        number = _temperature(plain, *rest) if tempered else plain.residual_variance(plain.statistics(*rest))
-        prediction = change(number).predict(without_spread(outputs[mine]))
-        values.append(_entries(prediction, targets[mine], samples[mine].cpu()))
-        known.append(scores_of(prediction, network.known))
-        chosen.append(float(number))  # type: ignore[arg-type]
+    choose = _temperature if tempered else _noise
+    chosen = [choose(plain, outputs[half], targets[half]) for half in (odd, ~odd)]
+    runs = [change(number).predict(without_spread(outputs)) for number in chosen]
+    values, of_odd = (_entries(run, targets, samples.cpu()) for run in runs)
+    for name, value in values.items():
+        numbers = values["sample" if name in ("sample", "log_prob") else "entry"]
+        half = numbers.reshape(len(numbers), -1)[:, 0] % 2 == 1
+        value[half] = of_odd[name][half]
+    known, scores_of_odd = (scores_of(run, network.known) for run in runs)
+    known = {name: torch.where(odd.cpu(), scores_of_odd[name], known[name]) for name in known}
     middle = change(math.sqrt(chosen[0] * chosen[1]))
     foreign = {
         name: _joined([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])
         for name, parts in network.outside.items()
-    }
-    joined = _joined(values)
-    order = {
-        name: joined[name].reshape(len(joined[name]), -1)[:, 0].argsort(stable=True) for name in ("sample", "entry")
-    }
-    ordered = {
-        name: value[order["sample" if name in ("sample", "log_prob") else "entry"]] for name, value in joined.items()
     }
     name, what = (TEMPERATURE, "its logits divided by") if tempered else (NOISE, "a noise variance of")
     note = (
         f"{name}: the network with {what} {chosen[0]:.3g} for half of the samples and {chosen[1]:.3g} for the other. "
         "The samples of each half chose the number for the other half."
     )
-    return name, Evaluated(ordered, _joined(known), foreign, network.score), note
+    return name, Evaluated(values, known, foreign, network.score), note
 
 
 def _as_rows(part: Any, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -367,3 +359,8 @@ def _temperature(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> fl
         return float(doubled(likelihood.log_prob(outputs / 10**exponent, targets)).sum())
 
     return 10 ** golden_section(score, -2.0, 2.0, 17)
+
+
+def _noise(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> float:
+    """Returns the mean squared residual."""
+    return float(likelihood.residual_variance(likelihood.statistics(outputs, targets)) or 0.0)

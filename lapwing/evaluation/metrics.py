@@ -1,7 +1,7 @@
 """Metrics of predictions: pure functions from tensors to one number, computed in float64 on the CPU.
 
-scikit-learn computes the AUROC, and torchmetrics the calibration error (`pip install "lapwing-torch[eval]"`). The
-functions here first check shapes and values, and raise an error of one sentence.
+scikit-learn computes the AUROC, and torchmetrics the calibration error (`pip install "lapwing-torch[eval]"`). Wrong
+shapes and values, and missing packages, raise a `LapwingError` of one sentence.
 
 N is the number of samples, C of classes or outputs. Every metric is a float64 tensor of shape () without a
 gradient, and costs O(N C) time and memory; `auroc` and `aurc` also sort N values.
@@ -52,17 +52,9 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
 def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
     """Returns the expected calibration error `Σ_b |B_b|/N · |accuracy(B_b) - confidence(B_b)|`.
 
-    The bins `[b/bins, (b+1)/bins)` hold the samples by confidence, the largest probability; a confidence of exactly 1
-    belongs to the last bin. Computed by torchmetrics, in float32.
-
-    Args:
-        probs: class probabilities (N, C), rows summing to 1.
-        labels: integer classes (N,) in 0..C-1.
-        bins: number of bins of equal width, at least 1.
-
-    Raises:
-        LapwingError: if shapes, dtypes or values are not as above, or torchmetrics is missing
-            (`pip install "lapwing-torch[eval]"`).
+    Takes class probabilities (N, C), whose rows sum to 1, and integer labels (N,) in 0..C-1. The bins
+    `[b/bins, (b+1)/bins)` hold the samples by confidence, the largest probability; a confidence of exactly 1 belongs to
+    the last bin. Computed by torchmetrics, in float32.
 
     Example:
         >>> round(expected_calibration_error(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1])).item(), 4)
@@ -84,15 +76,8 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     """Returns `P(s_out > s_in) + 1/2 P(s_out = s_in)`, the area under the ROC curve of a detector of `out`.
 
-    Out-of-distribution samples are the positive class, so a score is an *uncertainty*, such as the entropy, the
-    variance or 1 - confidence.
-
-    Args:
-        scores_in: finite scores of in-distribution samples (N_in,).
-        scores_out: finite scores of out-of-distribution samples (N_out,).
-
-    Raises:
-        LapwingError: if shapes or values are not as above, or scikit-learn is missing.
+    Takes finite scores of in-distribution samples (N_in,) and of out-of-distribution samples (N_out,). The latter are
+    the positive class, so a score is an *uncertainty*, such as the entropy, the variance or 1 - confidence.
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.5, 0.9])).item()  # 5 of 6 pairs in order
@@ -110,12 +95,9 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
 def aurc(uncertainty: Tensor, errors: Tensor) -> Tensor:
     """Returns the area under the risk-coverage curve: the mean error of the k most certain samples, averaged over k.
 
-    Samples of equal uncertainty count with their mean error, so their order does not matter. (Geifman and El-Yaniv
-    2017, Section 2.)
-
-    Args:
-        uncertainty: finite scores (N,), larger for less certain samples, such as `1 - prediction.confidence`.
-        errors: error of each sample (N,), such as 1 for a wrong class and 0 for a right one.
+    Takes finite uncertainties (N,), such as `1 - prediction.confidence`, and the error of each sample (N,), such as 1
+    for a wrong class and 0 for a right one. Samples of equal uncertainty count with their mean error, so their order
+    does not matter. (Geifman and El-Yaniv 2017, Section 2.)
 
     Example:
         >>> round(aurc(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 0.0, 1.0])).item(), 4)  # (0 + 0 + 1/3) / 3
@@ -145,12 +127,8 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
     """Returns the continuous ranked probability score of Gaussian predictions, in the unit of y; smaller is better.
 
     `CRPS = ∫ (F(t) - 1[t ≥ y])² dt = s [ z (2Φ(z) - 1) + 2φ(z) - 1/√π ]` with `z = (y - m)/s` (Gneiting and Raftery
-    2007, Section 4.2, with the sign turned), averaged over all samples and outputs.
-
-    Args:
-        mean: predictive means (N,) or (N, C).
-        std: predictive standard deviations of y, positive, shape of `mean`.
-        y: targets, shape of `mean`.
+    2007, Section 4.2, with the sign turned), averaged over all samples and outputs. Takes predictive means, positive
+    standard deviations of y, and targets, all of one shape, (N,) or (N, C).
 
     Example:
         >>> round(crps_gaussian(torch.zeros(1), torch.ones(1), torch.zeros(1)).item(), 4)

@@ -1,7 +1,8 @@
 """Pictures of predictions and their error bars; they need `pip install "lapwing-torch[eval]"`.
 
 Each function takes tensors, arrays or a `Prediction`, draws on the matplotlib Axes `ax`, or on a new figure if `ax` is
-None, and returns the Axes. To compare two predictions, draw both on the same Axes:
+None, and returns the Axes. `**line` is color, label and other options of matplotlib's `plot`; the default is `LAPWING`.
+To compare two predictions, draw both on the same Axes:
 
     ax = plots.reliability_diagram(network_probs, y, **plots.NETWORK)
     plots.reliability_diagram(posterior.predict(x), y, ax).figure.savefig("reliability.png")
@@ -48,13 +49,8 @@ def reliability_diagram(
     its probability. The numbers count the samples; empty bins have no point. The band is a bootstrap: nine in ten
     points are in it if labels are drawn from the stated probabilities (Bröcker and Smith 2007).
 
-    Args:
-        prediction_or_probs: a prediction of labels; class probabilities (N, C), (B, T, C) or (B, C, H, W); or
-            probabilities of yes in the shape of the labels.
-        labels: classes (N,), (B, T) or (B, H, W); or 1 for yes and 0 for no.
-        ax: matplotlib Axes.
-        bins: number of bins of [0, 1].
-        line: color, label and other options of matplotlib's `plot`; the default is `LAPWING`.
+    Takes a prediction or class probabilities (N, C), (B, T, C) or (B, C, H, W), with labels (N,), (B, T) or (B, H, W);
+    or probabilities of yes in the shape of the labels, which are 1 for yes and 0 for no.
     """
     check_argument("reliability_diagram", "bins", bins, at_least(1), "10")
     stated, true = _outcomes("reliability_diagram", prediction_or_probs, labels)
@@ -78,12 +74,8 @@ def ood_scores(known: Any, foreign: Any, ax: Axes | None = None, *, score: str =
     The AUROC is the probability that an OOD input has the larger score: 1 is perfect, 0.5 useless. The axis is
     logarithmic if all scores are positive and the middle nine in ten span a factor of 100.
 
-    Args:
-        known: a prediction of known inputs, or their scores (N,), larger for less certain predictions.
-        foreign: a prediction of out-of-distribution inputs, or their scores (M,).
-        ax: matplotlib Axes.
-        score: score of predictions: "mutual_information", "entropy" or "confidence" (1 minus the largest probability);
-            see `lw.compare` for those of real values. For scores it is only a name.
+    `known` and `foreign` are predictions, or scores (N,) and (M,), larger for less certain predictions. `score` is the
+    score of predictions as in `lw.compare`: "mutual_information", "entropy" or "confidence".
     """
     given = [scores_of(side, [score])[score] if isinstance(side, Prediction) else side for side in (known, foreign)]
     sides = [real_tensor("ood_scores", "scores", side).cpu().double().flatten() for side in given]
@@ -103,13 +95,8 @@ def risk_coverage(prediction_or_probs: Any, labels: Any, ax: Axes | None = None,
     """Draws the error rate of the most certain predictions against the share of inputs that they cover.
 
     `risk(k/N) = 1/k Σ_{i ≤ k} 1[wrong_i]`, in the order of the confidence; samples of equal confidence share their mean
-    error. The area under the curve (AURC) is the mean of the risk over k.
-
-    Args:
-        prediction_or_probs: predictions as in `reliability_diagram`; or confidences (N,).
-        labels: labels as in `reliability_diagram`; or 1 for right and 0 for wrong.
-        ax: matplotlib Axes.
-        line: color, label and other options of matplotlib's `plot`; the default is `LAPWING`.
+    error. The area under the curve (AURC) is the mean of the risk over k. Takes predictions and labels as
+    `reliability_diagram`; or confidences (N,), and 1 for right and 0 for wrong.
     """
     stated, true = _outcomes("risk_coverage", prediction_or_probs, labels, top=True)
     risk, ax, line = risks(torch.from_numpy(-stated), torch.from_numpy(1 - true)).numpy(), _axes(ax), LAPWING | line
@@ -124,13 +111,8 @@ def interval_calibration(prediction: Any, y: Any, ax: Axes | None = None, **line
     """Draws the share of targets inside central intervals against the level of the intervals, 5 % to 95 %.
 
     Above the diagonal intervals are too wide, below it too narrow. Nine in ten points are in the band if the intervals
-    are calibrated and the targets independent.
-
-    Args:
-        prediction: a prediction of real values; or (mean, std) of Gaussian predictions, noise included.
-        y: targets in the shape of the mean.
-        ax: matplotlib Axes.
-        line: color, label and other options of matplotlib's `plot`; the default is `LAPWING`.
+    are calibrated and the targets independent. Takes a prediction of real values, or (mean, std) of Gaussian
+    predictions, noise included; and targets in the shape of the mean.
     """
     mean, std, y = _real("interval_calibration", prediction, y)
     levels, ax, known = np.linspace(0.05, 0.95, 19).tolist(), _axes(ax), ~y.isnan()
@@ -148,13 +130,7 @@ def residual_spread(prediction: Any, y: Any, ax: Axes | None = None, **line: Any
     """Draws the absolute residual `|y - mean|` of each target against the predicted standard deviation.
 
     The curve is the root of the mean squared residual in ten bins of equal size. It follows the diagonal if the error
-    bars are right, and is level if they do not know where errors are large.
-
-    Args:
-        prediction: a prediction of real values; or (mean, std), noise included.
-        y: targets in the shape of the mean.
-        ax: matplotlib Axes.
-        line: color, label and other options of matplotlib's `plot`; the default is `LAPWING`.
+    bars are right, and is level if they do not know where errors are large. Takes what `interval_calibration` takes.
     """
     mean, std, y = _real("residual_spread", prediction, y)
     spread, residual = (part[~y.isnan()].numpy() for part in (std, (y - mean).abs()))
@@ -170,14 +146,10 @@ def residual_spread(prediction: Any, y: Any, ax: Axes | None = None, **line: Any
 
 
 def bands(x: Any, prediction: Any, ax: Axes | None = None, *, training: Any = None, color: str = KNOWN) -> Axes:
-    """Draws the mean over inputs of one dimension, with bands for the weights (inner) and with the noise (outer).
+    """Draws the mean over inputs of one dimension, with bands of ± 2 std for the weights and, wider, with the noise.
 
-    Args:
-        x: inputs (N,) or (N, 1), in any order.
-        prediction: a prediction of one real output at x; (mean, std); or (mean, std due to weights, std).
-        ax: matplotlib Axes.
-        training: a pair of inputs and targets, (M,) or (M, 1), drawn as points.
-        color: colour of the mean and the bands of ± 2 standard deviations.
+    Takes inputs (N,) or (N, 1) in any order, and a prediction of one real output there; (mean, std); or (mean, std due
+    to weights, std). `training` is a pair of inputs and targets, (M,) or (M, 1), drawn as points.
     """
     if hasattr(prediction, "epistemic_variance"):
         prediction = (prediction.mean, prediction.epistemic_variance.sqrt(), prediction.std)
@@ -201,14 +173,11 @@ def bands(x: Any, prediction: Any, ax: Axes | None = None, *, training: Any = No
 def uncertainty_map(values: Any, image: Any = None, ax: Axes | None = None, *, label: str = "uncertainty") -> Axes:
     """Draws the uncertainty of each pixel in colour, from 0 on, over the image if there is one.
 
-    For labels it is the mutual information in nats; the scale ends at 0.01 or above, so that a map without doubt looks
+    For labels it is the mutual information in nats; the scale ends at 0.01 or above, so that a map of tiny values looks
     empty. For real values it is the standard deviation due to the weights.
 
-    Args:
-        values: the prediction of one image, with outputs (1, C, H, W) or (1, H, W); or values (H, W).
-        image: the image (H, W), drawn in grey where the uncertainty is small.
-        ax: matplotlib Axes.
-        label: name of the colour bar; "" draws no bar.
+    Takes the prediction of one image, with outputs (1, C, H, W) or (1, H, W), or values (H, W). The image (H, W) is
+    drawn in grey where the uncertainty is small. `label=""` draws no colour bar.
     """
     least = 0.0
     if hasattr(values, "mutual_information"):
@@ -233,10 +202,7 @@ def uncertainty_map(values: Any, image: Any = None, ax: Axes | None = None, *, l
 def sensitivity_bars(values: Any, features: list[str], ax: Axes | None = None) -> Axes:
     """Draws the mean sensitivity of each feature, the largest on top, with the quartiles over samples as lines.
 
-    Args:
-        values: values of `sensitivity` (B, n). Those of an image have a map: `uncertainty_map(found.values[0], x[0])`.
-        features: names of the n features.
-        ax: matplotlib Axes.
+    Takes the values of `sensitivity` (B, n) and n names. Images have a map: `uncertainty_map(found.values[0], x[0])`.
     """
     table, names = real_tensor("sensitivity_bars", "values", values).cpu().double().numpy(), np.array(features)
     if table.ndim != 2 or names.shape != table.shape[1:]:

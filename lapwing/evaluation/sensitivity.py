@@ -41,7 +41,7 @@ class Sensitivities:
         stopped: whether the rule stopped a sample, rather than the number of steps (B,).
         steps: number of steps of each sample (B,).
         history: "nlpd", "entropy": negative log predictive density, and entropy of the input, both in nats, at the
-            start and after each step (steps + 1, B); a sample that has stopped keeps its values.
+            start and after each step (steps + 1, B).
     """
 
     values: Tensor
@@ -79,20 +79,20 @@ def sensitivity(
     For a linear network with weights w_i the sensitivities are `|w_i| / max_j |w_j|`. The variance of an input that the
     network ignores grows by `e^rate` in each step, because nothing limits it.
 
-    The paper has λ = 1. Then the entropies of many inputs outweigh a loss of a fraction of a nat, and the variances are
-    still nearly equal when the rule stops them. By default λ is chosen in each step and sample: with
-    `p_i = v_i ∂NLPD/∂v_i` it is `3/8 |Σ p| / Σ p²`. The NLPD then grows at a quarter of its speed at λ = 0, while the
-    noise moves to the inputs where it costs little.
+    The paper has λ = 1. Then the entropies of many inputs outweigh the loss, and the variances are still nearly equal
+    when the rule stops them. By default λ is chosen in each step and sample: with `p_i = v_i ∂NLPD/∂v_i` it is
+    `3/8 |Σ p| / Σ p²`. The NLPD then grows at a quarter of its speed at λ = 0, and the noise moves to the inputs where
+    it costs little.
 
     Args:
         candidate: a posterior, or a network, whose weights then have no uncertainty.
         inputs: B samples; or several inputs, one of them an `lw.Uncertain` with the variances of the start.
         targets: y; None means the predictions of the candidate.
         via: way through the network. `Linearized()` is exact to first order. `Streamlined("full")`, for small networks,
-            adds products of uncertain weights and uncertain inputs. `Streamlined()` is the cheapest; it can
-            underestimate the noise of deep networks, whose hidden units share it.
-        likelihood: for a network: "categorical", "bernoulli" or an instance, such as `lw.Gaussian(noise_variance)`;
-            None infers it from the targets. Leave it out for a posterior.
+            adds products of uncertain weights and inputs. `Streamlined()` is the cheapest; it can underestimate the
+            noise of deep networks.
+        likelihood: only for a network, such as "categorical" or `lw.Gaussian(noise_variance)`; None infers it from the
+            targets.
         rise: maximum change of the NLPD of a sample, in nats.
         weight: λ; None chooses it in each step.
         variance: variance of each input at the start, in squared units of x.
@@ -101,12 +101,10 @@ def sensitivity(
         forward: for a network: `forward(model, inputs)`; None calls `model(x)`.
 
     Returns:
-        Sensitivities in [0, 1] and variances in the shape of x, from the last step within the rule. Samples are
-        independent.
+        Sensitivities and variances in the shape of x, from the last step within the rule. Samples are independent.
 
     Raises:
-        LapwingError: if a number is out of range, a network has no likelihood, a likelihood comes with a posterior, or
-            several inputs are uncertain.
+        LapwingError: if a number is out of range, a network has no likelihood, or several inputs are uncertain.
 
     Cost: in each step the way and a backward pass through it; about 400 steps from 1e-5 to 0.1.
 

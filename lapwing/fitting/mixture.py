@@ -81,11 +81,10 @@ class Mixture(Displayed, Generic[P]):
 def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixture[P]:
     """Makes an ensemble of posteriors, which predicts the mean of their predictive distributions.
 
-    `p(y|x) = 1/M Σ_m p_m(y|x)`. Members that are calibrated each on its own make an underconfident mixture, because
-    their disagreement adds to the uncertainty of each. With `validation=` one factor between 0.1 and 10 multiplies the
-    logit temperatures of all members. It maximises the log likelihood of the mixture on held-out data. For regressions
-    it multiplies the covariances of y, or only the noise variances if a method has no prior. The factor also changes
-    numbers that you gave to `lw.fit`.
+    `p(y|x) = 1/M Σ_m p_m(y|x)`. Calibrated members make an underconfident mixture, because their disagreement adds to
+    the uncertainty of each. With `validation=` one factor between 0.1 and 10 multiplies the logit temperatures of all
+    members, also given ones. It maximises the log likelihood of the mixture on held-out data. For regressions it
+    multiplies the covariances of y, or only the noise variances if a method has no prior.
 
     A plain network can be a member. For a classifier write `lw.fit(model, held_out, lw.TemperatureScaling())`; for a
     regression `lw.fit(model, loader, lw.Diagonal(), prior_precision=1e9)`, whose weights have next to no spread.
@@ -95,13 +94,12 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
         validation: held-out data in any form that `lw.fit` accepts; None keeps the members as they are.
 
     Returns:
-        A mixture with `.predict(x)` and `.save(folder)`, which `lw.compare` accepts. Its predictions separate the
-        uncertainty between members from the uncertainty within them.
+        A mixture with `.predict(x)` and `.save(folder)`, which `lw.compare` accepts.
 
     Raises:
         LapwingError: if the posteriors are not at least two that fit together, or if the held-out data are invalid.
 
-    Cost: none without held-out data; otherwise one pass over them for each member, and memory for a copy of them.
+    Cost: with held-out data, one pass over them for each member, and memory for a copy of them.
 
     Source: Lakshminarayanan, Pritzel and Blundell 2017, section 2.4; one temperature: Rahaman and Thiery 2021.
 
@@ -153,8 +151,7 @@ def _candidates(member: Posterior) -> list[Posterior]:
 def _changed(member: Posterior[P], factor: float) -> Posterior[P]:
     """Returns a member with its logit temperature, or its covariance of y, multiplied by a factor."""
     if member.logit_temperature is not None:
-        likelihood = member.likelihood.with_logit_temperature(factor * member.logit_temperature)
-        return replace(member, likelihood=likelihood)
+        return replace(member, likelihood=member.likelihood.with_logit_temperature(factor * member.logit_temperature))
     noise = factor * member.noise_variance
     return (
         member.at(member.prior.precision / factor, noise) if has_prior(member.covariance) else member.with_noise(noise)

@@ -1,8 +1,8 @@
 """Softmax probabilities and mutual information of Gaussian logits, by quadrature over one class at a time.
 
-The probability of class c is `σ(g_c)` with `g_c = f_c - log Σ_{k≠c} e^{f_k}`, and g_c is taken as Gaussian. For two
-classes it is one, so the results are exact. Let q be the probabilities of the other classes, by the probit
-approximation, and m and S the mean and the centred covariance of the logits:
+The probability of class c is `σ(g_c)` with `g_c = f_c - log Σ_{k≠c} e^{f_k}`, and g_c is taken as Gaussian: exact for
+two classes. Let q be the probabilities of the other classes, by the probit approximation, and m and S the mean and the
+centred covariance of the logits:
 
     variance of g_c   v_c = Var[f_c - qᵀf]
     mean of g_c       g_c(m) - κ t_c    with t_c = Σ_k q_k S_kk - qᵀS q

@@ -231,6 +231,7 @@ WAYS_IN = {
     "compare": lambda kind, y: torch.tensor(
         lw.compare({"a": _fitted(y)}, kind(X, y), {"far": kind(-X, y)}).rows["a"]["NLL"]
     ),
+    "mixture": lambda kind, y: lw.mixture([_fitted(y)] * 2, kind(X + 0.1, y)).members[0].predict(X).log_prob(y),
     "prediction": lambda kind, y: _fitted(y).latent(kind(X, y)).variance,
     "mode": lambda kind, y: torch.tensor(
         _fitted(y).log_marginal_likelihood(linearised_mode=True, loader=kind(X, y))

@@ -121,6 +121,23 @@ def test_sure_inputs_keep_their_digits_in_float32():
     torch.testing.assert_close(information(sure), by_draws(sure, 2**15)[0], rtol=0.05, atol=0.0)
 
 
+def test_a_network_in_bfloat16_is_close_to_the_same_network_in_float32():
+    """The Gaussian over the logits is rounded to bfloat16, and the quadrature runs in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(40, 6, generator=generator).bfloat16(), torch.randn(5, 6, generator=generator).bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = torch.nn.Linear(6, 5, bias=False).to(dtype).eval()
+        model.weight.data.copy_(weight)
+        posterior = lw.fit(model, (x.to(dtype), torch.arange(40) % 5), lw.KFAC(), prior_precision=1.0)
+        found.append([posterior.predict(3 * x.to(dtype), link=link) for link in (None, Quadrature())])
+    for rough, exact in zip(*found, strict=True):
+        torch.testing.assert_close(rough.probs.float(), exact.probs, rtol=0, atol=0.02)
+        rough_information, information = rough.mutual_information().float(), exact.mutual_information()
+        assert bool((rough_information > 0).all())
+        assert float((rough_information - information).norm()) < 0.03 * float(information.norm())
+
+
 def test_never_negative():
     """And of the right size, even if the standard deviations are 30 000."""
     for scale in (1e-6, 1e-2, 1.0, 1e3, 1e6, 1e9):
