@@ -81,8 +81,8 @@ plt.show()
 # When not to
 # -----------
 #
-# - **Entropy is often as good.** The two scores differ only for ambiguous inputs, and few digits are ambiguous. On
-#   MNIST neither choice is best at every size: :doc:`the numbers </training>`.
+# - **Entropy is often as good.** The two scores differ only for ambiguous inputs, and few digits are ambiguous. The
+#   accuracies are in docs/training.md.
 # - **Leave the prior precision to the default tuning.** With a prior as weak as the weight decay of the training
 #   nearly all images have the largest possible mutual information, and the score hardly tells them apart.
 # - **A batch of 20 is scored one by one,** so some of its images tell the network the same.
