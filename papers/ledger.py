@@ -65,9 +65,9 @@ class Entry:
         ):
             raise ValueError(f"{name}: {self.verdict!r} and the statements that fail disagree")
 
-    def disagreements(self) -> list[str]:
-        """Returns the statements that our numbers do not bear out: false ones of `holds`, true ones of `fails`."""
-        numbers = {label: mean(value(key)) for label, key in self.ours.items()}
+    def disagreements(self, home: Path = HOME) -> list[str]:
+        """Returns the statements that the results of a folder refute: false ones of `holds`, true ones of `fails`."""
+        numbers = {label: mean(value(key, home)) for label, key in self.ours.items()}
         return [text for text in self.holds if not is_true(text, numbers)] + [
             text for text in self.fails if is_true(text, numbers)
         ]
@@ -81,10 +81,10 @@ def read(path: Path = HOME / "ledger.toml") -> list[Entry]:
     ]
 
 
-def value(key: str) -> Any:
+def value(key: str, home: Path = HOME) -> Any:
     """Returns what a place of `Entry.ours` points to; raises KeyError, IndexError or OSError if there is nothing."""
     file, _, path = key.partition(": ")
-    found = _results(HOME / file)
+    found = _results(home / file)
     for part in path.split("/"):
         found = found[int(part)] if isinstance(found, list) else found[part]
     return found

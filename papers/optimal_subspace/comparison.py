@@ -24,6 +24,7 @@ from papers.common import drawing
 from papers.common.data import Batches, batched, images
 from papers.common.measures import relative_error
 from papers.common.networks import cifar_resnet20, mnist_cnn
+from papers.common.tables import grid, shown
 from papers.common.training import train
 
 WAYS: dict[str, Callable[[int], lw.Method]] = {
@@ -231,3 +232,25 @@ def _curves(axis: Any, ways: dict[str, Any], measure: str) -> None:
             style = "--" if way.startswith("subset") else "-"
             axis.plot(*zip(*points, strict=True), style, color=COLOURS[way], label=way, marker=".")
     axis.set(xscale="log", yscale="log" if measure == "trace" else "linear", xlabel="s")
+
+
+def table(tasks: Mapping[str, Any], names: Sequence[str], measure: str, ranks: Sequence[int], digits: int = 3) -> str:
+    """Returns one measure of every way at some s, a group of columns for each task.
+
+    Args:
+        tasks: of the results.
+        names: of the tasks.
+        measure: "relative_error", "trace" or "nll".
+        ranks: s.
+        digits: after the point.
+    """
+    rows: dict[str, list[str]] = {}
+    for way in tasks[names[0]]:
+        cells = []
+        for name in names:
+            of = tasks[name].get(way, {})
+            at = [of] * len(ranks) if way == "full" else [of.get(str(rank), {}) for rank in ranks]
+            cells += [shown(row.get(measure), digits) for row in at]
+        if any(cells):
+            rows[way] = cells
+    return grid([f"{name}, s = {rank}" for name in names for rank in ranks], rows)

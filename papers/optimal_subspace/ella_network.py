@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from papers.common.scores import averaged
-from papers.optimal_subspace.comparison import compare_subspaces, draw, trained_task
+from papers.optimal_subspace.comparison import compare_subspaces, draw, table, trained_task
 
 __all__ = ["draw", "run"]
 
@@ -19,3 +19,12 @@ def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
         runs.append(compare_subspaces(task, inputs, (10, 50, 200, 1000), 1.0, seed)["test"])
         print(seed, runs[-1], flush=True)
     return {"tasks": {"ELLA's MNIST network": averaged(runs)}}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns relative errors and NLL."""
+    names, ranks = ["ELLA's MNIST network"], (10, 50, 200, 1000)
+    return {
+        "relative error": table(results["tasks"], names, "relative_error", ranks),
+        "nll": table(results["tasks"], names, "nll", ranks, 2),
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,7 @@ from papers.common.data import batched, rows_and_targets, standardised
 from papers.common.networks import mlp
 from papers.common.scores import averaged
 from papers.common.training import seeded, shuffled, train
-from papers.optimal_subspace.comparison import RANKS, WAYS_TUNED, Task, compare_subspaces, draw, swag_from
+from papers.optimal_subspace.comparison import RANKS, TUNED, WAYS_TUNED, Task, compare_subspaces, draw, swag_from, table
 
 __all__ = ["draw", "run"]
 
@@ -92,3 +92,15 @@ def table_task(name: str, seed: int, shown: int = 1500, test: int = 200) -> tupl
     swag = swag_from(model, loader, nn.functional.mse_loss, learning_rate=0.001, snapshots=20)
     seen = batched(data.train[0][:shown], data.train[1][:shown], 250)
     return Task(model, seen, cut, lw.Gaussian(noise), swag), {"test": tuple(part[:test] for part in data.test)}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns relative errors and NLL, at λ = 1 and tuned."""
+    tasks, names = results["tasks"], list(TABLES)
+    tuned = [f"{name}{TUNED}" for name in names]
+    return {
+        "relative error": table(tasks, names, "relative_error", (100, 1000)),
+        "nll": table(tasks, names, "nll", (100, 1000), 2),
+        "relative error, tuned": table(tasks, tuned, "relative_error", (1000,)),
+        "nll, tuned": table(tasks, tuned, "nll", (1000,), 2),
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,8 +13,9 @@ import lapwing as lw
 from papers.common.corruptions import DIGITS, corrupt
 from papers.common.data import batched, images, random_rows
 from papers.common.scores import averaged
+from papers.common.tables import grid, shown
 from papers.common.training import seeded, shuffled, train
-from papers.optimal_subspace.comparison import RANKS, WAYS_TUNED, Task, compare_subspaces, draw, swag_from
+from papers.optimal_subspace.comparison import RANKS, TUNED, WAYS_TUNED, Task, compare_subspaces, draw, swag_from, table
 
 __all__ = ["draw", "run"]
 
@@ -95,3 +96,22 @@ def image_task(
 def corrupted(x: Tensor, y: Tensor, kind: str, seed: int) -> tuple[Tensor, Tensor]:
     """Returns images of [-1, 1] corrupted at the middle strength, and their labels."""
     return _scaled(corrupt(((x + 1) / 2).clamp(0, 1), kind, 3, seed=seed)), y
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns relative errors and NLL, at λ = 1 and tuned, and relative errors on corrupted MNIST images."""
+    tasks, names = results["tasks"], ["mnist", "fashion_mnist"]
+    tuned = [f"{name}{TUNED}" for name in names]
+    corrupted = results["corrupted mnist"]
+    rows = {
+        way: [shown(corrupted[kind][way]["500"]["relative_error"]) for kind in corrupted]
+        for way in next(iter(corrupted.values()))
+        if way != "full"
+    }
+    return {
+        "relative error": table(tasks, names, "relative_error", (10, 200, 1000)),
+        "nll": table(tasks, names, "nll", (10, 200, 1000), 2),
+        "relative error, tuned": table(tasks, tuned, "relative_error", (10, 200, 1000), 2),
+        "nll, tuned": table(tasks, tuned, "nll", (1000,), 2),
+        "corrupted": grid(list(corrupted), rows),
+    }

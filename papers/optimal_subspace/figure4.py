@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from papers.common.scores import averaged
-from papers.optimal_subspace.comparison import compare_subspaces, draw, trained_task
+from papers.optimal_subspace.comparison import compare_subspaces, draw, table, trained_task
 
 __all__ = ["draw", "run"]
 
@@ -20,3 +20,8 @@ def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
         runs.append(compare_subspaces(task, inputs, (10, 30, 100), 1.0, seed, ways, exact=False)["test"])
         print(seed, runs[-1], flush=True)
     return {"tasks": {"ResNet-20": averaged(runs)}}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the trace."""
+    return {"trace": table(results["tasks"], ["ResNet-20"], "trace", (10, 30, 100), 0)}

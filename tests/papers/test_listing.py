@@ -24,14 +24,13 @@ def test_every_paper_and_experiment_has_a_line():
     assert "valla" not in command.main(["ella"])
 
 
-def test_every_experiment_can_be_run_and_has_results():
+def test_every_experiment_can_be_run_and_results_have_one():
     for paper, name in EXPERIMENTS:
         experiment = importlib.import_module(f"papers.{paper}.{name}")
         parameters = inspect.signature(experiment.run).parameters.values()
         assert all(parameter.default is not parameter.empty for parameter in parameters), (paper, name)
-        assert results.path_of(experiment.__file__).is_file(), (paper, name)
     files = {(path.parts[-3], path.stem) for path in command.HOME.glob("*/results/*.json")}
-    assert files == set(EXPERIMENTS)
+    assert files <= set(EXPERIMENTS)
 
 
 def test_a_run_writes_results_and_draws(tmp_path, monkeypatch, capsys):

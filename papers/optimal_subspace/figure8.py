@@ -1,0 +1,122 @@
+"""Figure 8 and equation 31: the NLL of subspaces on simulated data, at the estimated and at the true noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from papers.common import drawing
+from papers.common.data import batched
+from papers.common.networks import mlp
+from papers.common.results import Rows
+from papers.common.tables import grid, shown
+from papers.common.training import Recipe, seeded
+from papers.optimal_subspace.comparison import COLOURS, Task, compare_subspaces
+
+NOISE = 0.1
+"""Standard deviation of the noise of y."""
+RANKS = (1, 10, 30, 100, 200)
+LONG = (10, 100, 300, 1000)
+"""s of the low-rank methods, and of the subsets."""
+LOW_RANK = ("low rank, GGN", "low rank, KFAC", "low rank, diagonal", "low rank, prior")
+SUBSETS = ("subset, magnitude", "subset, diagonal")
+FAST = {"seeds": (0,)}
+"""Arguments of a run for `python -m papers verify`."""
+
+
+def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
+    """Returns the NLL of each method over s, and of full Laplace, at both noise levels."""
+    rows = Rows(__file__, {"noise": NOISE})
+    for seed in seeds:
+        rows.add(f"seed {seed}", "nll", simulated, seed)
+    return rows.all()
+
+
+def truth(x: Tensor) -> Tensor:
+    """Returns the regression function of appendix F."""
+    return torch.sin(x / 4) * torch.cos(x / 2)
+
+
+def data(seed: int, train: int = 50, test: int = 500) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Returns inputs on [-10, 10] and noisy targets, to train and to test."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 20 * torch.rand(train + test, 1, generator=generator) - 10
+    y = truth(x) + NOISE * torch.randn(x.shape, generator=generator)
+    return (x[:train], y[:train]), (x[train:], y[train:])
+
+
+def simulated(seed: int) -> dict[str, Any]:
+    """Returns the NLL by noise level, method and s, at λ = 1; the network underfits, as in the paper."""
+    fitted, held_out = data(seed)
+    with seeded(seed):
+        model = mlp(1, 32, 32, 1, activation=nn.ReLU)
+    Recipe(nn.functional.mse_loss, 200, rate=3e-3, batch=0).train(model, fitted, seed)
+    with torch.no_grad():
+        squares = {name: (model(x) - y).double().square() for name, (x, y) in (("train", fitted), ("test", held_out))}
+    estimate = float(squares["train"].mean())
+    found: dict[str, Any] = {"estimated noise": math.sqrt(estimate), "test error": float(squares["test"].mean().sqrt())}
+    for name, variance in (("estimated", estimate), ("true", NOISE**2)):
+        task = Task(model, batched(*fitted, 100), len(fitted[0]), lw.Gaussian(variance))
+        low = compare_subspaces(task, {"test": held_out}, RANKS, 1.0, seed, LOW_RANK)["test"]
+        subsets = compare_subspaces(task, {"test": held_out}, LONG, 1.0, seed, SUBSETS, exact=False)["test"]
+        methods = {**low, **subsets}
+        found[name] = {
+            way: ranks["nll"] if way == "full" else {str(rank): row["nll"] for rank, row in ranks.items()}
+            for way, ranks in methods.items()
+        }
+        found[name]["MAP"] = _nll(squares["test"], variance, 0.0)
+        best = best_spread(squares["test"], variance)
+        found[name]["best constant spread"] = {"variance": best, "nll": _nll(squares["test"], variance, best)}
+    return found
+
+
+def _nll(squares: Tensor, noise: float, spread: float) -> float:
+    variance = noise + spread
+    return float(squares.mean() / (2 * variance) + math.log(2 * math.pi * variance) / 2)
+
+
+def best_spread(squares: Tensor, noise: float) -> float:
+    """Returns the constant epistemic variance of the lowest NLL, `max(0, MSE_test - σ²)` (equation 31).
+
+    Args:
+        squares: squared errors of the test data.
+        noise: σ².
+    """
+    return max(0.0, float(squares.mean()) - noise)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the NLL at some s at both noise levels."""
+    found = results["table"][""]["nll"]
+    rows = {}
+    for way in (*LOW_RANK, *SUBSETS):
+        counts = ("10", "100", "200") if way in LOW_RANK else ("10", "100", "1000")
+        rows[way] = [shown(found[noise][way][s], 2) for noise in ("estimated", "true") for s in counts]
+    for way in ("full", "MAP"):
+        rows[way] = [shown(found["estimated"][way], 2), "", "", shown(found["true"][way], 2)]
+    columns = [
+        f"{noise} noise, s = {s}" for noise in ("estimated", "true") for s in ("10", "100", "200 (subsets: 1 000)")
+    ]
+    return {"nll": grid(columns, rows)}
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws the NLL over s at both noise levels, means and standard errors of the seeds."""
+    found = results["table"][""]["nll"]
+    figure, ((*axes,),) = drawing.panels(1, 2, (10, 4))
+    for axis, noise in zip(axes, ("estimated", "true"), strict=True):
+        for way, ranks in found[noise].items():
+            if way in COLOURS and way != "full":
+                means, errors = ([row[part] for row in ranks.values()] for part in ("mean", "standard_error"))
+                style = "--" if way.startswith("subset") else "-"
+                axis.errorbar([int(s) for s in ranks], means, errors, fmt=f".{style}", color=COLOURS[way], label=way)
+        for way, style in (("full", ":"), ("MAP", "-.")):
+            axis.axhline(found[noise][way]["mean"], color="#222222", linestyle=style, label=way)
+        axis.set(xscale="log", xlabel="s", ylabel="NLL", title=f"{noise} noise")
+    drawing.legend_below(figure, 5)
+    drawing.save(figure, __file__)
