@@ -12,16 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import (
-    AnyLatent,
-    Covariance,
-    JointLatent,
-    Latent,
-    LinearDraws,
-    SelectedLatent,
-    Term,
-    is_selected,
-)
+from ..covariance import AnyLatent, Covariance, JointLatent, Latent, LinearDraws, SelectedLatent, Term, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, multiplied_out, selected
 from ..data import batches
@@ -43,30 +34,26 @@ class Linearized(Way):
     """`f(x) ~ N(f(x, θ̂), J(x) Σ J(x)ᵀ)` (Immer et al. 2021, equation 6), without forming J where a layer allows.
 
     `draws=S` is for networks with very many outputs. The covariance is estimated from S draws
-    `f_s = f(x, θ̂) + J(x)(θ_s - θ̂)` with `θ_s ~ N(θ̂, Σ)`. No C x C matrix is formed, and the mean is the network's
-    output. The draws are joint over outputs and inputs, and every call draws the same weights. A variance has a
-    relative standard error of `√(2/S)`, which is 18 % at 64 draws (`standard_error` of the latent).
+    `f_s = f(x, θ̂) + J(x)(θ_s - θ̂)` with `θ_s ~ N(θ̂, Σ)`, and the mean is the network's output. The draws are joint
+    over outputs and inputs, and every call draws the same weights. A variance has a relative standard error of
+    `√(2/S)`, which is 18 % at 64 draws (`standard_error` of the latent).
 
     `outputs=k` keeps, for each input, only the k outputs with the largest means. A list of numbers keeps those outputs.
     `latent.outputs` (B, k) lists them, and means and variances are (B, k). Predictions of regressions and Bernoulli
     likelihoods have these outputs only. Class probabilities cover all classes: the k logits have their covariance,
-    about their average, and the other logits keep their means. `lw.Probit()` scales all logits by the mean variance of
-    the k.
+    about their average, and the others keep their means. `lw.Probit()` scales all by the mean variance of the k.
 
     Args:
-        draws: S, at least 2; None computes the covariance itself.
+        draws: S, at least 2; None computes the covariance itself. Not for `lw.Uncertain` inputs, or for networks that
+            support neither forward mode nor two backward passes for the products `J δ`.
         outputs: k, or a list of outputs counted from 0; None means all outputs.
         seed: seed of the draws.
-
-    Raises:
-        LapwingError: for numbers out of range; with `draws`, for `lw.Uncertain` inputs, and for networks that support
-            neither forward mode nor two backward passes for the products `J δ`.
 
     Cost: one forward and C backward passes of activations, and the contractions with the covariance, in chunks that fit
     the memory budget (joint covariances: for every pair of chunks). Differentiable in inputs that require gradients.
     Uncertain inputs (`lw.Uncertain`) add `J_x Σ_x J_xᵀ`, for one more forward and C more backward passes. With draws:
-    S draws of the weights per call, about two to four forward passes per draw for any C, and S numbers in memory for
-    each output of each input. With outputs: k backward passes instead of C, and none for the last layer.
+    about two to four forward passes per draw for any C, and S numbers in memory for each output of each input. With
+    outputs: k backward passes instead of C, and none for the last layer.
 
     Example:
         >>> import lapwing as lw
@@ -111,7 +98,16 @@ class Linearized(Way):
         if self.draws is not None:
             return self._of_draws(tangent, covariance, values, spreads, joint)
         if tangent.positions.several:
-            self._check_positions(bool(spreads))
+            if self.outputs is not None:
+                raise LapwingError(
+                    f"The outputs have positions, and {self} cannot select outputs of them. Pass via=lw.Linearized(), "
+                    "or via=lw.Linearized(draws=64) for very many outputs."
+                )
+            if spreads:
+                raise LapwingError(
+                    "The outputs have positions, and uncertain inputs are not supported for them. Pass "
+                    "via=lw.MonteCarlo(draws=50), which draws the inputs too."
+                )
             return at_positions(tangent, covariance, tangent.check(values), joint)
         selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)
         if selection is not None and selection.listed is None and joint:
@@ -132,19 +128,6 @@ class Linearized(Way):
             added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
         return latent.plus(added)
 
-    def _check_positions(self, uncertain: bool) -> None:
-        """Raises for options and inputs that outputs with positions do not support."""
-        if self.outputs is not None:
-            raise LapwingError(
-                f"The outputs have positions, and {self} cannot select outputs of them. Pass via=lw.Linearized(), or "
-                "via=lw.Linearized(draws=64) for very many outputs."
-            )
-        if uncertain:
-            raise LapwingError(
-                "The outputs have positions, and uncertain inputs are not supported for them. Pass "
-                "via=lw.MonteCarlo(draws=50), which draws the inputs too."
-            )
-
     def width(self, outputs: int) -> int:
         """Returns k, or C."""
         return outputs if self.outputs is None else Selection(self.outputs, outputs).columns
@@ -152,7 +135,7 @@ class Linearized(Way):
     def _of_draws(
         self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any, joint: bool
     ) -> LinearDraws | LatentAtPositions:
-        """Returns the Gaussian of draws. Raises if the inputs or the network do not support it."""
+        """Returns the Gaussian of draws."""
         if spreads:
             raise LapwingError(
                 f"{self} does not take lw.Uncertain inputs. Write via=lw.Linearized(), or via=lw.MonteCarlo(draws=50)."
@@ -195,10 +178,9 @@ class DefaultWay(Way):
         return Linearized().latent(tangent, covariance, inputs, joint)
 
     def passes(self, tangent: Tangent) -> int:
-        """Returns about how many forward passes a prediction costs, by rule: two for each backward pass of an output.
+        """Estimates the forward passes of a prediction: one per backward pass of an output, and one to contract it.
 
-        The second one is for the contraction. Measured costs were a third of this to three times as much, and up to six
-        times for networks whose forward pass takes well below a millisecond.
+        Measured costs were a third to three times the estimate, and up to six times for forward passes well below 1 ms.
         """
         if tangent.treats_output_alone:
             return 2
@@ -216,12 +198,7 @@ def _log_draws(outputs: int, exact: bool) -> None:
 
 
 class Selection:
-    """The outputs that a prediction keeps, and their cotangents: one-hot columns (B, C, k).
-
-    Attributes:
-        columns: k, at most C.
-        listed: the list, or None.
-    """
+    """The k outputs that a prediction keeps, and their cotangents: one-hot columns (B, C, k)."""
 
     def __init__(self, outputs: int | Sequence[int], every: int) -> None:
         self.listed = None if isinstance(outputs, int) else tuple(outputs)
@@ -283,9 +260,7 @@ def _joint(
 ) -> JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, computed for pairs of chunks that fit the memory budget."""
     count, outputs = inputs.samples, tangent.outputs if selection is None else selection.columns
-    block = tangent.memory // (
-        8 * tangent.dtype.itemsize
-    )  # entries of a pair's covariances; a sum holds a few of these
+    block = tangent.memory // (8 * tangent.dtype.itemsize)  # entries of a pair's covariances; a sum holds a few
     length = tangent.chunk_length(selection, dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row) // 2
     length = max(1, min(length, isqrt(block) // outputs))
 

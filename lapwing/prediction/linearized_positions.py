@@ -18,11 +18,7 @@ from ..tangent import Tangent
 def at_positions(tangent: Tangent, covariance: Covariance, checked: Checked, joint: bool) -> LatentAtPositions:
     """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
 
-    Cost: one forward pass and the contractions of B T samples if only the last layer is treated. Otherwise one forward
-    and T C backward passes; more than 1 000 are refused.
-
-    Raises:
-        LapwingError: for a joint latent, or too many outputs.
+    It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
     """
     if joint:
         raise refused_joint()
@@ -44,13 +40,7 @@ AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
 
 
 def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDraws | LatentAtPositions:
-    """Returns a latent of draws (S, B, T C), with one row per position if the outputs have positions.
-
-    Raises:
-        LapwingError: for a joint latent if the outputs have positions.
-
-    Cost: that of `Tangent.places_of`.
-    """
+    """Returns a latent of draws (S, B, T C), with one row per position if the outputs have positions."""
     places = tangent.places_of(inputs)
     if not places.sizes:
         return latent

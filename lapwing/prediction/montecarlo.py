@@ -34,9 +34,6 @@ class MonteCarlo(Way):
         draws: S, at least 2.
         seed: seed of the draws.
 
-    Raises:
-        LapwingError: for fewer than two draws.
-
     Cost: S forward passes, chunked under the memory budget; memory O(P) for one draw at a time.
 
     Example:

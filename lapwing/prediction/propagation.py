@@ -22,11 +22,7 @@ from .way import Way, check_way
 
 
 def untreated(model: nn.Module, forward: Forward | None, memory: int | None) -> tuple[Tangent, Covariance]:
-    """Returns a network without treated weights, and Σ over no weights.
-
-    Raises:
-        LapwingError: if the module has no weights, or is in training mode.
-    """
+    """Returns a checked network without treated weights, and Σ over no weights."""
     memory = checked_memory(memory)
     tangent = Tangent(checked_network(model), forward, (), RecordingPlan(), Coverage(()), 0, memory)
     return tangent, Blockwise((), {}, torch.zeros(0, dtype=torch.float64, device=tangent.device), 1.0)
@@ -54,14 +50,13 @@ def propagate(
         memory: memory budget in bytes for one chunk of samples; None means 1 GiB.
 
     Returns:
-        `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x and Σ_x if they
-        require gradients.
+        `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x and Σ_x.
 
     Raises:
         LapwingError: if no input is uncertain; for bad inputs, and a network in training mode.
 
-    Cost: `Linearized`: C backward passes of activations. `Streamlined`: one forward pass, after about a second per
-    call in which it reads the network. `MonteCarlo`: S forward passes.
+    Cost: C backward passes of activations for `Linearized`; S forward passes for `MonteCarlo`; one for `Streamlined`,
+    after about a second per call in which it reads the network.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4.3 and equation 6, with certain
     weights, after Petersen et al. 2024.
@@ -87,6 +82,3 @@ def certain_latent(tangent: Tangent, covariance: Covariance, inputs: Any, via: W
         )
     with torch.set_grad_enabled(wants_gradient((values, spreads))):
         return via.latent(tangent, covariance, inputs, False)
-
-
-__all__ = ["certain_latent", "propagate", "untreated"]

@@ -31,13 +31,10 @@ class Uncertain:
     `lw.propagate`. It adds to the uncertainty of the weights. Differentiable in value and variance.
 
     Args:
-        value: x, floating-point (B, ...), the samples first.
-        variance: diagonal of Σ_x, in squared units of x: a number, or a tensor that broadcasts to x.
+        value: x, floating-point (B, ...), the samples first; not integers such as tokens.
+        variance: diagonal of Σ_x, in squared units of x: a number of at least 0, or a tensor that broadcasts to x.
         covariance: Σ_x, (B, n, n) or (n, n) for samples with n entries, in the order of `x.flatten(1)`; instead of
             `variance`. `Streamlined` accepts it only in full mode.
-
-    Raises:
-        LapwingError: integer inputs, such as tokens; negative, infinite or NaN variances; shapes that do not fit.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4.3.
 
@@ -181,11 +178,7 @@ def prepared(inputs: Any, device: torch.device) -> tuple[Any, Any, Spreads]:
 
 
 def separate(inputs: Any) -> tuple[Any, Spreads]:
-    """Returns inputs with uncertain tensors replaced by their values, and the spreads of these tensors.
-
-    Raises:
-        LapwingError: if the first dimension of an uncertain input is not the batch.
-    """
+    """Returns inputs with uncertain tensors replaced by their values, and the spreads of these tensors."""
     if isinstance(inputs, Tensor):
         return inputs, {}
     leaves, spec = pytree.tree_flatten(batches.tree(inputs))
@@ -232,9 +225,7 @@ def drawn(values: Any, spreads: Spreads, generator: torch.Generator) -> Any:
 def carried(tangent: Tangent, values: Any, spreads: Spreads, differentiable: bool) -> tuple[Tensor, Tensor]:
     """Returns the outputs (B, C), and the first-order covariance from uncertain inputs, `J_x Σ_x J_xᵀ` (B, C, C).
 
-    With `differentiable` it keeps the graph in the values. It always keeps the graph in the spreads.
-
-    Cost: a forward and C backward passes of activations, in chunks that fit the memory budget.
+    The result is always differentiable in the spreads, and with `differentiable` in the values.
     """
     means, parts = [], []
     for rows, chunk in batches.chunks(values, _length(tangent, values, spreads)):
@@ -292,6 +283,3 @@ def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
     graph = sum(size for place, size in kept.items() if place not in weights)
     numbers = sum(leaves_of(values)[place][0].numel() for place in spreads)
     return max(1, int(tangent.memory // (2 * graph // samples + 4 * outputs * (numbers + outputs) * 8)))
-
-
-__all__ = ["Spreads", "Uncertain", "carried", "drawn", "leaves_of", "prepared", "separate", "with_leaves"]

@@ -52,13 +52,8 @@ class Scaled(Way):
     `lw.scale_factor` chooses s.
 
     Args:
-        via: the way to scale.
-        factor: s, positive.
-
-    Raises:
-        LapwingError: if `via` is not a way, or the factor is not positive and finite.
-
-    Cost: that way, plus one multiplication per entry of its latent.
+        via: the way to scale, which determines the cost.
+        factor: s, positive and finite.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4 (posterior approximations), without
     an equation; after the pseudo-count of Ritter et al. 2018.

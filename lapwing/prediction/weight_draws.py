@@ -19,17 +19,13 @@ from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_group
 from ..tangent import Tangent, split
 from .linearized_positions import draws_at_positions
 
-Chunks = Sequence[tuple[slice, Checked]]
-"""Chunks of consecutive samples: (rows of the batch, samples)."""
-
 
 def latent_of_draws(
     tangent: Tangent, covariance: Covariance, inputs: Any, draws: int, seed: int, joint: bool
 ) -> LinearDraws | LatentAtPositions | None:
     """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None without such products.
 
-    The weights are drawn in groups, and each group is applied to all inputs. A covariance of few draws
-    (`lw.SampledLLA`) gives at most its own draws.
+    A covariance of few draws (`lw.SampledLLA`) gives at most its own draws.
     """
     checked = tangent.check(inputs)
     count = min(draws, covariance.distinct_draws or draws)
@@ -45,7 +41,7 @@ def latent_of_draws(
 
 
 def _products(
-    tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], chunks: Chunks, count: int
+    tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], chunks: Sequence[tuple[slice, Checked]], count: int
 ) -> Tensor | None:
     """Returns the products (S, B, C) of the network's Jacobian with the draws, or None if they are not supported."""
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
@@ -67,8 +63,8 @@ def _products(
 def _length(tangent: Tangent, largest: int, weights: int) -> int:
     """Returns the number of samples per chunk of forward mode, if a layer has at most `largest` entries per sample.
 
-    The tangents of a chunk fit the memory budget. They also fit 16 MiB, because convolutions are then twice as fast,
-    unless the chunk would have fewer entries than the weights, which each chunk reads.
+    Tangents of at most 16 MiB make convolutions twice as fast. But a chunk has at least as many entries as the weights,
+    which each chunk reads.
     """
     length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
     return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, weights // largest)))
@@ -81,10 +77,9 @@ _KEPT: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDict
 def _weight_draws(
     tangent: Tangent, covariance: Covariance, count: int, seed: int
 ) -> Iterator[tuple[slice, list[Group]]]:
-    """Yields (rows, draws of `N(0, Σ)` laid out for products); the draws of one step fit half of the memory budget.
+    """Yields (rows, draws of `N(0, Σ)` laid out for products) that fit half of the memory budget.
 
-    Draws that fit a quarter of it are kept for the next prediction, because drawing the weights of wide layers costs
-    more than multiplying with them.
+    Draws that fit a quarter are kept: drawing the weights of wide layers costs more than multiplying with them.
     """
     generator = torch.Generator(covariance.device).manual_seed(seed)
     if 4 * count * covariance.size * tangent.dtype.itemsize <= tangent.memory:

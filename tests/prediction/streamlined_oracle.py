@@ -20,6 +20,7 @@ from lapwing.covariance import (
     LowRankWithResidual,
 )
 from lapwing.prediction.streamlined import Streamlined
+from lapwing.prediction.uncertain import Uncertain, leaves_of, with_leaves
 from tests.zoo import ZOO
 
 F64 = torch.float64
@@ -54,7 +55,9 @@ def propagate(function, inputs, variances, **options):
     model = Shifted(function).double().eval()
     tangent = tn.Tangent.survey(model, inputs, tn.matching("shift"))
     covariance = build(tangent, "diagonal")
-    latent = Streamlined(**options).propagate(tangent, covariance, inputs, variances)
+    leaves = leaves_of(inputs)
+    noisy = with_leaves(inputs, {place: Uncertain(leaves[place], v) for place, v in variances.items()})
+    latent = Streamlined(**options).latent(tangent, covariance, noisy)
     return latent.mean, latent.variance - covariance.diagonal()["shift"], model
 
 

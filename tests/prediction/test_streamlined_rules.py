@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lapwing import tangent as tn
 from lapwing.prediction.streamlined import Streamlined
+from lapwing.prediction.uncertain import Uncertain
 from tests.prediction.streamlined_oracle import F64, KINDS, Function, build, propagate
 
 
@@ -246,7 +247,7 @@ def test_treated_layer_equals_derivatives(name, kind, uncertain):
     x, v = torch.randn(3, *shape, dtype=F64), torch.rand(3, *shape, dtype=F64) if uncertain else None
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = build(tangent, kind)
-    latent = Streamlined().propagate(tangent, covariance, x, {} if v is None else {0: v})
+    latent = Streamlined().latent(tangent, covariance, x if v is None else Uncertain(x, v))
     expected = layer_by_derivatives(model, tangent, covariance, x, v)
     torch.testing.assert_close(latent.variance, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(latent.mean, model(x).detach())
@@ -260,7 +261,7 @@ def test_grouped_convolution_equals_derivatives(params, kind):
     x, v = torch.randn(3, 4, 4, 4, dtype=F64), torch.rand(3, 4, 4, 4, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching(params))
     covariance = build(tangent, kind)
-    latent = Streamlined().propagate(tangent, covariance, x, {0: v})
+    latent = Streamlined().latent(tangent, covariance, Uncertain(x, v))
     expected = layer_by_derivatives(model, tangent, covariance, x, v)
     torch.testing.assert_close(latent.variance, expected, rtol=1e-9, atol=1e-12)
 
@@ -280,11 +281,11 @@ def test_treated_norm_equals_derivatives(norm, kind, params):
     x = torch.randn(3, 4, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching(params))
     covariance = build(tangent, kind)
-    latent = Streamlined().propagate(tangent, covariance, x)
+    latent = Streamlined().latent(tangent, covariance, x)
     expected = layer_by_derivatives(model, tangent, covariance, x, None)
     torch.testing.assert_close(latent.variance, expected, rtol=1e-9, atol=1e-12)
     v = torch.rand(3, 4, dtype=F64)
-    latent = Streamlined().propagate(tangent, covariance, x, {0: v})
+    latent = Streamlined().latent(tangent, covariance, Uncertain(x, v))
     plain = nn.Sequential(make(), nn.Flatten()).double().eval()
     with torch.no_grad():
         gamma_v = cut_variance(tangent, covariance, "0.weight", model[0].weight)
@@ -303,7 +304,7 @@ def test_treated_embedding_gives_its_rows():
     tokens = torch.tensor([[1, 5, 0], [2, 2, 4]])
     tangent = tn.Tangent.survey(model, tokens, tn.matching("*"))
     covariance = build(tangent, "diagonal")
-    latent = Streamlined().propagate(tangent, covariance, tokens)
+    latent = Streamlined().latent(tangent, covariance, tokens)
     table = tn.split(tangent.blocks, covariance.diagonal())["0.weight"].clone()
     table[0] = 0
     torch.testing.assert_close(latent.variance, table[tokens].flatten(1))
@@ -323,5 +324,5 @@ def test_scale_and_shift_are_treated():
     x, v = torch.randn(3, 4, dtype=F64), torch.rand(3, 4, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = build(tangent, "diagonal")
-    latent = Streamlined().propagate(tangent, covariance, x, {0: v})
+    latent = Streamlined().latent(tangent, covariance, Uncertain(x, v))
     torch.testing.assert_close(latent.variance, layer_by_derivatives(model, tangent, covariance, x, v))

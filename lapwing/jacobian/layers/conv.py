@@ -239,7 +239,8 @@ def _numbers(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
     return (value,) * space if isinstance(value, int) else tuple(value) * (space if len(value) == 1 else 1)
 
 
-def _conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+def read_conv(args: tuple, kwargs: dict, watched: Watched | None = None) -> ConvUse | None:
+    """Returns the use of a call of a convolution."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     named = by_name(names, args, kwargs)
     inputs, weight = named["input"], named["weight"]
@@ -256,7 +257,8 @@ def _conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return ConvUse(inputs, weight, named.get("bias"), stride, pairs, dilation, named.get("groups", 1))
 
 
-def _transposed_conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+def read_transposed_conv(args: tuple, kwargs: dict, watched: Watched | None = None) -> TransposedConvUse | None:
+    """Returns the use of a call of a transposed convolution."""
     names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
     named = by_name(names, args, kwargs)
     inputs, weight = named["input"], named["weight"]
@@ -271,5 +273,5 @@ def _transposed_conv(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return TransposedConvUse(inputs, weight, named.get("bias"), stride, pairs, dilation, named.get("groups", 1))
 
 
-register_reader(_transposed_conv, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-register_reader(_conv, torch.conv1d, torch.conv2d, torch.conv3d)
+register_reader(read_transposed_conv, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+register_reader(read_conv, torch.conv1d, torch.conv2d, torch.conv3d)

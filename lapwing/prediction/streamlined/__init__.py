@@ -8,12 +8,10 @@ is the table of operations, which `rules/` fills. The folder imports `covariance
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from ...covariance import Covariance, Latent
 from ...covariance.latent_at_positions import LatentAtPositions
@@ -53,10 +51,8 @@ class Streamlined(Way):
     In "diagonal" mode the entries of a sample's tensors are independent: channels, copies of an entry, the two sides of
     a sum. Only positions of one channel (pixels, tokens), which share a layer's weights, are correlated, with one ρ for
     each channel: `Cov[h_t, h_t'] = ρ √(v_t v_t')`. Each layer sets ρ such that the mean of its outputs over positions
-    has the right variance, `Σ_ii' ā_i ā_i' Cov[W_ji, W_ji']` from its weights, where ā is the mean of its inputs. This
-    is exact for a layer that is averaged over its positions. The remaining difference to `Linearized()` is the
-    covariances between channels. Without them the variances of deep convolutional networks are too small, especially
-    for narrow posteriors; a scale factor tuned on held-out data corrects the level.
+    has the right variance. Without covariances between channels the variances of deep convolutional networks are too
+    small, especially for narrow posteriors; `lw.scale_factor` corrects the level.
 
     "full" mode keeps all covariances. It equals `Linearized()` for a block-diagonal Σ, plus the products of uncertain
     weights and uncertain inputs in each layer. Grouped convolutions, and products of two tensors, omit these products.
@@ -69,9 +65,8 @@ class Streamlined(Way):
             "correlated", which adds `2 Cov[x, h]`. None: correlated in full mode, independent in diagonal mode.
         attention: "values", as in the paper: values are uncertain, scores are not. "scores": queries and keys are
             uncertain too, to first order. "features": as "values", with the covariances between the features of a head
-            that share inputs, up to the layer after the attention (equation 74). It costs a linear layer per head. It
-            supports `scaled_dot_product_attention` and layers with tokens in one dimension. Other calls, such as
-            attention written by hand, work as with "values"; a network with only such calls gets a warning.
+            that share inputs, up to the layer after the attention (equation 74), for `scaled_dot_product_attention` and
+            layers with tokens in one dimension. It costs a linear layer per head. Other calls work as with "values".
         activations: "linear", or "moments" for the exact moments of element-wise functions of Gaussians: in closed form
             for ReLU, by quadrature with twenty evaluations for other functions. Means then differ from the network's
             outputs.
@@ -83,10 +78,8 @@ class Streamlined(Way):
     Cost: one forward pass with moments, after about a second for the first batch of a network. "diagonal", in products
     of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
     posterior; with a Kronecker-factored posterior two and a rotation of the inputs, O(I² + I O) per position; attention
-    one more. Correlated positions cost a few element-wise passes of inputs and outputs, and one more position. Memory
-    is a few times that of a forward pass. "full", for small networks: n forward-mode passes of each call, where n is
-    the number of entries of its tensors per sample, and memory O(B n²) for all pairs of live tensors. Batches are cut
-    into chunks that fit the memory budget.
+    one more. Memory is a few times that of a forward pass. "full", for small networks: n forward-mode passes of each
+    call, where n is the number of entries of its tensors per sample, and memory O(B n²) for all pairs of live tensors.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equations 2 to 7, 49, 71 and 83 to 88.
     Differences: layer norms are linearised instead of treated as linear, positions are correlated (equations 78 to 88
@@ -126,42 +119,25 @@ class Streamlined(Way):
                 "are correlated, or leave residual out."
             )
 
+    @outside_modes
     def latent(
         self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool = False
     ) -> Latent | LatentAtPositions:
-        """Returns the latent Gaussian at one batch, differentiable in inputs that require gradients.
-
-        Raises:
-            LapwingError: for joint=True; for a call that is not supported; for full covariances of one sample that do
-                not fit the memory budget; for NaN or infinite inputs or outputs.
-        """
+        """Returns the latent Gaussian at one batch, differentiable in inputs that require gradients."""
         if joint:
             raise LapwingError(
                 "lw.Streamlined() has no covariances across inputs, so there is no joint=True via lw.Streamlined(). "
                 "Pass via=lw.Linearized(), or joint=False."
             )
-        values, spreads = separate(inputs)
-        latent, places = self.propagate(tangent, covariance, values, spreads), tangent.places_of(values)
-        return LatentAtPositions(latent, places) if places.sizes else latent
-
-    @outside_modes
-    def propagate(
-        self, tangent: Tangent, covariance: Covariance, inputs: Any, input_variances: Mapping[int, Tensor] | None = None
-    ) -> Latent:
-        """Returns the latent Gaussian, with one row per position, for inputs that may be uncertain, `x ~ N(x, Σ_x)`.
-
-        Args:
-            tangent: the network.
-            covariance: Σ.
-            inputs: B samples.
-            input_variances: index of a floating-point tensor among the leaves of the inputs -> its variances, in its
-                shape, or in full mode its covariances (B, n, n).
-
-        Raises:
-            LapwingError: as for `latent`.
-        """
-        variances = dict(input_variances or {})
-        self._check_batch(tangent, inputs, variances)
+        inputs, variances = separate(inputs)
+        check_layers(tangent.model)
+        tangent.check(inputs)
+        leaves = leaves_of(inputs) if variances else []
+        if self.covariance != "full" and any(v.shape != leaves[place].shape for place, v in variances.items()):
+            raise LapwingError(
+                "lw.Streamlined() keeps only the variances of hidden tensors, so it cannot use lw.Uncertain(x, "
+                "covariance=...). Pass variances, or via=lw.Streamlined('full')."
+            )
         inputs = batches.plain(inputs)
         # the lock of without_compiled keeps other threads from swapping parameters
         with torch.set_grad_enabled(wants_gradient((inputs, variances))), without_compiled():
@@ -185,17 +161,10 @@ class Streamlined(Way):
             )
         mean = mean.to(tangent.dtype)
         latent = Latent(mean, (term.to(mean),))
-        return latent if logits is None or logits.activation == "sigmoid" else latent.without_impossible()
-
-    def _check_batch(self, tangent: Tangent, inputs: Any, variances: Mapping[int, Tensor]) -> None:
-        check_layers(tangent.model)
-        tangent.check(inputs)
-        leaves = leaves_of(inputs) if variances else []
-        if self.covariance != "full" and any(v.shape != leaves[place].shape for place, v in variances.items()):
-            raise LapwingError(
-                "lw.Streamlined() keeps only the variances of hidden tensors, so it cannot use lw.Uncertain(x, "
-                "covariance=...). Pass variances, or via=lw.Streamlined('full')."
-            )
+        if logits is not None and logits.activation != "sigmoid":
+            latent = latent.without_impossible()
+        positions = tangent.places_of(inputs)
+        return LatentAtPositions(latent, positions) if positions.sizes else latent
 
     def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...]) -> int:
         """Returns the number of samples that fit the memory budget, at least one. Full covariances of one must fit."""

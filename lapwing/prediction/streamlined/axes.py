@@ -23,15 +23,11 @@ from .schedule import Schedule
 
 @dataclass(frozen=True)
 class SampleAxes:
-    """The dimension of the samples in each value that has samples. It may be merged with other dimensions.
-
-    Attributes:
-        dims: name of a value -> dimension.
-        fastest: names of the values in which the samples vary fastest along that dimension; in others slowest.
-    """
+    """The dimension of the samples in each value that has samples. It may be merged with other dimensions."""
 
     dims: Mapping[str, int]
     fastest: frozenset[str] = frozenset()
+    """Names of the values in which the samples vary fastest along a merged dimension; in others slowest."""
 
     def _cut(self, name: str, length: int, samples: int) -> tuple[tuple[int, int], int]:
         """Returns the sizes of the two parts of the dimension, and the index of the part with the samples."""
@@ -65,13 +61,7 @@ class SampleAxes:
 
 
 def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
-    """Returns the dimension of the samples in every value, found by the symbolic length of the batch.
-
-    Raises:
-        LapwingError: for a batch of fixed size, or samples merged between other dimensions.
-
-    Cost: one pass of two samples if the samples share a dimension.
-    """
+    """Returns the dimension of the samples in every value, found by the symbolic length of the batch."""
     symbol = _batch_length(graph)
     if not isinstance(symbol, str):
         raise LapwingError(
@@ -131,10 +121,7 @@ def _axes_of_fixed_batch(graph: Graph, inputs: Any) -> SampleAxes:
 
 
 def _with_nan(graph: Graph, inputs: Any, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Runs the calls with NaN in the last sample: in floating-point inputs, and in values looked up by integers.
-
-    `dims` has the dimension of the samples of some values.
-    """
+    """Runs the calls with NaN in the last sample of floating-point inputs, and of values looked up by integers."""
 
     def with_nan(name: str, x: Tensor) -> Tensor:
         last = x.shape[dims[name]] - 1
@@ -156,11 +143,7 @@ def _with_nan(graph: Graph, inputs: Any, dims: Mapping[str, int]) -> dict[str, A
 
 
 def read_layouts(schedule: Schedule, graph: Graph, inputs: Any, network: str) -> dict[str, Layout]:
-    """Returns the dimensions of every uncertain value, from the labels of the operations.
-
-    Returns:
-        Name of a value -> its dimensions; empty for a network that merges its samples between other dimensions.
-    """
+    """Returns the dimensions of every uncertain value by its labels, if samples are not merged between dimensions."""
     symbol = _batch_length(graph)
     try:
         axes = read_axes(graph, inputs, network) if isinstance(symbol, str) else _axes_of_fixed_batch(graph, inputs)

@@ -1,7 +1,4 @@
-"""Forward mode for calls without a rule.
-
-It computes the Jacobian of a call one direction of an uncertain tensor at a time, so it is for small tensors.
-"""
+"""Forward mode for calls without a rule, one direction of an uncertain tensor at a time: for small tensors."""
 
 from __future__ import annotations
 
@@ -52,8 +49,7 @@ def push(
 ) -> Any:
     """Returns K tangents of a function's values, for K tangents (K, *shape) of its arguments, `size` at a time.
 
-    Raises:
-        LapwingError: the error of `refuse`, for a function without a forward-mode derivative.
+    Raises what `refuse` returns if the function has no forward-mode derivative.
     """
 
     def one(*directions: Tensor) -> Any:
@@ -67,19 +63,10 @@ def push(
         raise refuse(f"it has no forward-mode derivative ({reason})") from error
 
 
-# ---- calls without a rule
-
-
 def linearised(
     step: Step, site: Site, values: Mapping[str, Value], axes: SampleAxes, samples: int, dtype: torch.dtype
 ) -> Value:
-    """Returns the moments of a call, `v_y = Σ_x Σ_k (∂y/∂x_k)² Var[x_k]` for independent entries of its arguments x.
-
-    Raises:
-        LapwingError: for arguments with more than 4 096 entries, or a call without a forward-mode derivative.
-
-    Cost: one forward-mode evaluation per entry of its uncertain arguments.
-    """
+    """Returns the moments of a call, `v_y = Σ_x Σ_k (∂y/∂x_k)² Var[x_k]` for independent entries of its arguments x."""
     means = {name: mean_of(value) for name, value in values.items()}
     mean = evaluate(step, means, dtype)
     totals: list[Any] | None = None

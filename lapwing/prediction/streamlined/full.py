@@ -34,21 +34,16 @@ Covariances = Mapping[tuple[str, str], Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """One step with inner steps, whose values have no covariances: tuples, and functions of weights.
-
-    Attributes:
-        step: the step.
-        inside: the inner steps, in order.
-        leaves: names of its uncertain arguments.
-        reads: names of all its arguments.
-        carries: whether its value has covariances.
-    """
+    """One step with inner steps, whose values have no covariances: tuples, and functions of weights."""
 
     step: Step
     inside: tuple[Step, ...]
     leaves: tuple[str, ...]
+    """Names of the uncertain arguments."""
     reads: tuple[str, ...]
+    """Names of all arguments."""
     carries: bool
+    """Whether the value has covariances."""
 
     def __call__(self, values: dict[str, Any], dtype: torch.dtype) -> Any:
         """Returns the step's value."""
@@ -83,11 +78,7 @@ def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
 
 
 class FullProgram:
-    """One pass through a network with means, and covariances (B, n_a, n_b) by pairs of names.
-
-    Raises:
-        LapwingError: if the samples of the network cannot be told apart.
-    """
+    """One pass through a network with means, and covariances (B, n_a, n_b) by pairs of names."""
 
     def __init__(self, program: Program, covariance: Covariance, inputs: Any) -> None:
         self._program, self._axes = program, read_axes(program.graph, inputs, program.network)
@@ -106,16 +97,7 @@ class FullProgram:
         return 4 * self._program.largest**2 * self._program.dtype.itemsize
 
     def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
-        """Carries means and covariances to the output.
-
-        Args:
-            inputs: B samples.
-            variances: index of an uncertain input among the leaves -> its variances, in its shape, or its covariances
-                (B, n, n).
-
-        Returns:
-            Means (B, C) and covariances of B samples; for outputs with positions (B, T C) and B T covariances.
-        """
+        """Returns what `Program.run` returns, with covariances. Uncertain inputs may have covariances (B, n, n)."""
         program, samples = self._program, batches.size(inputs)
         start = program.start(inputs, variances)
         values = {name: mean_of(value) for name, value in start.items()}
@@ -252,9 +234,6 @@ def _between(known: Covariances, a: str, b: str) -> Tensor | None:
     return known[b, a].mT if (b, a) in known else None
 
 
-# ---- the contribution of treated weights
-
-
 def _treated_layer(site: Site | None) -> tuple[Treated, str] | None:
     """Returns the treated weights of a linear layer or convolution and the name of its input, else None."""
     if site is None or not is_a(site.node, Kind.LINEAR, Kind.CONVOLUTION):
@@ -273,14 +252,8 @@ def _added(
 ) -> Tensor:
     """Returns `Cov[h_tj, h_sk] = Σ_ii' (m_t m_sᵀ + Cov[a_t, a_s])_ii' Cov[W_ji, W_ki']`, (B, n, n).
 
-    Args:
-        site: the layer.
-        treated: its weights.
-        mean: m, its input (B, T, I), or (B, channels, *space) of a convolution.
-        spread: the covariance of its input (B, n_x, n_x), None for a certain input.
-        matrix: returns the covariance matrix of a block.
-
-    Cost: `LayerBlock.push` for one position; otherwise memory O(P²) for the block and O(B T² (I² + O²)).
+    `mean` is m, the input (B, T, I) or (B, channels, *space), and `spread` its covariance (B, n_x, n_x), if any. For
+    several positions the memory is O(P²) for the block, and O(B T² (I² + O²)).
     """
     convolution = is_a(site.node, Kind.CONVOLUTION)
     if convolution:

@@ -28,12 +28,7 @@ NODES = 20
 
 @dataclass(frozen=True)
 class Fused:
-    """One function `y = g(x, s(x))`.
-
-    Attributes:
-        source: name of x.
-        body: the calls, in order; the last one returns y.
-    """
+    """One function `y = g(x, s(x))` of the tensor named `source`. The last call of the body returns y."""
 
     source: str
     body: tuple[fx.Node, ...]
@@ -70,11 +65,9 @@ class Fused:
         return known[self.node.name], slopes.get(self.source, 0.0)
 
     def moments(self, x: Tensor, variance: Tensor, values: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Returns y and its variances by linearisation (Streamlined Prediction, equations 5 and 6).
+        """Returns y and its variances by linearisation (Streamlined Prediction, equations 5 and 6), in time O(D R²).
 
-            v_y = Σ_i (∂y/∂x_i)² v_i        ∂y/∂x = diag(∂g/∂x) + Σ_r ∂g/∂s_r ⊗ ∂s_r/∂x
-
-        Cost: about two evaluations of g, time O(D R²).
+        `v_y = Σ_i (∂y/∂x_i)² v_i` with `∂y/∂x = diag(∂g/∂x) + Σ_r ∂g/∂s_r ⊗ ∂s_r/∂x`.
         """
         known = self._run(x, values)
         slopes, gradients = self._slopes(known, x.dtype)
@@ -152,20 +145,12 @@ def _product(a: Slope, b: Slope) -> Slope:
     return a if isinstance(b, float) and b == 1.0 else a * b
 
 
-# ---- moments
-
-
 def carry(fused: Fused, values: Mapping[str, Value], activations: str, layout: Layout | None = None) -> Moments:
-    """Returns the moments of one function (Streamlined Prediction, equations 5 and 6).
+    """Returns the moments of g (Streamlined Prediction, equations 5 and 6), with the correlations of its argument.
 
         E[g(h)] = g(m)        Var[g(h)] = g'(m)² Var[h]
 
-    Args:
-        fused: g.
-        values: the uncertain tensor and the certain arguments, by name.
-        activations: "linear" for the formula above, "moments" for the exact moments of g(h). Functions with statistics
-            of the tensor, as norms, are always linearised.
-        layout: the dimensions of the result, if positions are correlated. Slopes do not change correlations.
+    `activations="moments"` uses the exact moments of g(h) if g has no statistics of h.
     """
     source: Moments = values[fused.source]
     ends_with_relu = fused.node.target is aten.relu.default
@@ -215,10 +200,7 @@ def relu_moments(h: Moments) -> Moments:
 
 
 def quadrature(function: Callable[[Tensor], Tensor], h: Moments) -> Moments:
-    """Returns the moments of `g(h)` by Gauss-Hermite quadrature: exact for polynomials of degree 20.
-
-    Cost: twenty evaluations of g.
-    """
+    """Returns the moments of `g(h)` by Gauss-Hermite quadrature: exact for polynomials of degree 20."""
     s = h.variance.sqrt()
     centre = function(h.mean)
     first, second = torch.zeros_like(centre), torch.zeros_like(centre)

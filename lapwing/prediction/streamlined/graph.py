@@ -35,18 +35,13 @@ HARMLESS_WRITES = frozenset({aten.detach_.default, aten.copy_.default})
 
 @dataclass(frozen=True)
 class Graph:
-    """The calls of one network for inputs of one structure.
+    """The calls of one network, in order, for inputs of one structure.
 
     Attributes:
-        nodes: the calls in order, without dead ones.
-        output: name of the outputs' value.
         tensors: name of a placeholder -> the model's parameter or buffer, or a constant.
         parameters: name of a placeholder -> name of the parameter.
-        leaves: names of the placeholders of the inputs, in the order of their leaves; None for a leaf that is not a
-            tensor.
+        leaves: placeholders of the leaves of the inputs; None for a leaf that is not a tensor.
         shapes: shape of each leaf, with names for the lengths that may vary; equal lengths have one name.
-        max_lengths: name of a length -> its maximum.
-        structure: nesting of the inputs, their dtypes, and the leaves that are not tensors.
         programs: covariance -> its programs for this graph, a cache of `Streamlined`.
     """
 
@@ -103,15 +98,10 @@ _GRAPHS: dict[int, dict[tuple[int, ...], list[Graph]]] = {}
 
 
 def read(tangent: Tangent, inputs: Any) -> Graph:
-    """Returns the network's graph for these inputs, read once for each structure of inputs.
+    """Returns the network's graph for these inputs, read once for each structure of inputs: about a second.
 
-    The batch and the lengths of integer inputs may vary if the network's code allows it. Other shapes may not.
-    Call this under the lock of `without_compiled`.
-
-    Raises:
-        LapwingError: if `torch.export` cannot read the network's forward.
-
-    Cost: about a second for a network of a few hundred calls, once; two forward passes to check it.
+    The batch and the lengths of integer inputs may vary if the network's code allows it. Other shapes may not. Call
+    this under the lock of `without_compiled`.
     """
     if id(tangent) not in _GRAPHS:
         _GRAPHS[id(tangent)] = {}
@@ -254,9 +244,7 @@ def execute(node: fx.Node, values: Mapping[str, Any]) -> Any:
 def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
     """Whether the graph returns the network's outputs."""
     with torch.no_grad():
-        copy = pytree.tree_map(
-            lambda x: x.clone() if isinstance(x, Tensor) else x, inputs
-        )  # the network may write to its inputs
+        copy = batches.copied(inputs)  # the network may write to its inputs
         expected = call(tangent.model, copy, as_logits(tangent.forward, None))
         outputs = graph.run(inputs)[graph.output]
     size = expected.masked_fill(expected == -torch.inf, 0.0).abs().max().clamp_min(1.0)
@@ -268,10 +256,9 @@ def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
 
 
 def _pick_first(graph: fx.Graph) -> None:
-    """Moves picks of positions, and means over them, before the linear layer that they read. Edits the graph.
+    """Moves picks of positions, and means over them, before the linear layer that they read: `linear(x[:, t])`.
 
-    `linear(x)[:, t] = linear(x[:, t])`, and the mean over positions of a linear layer is the layer of the mean. In this
-    order the head's weights act once per sample, so that their covariances count in full.
+    In this order the head's weights act once per sample, so their covariances count in full. Edits the graph.
     """
     changed = True
     while changed:

@@ -73,8 +73,6 @@ class Moments:
     """Gaussians of the entries of one tensor. Only positions of a channel are correlated.
 
     Attributes:
-        mean: the means, of any shape.
-        variance: v, in the shape of the means.
         correlation: ρ, in a shape that expands to the means; None if positions are independent.
         origin: source of the values of an attention (`rules.attention.Origin`), for `attention="features"`.
         covariance: covariances (B, n, n) of the n entries of a sample at the end of a network, else None.
@@ -141,9 +139,8 @@ def layer_correlation(
 ) -> Tensor:
     """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled + individual/T`, in [0, 1].
 
-    v are the variances of a layer's outputs. `pooled` (B, n) are the variances of their means over the T positions,
-    from the part that the positions share. `individual` (B, n) are the means over positions of the variances of the
-    independent parts, or None if there are none.
+    v are the variances of a layer's outputs. `pooled` (B, n) are those of their means over the T positions, from the
+    part that the positions share. `individual` (B, n) are the mean variances of the independent parts, if any.
     """
     count = variance.numel() // pooled.numel()  # T
     alone = layout.mean(variance, samples, channel) / count

@@ -78,14 +78,7 @@ its derivative in each entry of its argument."""
 
 @dataclass(frozen=True)
 class Operation:
-    """One entry of the table.
-
-    Attributes:
-        kind: the kind of the call.
-        rule: the rule for its moments; None for element-wise functions and for forward mode.
-        label: the channels of its result; required with a rule (`independent` if they are unknown).
-        slope: its derivative in closed form; None uses forward mode.
-    """
+    """One entry of the table; a rule needs a label, which is `independent` if the channels are unknown."""
 
     kind: Kind = Kind.OTHER
     rule: Rule | None = None
@@ -108,11 +101,7 @@ _OTHER, _TAGGED = Operation(), Operation(Kind.ELEMENTWISE)
 
 
 def register_operation(operation: Operation, *targets: Any) -> None:
-    """Adds operators to the table.
-
-    Args:
-        operation: their entry.
-        *targets: overloads of operators, such as `torch.ops.mylib.swish.default`.
+    """Adds overloads of operators, such as `torch.ops.mylib.swish.default`, to the table.
 
     Raises:
         LapwingError: if a target is not an overload, or a slope belongs to no element-wise call or statistic.

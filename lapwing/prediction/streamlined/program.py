@@ -42,12 +42,7 @@ def build(
     uncertain: tuple[int, ...] = (),
     decompose: Callable[[Treated], tuple[Tensor, Tensor]] | None = None,
 ) -> Program:
-    """Builds the program of a network, with example inputs and the indices of uncertain inputs among the leaves.
-
-    Raises:
-        LapwingError: if a treated parameter is used twice, if none reaches the outputs, or if samples cannot be told
-            apart and a call needs it.
-    """
+    """Builds the program of a network, with example inputs and the indices of uncertain inputs among the leaves."""
     dtype, network = covariance.record_dtype or tangent.dtype, type(tangent.model).__name__
     if dtype == torch.float64 and tangent.contraction_dtype != dtype:
         raise LapwingError(
@@ -141,15 +136,11 @@ class Program:
     """A network's moments as a list of steps.
 
     Attributes:
-        schedule: the steps, with the calls that carry moments.
-        sites: name of a call -> its site.
         treated: placeholder of a parameter -> (its block, its name).
         dtype: the dtype of the moments.
         axes: the dimensions of the samples, for calls without a rule.
         layouts: name of a value -> its dimensions, if positions are correlated.
         width: C for outputs with positions, (B, T C); otherwise None.
-        ends: names of the steps at the end that have covariances.
-        bytes_per_sample: estimated bytes of the largest step for one sample.
     """
 
     graph: Graph
@@ -164,10 +155,10 @@ class Program:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        """Finds the end of the network, and the step after which each value is no longer needed."""
+        """Finds the steps at the end that have covariances, and the step after which each value is not needed."""
         steps = self.schedule.steps
         self.ends = _ends(self.schedule)
-        self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize
+        self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize  # estimated for the largest step
         last_reads: dict[str, int] = {}
         for place, step in enumerate(steps):
             last_reads.update(dict.fromkeys(step.sources, place))
@@ -178,15 +169,10 @@ class Program:
         self._casts: dict[str, Tensor] = {}
 
     def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
-        """Carries moments to the output.
+        """Returns means (B, C) and B covariances, which are diagonal unless a linear layer is last.
 
-        Args:
-            inputs: B samples.
-            variances: index of an uncertain input among the leaves -> its variances, in its shape.
-
-        Returns:
-            Means (B, C) and covariances of B samples, which are diagonal unless a linear layer is last; for outputs
-            with positions (B, T C) and B T covariances.
+        For outputs with positions they are means (B, T C) and B T covariances. `variances` maps indices of uncertain
+        inputs among the leaves to variances in their shape.
         """
         samples = batches.size(inputs)
         values = self.start(inputs, variances)

@@ -15,19 +15,14 @@ from .operations import Kind, is_a, is_elementwise, is_statistic
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
-
-    Attributes:
-        node: the call that returns its value.
-        fused: its function of one uncertain tensor; None for other steps.
-        uncertain: names of its uncertain arguments; empty for a step that runs on means.
-        in_moment_dtype: whether it depends on uncertain values, and so runs in the dtype of the moments.
-    """
+    """One step, with the call that returns its value, and its function if it is a function of one uncertain tensor."""
 
     node: fx.Node
     fused: Fused | None
     uncertain: tuple[str, ...]
+    """Names of its uncertain arguments; empty for a step that runs on means."""
     in_moment_dtype: bool
+    """Whether it depends on uncertain values."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -136,12 +131,9 @@ def _functions(
     moving: set[str],
     output: str,
 ) -> tuple[dict[str, str], dict[str, list[fx.Node]]]:
-    """Groups calls into functions of one uncertain tensor.
+    """Returns uncertain value -> the uncertain tensor that it is a function of, or itself; that tensor -> its calls.
 
-    A statistic belongs to a group unless a call outside reads it, or a function of statistics only.
-
-    Returns:
-        Every uncertain value -> the uncertain tensor that it is a function of, or itself; that tensor -> its calls.
+    A statistic belongs to such a function unless a call outside reads it, or a function of statistics only.
     """
     alone: set[str] = set()
     while True:

@@ -25,11 +25,8 @@ TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.c
 class Treated:
     """The treated weights of one block.
 
-    Attributes:
-        block: the parameters and their layout.
-        covariance: their covariance.
-        marginals: parameter name -> its variances, in its shape and in the dtype of the moments.
-        decompose: returns `rotation` for a covariance without a common basis; None leaves it without a basis.
+    `marginals` maps a parameter's name to its variances, in its shape and in the dtype of the moments. `decompose`
+    returns `rotation` for a covariance without a common basis, which otherwise has no rotation.
     """
 
     block: Block
@@ -61,12 +58,8 @@ class Treated:
 class Site:
     """One call with everything that does not depend on the inputs.
 
-    Attributes:
-        roles: argument name -> its treated parameter, as (block, parameter name).
-        attention: `Streamlined.attention`.
-        network: name of the network's class, for messages.
-        layouts: name of a value -> its dimensions, if options need them.
-        correlated: whether positions are correlated.
+    `roles` maps an argument's name to its treated parameter, as (block, parameter name), and `layouts` a value's name
+    to its dimensions.
     """
 
     node: fx.Node
@@ -106,11 +99,7 @@ class Site:
 
     @property
     def weights(self) -> Treated | None:
-        """The treated weights of a layer, or None if their layout is not the layout of this call.
-
-        The layout is (O, I, *kernel) if the argument is "weight", and (I, O, *kernel) otherwise and in transposed
-        convolutions.
-        """
+        """The treated weights of a layer, or None if this call does not read them in the layout that the block has."""
         treated = self.treated("weight", "mat2", "other")
         matrix = None if treated is None else treated.block.matrix
         transposed = "weight" not in self.roles or self.node.target in TRANSPOSED

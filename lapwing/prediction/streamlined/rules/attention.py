@@ -27,10 +27,8 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
 
         Var += Σ_sd (∂out_te/∂K_sd)² Var[K_sd] + Σ_d (∂out_te/∂Q_td)² Var[Q_td],    ∂out_te/∂S_ts = P_ts (V_se - E_te)
 
-    Attention written by hand uses the rules of its calls then, with independent scores.
-
-    Cost: one attention of the means, and a product of P² (B, H, T, T) with the variances; with scores three more
-    products, and one per feature of a head.
+    Attention written by hand uses the rules of its calls then, with independent scores. Uncertain scores cost three
+    more products (B, H, T, T), and one per feature of a head.
     """
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments["enable_gqa"] and mean_of(query).shape[-3] != mean_of(key).shape[-3]:
@@ -94,18 +92,11 @@ def _attended_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
     return label.expand(shape)
 
 
-# ---- covariances of values
-
-
 @dataclass(frozen=True)
 class Origin:
-    """The linear layer that returned the values of an attention.
+    """The linear layer that returned the values of an attention, with inputs x (B, S, I) and W (O, I).
 
-    Attributes:
-        x: inputs of the layer (B, S, I).
-        weight: W of the layer (O, I).
-        rows: rows of W that the heads read (H, d), set by the attention.
-        probabilities: P (B, H, T, S), set by the attention.
+    The attention sets the rows of W that the heads read (H, d), and P (B, H, T, S).
     """
 
     x: Value
@@ -128,12 +119,15 @@ def origin(site: Site, x: Value, weight: Tensor) -> Origin | None:
 
 
 def _marked(site: Site, result: Moments, value: Value, weights: Tensor) -> Moments:
-    """Adds P and the heads' rows of W_V to the origin of an attention's outputs, for the layer after it."""
-    source = value.origin if isinstance(value, Moments) else None
-    if site.attention != "features" or not isinstance(source, Origin):
+    """Adds P (B, H, T, S) and the heads' rows (H, d) of W_V to the origin of an attention's outputs."""
+    source, layout = value.origin if isinstance(value, Moments) else None, site.layout_of("value")
+    if source is None or layout is None or layout.batch != 0 or layout.channels.ndim != 4:
         return result
-    rows = _rows(site, weights)
-    return result if rows is None else replace(result, origin=replace(source, rows=rows, probabilities=weights))
+    if layout.channels.shape[2] != 1:
+        return result
+    rows = layout.channels[0, :, 0, :].to(weights.device)  # of values (B, H, S, d)
+    rows = rows.repeat_interleave(weights.shape[1] // len(rows), 0)  # for heads of queries that share values
+    return replace(result, origin=replace(source, rows=rows, probabilities=weights))
 
 
 def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Tensor | None:
@@ -141,13 +135,7 @@ def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Ten
 
         Σ_h Σ_s (P^h_ts)² Σ_i [(U_h W_h)_mi² - Σ_d U_md² W_di²] Var[a_si]
 
-    Args:
-        site: the output layer.
-        argument: name of its input among its arguments.
-        x: its input.
-        weight: U (O, H d).
-
-    Cost: a linear layer per head for a, and a product of P² with its outputs.
+    `argument` is the name of the layer's input x, and `weight` U (O, H d).
     """
     source, layout = x.origin if isinstance(x, Moments) else None, site.layout_of(argument)
     if not isinstance(source, Origin) or source.probabilities is None or not isinstance(source.x, Moments):
@@ -175,15 +163,6 @@ def _crossed(weight: Tensor, values: Tensor, rows: Tensor, order: Tensor) -> Ten
     u = weight[:, columns.reshape(rows.shape)].movedim(1, 0)  # (H, O, d)
     w = values[rows]  # (H, d, I)
     return (u @ w).square() - u.square() @ w.square()
-
-
-def _rows(site: Site, weights: Tensor) -> Tensor | None:
-    """Returns the channels of values (B, H, S, d) as (H, d), repeated for the heads of P (B, H, T, S)."""
-    layout = site.layout_of("value")
-    if layout is None or layout.batch != 0 or layout.channels.ndim != 4 or layout.channels.shape[2] != 1:
-        return None
-    rows = layout.channels[0, :, 0, :].to(weights.device)
-    return rows.repeat_interleave(weights.shape[1] // len(rows), 0)
 
 
 register_aten(Operation(Kind.ATTENTION, attended, _attended_label), "scaled_dot_product_attention.default")

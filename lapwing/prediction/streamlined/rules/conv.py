@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....jacobian.layers.conv import ConvUse, TransposedConvUse, unfold
+from ....jacobian.layers.conv import ConvUse, TransposedConvUse, read_conv, read_transposed_conv
 from ..moments import Moments, layer_correlation, mean_of, total_of, variance_of
 from ..operations import Kind, Operation, numbered, register_aten
 from ..sites import TRANSPOSED, Site, Treated
@@ -23,8 +23,8 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
 
         E[h] = W * m + b        Var[h] = W² * v + Var[(dW) * a] of the patches, with a = m, v as in a linear layer
 
-    Cost: one convolution for the mean, one of v with W² + Var[W], and one of m² with Var[W] for a diagonal posterior;
-    for a Kronecker-factored posterior, one of m into the basis of its patches, and one with kernels of size 1.
+    The second term costs a convolution of m² with Var[W] for a diagonal posterior. For a Kronecker-factored one it
+    costs a convolution of m into the basis of its patches, and one with kernels of size 1.
     """
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     mean, variance = mean_of(x), variance_of(x)
@@ -99,22 +99,15 @@ def _outputs_first(site: Site, weight: Tensor, groups: int) -> Tensor:
 
 def _use(site: Site, arguments: Mapping[str, Any], inputs: Tensor) -> ConvUse:
     """Returns the use of the layer at an input, which cuts patches."""
-    weight, groups = mean_of(arguments["weight"]), arguments["groups"]
-    kernel = tuple(weight.shape[2:])
-    stride, dilation, padding = _geometry(arguments, kernel)
-    if site.node.target not in TRANSPOSED:
-        return ConvUse(inputs, weight, None, stride, padding, dilation, groups)
-    reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-    more = arguments["output_padding"]
-    zeros = [(r - p, r - p + extra) for r, (p, _), extra in zip(reach, padding, more, strict=True)]
-    return TransposedConvUse(inputs, weight, None, stride, zeros, dilation, groups)
+    read = read_transposed_conv if site.node.target in TRANSPOSED else read_conv
+    use = read((), {**arguments, "input": inputs, "weight": mean_of(arguments["weight"]), "bias": None})
+    assert use is not None
+    return use
 
 
 def patches_of(site: Site, arguments: Mapping[str, Any], inputs: Tensor) -> Tensor:
     """Returns the patches (B, T, I) of an input (B, channels, *space)."""
-    use = _use(site, arguments, inputs)
-    patches = unfold(use.images(), tuple(use.parameters["weight"].shape[2:]), use.stride, use.padding, use.dilation)
-    return use.ordered(patches).flatten(2)
+    return _use(site, arguments, inputs).patches().unflatten(0, (len(inputs), -1))
 
 
 def _cover(site: Site, arguments: dict[str, Any], mean: Tensor, grid: torch.Size) -> list[Tensor]:
@@ -207,24 +200,6 @@ def _pushed(
         variance = treated.covariance.push(rows.flatten(0, 1), None, False)  # (B T, O)
         parts.append(variance.reshape(len(some), -1, variance.shape[-1]).mT.reshape(len(some), -1, *grid))
     return torch.cat(parts)
-
-
-def _geometry(
-    arguments: Mapping[str, Any], kernel: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, int]]]:
-    """Returns the stride, dilation and padding (before, after) of each dimension."""
-    space = len(kernel)
-
-    def numbers(value: Any) -> tuple[int, ...]:
-        return (value,) * space if isinstance(value, int) else tuple(value) * (space if len(value) == 1 else 1)
-
-    stride, dilation, padding = (arguments[name] for name in ("stride", "dilation", "padding"))
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, numbers(dilation), strict=True)]
-        zeros = [(total // 2, total - total // 2) for total in totals]
-    else:
-        zeros = [(p, p) for p in numbers(0 if padding == "valid" else padding)]
-    return numbers(stride), numbers(dilation), zeros
 
 
 register_aten(

@@ -1,7 +1,6 @@
 """Element-wise calls with their slopes, and the statistics in norms written by hand.
 
-These slopes linearise a function of one tensor (`functions.py`). They cost less than forward mode, and unlike it they
-can be compiled and exported. An element-wise call without a slope uses forward mode.
+Slopes cost less than forward mode, which calls without a slope use, and unlike it they can be compiled and exported.
 """
 
 from __future__ import annotations
@@ -80,11 +79,6 @@ def subtracted(a: Arguments, y: Any, name: str) -> Slope:
     return 1.0 if name == "self" else -a.get("alpha", 1)
 
 
-def subtracted_from(a: Arguments, y: Any, name: str) -> Slope:
-    """Returns the slopes of `y - α x`."""
-    return -a.get("alpha", 1) if name == "self" else 1.0
-
-
 def multiplied(a: Arguments, y: Any, name: str) -> Slope:
     """Returns the slopes of `x y`."""
     return a["other" if name == "self" else "self"]
@@ -148,7 +142,7 @@ _elementwise(
 _elementwise(one, "type_as.default")
 _elementwise(added, "add.Scalar")
 _elementwise(subtracted, "sub.Scalar")
-_elementwise(subtracted_from, "rsub.Scalar", "rsub.Tensor")
+_elementwise(lambda a, y, name: -a["alpha"] if name == "self" else 1.0, "rsub.Scalar", "rsub.Tensor")
 _elementwise(multiplied, "mul.Scalar")
 _elementwise(divided, "div.Scalar")
 _elementwise(_power, "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar")

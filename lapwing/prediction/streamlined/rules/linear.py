@@ -1,7 +1,4 @@
-"""Moments of linear layers, whose uncertain weights and inputs are independent, and of embeddings.
-
-`a` are a layer's inputs with means m and variances v, W and b its weights.
-"""
+"""Moments of linear layers `W a + b`, whose uncertain weights and inputs are independent, and of embeddings."""
 
 from __future__ import annotations
 
@@ -23,16 +20,7 @@ from .attention import between_features, origin
 
 @dataclass(frozen=True)
 class Layer:
-    """A call `a Wᵀ + b` with its uncertain arguments.
-
-    Attributes:
-        source: name of the argument a.
-        x: a.
-        weight: W as stored.
-        bias: b, or None.
-        transposed: whether W is stored as (I, O), as in Hugging Face's Conv1D.
-        treated: the treated weights; None if they are certain, or have another layout.
-    """
+    """A call `a Wᵀ + b` with its uncertain arguments. `source` is the name of the argument a."""
 
     site: Site
     source: str
@@ -40,19 +28,20 @@ class Layer:
     weight: Value
     bias: Value | None
     transposed: bool
+    """Whether W is stored as (I, O), as in Hugging Face's Conv1D."""
     treated: Treated | None
+    """The treated weights; None if they are certain, or have another layout."""
 
     @classmethod
     def of(cls, site: Site, arguments: Mapping[str, Any]) -> Layer:
         """Returns the layer of a product with a matrix."""
         if site.node.target is aten.linear.default:
-            roles: tuple[str, str, str | None] = ("input", "weight", "bias")
+            source, weight, bias = "input", "weight", "bias"
         elif site.node.target is aten.addmm.default:
-            roles = ("mat1", "mat2", "self")
+            source, weight, bias = "mat1", "mat2", "self"
         else:
-            roles = ("self", "other" if "other" in arguments else "mat2", None)
-        source, weight, bias = roles
-        b = None if bias is None else arguments[bias]
+            source, weight, bias = "self", "other" if "other" in arguments else "mat2", ""
+        b = arguments.get(bias)
         return cls(site, source, arguments[source], arguments[weight], b, weight != "weight", site.weights)
 
     @property
@@ -71,14 +60,18 @@ class Layer:
         return F.pad(mean, (0, 1), value=1.0) if self.bias_is_shared else mean
 
     def added(self, mean: Tensor) -> list[Tensor]:
-        """Returns the variances (..., O) from uncertain weights and biases, for certain inputs (..., I).
-
-        They are `Σ_ii' a_i a_i' Cov[W_ji, W_ji']`, with a one appended to a for a bias in the block of the weights.
-        """
+        """Returns the variances (..., O) from uncertain weights and biases, `Σ_ii' a_i a_i' Cov[W_ji, W_ji']`."""
         parts, shared = [], False
         if self.treated is not None and not self.treated.is_diagonal:
-            parts.append(self._correlated(self.treated, self.rows(mean)))
-            shared = self.bias_is_shared
+            rows, rotation, shared = self.rows(mean), self.treated.rotation, self.bias_is_shared
+            flat = rows.reshape(-1, rows.shape[-1])  # (N, I)
+            if rotation is None:
+                variance = self.treated.covariance.push(flat, None, False)
+            else:
+                basis, spread = rotation
+                assert basis is not None
+                variance = (flat @ basis[0]).square() @ spread[0].mT
+            parts.append(variance.reshape(*rows.shape[:-1], -1))
         elif isinstance(self.weight, Moments):
             parts.append(mean.square() @ self._inputs_first(self.weight.variance))
         if isinstance(self.bias, Moments) and not shared:
@@ -94,17 +87,6 @@ class Layer:
     def _inputs_first(self, matrix: Tensor) -> Tensor:
         return matrix if self.transposed else matrix.mT
 
-    @staticmethod
-    def _correlated(treated: Treated, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])  # (N, I)
-        if treated.rotation is None:
-            variance = treated.covariance.push(flat, None, False)
-        else:
-            basis, spread = treated.rotation
-            assert basis is not None
-            variance = (flat @ basis[0]).square() @ spread[0].mT
-        return variance.reshape(*rows.shape[:-1], -1)
-
 
 def linear(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the moments of `F.linear(a, W, b)`, `a W + b`, `a W` (Streamlined Prediction, equations 2 to 4).
@@ -112,8 +94,6 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
         E[h] = W m + b        Var[h]_j = Σ_i W_ji² v_i + Σ_ii' (m mᵀ + diag v)_ii' Cov[W_ji, W_ji']
 
     Without a layer's weights it is a product of two independent tensors.
-
-    Cost: one product for the mean, one for v with W² + Var[W], and the contribution of the weights for m.
     """
     if arguments.get("beta", 1) != 1 or arguments.get("alpha", 1) != 1:
         raise site.refusal("it multiplies its terms by factors", "Write addmm(b, a, W) without alpha and beta.")

@@ -1,7 +1,4 @@
-"""Calls that move entries, and pooling, which averages or chooses them.
-
-A move applies the same call to means, to variances, and to the numbers of their channels.
-"""
+"""Calls that move entries, their variances and the numbers of their channels, and pooling."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..moments import Moments, Value, mean_of, ratio, sum_correlation, total_of, variance_of
 from ..operations import Arguments, Kind, Operation, Slope, aten, broadcast, is_a, register_aten
-from ..sites import Site, Treated
+from ..sites import Site
 
 
 def normalised(x: Tensor, variance: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
@@ -17,15 +17,7 @@ def normalised(x: Tensor, variance: Tensor, eps: float, centred: bool) -> tuple[
 
         v_x̂ = [(1 - 2/D - 2 x̂²/D) v + (Σv + 2 x̂ Σx̂v + x̂² Σx̂²v)/D²] / s²
 
-    Without the mean (`centred=False`) there are no terms of μ: `[(1 - 2 x̂²/D) v + x̂² Σx̂²v/D²] / s²`.
-
-    Args:
-        x: (..., D).
-        variance: v, of the same shape.
-        eps: constant that is added to the mean square.
-        centred: whether μ is subtracted; False for root-mean-square norms.
-
-    Cost: time O(D).
+    Root-mean-square norms (`centred=False`) have no μ and none of its terms: `[(1 - 2 x̂²/D) v + x̂² Σx̂²v/D²] / s²`.
     """
     d = x.shape[-1]
     x = x - x.mean(-1, keepdim=True) if centred else x
@@ -73,13 +65,7 @@ def affine(
 
         Var = (γ² + Var[γ]) v + Var[γ] x̂² + Var[β] + 2 x̂ Cov[γ, β]
 
-    Args:
-        site: the call.
-        x: x̂.
-        weight: γ, or None.
-        bias: β, or None.
-        trailing: number of dimensions after the features.
-        factor: factor that the variances of x̂ still need; None for 1.
+    `trailing` dimensions follow the features. The variances of x̂ still need the `factor`, if there is one.
     """
 
     def wide(value: Any) -> Any:
@@ -130,18 +116,16 @@ def _covariance(site: Site, gamma_v: Tensor | None, beta_v: Tensor | None, dtype
     weight, bias = site.roles.get("weight"), site.roles.get("bias")
     if gamma_v is None or beta_v is None or weight is None or bias is None or weight[0] is not bias[0]:
         return None
-    size = gamma_v.numel()
-    if weight[0].is_diagonal:
+    treated = weight[0]
+    if treated.is_diagonal:
         return None
-    return site.constant("crossed", lambda: _crossed(weight[0], size, dtype)).reshape(gamma_v.shape)
 
+    def make() -> Tensor:  # Var[γ_i + β_i] = Var γ_i + Var β_i + 2 Cov[γ_i, β_i]
+        eye = torch.eye(gamma_v.numel(), dtype=dtype, device=gamma_v.device)
+        variances = treated.covariance.push(torch.cat([eye, eye], 1), None, False).flatten()
+        return (variances - gamma_v.flatten() - beta_v.flatten()) / 2
 
-def _crossed(treated: Treated, size: int, dtype: torch.dtype) -> Tensor:
-    """Returns `Cov[γ_i, β_i]` from variances of sums, `Var[γ_i + β_i] = Var γ_i + Var β_i + 2 Cov[γ_i, β_i]`."""
-    eye = torch.eye(size, dtype=dtype, device=treated.marginals[treated.block.parameters[0]].device)
-    names = treated.block.parameters
-    variances = treated.covariance.push(torch.cat([eye, eye], 1), None, False).flatten()
-    return (variances - treated.marginals[names[0]].flatten() - treated.marginals[names[1]].flatten()) / 2
+    return site.constant("crossed", make).reshape(gamma_v.shape)
 
 
 def softmax(site: Site, arguments: dict[str, Any]) -> Moments:
