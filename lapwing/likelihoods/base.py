@@ -89,11 +89,7 @@ class Likelihood(Options, ABC, Generic[P]):
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Checks targets against outputs (B, C).
-
-        Raises:
-            LapwingError: if targets are NaN, or have a wrong range, shape, dtype or device.
-        """
+        """Raises if targets do not fit outputs (B, C): NaN, or a wrong range, shape, dtype or device."""
 
     def labelled(self, targets: Tensor) -> Tensor | None:
         """Returns a mask of the targets that count, in their shape; None if all of them count."""
@@ -123,9 +119,6 @@ class Likelihood(Options, ABC, Generic[P]):
         """Returns factors of Λ from the targets: w (B, 1), or (B, C) for `diag(√w) Λ diag(√w)`; None for ones.
 
         A weight of 0 leaves a sample, or one of its outputs, out of the curvature.
-
-        Raises:
-            LapwingError: if the weights depend on the targets and `check` refuses the targets.
         """
         return None
 
@@ -138,11 +131,9 @@ class Likelihood(Options, ABC, Generic[P]):
 
     @abstractmethod
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
-        """Returns the sum over data of `log p(y|f)` from summed statistics, a float64 scalar.
+        """Returns the sum over data of `log p(y|f)` from sums of `statistics` over batches, a float64 scalar.
 
-        Args:
-            statistics: sums over batches of the results of `statistics`.
-            noise_variance: σ², a scalar in which the result is differentiable; None means the likelihood's own.
+        It is differentiable in σ², the noise variance; None means the likelihood's own.
         """
 
     @abstractmethod
@@ -189,11 +180,7 @@ class Likelihood(Options, ABC, Generic[P]):
         """Returns the likelihood at another σ²."""
 
     def with_logit_temperature(self, logit_temperature: float | None) -> Likelihood[P]:
-        """Returns the likelihood at another T.
-
-        Raises:
-            LapwingError: if a number is given and the outputs are not logits.
-        """
+        """Returns the likelihood at another T; raises if a number is given and the outputs are not logits."""
         if logit_temperature is not None:
             raise LapwingError(
                 f"The {self.name} likelihood has no logit temperature. Leave out "
@@ -202,11 +189,7 @@ class Likelihood(Options, ABC, Generic[P]):
         return self
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns `∇_f log p(y|f)`, (B, C), in the dtype of the outputs.
-
-        Raises:
-            LapwingError: if `check` refuses the targets.
-        """
+        """Returns `∇_f log p(y|f)`, (B, C), in the dtype of the outputs, for targets that `check` accepts."""
         self.check(outputs, targets)
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
@@ -224,18 +207,12 @@ class Likelihood(Options, ABC, Generic[P]):
 
     @abstractmethod
     def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
-        """Returns the distribution of y under a latent.
+        """Returns the distribution of y under a latent: a Gaussian over the outputs, or outputs under weight draws.
 
         Args:
-            latent: Gaussian over the outputs, or outputs under weight draws.
+            latent: the latent.
             link: an instance of one of `links`. None means `default_link`, or for weight draws their average.
             generator: random generator for links that draw; None means seed 0.
-
-        Returns:
-            The prediction.
-
-        Raises:
-            LapwingError: if the likelihood or the latent does not allow the link.
         """
 
     def log_power_mean(
@@ -250,9 +227,9 @@ class Likelihood(Options, ABC, Generic[P]):
     ) -> Tensor:
         """Returns `1/α log E[p(y|f)^α]` under `f ~ N(mean, covariance)`, or `E[log p(y|f)]` at α = 0.
 
-        This is the data term of variational objectives with α-divergences. VaLLA uses α = 1 (its appendix D), where it
-        is the log predictive probability. Any likelihood can compute it by Monte Carlo. The result is differentiable in
-        mean and covariance, and for Gaussian noise in the noise variance.
+        This is the data term of variational objectives with α-divergences, (B,). VaLLA uses α = 1 (its appendix D),
+        where it is the log predictive probability. It is differentiable in mean and covariance, and for Gaussian noise
+        in σ².
 
         Args:
             mean: means of the outputs, (B, C).
@@ -261,15 +238,8 @@ class Likelihood(Options, ABC, Generic[P]):
             alpha: α, at least 0.
             noise_variance: σ², a scalar; None means the likelihood's own.
             generator: random generator for draws; None means seed 0.
-            link: link that computes the expectation, one of `integrals`. None means the first of them, which is exact
-                if that is cheap.
-
-        Returns:
-            Values (B,). Cost by Monte Carlo: time O(B C³ + draws B C²), memory O(draws B C).
-
-        Raises:
-            LapwingError: if α is out of range, if a noise variance is given and the likelihood has none, or if the link
-                does not fit.
+            link: one of `integrals`; None means the first of them, which is exact if that is cheap. Monte Carlo takes
+                time O(B C³ + draws B C²).
         """
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0.0 <= alpha < math.inf:
             raise LapwingError(
@@ -354,10 +324,9 @@ class NoiselessLikelihood(Likelihood[P]):
         return statistics["log_likelihood"]
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns the root times a standard normal column, (B, C, 1).
+        """Returns the root times a standard normal column, (B, C, 1), for fits with more than 1 000 outputs.
 
-        Fits with more than 1 000 outputs use it. A diagonal Λ needs no root. Otherwise override it if a draw is cheaper
-        than the root: `y - p` for a y drawn from p needs no tensor (B, C, R).
+        Override it if a draw is cheaper than the root: `y - p` for a y drawn from p needs no tensor (B, C, R).
         """
         parts = self.fisher_parts(outputs)
         if parts is not None and parts[1] is None:

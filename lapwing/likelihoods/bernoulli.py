@@ -37,13 +37,10 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
     evidence is a pseudo-evidence. Predictions and their log probabilities use the sigmoid without w.
 
     Args:
-        logit_temperature: T, which divides the mean of the logits in predictions.
+        logit_temperature: T, a positive number that divides the mean of the logits in predictions.
         pos_weight: w, one positive number for all outputs, or one for each; None means ones.
         soft_targets: whether targets may be probabilities, between 0 and 1, in the same formula.
         missing: whether a NaN target is a missing answer, which has no effect on fit, tuning and `log_prob`.
-
-    Raises:
-        LapwingError: if a weight is not positive.
 
     Example:
         >>> import torch
@@ -112,10 +109,7 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
         return BernoulliPrediction(log_odds, latent, chosen, self.soft_targets, self.missing)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
-        """Returns `Quadrature` if C = 1 or α = 0, and `SampledLink`.
-
-        Quadrature treats each output separately, but unless α = 0 a product over correlated outputs does not factorise.
-        """
+        """Returns `Quadrature` if C = 1 or α = 0, and `SampledLink`: other products over outputs do not factorise."""
         hard = self.pos_weight is None and not self.soft_targets and not self.missing
         one = hard and (outputs == 1 or alpha == 0)
         exact: Integrals = {Quadrature: self._power_mean_by_quadrature} if one else {}
@@ -140,9 +134,6 @@ class BernoulliPrediction(DiscretePrediction):
     Args:
         log_odds: `log p - log(1 - p)`, (B, C).
         latent: the latent of these log odds, for `mutual_information` and joint samples.
-        link: the link that computed them.
-        soft_targets: whether targets may be probabilities.
-        missing: whether a NaN target is a missing answer.
     """
 
     log_odds: Tensor
@@ -175,16 +166,10 @@ class BernoulliPrediction(DiscretePrediction):
 
         This is the information between an answer and the weights (BALD; Houlsby et al. 2011, equation 2), by quadrature
         over a Gaussian latent, or as an average over weight draws. Both terms use the exact mean of p under the latent
-        instead of the link's, so the result is never negative.
+        instead of the link's, so the result is never negative. Time O(nodes B C), or O(draws B C).
 
         Args:
             nodes: number of quadrature nodes, at least 16.
-
-        Returns:
-            Mutual information, (B,), between 0 and `entropy` of the exact link. Time O(nodes B C), or O(draws B C).
-
-        Raises:
-            LapwingError: if `nodes` is below 16.
         """
         if nodes < 16:
             raise LapwingError(
@@ -210,10 +195,9 @@ class BernoulliPrediction(DiscretePrediction):
         return _answers(self.log_odds, targets).sum(-1)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws answers, 0 or 1, int64 (n, B, C).
+        """Draws answers, 0 or 1, int64 (n, B, C), independently by `probs`.
 
-        Inputs and outputs are independent and follow `probs`. With a joint latent the logits are drawn jointly first,
-        so answers to related inputs are correlated; their frequencies match the exact link.
+        With a joint latent the logits are drawn jointly first, and the frequencies match the exact link.
         """
         check_draws("sample", "n", n, 2 * self.log_odds.numel())
         generator = seeded(generator, self.log_odds.device)

@@ -43,13 +43,10 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
     their log probabilities use the softmax without w and ε.
 
     Args:
-        logit_temperature: T, which divides the mean of the logits in predictions.
+        logit_temperature: T, a positive number that divides the mean of the logits in predictions.
         class_weights: w, one positive number for each class; None means ones.
         label_smoothing: ε, from 0 to below 1.
         ignore_index: label of samples and positions that do not count.
-
-    Raises:
-        LapwingError: if a number is out of range.
 
     Example:
         >>> import torch
@@ -168,8 +165,7 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` for two classes, `SampledLink`, and at α = 1 the closed forms of predictions.
 
-        At α = 1 `log_power_mean` is the log predictive probability. `Probit()` and `LaplaceBridge()` compute it
-        without randomness; the VaLLA paper uses `Probit(scale="marginal")`.
+        The VaLLA paper uses `Probit(scale="marginal")` at α = 1, the log predictive probability.
         """
         if self._is_loss:
             return super().integrals(outputs, alpha)
@@ -203,9 +199,7 @@ class ClassPrediction(DiscretePrediction):
     Args:
         log_probs: log probabilities, (B, C).
         latent: the latent of these probabilities, for `mutual_information` and joint samples.
-        link: the link that computed them.
-        ignore_index: label that does not count.
-        some: whether only some of the outputs have covariances.
+        some: whether only some outputs have covariances.
     """
 
     log_probs: Tensor
@@ -243,18 +237,14 @@ class ClassPrediction(DiscretePrediction):
         it is integrated over one class at a time (`lapwing.likelihoods.classwise`): exact for two classes, close for
         more, without randomness, and exactly 0 without spread. With standard deviations of logits above 5, draws are
         more accurate. S draws are biased down by O(1/S). Both use the mean of p under the latent instead of the link's,
-        so the result is never negative. Sums are in float64.
+        so the result is never negative.
 
         Args:
-            draws: number of latent draws; None means quadrature, or 512 draws if there are more than 100 classes or
-                only some of the outputs are selected. A latent of weight draws uses all of its draws instead.
+            draws: number of latent draws, at least 1; None means quadrature, or 512 draws if there are more than 100
+                classes or only some of the outputs are selected. A latent of weight draws uses all of its draws.
             generator: random generator; None means seed 0.
 
-        Returns:
-            Mutual information, (B,). Time O(B C) in addition to two products with the covariance, or O(draws B C).
-
-        Raises:
-            LapwingError: if `draws` is below 1.
+        Cost: O(B C) and two products with the covariance, or O(draws B C).
         """
         if draws is None and self.latent.draws is None and not self.some and self.log_probs.shape[1] <= CLASSES:
             return quadrature.information(*contrasts(self.latent), NODES).sum(-1).to(self.log_probs)
@@ -281,19 +271,15 @@ class ClassPrediction(DiscretePrediction):
         return _of_targets(self.log_probs, targets, self.ignore_index)
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns log probabilities (n,), class probabilities (n, C) and labels (n,) of the n labels that count.
-
-        The label of class probabilities is their most probable class.
-        """
+        """Returns log probabilities (n,), class probabilities (n, C) and labels (n,), or top classes, that count."""
         values, counted = super().for_metrics(targets), which_count(targets, self.ignore_index)
         values["labels"] = targets.argmax(-1) if is_soft(self.log_probs.shape, targets) else targets
         return values if counted is None else {name: value[counted] for name, value in values.items()}
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws labels, int64 (n, B).
+        """Draws labels, int64 (n, B), independently by `probs`.
 
-        Inputs are independent and follow `probs`. With a joint latent the logits are drawn jointly first, so labels of
-        related inputs are correlated; their frequencies match `SampledLink`.
+        With a joint latent the logits are drawn jointly first, and the frequencies match `SampledLink`.
         """
         check_draws("sample", "n", n, 2 * len(self.log_probs))
         generator = seeded(generator, self.log_probs.device)
@@ -321,10 +307,7 @@ def _check_targets(name: str, outputs: Tensor, targets: Tensor, ignored: int) ->
 
 
 def _of_targets(logs: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """Returns log probabilities (B,) of the labels, or `Σ_c q_c log p_c`, from log probabilities (B, C) of the classes.
-
-    Labels that do not count get 0.
-    """
+    """Returns the log probability (B,) of each label, 0 if it is ignored, or `Σ_c q_c log p_c`, for log p (B, C)."""
     if is_soft(logs.shape, targets):
         return (targets.to(logs.dtype) * logs).sum(-1)
     labels = targets.long()

@@ -18,7 +18,7 @@ from ..linalg import check_draws, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_of, mixture_quantile, normal_nodes
-from .predictions import RealPrediction, check_level
+from .predictions import RealPrediction, tails_of
 from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets
 
@@ -33,9 +33,6 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
 
     Args:
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
-
-    Raises:
-        LapwingError: if the number of outputs is odd.
 
     Λ is the Fisher information, which is positive for every residual; the Hessian is not. Immer et al. 2023, Effective
     Bayesian Heteroscedastic Regression with Deep Neural Networks, use natural parameters as outputs instead.
@@ -110,13 +107,8 @@ def _mean_and_log_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
 class HeteroscedasticPrediction(RealPrediction):
     """Real outputs with uncertain noise at B inputs: `∫ N(y; m, exp(s)) N(m, s) dm ds`, one y_k at a time.
 
-    Mean and variances are exact. The density is a mixture of Gaussians over 65 nodes of s: given s, y is Gaussian with
-    the mean and variance of m given s, plus noise. So the covariance of m and s is used. Weight draws give an equal
-    mixture over the draws. The K targets of one input are assumed independent.
-
-    Args:
-        latent: the latent over outputs (B, 2K).
-        missing: whether a NaN target is missing.
+    Mean and variances are exact. The density is a mixture of Gaussians over 65 nodes of s: m given s, plus noise.
+    Weight draws give an equal mixture over the draws. The K targets of one input are assumed independent.
     """
 
     latent: AnyLatent
@@ -137,17 +129,13 @@ class HeteroscedasticPrediction(RealPrediction):
         draws = self.latent.draws
         if draws is not None:
             return at_least_float32(draws).chunk(2, -1)[1].exp().mean(0)
-        mean, variance = (
-            at_least_float32(values).chunk(2, -1)[1] for values in (self.latent.mean, self.latent.variance)
-        )
-        return (mean + 0.5 * variance).exp()
+        mean, variance = at_least_float32(self.latent.mean), at_least_float32(self.latent.variance)
+        return (mean + 0.5 * variance).chunk(2, -1)[1].exp()
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the central interval of each target, each end (B, K), by bisection of the distribution function."""
-        check_level(level)
-        means, variances, weights = self._mixture
-        tail = 0.5 * (1.0 - level)
-        low, high = (mixture_quantile(means, variances, p, weights).to(self.mean) for p in (tail, 1.0 - tail))
+        tails, (means, variances, weights) = tails_of(level), self._mixture
+        low, high = (mixture_quantile(means, variances, p, weights).to(self.mean) for p in tails)
         return low, high
 
     def log_prob(self, targets: Tensor) -> Tensor:

@@ -44,9 +44,8 @@ READINGS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
     """Returns `Gaussian` for floating-point targets, `Categorical` for integers, and `Bernoulli` for bool.
 
-    If the targets of the first batch may be labels, up to 10 000 samples of the next batches decide: a batch with the
-    single real target 0.0 decides nothing. Raises if the targets are not a tensor, or are floats that are all 0 or 1,
-    one-hot, or class probabilities.
+    If the targets of the first batch may be labels, up to 10 000 samples of the next batches decide. Raises if the
+    targets are not a tensor, or are floats that are all 0 or 1, one-hot, or class probabilities.
     """
     if not isinstance(targets, Tensor):
         raise LapwingError(
@@ -110,10 +109,9 @@ def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
 def check_logits(likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: torch.dtype) -> None:
     """Raises if outputs (B, C) are probabilities or percentages that sum to one; warns if they may be of a sigmoid.
 
-    After a sigmoid the targets decide, which `likelihood` accepts: the warning is left out if they are more likely by
-    the sigmoid of the outputs than by the probabilities. Log-softmax outputs are accepted: they have the same
-    probabilities and the same Fisher information as logits. `weights`, the dtype of the network's weights, determines
-    the rounding of the outputs.
+    There is no warning if the targets are more likely by the sigmoid of the outputs than by the probabilities.
+    Log-softmax outputs are accepted: they have the same probabilities and Fisher information as logits. `weights`, the
+    dtype of the network's weights, determines the rounding of the outputs.
     """
     if likelihood.activation is None or outputs.numel() < FEW:  # a few logits may lie between 0 and 1 by chance
         return
@@ -153,13 +151,9 @@ def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor]) -> None:
-    """Warns if the outputs of a Gaussian likelihood are not means of the targets.
+    """Warns if the outputs (B, C) of some samples are not means of their targets, as a Gaussian likelihood needs.
 
-    Args:
-        likelihood: the likelihood; only one with real targets and Gaussian noise is checked.
-        outputs: outputs (B, C) of some samples.
-        targets: their targets, which the likelihood accepts.
-        statistics: sums over all data, of `likelihood.statistics`.
+    `statistics` are sums of `likelihood.statistics` over all data.
     """
     if "targets" not in statistics:
         return

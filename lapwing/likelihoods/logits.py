@@ -20,10 +20,7 @@ class LogitLikelihood(NoiselessLikelihood[P]):
     equally. The loss, the curvature and the evidence use T = 1.
 
     Args:
-        logit_temperature: T. If it is 1, held-out data choose it; any other number stays.
-
-    Raises:
-        LapwingError: if `logit_temperature` is not positive and finite.
+        logit_temperature: T, positive. If it is 1, held-out data choose it; any other number stays.
     """
 
     logit_temperature: float = option(1.0, positive(), write="1.5")

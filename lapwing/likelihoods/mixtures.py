@@ -14,7 +14,7 @@ from torch import distributions as dist
 from ..data.frames import as_targets
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, seeded
-from .predictions import RealPrediction, check_level
+from .predictions import RealPrediction, tails_of
 
 NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
@@ -29,10 +29,7 @@ def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mixture_of(family: Callable[..., dist.Distribution], weights: Tensor, *parameters: Tensor) -> dist.Independent:
-    """Returns a mixture for each output, batch shape (B,), event shape (C,), for parameters (S, B, C) of a family.
-
-    The weights are (S, 1, 1).
-    """
+    """Returns a mixture for each output, (B,) and event shape (C,), for weights (S, 1, 1) and parameters (S, B, C)."""
     moved = [values.movedim(0, -1).contiguous() for values in parameters]
     chances = dist.Categorical(probs=weights.movedim(0, -1).expand_as(moved[0]))
     return dist.Independent(dist.MixtureSameFamily(chances, family(*moved)), 1)
@@ -63,9 +60,8 @@ def mixture_quantile(
 ) -> Tensor:
     """Returns the quantile (B, C) of the mixture `Σ_s w_s N(f_s, σ_s²)` of every output, by bisection.
 
-    The means f are (S, B, C), the variance is one number or (S, B, C), and w (S, 1, 1) sum to 1; None means 1/S. The
-    smallest and the largest quantile of the components bracket the quantile of the mixture. A final Newton step from
-    the detached root makes the result differentiable in the draws (implicit function theorem). Time O(60 S B C).
+    The means f are (S, B, C), the variance is one number or (S, B, C), and w (S, 1, 1) sum to 1; None means 1/S. A
+    Newton step from the detached root makes the result differentiable in the draws (implicit function theorem).
     """
     means = draws.double()
     scale = torch.as_tensor(variance, dtype=means.dtype, device=means.device).sqrt()
@@ -135,19 +131,17 @@ class MixturePrediction(RealPrediction):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the central interval of each output, by bisection of the mixture's distribution function.
 
-        Families without a distribution function, with an infinite variance or with a support that ends near the mean
-        use quantiles of at least 4096 draws of y instead.
+        If the family has none, or an infinite variance, or a support that ends near the mean, draws of y replace it.
         """
-        check_level(level)
-        tail = 0.5 * (1.0 - level)
+        tails = tails_of(level)
         try:
-            return self._quantile(tail), self._quantile(1.0 - tail)
+            low, high = map(self._quantile, tails)
         except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
-            tails = self.mean.new_tensor([tail, 1.0 - tail])
-            draws = self.components.batch_shape[1]
-            y = self._sampled(self.components, math.ceil(4096 / draws))  # (n, B, S, ...): n of each component
-            low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), tails, dim=0)
-            return low, high
+            count = math.ceil(4096 / self.components.batch_shape[1])
+            y = self._sampled(self.components, count)  # (n, B, S, ...): n of each component
+            ends = self.mean.new_tensor(tails)
+            low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), ends, dim=0)
+        return low, high
 
     def _is_discrete(self) -> bool:
         try:

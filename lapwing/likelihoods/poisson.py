@@ -16,7 +16,7 @@ from ..linalg import check_draws, doubled, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_of, normal_nodes
-from .predictions import RealPrediction, check_level
+from .predictions import RealPrediction, tails_of
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
 
@@ -75,9 +75,6 @@ class CountPrediction(RealPrediction):
 
     Mean and variances are exact. Weight draws give an equal mixture over the draws. The C outputs of one input are
     assumed independent.
-
-    Args:
-        latent: the latent over logarithms of rates (B, C).
     """
 
     latent: AnyLatent
@@ -111,18 +108,15 @@ class CountPrediction(RealPrediction):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the ends of the central interval, each (B, C): at most `(1 - level)/2` of the mass is beyond an end.
 
-        Both ends are counts that belong to the interval, and are not differentiable. They come from bisection of the
-        distribution function, which is computed by quadrature.
+        Both ends are counts that belong to the interval, and are not differentiable.
         """
-        check_level(level)
-        tail = 0.5 * (1.0 - level)
-        return self._quantile(tail), self._quantile(1.0 - tail)
+        low, high = map(self._quantile, tails_of(level))
+        return low, high
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability of the counts (B, C), summed over the counts of one input, (B,).
 
-        It uses the trapezoidal rule around the mode of each integrand, in a variable that is stretched at the mode. The
-        error is rounding, for any count and variance.
+        The trapezoidal rule around the mode of each integrand has no error but rounding, for any count and variance.
         """
         name, draws, mean = "CountPrediction.log_prob", self.latent.draws, at_least_float32(self.latent.mean)
         targets = as_targets(targets, mean.device)
@@ -173,8 +167,8 @@ class CountPrediction(RealPrediction):
     def _distribution_function(self, counts: Tensor, rates: Tensor, weights: Tensor) -> Tensor:
         """Returns `P(y <= k)` (B, C): the mean under the latent of `Q(k + 1, exp(f))`, which is P for a known rate.
 
-        If the latent is wider than the step of Q in f, the expectation is integrated by parts. Then it averages the
-        latent's distribution function over `f = log g`, `g ~ Gamma(k + 1)`, the density of the step.
+        If the latent is wider than the step of Q in f, the expectation is integrated by parts: the mean of the latent's
+        distribution function over `f = log g`, `g ~ Gamma(k + 1)`.
         """
         averaged = (weights * torch.special.gammaincc((counts + 1.0).expand_as(rates), rates)).sum(0)
         if self.latent.draws is not None:

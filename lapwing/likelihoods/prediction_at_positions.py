@@ -11,18 +11,14 @@ from torch import distributions as dist
 from ..covariance import AnyLatent, has_positions
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..data.frames import as_targets
-from ..network.positions import Places
 from .base import Likelihood
 from .links import Link
 from .predictions import P, Prediction
 
 
 def predicted(likelihood: Likelihood[P], latent: AnyLatent, link: Link | None, generator: torch.Generator | None) -> P:
-    """Returns the distribution of y under a latent, one for each position if the latent has positions.
-
-    `PredictionAtPositions` has the attributes of P, so it passes for P.
-    """
-    if has_positions(latent):
+    """Returns the distribution of y under a latent, one for each position if the latent has positions."""
+    if has_positions(latent):  # with the attributes of P
         return cast(P, PredictionAtPositions(likelihood.predict(latent.rows, link, generator), latent))
     return likelihood.predict(latent, link, generator)
 
@@ -33,20 +29,11 @@ class PredictionAtPositions(Prediction):
     It has the attributes of the prediction at one position, in the shape of the outputs or of their positions: `probs`
     (B, T, C) or (B, C, H, W), `confidence`, `classes`, `entropy()` and `mutual_information()` (B, T) or (B, H, W); for
     a regression `mean`, `variance`, `std` and `interval()` in the shape of the outputs. Positions are predicted
-    separately, without covariances between positions.
-
-    Attributes:
-        rows: the prediction of all B T positions as rows.
-        latent: the latent of the prediction.
+    separately, without covariances between positions, as the `rows` of one prediction.
     """
 
     def __init__(self, rows: Prediction, latent: LatentAtPositions) -> None:
         self.rows, self.latent = rows, latent
-
-    @property
-    def places(self) -> Places:
-        """The places of the rows in the outputs."""
-        return self.latent.places
 
     def __getattr__(self, name: str) -> Any:
         """Returns the attribute of the rows' prediction, in the shape of the positions."""
@@ -66,11 +53,11 @@ class PredictionAtPositions(Prediction):
 
         Labels that do not count get 0. There is one target for each position, or targets have the shape of the outputs.
         """
-        return self.places.whole(self.rows.log_prob(self._rows_of(targets)))
+        return self.latent.places.whole(self.rows.log_prob(self._rows_of(targets)))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y n times at every position, independently, (n, *shape of the targets)."""
-        return self.places.whole(self.rows.sample(n, generator), 1)
+        return self.latent.places.whole(self.rows.sample(n, generator), 1)
 
     def distribution(self) -> dist.Distribution:
         """Returns the prediction of all B T positions as a `torch.distributions` object with batch shape (B T,)."""
@@ -89,12 +76,12 @@ class PredictionAtPositions(Prediction):
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for metrics by name, with one row for each position that counts."""
-        values = self.rows.for_metrics(self._rows_of(targets))
-        return values | {name: values[name] // self.places.count for name in ("sample", "entry") if name in values}
+        values, count = self.rows.for_metrics(self._rows_of(targets)), self.latent.places.count
+        return values | {name: values[name] // count for name in ("sample", "entry") if name in values}
 
     def _rows_of(self, targets: Tensor) -> Tensor:
         targets = as_targets(targets, self.latent.rows.mean.device)
-        return self.places.targets(targets, self.latent.rows.mean.shape[-1])
+        return self.latent.places.targets(targets, self.latent.rows.mean.shape[-1])
 
     def _whole(self, value: Any) -> Any:
         """Returns rows in the shape of the positions, also inside tuples and predictions; other values unchanged."""
@@ -103,8 +90,8 @@ class PredictionAtPositions(Prediction):
         if isinstance(value, Prediction):  # from scaled()
             return PredictionAtPositions(value, self.latent)
         has_rows = isinstance(value, Tensor) and value.shape[:1] == self.latent.rows.mean.shape[:1]
-        return self.places.whole(value) if has_rows else value
+        return self.latent.places.whole(value) if has_rows else value
 
     def __repr__(self) -> str:
-        shape = self.places.shape(self.latent.rows.mean.shape[-1])
+        shape = self.latent.places.shape(self.latent.rows.mean.shape[-1])
         return f"PredictionAtPositions(outputs {tuple(shape)}, {self.rows!r})"

@@ -30,26 +30,11 @@ class Prediction(Displayed, ABC):
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets at every input, (B,).
-
-        Args:
-            targets: y at every input, (B, C), or (B,) for one output or for labels.
-
-        Raises:
-            LapwingError: if targets have a wrong shape, dtype or value.
-        """
+        """Returns the log density (B,) of the targets (B, C), or (B,) for one output or for labels; checks them."""
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y n times at every input; the first axis is n.
-
-        Args:
-            n: number of draws.
-            generator: random generator; None means seed 0.
-
-        Raises:
-            LapwingError: if `n` is below 1.
-        """
+        """Draws y n times at every input; the first axis is n. None for the generator means seed 0."""
 
     @abstractmethod
     def distribution(self) -> dist.Distribution:
@@ -62,11 +47,7 @@ class Prediction(Displayed, ABC):
 
     @abstractmethod
     def uncertainty(self, score: str = "entropy") -> Tensor:
-        """Returns one value per input, (B,), larger for less certain predictions.
-
-        Args:
-            score: for discrete y "entropy", or "confidence" for 1 minus the largest probability.
-        """
+        """Returns one value per input, (B,), larger for less certain predictions."""
 
     @abstractmethod
     def summary(self) -> dict[str, Tensor]:
@@ -75,8 +56,7 @@ class Prediction(Displayed, ABC):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for metrics by name, with rows in the order of the inputs; checks the targets.
 
-        "sample" holds the number of the input of each log probability, and "entry" that of each other entry, if the
-        other entries have another shape.
+        "sample" has the number of the input of each log probability; "entry" has that of others, if they differ.
         """
         log_prob = self.log_prob(targets)
         return {"log_prob": log_prob, "sample": torch.arange(len(log_prob), device=log_prob.device)}
@@ -155,11 +135,7 @@ class RealPrediction(Prediction):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the lower and upper end of the central interval that holds y with probability `level`, each (B, ...).
 
-        Args:
-            level: probability in (0, 1), for each output separately.
-
-        Raises:
-            LapwingError: if `level` is not in (0, 1).
+        The level is in (0, 1), for each output separately.
         """
 
     @property
@@ -179,16 +155,11 @@ class RealPrediction(Prediction):
     def scaled(self, mean: Any = 0.0, std: Any = 1.0) -> ScaledPrediction:
         """Returns the prediction in the units of `mean + std * y`, for a network trained on standardised y.
 
+        Its densities are in the new units too: `log p(mean + std y) = log p(y) - Σ_c log std_c`. Counts have no units.
+
         Args:
             mean: mean of the original targets: a number, or one for each output (C,) as a tensor, an array or a list.
             std: positive standard deviation of the original targets, in the same forms.
-
-        Returns:
-            A prediction with mean, variances, intervals, samples and densities in the new units;
-            `log p(mean + std y) = log p(y) - Σ_c log std_c`.
-
-        Raises:
-            LapwingError: if y is a count, if a shape is wrong, or if a number is not finite or a std is not positive.
 
         Example:
             >>> import torch, lapwing as lw
@@ -256,13 +227,7 @@ class RealPrediction(Prediction):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaledPrediction(RealPrediction):
-    """A prediction of y in the units of `shift + scale * y`, made by `scaled`.
-
-    Args:
-        prediction: prediction of y in the units of the network.
-        shift: offset (C,), or () if the prediction is (B,).
-        scale: positive factor, in the same shape.
-    """
+    """A prediction of y in the units of `shift + scale * y`, with shift and scale (C,), or () for one of shape (B,)."""
 
     prediction: RealPrediction
     shift: Tensor
@@ -289,7 +254,8 @@ class ScaledPrediction(RealPrediction):
         shape = self.prediction.mean.shape
         targets, logs = as_targets(targets, self.shift.device), self.scale.log().expand(shape)
         if isinstance(targets, Tensor) and targets.numel() == shape.numel() and targets.shape[:1] == shape[:1]:
-            moved = (targets.reshape(shape).to(self._dtype(targets)) - self.shift) / self.scale
+            dtype = torch.promote_types(targets.dtype, self.shift.dtype)
+            moved = (targets.reshape(shape).to(dtype) - self.shift) / self.scale
             targets, logs = moved.reshape(targets.shape), logs.masked_fill(moved.isnan(), 0.0)  # missing targets
         values = self.prediction.log_prob(targets)
         return values - logs.reshape(*values.shape, -1).sum(-1)
@@ -312,11 +278,9 @@ class ScaledPrediction(RealPrediction):
     def _moved(self, y: Tensor) -> Tensor:
         return self.shift + self.scale * y
 
-    def _dtype(self, targets: Tensor) -> torch.dtype:
-        return torch.promote_types(targets.dtype, self.shift.dtype)
 
-
-def check_level(level: float) -> None:
-    """Raises unless the level of an interval is a number between 0 and 1."""
+def tails_of(level: float) -> tuple[float, float]:
+    """Returns the probabilities of y below the two ends of a central interval; checks the level."""
     if not (isinstance(level, Real) and 0.0 < level < 1.0):
         raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
+    return 0.5 - 0.5 * level, 0.5 + 0.5 * level

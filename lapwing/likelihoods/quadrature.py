@@ -65,8 +65,7 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
 def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
     """Returns `E[σ log(σ/p)]` with `p = E[σ(f)]` in nats, elementwise: the part of one answer in a mutual information.
 
-    It is never negative, and exactly 0 at a variance of 0: the integrand is `p [(1 + d) log(1 + d) - d]` with
-    `d = σ/p - 1`. Time O(nodes) per element; chunks limit the memory.
+    It is never negative, and 0 at a variance of 0: the integrand is `p [(1 + d) log(1 + d) - d]` with `d = σ/p - 1`.
     """
 
     def of(mean: Tensor, variance: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
 
 
 def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Returns `log E[σ(f)]`, elementwise; cost as for `information`."""
+    """Returns `log E[σ(f)]`, elementwise."""
 
     def of(mean: Tensor, variance: Tensor) -> Tensor:
         f, weights = rule(mean, variance, 1.0, nodes)
@@ -103,10 +102,9 @@ _LARGEST_STD = math.log1p(_WIDEST)  # end of the table, in log(1 + s)
 
 
 def tabulated_log_odds(mean: Tensor, variance: Tensor) -> Tensor:
-    """Returns `log_odds` from a table, 100 times as fast, for tuning. Not differentiable.
+    """Returns `log_odds` from a table of ratios to the probit approximation, 100 times as fast. Not differentiable.
 
-    The table holds the ratio to the log odds `a = m / sqrt(1 + π/8 v)` of the probit approximation, and is interpolated
-    linearly. Errors of `log E[σ(f)]` are at most 1.2e-4 for log odds up to 10, and about 1e-6 in the mean.
+    Errors of `log E[σ(f)]` are at most 1.2e-4 for log odds up to 10, and about 1e-6 in the mean.
     """
     approximate = mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
     places = approximate.abs().log1p() / _LARGEST_LOGIT, variance.sqrt().log1p() / _LARGEST_STD
@@ -144,8 +142,7 @@ def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: i
 def weighted_log_power_mean(logs: Tensor, log_weights: Tensor, alpha: float, dim: int) -> Tensor:
     """Returns `1/α log Σ_k e^{w_k + α l_k}` over one axis, or `Σ_k e^{w_k} l_k` at α = 0.
 
-    The weights `e^{w_k}` sum to 1 and broadcast to the shape of l. The result is exact up to rounding, also for tiny α,
-    where the sum is close to 1, and if the sum underflows.
+    The weights `e^{w_k}` sum to 1. The result is exact up to rounding, also for tiny α and if the sum underflows.
     """
     if alpha == 0:
         return (log_weights.exp() * logs).sum(dim)

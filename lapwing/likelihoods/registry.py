@@ -57,15 +57,7 @@ def register_likelihood(kind: Kind) -> Kind:
 
 
 def resolve(likelihood: Any) -> Likelihood:
-    """Returns a default instance for a registered name, or the given instance.
-
-    Raises:
-        LapwingError: if the name is unknown, or the argument is a class or any other object.
-
-    Example:
-        >>> resolve("gaussian")
-        Gaussian(noise_variance=None)
-    """
+    """Returns a default instance for a registered name, or the given instance; raises for anything else."""
     if isinstance(likelihood, Likelihood):
         _check_name(type(likelihood))
         return likelihood

@@ -16,7 +16,7 @@ from ..data.frames import as_targets
 from ..linalg import check_draws, cholesky, seeded
 from .links import at_least_float32
 from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile
-from .predictions import RealPrediction, check_level
+from .predictions import RealPrediction, tails_of
 from .targets import aligned_targets, check_real_targets
 
 
@@ -63,13 +63,11 @@ class RegressionPrediction(RealPrediction):
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the exact central interval of each output: Gaussian quantiles, or mixture quantiles by bisection."""
-        check_level(level)
-        draws = self._draws()
+        tails, draws = tails_of(level), self._draws()
         if draws is None:
-            half = NormalDist().inv_cdf(0.5 + 0.5 * level) * self.std
+            half = NormalDist().inv_cdf(tails[1]) * self.std
             return self.mean - half, self.mean + half
-        tail = 0.5 * (1.0 - level)
-        low, high = (mixture_quantile(draws, self._noise, p) for p in (tail, 1.0 - tail))
+        low, high = (mixture_quantile(draws, self._noise, p) for p in tails)
         return low, high
 
     def log_prob(self, targets: Tensor) -> Tensor:

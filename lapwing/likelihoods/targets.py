@@ -147,10 +147,7 @@ def check_binary_targets(
     soft: bool = False,
     missing: bool = False,
 ) -> None:
-    """Checks targets of 0 and 1, as bool, integers or floats, (B, C), or (B,) if C = 1, against outputs (B, C).
-
-    With `soft` numbers between 0 and 1 are accepted too, and with `missing` NaN.
-    """
+    """Checks targets of 0 and 1, with `soft` also numbers between them and with `missing` also NaN, against outputs."""
     check_target_shape(name, outputs_shape, device, targets)
     if targets.dtype == torch.bool:
         return
