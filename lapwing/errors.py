@@ -125,15 +125,7 @@ PACKAGES = {
 
 
 def extra(module: str, group: str | None = None) -> Any:
-    """Returns a module of an optional package.
-
-    Args:
-        module: full name of a module of one of `PACKAGES`.
-        group: extra that the message names; None means the extra in `PACKAGES`.
-
-    Raises:
-        LapwingError: if the package is not installed, with the line that installs it.
-    """
+    """Returns a module of one of `PACKAGES`. If it is not installed, raises with the line that installs the extra."""
     top = module.partition(".")[0]
     package, name = PACKAGES[top]
     try:

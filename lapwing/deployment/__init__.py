@@ -62,9 +62,6 @@ def deploy(
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
 
-    Returns:
-        The module, in eval mode.
-
     Raises:
         LapwingError: for a way, link or structure of inputs that cannot be deployed.
 
@@ -120,16 +117,12 @@ def _check_way(posterior: Posterior, x: Any, via: Way) -> None:
 
 
 def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:
-    """Returns the way whose program is exported, the factor of its variances, and whether `via` is `Linearized`.
-
-    If only the last layer is treated, the program of `Streamlined` equals `Linearized`.
-    """
+    """Returns the way whose program is exported, the factor of its variances, and whether `via` is `Linearized`."""
     factor, inner = 1.0, via
     while isinstance(inner, Scaled):
-        factor *= inner.factor
-        inner = inner.via
-    if isinstance(inner, Linearized) and inner == Linearized():
-        return Streamlined(), factor, True
+        factor, inner = factor * inner.factor, inner.via
+    if inner == Linearized():
+        return Streamlined(), factor, True  # equal if only the last layer is treated
     if isinstance(inner, Streamlined) and inner.covariance == "diagonal":
         return inner, factor, False
     raise LapwingError(

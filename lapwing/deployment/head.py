@@ -1,7 +1,4 @@
-"""Covariances of weights as sums of squares, which need only a few products per call.
-
-The last layer of a deployed network returns variances of its outputs, and of the centred ones, without a C x C matrix.
-"""
+"""Covariances of weights as sums of squares: the last layer of a deployed network needs no C x C matrix per sample."""
 
 from __future__ import annotations
 
@@ -38,8 +35,6 @@ class Head:
 
     Attributes:
         source: name of its input.
-        weight: W (O, I).
-        bias: b (O,), or None.
         basis: Vᵀ (Q, I), None if it is the identity.
         offset: column of Vᵀ for the bias (Q,), or None.
         scale: s (R, Q), None for certain weights.
@@ -79,8 +74,6 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
     """Returns the last layer of a program, or None if it has several positions per sample or other weights.
 
     `values` are the values before the layer at an example of B `samples`. `kinds` are those of `moments_of`.
-
-    Cost: I products (O, O) for weights with a common basis; otherwise see `_squares_of`.
     """
     if not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
         return None
@@ -155,9 +148,7 @@ def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, w
     """Returns V (I, Q) and s (R, Q) with `q_r(a) = Σ_q (Vᵀ a)_q² s_rq` for quadratic forms q_r that can be evaluated.
 
     `spread` maps rows (N, I) to values of the forms (N, R). The matrix of each form follows from its values at unit
-    vectors and at sums of two, and is then diagonalised. Raises if R I² exceeds `MAX_NUMBERS`.
-
-    Cost: I²/2 evaluations, time O(R I³), memory O(R I²).
+    vectors and at sums of two, and is then diagonalised: time O(R I³), memory O(R I²).
     """
     eye = torch.eye(inputs, dtype=like.dtype, device=like.device)
     diagonal = spread(eye)  # (I, R)
@@ -178,7 +169,7 @@ def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, w
     kept = values.abs() > 1e-12 * values.abs().amax().clamp_min(torch.finfo(values.dtype).tiny)  # (R, I)
     basis = vectors.transpose(1, 2)[kept].T  # (I, Q)
     owner = torch.arange(outputs, device=like.device)[:, None].expand_as(kept)[kept]
-    scale = torch.nn.functional.one_hot(owner, outputs).T * values[kept]  # (R, Q)
+    scale = F.one_hot(owner, outputs).T * values[kept]  # (R, Q)
     return basis.to(like.dtype).contiguous(), scale.to(like.dtype).contiguous()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,21 @@ aten = torch.ops.aten
 
 
 class Predictor(nn.Module):
-    """A network with its error bars: inputs to predictions, in plain calls on tensors.
+    """A network with its error bars: inputs to predictions, in plain calls on tensors. `lw.deploy` makes it.
 
-    `lw.deploy` makes it. Its buffers are copies of all weights, so it does not need the posterior or the network. It
-    can be compiled, exported, moved and saved like any module, but its dtypes are fixed. It does not check for NaN.
-
-    Args:
-        traced: the moments as a module.
-        names: names of the entries of a tuple or dict of inputs; () for a tensor.
-        keys: whether the inputs are a dict.
-        returns: names of the results.
+    Its buffers are copies of all weights, so it does not need the posterior or the network. It can be compiled,
+    exported, moved and saved like any module, but its dtypes are fixed. It does not check for NaN.
     """
 
     def __init__(self, traced: Traced, names: tuple[str, ...], keys: bool, returns: tuple[str, ...]) -> None:
         super().__init__()
-        self.calls = traced.module
-        self.names, self.keys, self.returns = names, keys, returns
-        self._free = traced.free
-        self._dtypes = tuple(leaf.dtype for leaf in batches.tensors(traced.example))
+        self.calls, example, self._free = traced
+        self.names, self.keys, self.returns = names, keys, returns  # () and False if the input is a tensor
+        leaves = batches.tensors(example)
+        self._dtypes = tuple(leaf.dtype for leaf in leaves)
         self._fixed = tuple(
-            tuple(None if dim in free else length for dim, length in enumerate(leaf.shape))
-            for leaf, free in zip(batches.tensors(traced.example), traced.free, strict=True)
+            tuple(None if dim in lengths else length for dim, length in enumerate(leaf.shape))
+            for leaf, lengths in zip(leaves, self._free, strict=True)
         )
         self.eval()
 
@@ -116,25 +110,24 @@ class Predictor(nn.Module):
     def to_onnx(self, path: str | os.PathLike[str], x: Any) -> Path:
         """Writes the network as an ONNX file that onnxruntime runs, with free batches and lengths.
 
-        Inputs are named "x", or as the entries of a dict; outputs "probabilities", or "mean" and "variance".
+        Inputs are named "x", or as the entries of a dict; outputs "probabilities", or "mean" and "variance". It takes a
+        few seconds for a few hundred calls.
 
         Args:
-            path: path of the file; weights above 2 GB go into a second file next to it.
+            path: path of the file, which is returned; weights above 2 GB go into a second file next to it.
             x: example inputs.
-
-        Returns:
-            The path.
 
         Raises:
             LapwingError: if onnx or onnxscript is not installed, if ONNX lacks a call, or for inputs of another form.
-
-        Cost: an export of the calls, a few seconds for a few hundred calls.
         """
         extra("onnx")
         extra("onnxscript")
         self._check(x)
         leaves = tuple(x[name] for name in self.names) if self.keys else tuple(x) if self.names else (x,)
-        leaves = tuple(_several(leaf, free) for leaf, free in zip(leaves, self._free, strict=True))
+        leaves = tuple(  # the exporter fixes a length of one
+            leaf.expand(2, *leaf.shape[1:]).clone() if 0 in free and len(leaf) == 1 else leaf
+            for leaf, free in zip(leaves, self._free, strict=True)
+        )
         shapes: Any = tuple(free or None for free in self._free)
         calls: Any = _Plain(self.calls).transform()
         try:
@@ -188,8 +181,3 @@ def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:
                 value.name = f"{value.name}_of_{node.name}"
     for value, name in zip(graph.outputs, names, strict=True):
         value.name = name
-
-
-def _several(leaf: Tensor, free: Mapping[int, str]) -> Tensor:
-    """Repeats a single sample, because the exporter fixes a length of one."""
-    return leaf.expand(2, *leaf.shape[1:]).clone() if 0 in free and len(leaf) == 1 else leaf

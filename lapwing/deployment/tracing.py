@@ -35,19 +35,8 @@ Observe = Callable[..., tuple[Tensor, ...]]
 """Means (B, C), and those of `moments_of` that it reads, with covariances (B, C, C) -> results."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A network's moments as a module.
-
-    Attributes:
-        module: leaves of the inputs -> outputs; its buffers are copies.
-        example: the inputs of the trace.
-        free: for every leaf, dimension -> name of its length if it may vary.
-    """
-
-    module: fx.GraphModule
-    example: Any
-    free: tuple[dict[int, str], ...]
+Traced = tuple[fx.GraphModule, Any, tuple[dict[int, str], ...]]
+"""A module of calls on leaves of the inputs, its example, and for every leaf: dimension -> name of a free length."""
 
 
 def trace(
@@ -59,14 +48,10 @@ def trace(
     kinds: int,
     linearised: bool,
 ) -> Traced:
-    """Exports the moments at the outputs as calls on tensors.
+    """Exports the moments at the outputs as calls on tensors, which need rules or slopes in closed form.
 
     `observe` maps the means and the first `kinds` of the moments that `moments_of` lists to results. With
-    `linearised` only the last layer may be uncertain, as for `Linearized`. Raises for calls without a rule or without
-    closed slopes, and with `linearised` for uncertain values before the last layer.
-
-    Cost: a few times the cost of the way's first batch, and a copy of the network's weights and a few constants of
-    their size.
+    `linearised` only the last layer may be uncertain, as for `Linearized`.
     """
     inputs = _with_distinct_lengths(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs, tangent.device)))
     with torch.no_grad(), without_compiled():
@@ -78,10 +63,12 @@ def trace(
         if linearised:
             _check_last_layer(program, run, tangent)
         with quiet():
-            exported = _exported(run, inputs, graph)
+            shapes = tuple({d: Dim.AUTO for d, n in enumerate(s) if isinstance(n, str)} or None for s in graph.shapes)
+            leaves = tuple(pytree.tree_leaves(inputs))
+            exported = torch.export.export(run, leaves, dynamic_shapes=(shapes,), strict=False)
         module = _flat(exported)
         _compare(run, module, inputs, tangent)
-    return Traced(module, inputs, _free(exported))
+    return module, inputs, _free(exported)
 
 
 def _with_distinct_lengths(inputs: Any) -> Any:
@@ -158,15 +145,7 @@ class Run(nn.Module):
     """The module that is exported: the steps of a program. A last layer needs no C x C matrix.
 
     The program runs once at an example, which fills its constants. Values that do not depend on the inputs are stored.
-
-    Args:
-        observe: function from moments to results.
-        kinds: number of kinds of moments that it reads.
-        dtype: dtype of the moments that `observe` gets.
-        logits: replaces logits of classes that cannot be, or None.
-
-    Attributes:
-        complete: whether the program computes the covariances of the outputs.
+    `observe` gets moments of this dtype. `complete` is whether the program computes the covariances of the outputs.
     """
 
     def __init__(
@@ -194,10 +173,8 @@ class Run(nn.Module):
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Returns the results of `observe`."""
         program = self.program
-        values: dict[str, Any] = {
-            **self.values,
-            **{name: leaf for name, leaf in zip(program.graph.leaves, leaves, strict=True) if name is not None},
-        }
+        inputs = zip(program.graph.leaves, leaves, strict=True)
+        values: dict[str, Any] = {**self.values, **{name: leaf for name, leaf in inputs if name is not None}}
         samples = leaves[0].shape[0]
         for step in self.steps:
             values[step.node.name] = program.step(step, values, samples)
@@ -238,14 +215,6 @@ def _whole(output: Moments, kinds: int, logits: Logits | None) -> tuple[Tensor, 
         move = torch.diag_embed(mask) + (1 - mask)[..., None] * share[:, None]
         parts.append((move @ term.dense() @ move.mT).flatten(1))
     return logits.finite(mean), torch.cat(parts[:kinds], -1)
-
-
-def _exported(run: Run, inputs: Any, graph: Graph) -> ExportedProgram:
-    leaves = tuple(pytree.tree_leaves(inputs))
-    shapes = tuple(
-        {dim: Dim.AUTO for dim, length in enumerate(shape) if isinstance(length, str)} or None for shape in graph.shapes
-    )
-    return torch.export.export(run, leaves, dynamic_shapes=(shapes,), strict=False)
 
 
 def _free(exported: ExportedProgram) -> tuple[dict[int, str], ...]:
@@ -322,6 +291,3 @@ _CHECKS = frozenset(
     if packet is not None
 )
 """Calls that repeat checks of the trace."""
-
-
-__all__ = ["Observe", "Run", "Traced", "trace"]

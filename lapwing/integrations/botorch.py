@@ -81,10 +81,8 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
             output_indices: outputs to return; None means all.
             observation_noise: True adds the likelihood's noise variance of each output; a tensor that broadcasts to
                 (batch..., q, m) adds its variances.
-            posterior_transform: transform of BoTorch that is applied to the result.
-
-        Returns:
-            A `GPyTorchPosterior` with mean (batch..., q, m).
+            posterior_transform: transform of BoTorch that is applied to the `GPyTorchPosterior` with mean (batch..., q,
+                m).
 
         Raises:
             LapwingError: if the likelihood has no noise variance, and for the reasons of `lw.Posterior.latent`.
@@ -152,12 +150,9 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         """Returns the mean (..., q, m) and covariance (..., q m, q m), given the observations."""
         if self._observed is None:
             return self._joint(X)
-        points_before, Y, noise = self._observed
-        batch, n = torch.broadcast_shapes(points_before.shape[:-2], X.shape[:-2]), points_before.shape[-2]
-        mean, covariance = self._joint(
-            torch.cat([points.expand(*batch, *points.shape[-2:]) for points in (points_before.to(X), X)], -2)
-        )
-        cut = n * mean.shape[-1]
+        before, Y, noise = self._observed
+        mean, covariance = self._joint(_joined(before.to(X), X))
+        n, cut = Y.shape[-2], Y.shape[-2] * mean.shape[-1]
         known = covariance[..., :cut, :cut] + torch.diag_embed(noise.to(X).flatten(-2))
         cross = covariance[..., cut:, :cut]
         gain = torch.cholesky_solve(cross.mT, torch.linalg.cholesky(known)).mT
@@ -184,6 +179,6 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the concatenated observations (batch..., n + n', ...)."""
+    """Returns two sets of points or observations in one tensor (batch..., n + n', ...)."""
     batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
     return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (first, second.to(first))], -2)

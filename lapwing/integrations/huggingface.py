@@ -29,9 +29,9 @@ def fit_trainer(
 ) -> lw.Posterior:
     """Fits a posterior around the model of a `transformers.Trainer`, on its training data.
 
-    The samples keep their order. They come through the trainer's collator, in batches of its evaluation size, and for a
-    causal language model as `NextTokens`. The model is in eval mode only during the fit: call `model.eval()` before
-    predictions.
+    The samples come through the trainer's collator, in batches of its evaluation size, and for a causal language model
+    as `NextTokens`. The model is in eval mode only during the fit: call `model.eval()` before predictions. The cost is
+    that of `lw.fit`.
 
     Args:
         trainer: a `transformers.Trainer` with a `train_dataset`, after `train()`.
@@ -39,13 +39,8 @@ def fit_trainer(
         validation: held-out data: a data set that the trainer accepts, such as `trainer.eval_dataset`.
         options: options of `lw.fit`, such as `params=lw.last_layer`.
 
-    Returns:
-        The posterior around `trainer.model`.
-
     Raises:
         LapwingError: if the argument is not a trainer, or has no training data, and for the reasons of `lw.fit`.
-
-    Cost: the cost of `lw.fit`.
     """
     if not isinstance(trainer, extra("transformers").Trainer):
         raise LapwingError(
@@ -71,15 +66,12 @@ def fit_trainer(
 class NextTokens:
     """A loader of texts whose labels are shifted by one: a causal language model predicts the next token.
 
-    `y_t = labels_(t+1)`, and -100, which does not count, at the end of a text. The model shifts the labels itself, but
-    only for its loss. Its outputs (B, T, V), which lapwing reads, need the shifted labels.
+    `y_t = labels_(t+1)`, and -100, which does not count, at the end of a text. The model shifts the labels only for its
+    loss, and lapwing reads its outputs (B, T, V).
 
     Args:
         loader: an iterable of dicts with `labels` (B, T), for example from
-            `DataCollatorForLanguageModeling(tokenizer, mlm=False)`.
-
-    Raises:
-        LapwingError: if a batch has no such labels.
+            `DataCollatorForLanguageModeling(tokenizer, mlm=False)`; other batches raise an error.
     """
 
     loader: Iterable[Mapping[str, Any]]
@@ -97,11 +89,9 @@ class NextTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """The log probabilities of S tokens in each of B texts, and their covariance by the uncertainty of the weights.
+    """The log probabilities (B, S) of tokens by the trained network, and their covariance (B, S, S) by the weights.
 
-    Attributes:
-        log_probs: log probabilities (B, S) of the trained network; 0 if a text has no such token.
-        covariance: covariance (B, S, S) of these log probabilities; 0 for missing tokens.
+    Both are 0 for tokens that a text does not have.
     """
 
     log_probs: Tensor
@@ -119,7 +109,7 @@ class TokenScores:
 
     @property
     def log_prob_std(self) -> Tensor:
-        """Standard deviation of each text's log probability, (B,): the root of the sum of the covariance."""
+        """Standard deviation of each text's log probability, (B,)."""
         return self.covariance.sum((1, 2)).clamp_min(0).sqrt()
 
 
@@ -131,11 +121,8 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
 
     Args:
         posterior: a posterior of the language model, or of adapters within it.
-        batch: inputs of the model, with `input_ids` (B, T) and `labels` (B, T): the token itself at positions that are
-            scored, and -100 at the prompt and at padding. The first token cannot be scored.
-
-    Returns:
-        The scores of the S positions that are labelled in some text, in their order.
+        batch: inputs of the model, with `input_ids` (B, T) and `labels` (B, T): the token itself at positions to score,
+            in all S, and -100 at the prompt and at padding. The first token cannot be scored.
 
     Raises:
         LapwingError: if the batch lacks these entries, or has no token to score.
@@ -161,9 +148,9 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
         log_probs = model(**inputs).logits[:, columns].log_softmax(-1)
         return log_probs.gather(-1, targets.clamp_min(0)[..., None])[..., 0] * (targets != IGNORED)
 
-    blocks, names = posterior.tangent.blocks, set(posterior.tangent.parameters)
-    tangent = Tangent.survey(posterior.model, inputs, lambda name, _: name in names, forward, posterior.tangent.memory)
-    if tangent.blocks != blocks or posterior.stamp.changed(posterior.tangent.state()):
+    names, memory = set(posterior.tangent.parameters), posterior.tangent.memory
+    tangent = Tangent.survey(posterior.model, inputs, lambda name, _: name in names, forward, memory)
+    if tangent.blocks != posterior.tangent.blocks or posterior.stamp.changed(posterior.tangent.state()):
         raise LapwingError(
             "The treated weights differ from the weights of the fit, or the network uses them differently. Fit again, "
             "on batches of whole texts."

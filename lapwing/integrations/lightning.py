@@ -16,7 +16,7 @@ _Callback: Any = extra("lightning.pytorch").Callback
 
 
 class LaplaceCallback(_Callback):
-    """Fits a posterior when `trainer.fit` ends, on the training data of its loader or data module.
+    """Fits a posterior when `trainer.fit` ends, on the training data of its loader or data module, by `lw.fit`.
 
     The module is in eval mode only during the fit: call `module.eval()` before predictions. After training on a GPU the
     posterior is on the GPU, while Lightning moves the module to the CPU: call `module.cuda()`, or `lw.load` the file.
@@ -37,8 +37,6 @@ class LaplaceCallback(_Callback):
     Raises:
         LapwingError: before the training, if there are several processes or the validation data are missing; after it,
             for the reasons of `lw.fit`.
-
-    Cost: the cost of `lw.fit`, after the training.
     """
 
     def __init__(

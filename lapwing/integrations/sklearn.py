@@ -58,7 +58,11 @@ class _LaplaceEstimator(base.BaseEstimator):
 
     def _fit(self, X: np.ndarray, y: Any, weights: np.ndarray | None, outputs: int, labels: Any = None) -> None:
         """Sets `module_` and `posterior_` from checked arrays; `labels` stratify the held-out rows."""
-        self._check_options()
+        name = type(self).__name__
+        check_argument(name, "epochs", self.epochs, integer(0, LIMIT), "10")
+        check_argument(name, "batch_size", self.batch_size, integer(1, LIMIT), "10")
+        if self.validation_fraction is not None:
+            check_argument(name, "validation_fraction", self.validation_fraction, number(0, 1), "0.2")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
@@ -87,13 +91,6 @@ class _LaplaceEstimator(base.BaseEstimator):
             likelihood=likelihood, params=self.params, validation=held_out, sample_weights=weights is not None,
             seed=seed, progress=False,
         )  # fmt: skip
-
-    def _check_options(self) -> None:
-        name = type(self).__name__
-        check_argument(name, "epochs", self.epochs, integer(0, LIMIT), "10")
-        check_argument(name, "batch_size", self.batch_size, integer(1, LIMIT), "10")
-        if self.validation_fraction is not None:
-            check_argument(name, "validation_fraction", self.validation_fraction, number(0, 1), "0.2")
 
     def _rows(
         self, X: Any, y: Any, sample_weight: Any, **checks: bool
@@ -205,8 +202,6 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
         module_: trained copy of the network, in eval mode.
         posterior_: the `lw.Posterior`.
 
-    Cost of `fit`: `epochs` forward and backward passes, and `lw.fit`.
-
     Example:
         >>> import numpy as np
         >>> X, y = np.random.randn(60, 4), np.repeat(["a", "b", "c"], 20)
@@ -216,7 +211,7 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceClassifier:
-        """Trains the copy and fits the posterior.
+        """Trains the copy, by `epochs` forward and backward passes, and fits the posterior by `lw.fit`.
 
         Args:
             X: array or data frame (n, features); further dimensions are allowed.
@@ -224,9 +219,6 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
             sample_weight: weights (n,) of at least 0, for the loss and the posterior: a row of weight 2 counts as two
                 equal rows. Rows of weight 0, and classes with only such rows, are left out. Held-out rows count once
                 each. None means ones.
-
-        Returns:
-            The estimator.
 
         Raises:
             LapwingError: if an option is out of range, there is one class, the numbers of outputs and classes differ,
@@ -258,13 +250,8 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
         if outputs == classes:
             return codes, "categorical", lambda logits, y: F.cross_entropy(logits, y, reduction="none")
         if outputs == 1 and classes == 2:
-            return (
-                codes.bool(),
-                "bernoulli",
-                lambda logits, y: F.binary_cross_entropy_with_logits(
-                    logits[:, 0], y.to(logits.dtype), reduction="none"
-                ),
-            )
+            loss = F.binary_cross_entropy_with_logits
+            return codes.bool(), "bernoulli", lambda logits, y: loss(logits[:, 0], y.to(logits.dtype), reduction="none")
         raise LapwingError(
             f"The network has {outputs} outputs and y has {classes} classes. Pass a network with {classes} outputs, or "
             "labels of all of its classes."
@@ -292,8 +279,6 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         shift_: mean of y, or 0 without training.
         scale_: standard deviation of y, or 1 without training.
 
-    Cost of `fit`: `epochs` forward and backward passes, and `lw.fit`.
-
     Example:
         >>> import numpy as np
         >>> X = np.random.randn(60, 4)
@@ -304,15 +289,12 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
-        """Trains the copy and fits the posterior.
+        """Trains the copy, by `epochs` forward and backward passes, and fits the posterior by `lw.fit`.
 
         Args:
             X: array or data frame (n, features); further dimensions are allowed.
             y: targets (n,) or (n, k).
             sample_weight: as in `LaplaceClassifier.fit`; `shift_` and `scale_` are moments of the weighted rows.
-
-        Returns:
-            The estimator.
 
         Raises:
             LapwingError: if an option is out of range, the numbers of outputs and targets differ, or the weights are
