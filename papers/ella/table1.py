@@ -366,7 +366,7 @@ class OneSpan:
         temperatures: Sequence[float] = (1.0,),
         residual: bool = False,
     ) -> tuple[float, float, float, int]:
-        """Returns the lowest validation NLL, and the δ, T and n that have it."""
+        """Returns the lowest validation NLL, and the δ, T and n that have it (section 5.2)."""
         found = []
         for n in counts:
             curvature = self.curvatures[n][:rank, :rank]
