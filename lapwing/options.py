@@ -21,23 +21,16 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from .errors import LapwingError, is_one_of, is_positive, is_whole, plain_numbers, shown
 
-LIMIT = 2**63
-"""What 64-bit integers are below."""
+LIMIT = 2**63  # 64-bit integers are smaller
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What an option accepts.
-
-    Attributes:
-        accepts: whether a value is accepted.
-        text: what is accepted, to follow "must be": "a whole number of at least 1".
-        convert: returns the value that the option keeps.
-    """
+    """What an option accepts."""
 
     accepts: Callable[[Any], bool]
-    text: str
-    convert: Callable[[Any], Any] = lambda value: value
+    text: str  # what is accepted, to follow "must be": "a whole number of at least 1"
+    convert: Callable[[Any], Any] = lambda value: value  # returns the value that the option keeps
 
     def or_else(self, other: Rule) -> Rule:
         """Accepts what either rule accepts, without conversion."""
@@ -101,13 +94,10 @@ def instance_of(text: str, *classes: type) -> Rule:
 
 
 def option(default: Any, rule: Rule | None = None, *, write: str | None = None, **others: Any) -> Any:
-    """Returns the field of an option.
+    """Returns the field of an option: `dataclasses.field(**others)` with a default and a check.
 
-    Args:
-        default: its default, which is always accepted. A function without arguments gives a new one each time.
-        rule: what else it accepts, in addition to the labels of its annotation.
-        write: an accepted value as code, for the message; the default if None.
-        others: further arguments of `dataclasses.field`, such as `repr=False`.
+    The option accepts its default, the labels of its annotation, and what `rule` accepts. A default without arguments
+    is called for each object. `write` is an accepted value as code, for the message; None means the default.
     """
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"rule": rule, "write": write}, **others)
@@ -122,19 +112,12 @@ class Options:
     """Base of dataclasses with options: checks each field when an object is made.
 
     A class with a rule about two options has a `__post_init__` of its own, which begins with `super().__post_init__()`.
-
-    Attributes:
-        call: how a message writes the call, with {} for the option; None for the constructor of the class.
     """
 
-    call: ClassVar[str | None] = None
+    call: ClassVar[str | None] = None  # the call in messages, with {} for the option; None means the constructor
 
     def __post_init__(self) -> None:
-        """Checks every option.
-
-        Raises:
-            LapwingError: for an option that its field does not accept.
-        """
+        """Raises if an option is not accepted; keeps converted values."""
         for item in fields(self):  # type: ignore[arg-type]
             if not item.init:
                 continue

@@ -31,24 +31,14 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class _Group:
-    """The ranks of a fit.
+    """The ranks of a fit."""
 
-    Attributes:
-        rank: number of this process.
-        size: number of processes.
-        settled: whether every rank knows of the error that is being raised.
-    """
-
-    rank: int
-    size: int
-    settled: bool = False
+    rank: int  # number of this process
+    size: int  # number of processes
+    settled: bool = False  # whether every rank knows of the error that is being raised
 
     def run(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Calls a collective of torch.
-
-        Raises:
-            LapwingError: if another process has ended or does not answer, or a device has no backend.
-        """
+        """Calls a collective of torch; raises if another process has ended or is slow, or a device has no backend."""
         try:
             collective(*arguments, **options)
         except (RuntimeError, ValueError) as error:
@@ -62,11 +52,7 @@ class _Group:
             ) from error
 
     def gathered(self, label: str, value: Any, failure: str | None = None) -> list[Any]:
-        """Returns the values of all ranks, by rank.
-
-        Raises:
-            LapwingError: if a rank reports a failure, or is at another place of the fit.
-        """
+        """Returns the values of all ranks, by rank; raises if a rank fails, or is at another place of the fit."""
         messages: list[Any] = [None] * self.size
         self.run(distributed.all_gather_object, messages, _packed((label, failure, value)))
         labels, failures, values = zip(*map(pickle.loads, messages), strict=True)
@@ -138,12 +124,6 @@ def rank() -> int:
     return 0 if group is None else group.rank
 
 
-def size() -> int:
-    """Returns the number of processes that make a fit."""
-    group = _group.get()
-    return 1 if group is None else group.size
-
-
 def gathered(label: str, value: T) -> list[T]:
     """Returns the values of all ranks, by rank. Tensors of other ranks arrive on the CPU."""
     group = _group.get()
@@ -195,16 +175,10 @@ def overwrite(label: str, tensors: Iterable[Tensor]) -> None:
 def joined(
     label: str, tensors: Mapping[str, Tensor], joins: Mapping[str, Join], device: torch.device
 ) -> dict[str, Tensor]:
-    """Returns the tensors of all ranks, joined by name. Ranks may lack some names, and tensors may be overwritten.
+    """Returns the tensors of all ranks, joined by name: summed, unless `joins` has another function for the name.
 
-    Args:
-        label: place in the fit, for messages.
-        tensors: name -> tensor of this rank, on the CPU or on the network's device.
-        joins: name -> how two tensors are joined, for names that are not summed.
-        device: the network's device.
-
-    Raises:
-        LapwingError: if one name has several shapes, dtypes or kinds of device: the networks differ.
+    Ranks may lack some names. Tensors are on the CPU or on the network's device, and may be overwritten. Raises if one
+    name has several shapes, dtypes or kinds of device: the networks differ.
     """
     group = _group.get()
     if group is None:
