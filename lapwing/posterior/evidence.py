@@ -29,20 +29,13 @@ class LogEvidence:
     """`log Z` of one fit as a function of the prior precision and the noise variance.
 
     `log Z = k log p(y|θ̂) - 1/2 (θ̂-μ0)ᵀΔ(θ̂-μ0) - 1/2 logdet(I + s Δ^(-1/2) G Δ^(-1/2))`, s = k/σ².
-
-    Attributes:
-        covariance: Σ; only its curvature G is used.
-        likelihood: p(y|f).
-        statistics: sums over the data, from which the log likelihood follows at any noise variance.
-        scale: factors of the likelihood (k) and of the curvature (s).
-        distance: `|θ̂ - μ0|²` of each block (n_blocks,).
     """
 
-    covariance: PriorCovariance
+    covariance: PriorCovariance  # Σ; only its curvature G is used
     likelihood: Likelihood
-    statistics: dict[str, Tensor]
-    scale: Scale
-    distance: Tensor
+    statistics: dict[str, Tensor]  # sums over the data, from which log p(y|θ̂) follows at any noise variance
+    scale: Scale  # factors of the likelihood (k) and of the curvature (s)
+    distance: Tensor  # `|θ̂ - μ0|²` of each block (n_blocks,)
 
     def __call__(
         self,
@@ -51,14 +44,10 @@ class LogEvidence:
         factor: Tensor | float = 1.0,
         lower_bound: bool = True,
     ) -> Tensor:
-        """Returns `log Z`, a float64 scalar that is differentiable in every argument.
+        """Returns `log Z` at δ (n_blocks,) and σ², a float64 scalar that is differentiable in every argument.
 
-        Args:
-            precision: δ of each block (n_blocks,), float64.
-            noise_variance: σ², or None if the likelihood has none.
-            factor: factor of all δ. Its gradient needs only eigenvalues; the gradient in `precision` may need a
-                Cholesky factor.
-            lower_bound: if True, subtracts half the trace of the curvature outside a subspace.
+        `factor` multiplies all δ: its gradient needs only eigenvalues, and the gradient in `precision` may need a
+        Cholesky factor. The `lower_bound` subtracts half the trace of the curvature outside a subspace.
         """
         noise = None if noise_variance is None else torch.as_tensor(noise_variance, dtype=torch.float64)
         fit = self.scale.of_likelihood * self.likelihood.log_likelihood(self.statistics, noise)
@@ -93,13 +82,7 @@ def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_
 
 
 def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Vectors:
-    """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂ from the training data: block name -> (P_block,).
-
-    Raises:
-        LapwingError: if the loader has another number of samples than in the fit, or cannot be read as a loader.
-
-    Cost: one pass over the data with one backward pass per batch.
-    """
+    """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) by block, by one pass over the data."""
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
     data = Data(loader, tangent.model, sample_weights, columns=posterior.columns)
     batches.check_loader(data.loader, "The evidence at the linearised mode")

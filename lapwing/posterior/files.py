@@ -25,22 +25,15 @@ from torch import Tensor
 
 from ..errors import LapwingError, shown
 
-FORMAT = 5
-"""The format that is written, and the first that every later version reads: see docs/file-format.md."""
-
-KEY = "lapwing"
-"""Key of the JSON header in the metadata of the safetensors file."""
+FORMAT = 5  # the format that is written, and the first that every later version reads: see docs/file-format.md
+KEY = "lapwing"  # of the JSON header in the metadata of the safetensors file
 
 
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Writes tensors and a JSON header to one file, which replaces an old file only when it is complete.
 
-    A link is followed. An old file keeps its mode, and a new file gets the mode that the umask allows.
-
-    Raises:
-        LapwingError: if the file cannot be written; an old file stays as it is.
-
-    Cost: memory of a copy of each tensor that is on another device, not contiguous, or shares memory with another one.
+    A link is followed. An old file keeps its mode, and a new file gets the mode that the umask allows. Tensors that are
+    on another device, not contiguous, or share memory are copied.
     """
     target, mode = place_of(path)
     temporary = target.parent / f".{target.name[:200]}-{secrets.token_hex(8)}.tmp"
@@ -63,11 +56,7 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Reads the tensors and the header of a file that `write_safetensors` wrote.
-
-    Raises:
-        LapwingError: if the file is missing, is damaged, comes from another program, or has another format.
-    """
+    """Reads the tensors and the header of a file that `write_safetensors` wrote; raises if it is damaged or foreign."""
     try:
         if not Path(path).is_file():
             raise LapwingError(f"There is no file {_shown(path)}. Write it with posterior.save({str(path)!r}).")

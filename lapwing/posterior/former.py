@@ -44,11 +44,7 @@ def penalty(tangent: Tangent, covariance: Covariance, model: Any, method: Method
 
 
 def precision_product(covariance: Covariance, vectors: dict[str, Tensor], method: MethodInfo) -> dict[str, Tensor]:
-    """Returns `Σ⁻¹ v`.
-
-    Raises:
-        LapwingError: if the covariance has no inverse, or only one that needs a factorisation.
-    """
+    """Returns `Σ⁻¹ v`; raises if the covariance has no inverse, or only one that needs a factorisation."""
     product = covariance.precision_mv(vectors) if has_prior(covariance) else None
     if product is None:
         raise LapwingError(

@@ -44,9 +44,6 @@ def load(
         forward: the same function as in `lw.fit`, or None if the fit had none.
         memory: memory budget in bytes; None means 1 GiB.
 
-    Returns:
-        The posterior.
-
     Raises:
         LapwingError: if the file is damaged, comes from another program or has another format, or if the model has
             other weights.

@@ -10,25 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """How a posterior was made. `str` gives one line, such as "KFAC(weight_sharing='expand', uncovered='diagonal')".
+    """How a posterior was made. `str` gives one line, such as "KFAC(weight_sharing='expand', uncovered='diagonal')"."""
 
-    Attributes:
-        name: class name of the method, such as "KFAC".
-        text: `repr` of the method with its options.
-        options: option -> number, string, bool or None. Other values, such as another method, are only in `text`.
-        accepts_further_data: whether `Posterior.update` can add data: `Method.accepts_further_data`.
-        tuning: text of the tuning that chose δ, σ² or T; None if there was none.
-        first_samples: (n, N) after early stopping, where the curvature is from the first n of N samples; else None.
-        after_former: whether the prior was a former posterior.
-    """
-
-    name: str
-    text: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    accepts_further_data: bool = False
-    tuning: str | None = None
-    first_samples: tuple[int, int] | None = None
-    after_former: bool = False
+    name: str  # class name of the method, such as "KFAC"
+    text: str  # `repr` of the method with its options
+    options: Mapping[str, Any] = field(default_factory=dict)  # numbers, strings, bools, None; others are only in `text`
+    accepts_further_data: bool = False  # whether `Posterior.update` can add data: `Method.accepts_further_data`
+    tuning: str | None = None  # text of the tuning that chose δ, σ² or T
+    first_samples: tuple[int, int] | None = None  # (n, N) if early stopping kept the curvature of the first n samples
+    after_former: bool = False  # whether the prior was a former posterior
 
     @classmethod
     def of(cls, method: Any) -> MethodInfo:

@@ -37,8 +37,7 @@ from .storage import save
 SMALLER_PREDICTION = (
     "Predict fewer inputs at a time, or fewer outputs by via=lw.Linearized(outputs=10), or pass a smaller memory=... "
     "to lw.fit or lw.load."
-)
-"""Advice in the message of a prediction that runs out of memory."""
+)  # advice if a prediction runs out of memory
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -102,9 +101,8 @@ class Posterior(Displayed, Generic[P]):
             facts.append(f"prior_precision={precision:.4g}")
         elif precision is not None:
             facts.append(f"prior_precision of {len(precision)} blocks")
-        facts += [
-            f"{name}={getattr(self, name):g}" for name in ("data_factor", "temperature") if getattr(self, name) != 1
-        ]
+        factors = {"data_factor": self.data_factor, "temperature": self.temperature}
+        facts += [f"{name}={factor:g}" for name, factor in factors.items() if factor != 1]
         if self.method.tuning is not None:
             facts.append(f"tuned by {self.method.tuning.partition('(')[0]}")
         return (
@@ -169,16 +167,13 @@ class Posterior(Displayed, Generic[P]):
     def with_prior(
         self, prior_precision: float | Mapping[str, float], noise_variance: float | None = None
     ) -> Posterior[P]:
-        """Returns the posterior with another prior precision and, if given, another noise variance.
+        """Returns a new posterior with another prior precision and, if given, another noise variance.
 
         Subspace methods keep their span. Fit again to choose a new one.
 
         Args:
             prior_precision: δ, a number or {block or parameter pattern: number}.
             noise_variance: σ²; None keeps the present one.
-
-        Returns:
-            A new posterior; this one is unchanged.
 
         Raises:
             LapwingError: if a number is not positive, or if the weights have changed since the fit.
@@ -204,11 +199,7 @@ class Posterior(Displayed, Generic[P]):
     @cached_property
     @outside_modes
     def log_evidence(self) -> LogEvidence:
-        """The evidence as a function of the prior precision and the noise variance, which tuning maximises.
-
-        Raises:
-            LapwingError: if the covariance has no prior, or if the prior was a former posterior.
-        """
+        """The evidence as a function of δ and σ², which tuning maximises; raises if it is not defined."""
         if self.method.after_former:
             raise LapwingError(
                 "The evidence is not defined for a posterior whose prior was a former posterior: each part of its "
@@ -230,9 +221,8 @@ class Posterior(Displayed, Generic[P]):
     ) -> float:
         """Returns the Laplace evidence in nats, including all constants of the likelihood.
 
-        `log Z = log p(y|θ̂) - 1/2 (θ̂-μ0)ᵀΔ(θ̂-μ0) - 1/2 logdet(I + Δ^(-1/2) G Δ^(-1/2))`.
-
-        A temperature divides the likelihood's part by τ, and `data_size` multiplies it by N/n.
+        `log Z = log p(y|θ̂) - 1/2 (θ̂-μ0)ᵀΔ(θ̂-μ0) - 1/2 logdet(I + Δ^(-1/2) G Δ^(-1/2))`. A temperature divides the
+        likelihood's part by τ, and `data_size` multiplies it by N/n.
 
         Args:
             lower_bound: if True, subtracts half the trace of the curvature outside the subspace of a subspace method.
@@ -243,11 +233,9 @@ class Posterior(Displayed, Generic[P]):
             loader: the training data.
             sample_weights: whether the batches hold sample weights, as in the fit.
 
-        Returns:
-            log Z.
-
         Raises:
-            LapwingError: if the covariance has no prior, or the loader is missing.
+            LapwingError: if the covariance has no prior, if the prior was a former posterior, or if the loader is
+                missing.
 
         Cost: O(P) or less; one pass over the data with `linearised_mode`.
         """
@@ -287,8 +275,6 @@ class Posterior(Displayed, Generic[P]):
 
         Raises:
             LapwingError: if the inputs are invalid, or if the weights have changed since the fit.
-
-        Cost: given by the way.
         """
         self._check_network()
         check_flag("latent", "joint", joint)
@@ -330,14 +316,9 @@ class Posterior(Displayed, Generic[P]):
 
     @outside_modes
     def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:
-        """Draws weights `θ ~ N(θ̂, Σ)`.
+        """Returns n draws of the weights `θ ~ N(θ̂, Σ)`: parameter name -> `(n, *shape)`. The model keeps its weights.
 
-        Args:
-            n: number of draws.
-            seed: seed of the random generator.
-
-        Returns:
-            Parameter name -> `(n, *shape)`, for `torch.func.functional_call`. The model keeps its weights.
+        `torch.func.functional_call` runs the network at a draw.
 
         Raises:
             LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.
@@ -370,13 +351,12 @@ class Posterior(Displayed, Generic[P]):
     def update(
         self, loader: Any, *, tune: Any = None, sample_weights: bool = False, progress: bool | None = None
     ) -> Posterior[P]:
-        """Returns the posterior of the former data plus further data, at the same weights.
+        """Returns a new posterior, of the former data plus further data, at the same weights.
 
         `G = G_1 + G_2`, and the statistics of the likelihood add too, so for Diagonal, KFAC and Full the result equals
         one fit to all data, to rounding, unless the Fisher information is drawn (more than 1 000 outputs). The mean
-        stays: if the new data should move it, train the network further and fit again. The directions of a subspace
-        stay too, although a new fit would choose them from all data. The prior precision, the noise variance and the
-        logit temperature stay as well, even if they were tuned.
+        stays: if the new data should move it, train the network further and fit again. The directions of a subspace,
+        the prior precision, the noise variance and the logit temperature stay too, even if they were tuned.
 
         Args:
             loader: only the further data, in any form that `lw.fit` accepts.
@@ -384,13 +364,10 @@ class Posterior(Displayed, Generic[P]):
             sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`.
             progress: whether to show a bar; None shows it on a terminal.
 
-        Returns:
-            A new posterior; this one is unchanged.
-
         Raises:
             LapwingError: if the curvature is not such a sum (EKFAC, VaLLA, SubsetOfData, SWAG, MeanField, SampledLLA,
-                TemperatureScaling), if the fit scaled its data by
-                `data_size=`, if the input is invalid, or if the weights have changed since the fit.
+                TemperatureScaling), if the fit scaled its data by `data_size=`, if the input is invalid, or if the
+                weights have changed since the fit.
 
         Cost: one pass over the further data, and the decomposition of the sums. In float32 the sums of KFAC are
             restored from their eigenpairs, with float32 rounding.
@@ -412,14 +389,11 @@ class Posterior(Displayed, Generic[P]):
 
         The loss of further data plus the penalty, `Σ_n -log p(y_n | f(x_n)) + penalty`, is the negative log posterior
         of all data in the Laplace approximation, so training does not forget the former data. Add `penalty / N` to a
-        mean loss over N samples.
+        mean loss over N samples. The penalty is a scalar with first derivatives only.
 
         Args:
             model: a network of the same architecture, such as `copy.deepcopy(posterior.model)`, in training or in eval
                 mode; gradients flow into its parameters.
-
-        Returns:
-            A scalar, with first derivatives only.
 
         Raises:
             LapwingError: if the model is the posterior's own network or has another architecture, if the covariance has
@@ -443,9 +417,6 @@ class Posterior(Displayed, Generic[P]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the posterior (not the network) to one safetensors file. An old file is replaced at the very end.
-
-        Args:
-            path: path of the file, such as "posterior.safetensors".
 
         Raises:
             LapwingError: if the path cannot be written, or if the weights have changed since the fit.

@@ -21,32 +21,20 @@ from ..tangent import Tangent, Vectors, join
 
 @dataclass(frozen=True)
 class Prior:
-    """`θ ~ N(μ0, Δ⁻¹)` with one precision for each block.
+    """`θ ~ N(μ0, Δ⁻¹)` with one precision for each block."""
 
-    Attributes:
-        precision: δ (n_blocks,) float64, in 1/weight².
-        mean: μ0: block name -> (P_block,).
-        fixed: whether the user or the method chose δ; otherwise it is tuned.
-    """
-
-    precision: Tensor
-    mean: Vectors = field(repr=False)
-    fixed: bool
+    precision: Tensor  # δ (n_blocks,) float64, in 1/weight²
+    mean: Vectors = field(repr=False)  # μ0, (P_block,) by block
+    fixed: bool  # whether the user or the method chose δ; otherwise it is tuned
 
     @classmethod
     def read(
         cls, tangent: Tangent, precision: float | Mapping[str, float] | None, mean: float | Mapping[str, Tensor] = 0.0
     ) -> Prior:
-        """Returns the prior from the options of the user.
+        """Returns the prior from δ, a number or {block or parameter pattern: number}, and μ0 as in `lw.fit`.
 
-        Args:
-            tangent: the network and its treated blocks.
-            precision: δ, a number or {block or parameter pattern: number}; None means 1 and still to be tuned.
-            mean: μ0, a number or {parameter name: tensor}; other parameters have 0.
-
-        Raises:
-            LapwingError: if a pattern matches nothing, a block has no precision, or a precision is not positive or
-                rounds to 0 or infinity in the dtype of the weights.
+        None for δ means 1 and still to be tuned. Raises if a pattern matches nothing, a block has no precision, or a
+        precision is not positive or rounds to 0 or infinity in the dtype of the weights.
         """
         values = torch.ones(len(tangent.blocks), dtype=torch.float64, device=double_device(tangent.device))
         if isinstance(precision, Mapping):

@@ -12,19 +12,12 @@ class Scale:
 
     The covariance is `(s G + Δ)⁻¹` with `s = of_curvature`, and the log joint is `k log p(y|θ) + log p(θ)` with
     `k = of_likelihood`.
-
-    Attributes:
-        samples: n, number of samples in the sums; 1 for a mean over samples.
-        data_size: N, number of samples of the whole data set.
-        temperature: τ.
-        noise_variance: σ², a number or a scalar tensor. None counts as 1: the likelihood has no σ², or σ² is not yet
-            known.
     """
 
-    samples: float
-    data_size: float
-    temperature: float
-    noise_variance: Any = None
+    samples: float  # n, number of samples in the sums; 1 for a mean over samples
+    data_size: float  # N, number of samples of the whole data set
+    temperature: float  # τ
+    noise_variance: Any = None  # σ², a number or a scalar tensor; None counts as 1: there is no σ², or it is not known
 
     @property
     def of_likelihood(self) -> float:

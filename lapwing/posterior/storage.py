@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
-    """Writes a posterior to one file: see `Posterior.save`, which checks the network first.
-
-    Raises:
-        LapwingError: if the path cannot be written, or if `load` would refuse the contents, for example NaN.
-    """
+    """Writes a posterior to one file: see `Posterior.save`. Raises if `load` would refuse the contents, such as NaN."""
     kind = type(posterior.covariance)
     if COVARIANCES.get(kind.__name__) is not kind:
         raise LapwingError(
@@ -71,11 +67,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
 
 
 def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Checks the shapes and dtypes of the tensors, that they are finite, and that δ, σ², T and τ are positive.
-
-    Raises:
-        ValueError: with the name of the first tensor or number that is wrong.
-    """
+    """Raises a ValueError unless tensors are finite, of the right shapes and dtypes, and δ, σ², T and τ positive."""
     kind = COVARIANCES[header["covariance"]["class"]]
     described = kind.entries(tangent, header["covariance"]["extra"])
     for name, (shape, dtypes) in described.items():
@@ -98,7 +90,6 @@ def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[st
 def _check_tensor(
     name: str, tensors: dict[str, Tensor], shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Raises if a tensor is missing, or has another shape or dtype."""
     if name not in tensors:
         raise ValueError(f"the tensor {name} is missing")
     value = tensors[name]
