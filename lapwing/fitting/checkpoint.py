@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,32 +24,43 @@ from torch import Tensor
 from .. import ranks
 from ..data.data import Data
 from ..errors import LapwingError, shown
+from ..methods.state import DataSummary, State, joined_by
 from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from .fingerprints import differences, fingerprint_of
-from .runner_state import RunnerState
 
 log = logging.getLogger("lapwing")
 
-FORMAT = 5
-"""Version of the contents of a checkpoint."""
+FORMAT = 5  # version of the contents of a checkpoint
+SECONDS = 60.0  # minimum time between two writes of the file within a pass, if `every` is None
 
-SECONDS = 60.0
-"""Minimum time between two writes of the file within a pass, if `every` is None."""
+Saved = tuple[str, dict[str, Tensor]]  # label of a pass, and copies of the tensors of its state
 
-Saved = tuple[str, dict[str, Tensor]]
-"""Label of a pass, and copies of the tensors of its state."""
+
+@dataclass
+class PassSums(State):
+    """Sums of a pass over data. Over several ranks these are the sums of this rank until the pass ends."""
+
+    state: State = field(default_factory=State)  # state of the pass
+    summary: DataSummary = field(default_factory=DataSummary)  # likelihood statistics, if this pass collects them
+    any_counted: bool = joined_by(torch.logical_or, False)  # whether any target counted
+
+
+@dataclass
+class RunnerState(State):
+    """State of the runner in one pass. Together with the states of earlier passes it determines the rest of the fit."""
+
+    sums: PassSums = field(default_factory=PassSums)
+    summary: DataSummary = field(default_factory=DataSummary)  # of the samples that all passes have read
+    generator: Tensor | None = None  # state of the random generator of the Fisher root; None before it is saved
+    batches: int = 0  # number of batches of the pass that are done
+    start: int = 0  # number of samples of these batches
+    size: int = 0  # n, or 0 if it is unknown
+    whole: bool = False  # whether `summary` covers all samples
+    finished: bool = False  # whether the pass is finished
 
 
 class Checkpoint:
-    """The checkpoint of one fit. As a context manager, it removes the file at the end unless an exception is raised.
-
-    Args:
-        path: path of the file.
-        every: number of batches between two writes of the file within a pass; None writes it once a minute.
-
-    Raises:
-        LapwingError: if the path or the number cannot be used.
-    """
+    """The checkpoint of one fit. As a context manager, it removes the file at the end unless an exception is raised."""
 
     def __init__(self, path: str | os.PathLike[str], every: int | None) -> None:
         if os.path.isdir(path or "."):
@@ -64,12 +76,7 @@ class Checkpoint:
         self._batches, self._time = 0, time.monotonic()
 
     def open(self, data: Data, described: Mapping[str, Any]) -> None:
-        """Reads the file if it exists. `described` holds fingerprints of the fit, by the names that a message shows.
-
-        Raises:
-            LapwingError: if the folder cannot be written to, the data do not repeat their first batch, or the file is
-                damaged or belongs to another fit.
-        """
+        """Reads the file if it exists. `described` holds fingerprints of the fit, by the names that a message shows."""
         first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
         self._fit = {**described, "the first batch": first}
         self._left = ranks.on_first("the checkpoint", self._read)

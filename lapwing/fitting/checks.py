@@ -1,4 +1,4 @@
-"""Checks that method, network, likelihood, tuning and data go together, before the passes."""
+"""Checks before the passes: method, network, likelihood, tuning and data go together, and the fit has the memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ import torch
 from torch import Tensor
 
 from ..data import batches
-from ..errors import LapwingError
+from ..environment import memory_limit
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.inferred import check_logits
-from ..methods import FitShape, Method
+from ..methods import KFAC, Diagonal, FitShape, Footprint, Method
 from ..posterior.prior import check_range
 from ..tangent import Tangent
 from ..tuning import Tuning
 
-FIRST = 256
-"""Maximum number of samples of the first batch that show whether outputs suit the likelihood."""
+FIRST = 256  # maximum number of samples of the first batch that show whether outputs suit the likelihood
 
 
 def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, targets: Any, held_out: bool) -> None:
-    """Raises if the method, the network, the likelihood and the tuning do not fit together.
-
-    `inputs` and `targets` are those of the first batch, and `held_out` says whether the user passed `validation=`.
-    """
+    """Raises if the parts of a fit do not go together; `inputs` and `targets` are those of the first batch."""
     tangent, likelihood = shape.tangent, shape.likelihood
     method.check(tangent, likelihood)
     if held_out and method.chooses_temperature:
@@ -71,3 +68,42 @@ def _checked_rows(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets
     rows, targets = positions.rows(outputs), places.targets(targets, tangent.outputs)
     likelihood.check(rows, targets)
     return rows, targets
+
+
+def check_memory(method: Method, shape: FitShape) -> None:
+    """Raises if a fit exceeds the memory of its device or its budget. A method without a footprint is not checked."""
+    footprint = method.footprint(shape)
+    advice = None if footprint is None else advice_on_memory(method, footprint, shape)
+    if advice is not None:
+        raise LapwingError(advice)
+
+
+def advice_on_memory(method: Method, footprint: Footprint, shape: FitShape) -> str | None:
+    """Returns what does not fit into memory and what to use instead, or None if everything fits.
+
+    On a CPU all memory that this process may use counts, since other processes may give theirs back. On a GPU the free
+    memory counts.
+    """
+    tangent = shape.tangent
+    available, where = _available(tangent.device) if footprint.peak > tangent.memory else (tangent.memory, "")
+    if footprint.peak <= available:
+        refusals = [need.refusal(tangent.memory) for need in footprint.needs]
+        return next((refusal for refusal in refusals if refusal is not None), None)
+    instead = "Treat fewer weights: write params=lw.last_layer."
+    for other in (Diagonal(), KFAC()):
+        peak = other.footprint(shape).peak
+        if peak <= available:
+            line = f"lw.{type(other).__name__}(){', params=lw.last_layer' * tangent.treats_output_alone}"
+            instead = f"Use {line}, which needs {peak / 2**30:.3g} GiB."
+    return (
+        f"{shown(method)} needs {footprint.peak / 2**30:.3g} GiB for {tangent.size} weights, and {where} "
+        f"{available / 2**30:.3g} GiB. {instead}"
+    )
+
+
+def _available(device: torch.device) -> tuple[int, str]:
+    """Returns the memory of a device in bytes, and its subject in a message."""
+    if device.type != "cuda":
+        return memory_limit(), "this process may use"
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached, "the GPU has free"

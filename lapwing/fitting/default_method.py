@@ -21,17 +21,10 @@ from .checks import check_fit
 from .fit_data import FitData
 from .options import FitOptions
 
-FULL_NUMBERS = 2**20
-"""Maximum number of entries of the basis or covariance of `Full`; a prediction reads them for each output."""
-
-FULL_MULTIPLY_ADDS = 2**33
-"""Maximum number of multiply-adds of a fit for which `Full` is the default: one to two seconds."""
-
-KFAC_OUTPUTS = 10
-"""Maximum number of outputs for KFAC over all weights: a fit and a prediction take a backward pass for each."""
-
+FULL_NUMBERS = 2**20  # maximum entries of the basis or covariance of `Full`; a prediction reads them for each output
+FULL_MULTIPLY_ADDS = 2**33  # maximum multiply-adds of a fit for which `Full` is the default: one to two seconds
+KFAC_OUTPUTS = 10  # maximum outputs for KFAC over all weights: a fit and a prediction take a backward pass for each
 FOR_ALL_WEIGHTS = "For all weights write lw.fit(model, loader, lw.KFAC())."
-"""End of the log line if only the last layer is treated."""
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
@@ -126,18 +119,8 @@ def surveyed(
 ) -> tuple[Method, FitShape, Prior, str | None]:
     """Surveys the network, and checks that it fits the method, the likelihood, the tuning and the held-out data.
 
-    Args:
-        data: data of the fit.
-        options: options of the fit; a method that is None is chosen.
-        count: returns n, or N if only this is known.
-        samples: n, or a lower bound if counting needs a pass.
-        warn: whether the survey warns.
-
-    Returns:
-        The method, the surveyed network with its sizes, the prior, and the log line about a default method.
-
-    Raises:
-        LapwingError: if they do not fit together, or the network cannot be used.
+    Returns the method, the sizes of the fit, the prior, and the log line about a default method. `count` returns n, or
+    N if only this is known, and `samples` is n, or a lower bound if counting needs a pass.
     """
     method, tangent, reason = method_and_tangent(data, options, count, warn)
     shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)

@@ -28,11 +28,10 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Validation
 from .checkpoint import Checkpoint
-from .checks import first_rows
+from .checks import check_memory, first_rows
 from .default_method import price, surveyed
 from .fingerprints import check_same_network, fingerprint_of
 from .fit_data import FitData
-from .memory_check import check_memory
 from .options import DEFAULT_TUNING, FitOptions
 from .result import checked, posteriors_of, tuned
 from .runner import Runner, Stop
@@ -170,21 +169,12 @@ def fit(
 
 @dataclass(frozen=True)
 class Setup:
-    """A surveyed fit, before its passes.
-
-    Attributes:
-        options: options of the fit.
-        data: data of the fit.
-        method: method of the fit, the user's or the default.
-        problem: network, likelihood and prior, as the method sees them.
-        runner: runs passes over the training data.
-        checkpoint: checkpoint of the fit, or None.
-    """
+    """A surveyed fit, before its passes."""
 
     options: FitOptions
     data: FitData
-    method: Method
-    problem: Problem
+    method: Method  # the user's or the default
+    problem: Problem  # network, likelihood and prior, as the method sees them
     runner: Runner
     checkpoint: Checkpoint | None
 
@@ -202,11 +192,7 @@ class Setup:
 
 
 def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None, warn: bool = True) -> Setup:
-    """Surveys the network, chooses the method if the user named none, and checks that all parts fit together.
-
-    Raises:
-        LapwingError: if the network, method or tuning cannot be used, or if the fit exceeds the memory.
-    """
+    """Surveys the network, chooses the method if the user named none, and checks that all parts and the memory fit."""
     runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
     shown = runner.shown() or batches.size(data.inputs)
     method, shape, prior, reason = surveyed(data, options, runner.count, shown, warn)

@@ -24,40 +24,27 @@ from .options import FitOptions
 
 log = logging.getLogger("lapwing")
 
-FEW = 30
-"""Minimum number of held-out samples; below it a warning is logged."""
+FEW = 30  # minimum number of held-out samples; below it a warning is logged
 
 
 @dataclass(frozen=True)
 class FitData:
     """The data of a fit, and what they decide.
 
-    Attributes:
-        model: the network, as the user passed it.
-        training: training data.
-        held_out: data of `validation=`, or None.
-        inputs: inputs of the first batch of the joined training data.
-        targets: targets of this batch.
-        likelihood: the user's likelihood, or the one inferred from the targets.
-        tune: the tuning, or None for the default prior and noise. Over several processes its held-out data are those
-            of all processes on rank 0, and empty on other ranks.
+    Over several processes `tune` has the held-out data of all processes on rank 0, and none on other ranks.
     """
 
-    model: Any
+    model: Any  # the network, as the user passed it
     training: Data
-    held_out: Data | None
-    inputs: Any = field(repr=False)
-    targets: Any = field(repr=False)
-    likelihood: Likelihood
-    tune: Tuning | None
+    held_out: Data | None  # data of `validation=`
+    inputs: Any = field(repr=False)  # inputs of the first batch of the joined training data
+    targets: Any = field(repr=False)  # targets of this batch
+    likelihood: Likelihood  # the user's likelihood, or the one inferred from the targets
+    tune: Tuning | None  # None for the default prior and noise
 
     @classmethod
     def of(cls, options: FitOptions, model: Any, loader: Any) -> FitData:
-        """Reads the first batches.
-
-        Raises:
-            LapwingError: if the data cannot be used, or if `data_size` is below the number of samples.
-        """
+        """Reads the first batches; raises if the data cannot be used, or if `data_size` is too small."""
         training, held_out = Data(loader, model, options.sample_weights, options.data_size), None
         inputs, targets = batches.split(training.first)
         tune = options.tune

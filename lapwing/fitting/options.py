@@ -21,12 +21,10 @@ from ..tangent import LastLayer, Predicate
 from ..tuning import BoundedEvidence, Tuning
 from .fingerprints import differences, fingerprint_of
 
-DEFAULT_TUNING = BoundedEvidence()
-"""The tuning if the user names none. A method that chooses its own prior ignores it without a warning."""
+DEFAULT_TUNING = BoundedEvidence()  # a method that chooses its own prior ignores it without a warning
 
 WITH_PRIOR = ("prior", "sample_weights", "forward", "memory", "checkpoint", "every", "progress")
 """Options that a user may pass together with `prior=`."""
-
 
 PRECISION = Rule(
     lambda value: isinstance(value, Mapping) or is_positive(value), "a positive finite number, a dict of such numbers"
@@ -65,11 +63,7 @@ class FitOptions(Options):
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        """Checks each option, and options that exclude each other.
-
-        Raises:
-            LapwingError: says what is wrong and what to write.
-        """
+        """Checks each option, and options that exclude each other."""
         check_method(self.method)
         super().__post_init__()
         if self.prior_precision is not None and self.weight_decay is not None:

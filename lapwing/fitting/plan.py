@@ -23,21 +23,18 @@ from ..network.entry import outside_modes
 from ..network.probe import PROBED_SAMPLES
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning
-from .checks import check_batch
+from .checks import advice_on_memory, check_batch
 from .default_method import surveyed
 from .fit_data import FitData
-from .memory_check import advice_on_memory
 from .options import DEFAULT_TUNING, FitOptions
 from .runner import Runner
 
 HEADER = f"{'weights':>13}  {'passes':>9}  {'kept MiB':>12}  {'peak MiB':>12}  {'seconds':>9}  method"
-"""The first line of a table."""
 
-UNITS = (
+UNITS = (  # the explanation below a table
     "passes: length of the fit in forward passes of its data. kept, peak: memory of the posterior and of the fit.\n"
     "seconds: passes times a timed forward pass. It may be off by a factor of four. Setup and tuning come on top."
 )
-"""The explanation below a table."""
 
 
 @dataclass(frozen=True, repr=False)

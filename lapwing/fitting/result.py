@@ -29,13 +29,7 @@ log = logging.getLogger("lapwing")
 def posteriors_of(
     runner: Runner, method: Method, problem: Problem, result: FitResult
 ) -> tuple[Posterior, tuple[Posterior, ...]]:
-    """Returns the posterior of all data and the posteriors of its first parts, before tuning.
-
-    They have the prior precision, the noise variance and the logit temperature that the method chose.
-
-    Raises:
-        LapwingError: if `data_size` is below the number of samples that the loader shows.
-    """
+    """Returns the posteriors of all data and of their first parts, at the δ, σ² and T of the method, before tuning."""
     tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
     if result.noise_variance is not None:
         likelihood = likelihood.with_noise_variance(result.noise_variance)

@@ -19,7 +19,6 @@ from .. import ranks
 from ..covariance import Covariance
 from ..data import batches
 from ..data.data import Data
-from ..data.frames import Columns
 from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
@@ -28,11 +27,9 @@ from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..tangent.retry import retried
-from .checkpoint import Checkpoint
-from .runner_state import PassSums, RunnerState
+from .checkpoint import Checkpoint, PassSums, RunnerState
 
-Advance = Callable[[], Any]
-"""Counts one batch on the bar of a pass."""
+Advance = Callable[[], Any]  # counts one batch on the bar of a pass
 
 Stop = Callable[[Covariance, DataSummary], bool]
 """Whether more samples than those of a covariance would make it worse: see `EarlyStopping(stop="first fall")`."""
@@ -41,30 +38,19 @@ Stop = Callable[[Covariance, DataSummary], bool]
 class Runner:
     """Reads the data for each pass of a method. The first pass over all samples also sums likelihood statistics.
 
-    Args:
-        data: training data.
-        prefixes: number of first parts of the data (a half, a quarter, ...) whose covariances to compute.
-        data_size: N, if the user gave it; then n is not counted, because a stream may be endless.
-        checkpoint: checkpoint of the fit, or None.
-
-    Attributes:
-        prefixes: n -> covariance and likelihood statistics of the first n samples.
+    `prefixes` is the number of first parts of the data (a half, a quarter, ...) whose covariances to compute. With
+    N = `data_size`, n is not counted, because a stream may be endless.
     """
 
     def __init__(
         self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: Checkpoint | None = None
     ) -> None:
-        self._data = data
+        self.columns, self._data = data.columns, data
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
         self._labels: Tensor | None = None
         self._at = RunnerState()
         self._stop: Stop | None = None
-        self.prefixes: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}
-
-    @property
-    def columns(self) -> Columns:
-        """Names of the columns of the training data."""
-        return self._data.columns
+        self.prefixes: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
 
     @property
     def whole(self) -> bool:

@@ -33,8 +33,7 @@ from .runner import Runner
 
 log = logging.getLogger("lapwing")
 
-FAR = 4.0
-"""Mean squared residual of further data, in noise variances, above which a warning is logged."""
+FAR = 4.0  # mean squared residual of further data, in noise variances, above which a warning is logged
 
 
 @warns_once
@@ -63,11 +62,7 @@ def updated(
 def continued(
     options: FitOptions, former: Posterior, model: Any, loader: Any, checkpoint: Checkpoint | None
 ) -> Posterior:
-    """Returns the posterior of further data with a former posterior as the prior: see `lw.fit`.
-
-    Raises:
-        LapwingError: if the network has other layers, or the former covariance cannot be a prior.
-    """
+    """Returns the posterior of further data with a former posterior as the prior: see `lw.fit`."""
     former._check_network()
     _check_invertible(former)
     data = Data(loader, model, options.sample_weights, columns=former.columns)
@@ -91,9 +86,6 @@ def _with_data(
     """Returns the posterior with the curvature, at the weights of `tangent`, and the statistics of further data added.
 
     With a `remedy`, a warning names it if the residuals of further data are far larger than the noise variance.
-
-    Raises:
-        LapwingError: if the curvatures do not add, or the data cannot be used.
     """
     if posterior.data_factor != 1:
         raise LapwingError(

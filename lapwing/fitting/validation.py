@@ -14,14 +14,9 @@ from .default_method import is_affordable_for_kfac
 
 log = logging.getLogger("lapwing")
 
-OUTPUTS = 20
-"""Maximum number of outputs for which all weights are tried. A prediction needs a backward pass for each output."""
-
-MULTIPLY_ADDS = 2**37
-"""Maximum number of multiply-adds for the Jacobian rows of all samples: about ten seconds."""
-
-GAIN = 2e-3
-"""Minimum gain, in nats per held-out sample, for which all weights are preferred. Their predictions cost more."""
+OUTPUTS = 20  # maximum number of outputs for which all weights are tried; a prediction needs a backward pass for each
+MULTIPLY_ADDS = 2**37  # maximum number of multiply-adds for the Jacobian rows of all samples: about ten seconds
+GAIN = 2e-3  # minimum gain, in nats per held-out sample, for which all weights are preferred: predictions cost more
 
 
 def worth_trying(whole: Tangent, last: Tangent, samples: int) -> bool:
