@@ -93,9 +93,7 @@ def constructed(
     if not noise_fixed:
         likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))
     zero = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=tangent.device)
-    centre = {
-        block.name: torch.zeros(block.size, dtype=tangent.dtype, device=tangent.device) for block in tangent.blocks
-    }
+    centre = {name: torch.zeros_like(mean) for name, mean in tangent.mean().items()}
     return Posterior(
         tangent, covariance(tangent), likelihood, Prior(zero, centre, fixed=True),
         summary.statistics, summary.samples, 1.0, 1.0, method, noise_fixed, Stamp.of(tangent.state()),

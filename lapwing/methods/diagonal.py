@@ -16,11 +16,6 @@ class Diagonal(Method):
     """Diagonal Laplace, `Σ = (diag(G)/τ + δI)⁻¹` with the exact diagonal of the GGN.
 
     Cost: one pass of C backward passes of activations; memory O(P).
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.Diagonal()
-        Diagonal()
     """
 
     def passes(self, problem: Problem) -> Passes:
@@ -48,7 +43,5 @@ class SquaredSums(CurvaturePass[BlockSums]):
                 total += record.sums(name).squared_sum()
 
     def finish(self, state: BlockSums) -> Blockwise:
-        structures = {name: DiagonalBlock(diagonal) for name, diagonal in state.blocks.items()}
-        return Blockwise(
-            self._problem.tangent.blocks, structures, self._problem.precision, self._problem.scale.of_curvature
-        )
+        problem, structures = self._problem, {name: DiagonalBlock(total) for name, total in state.blocks.items()}
+        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)

@@ -35,11 +35,6 @@ class ELLA(Method):
     the budget too, V stays implicit: memory O(M²), M more backward passes for each chunk of the curvature's pass and of
     a prediction, and a saved posterior holds the sampled training inputs. The loader is read to count samples, to
     collect the inputs of the rows, and to sum the curvature by C backward passes per sample.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.ELLA(rank=20, rows=200)
-        ELLA(rank=20, rows=200, residual=None, sampling='uniform')
     """
 
     rank: int = option(20, at_least(1))
@@ -56,7 +51,6 @@ class ELLA(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields a pass for the inputs of the rows, then a pass for the curvature on their span."""
         anchors = yield from sampled_anchors(problem, self.rows, self.sampling)
         basis = span_of_anchors(problem, anchors, self.rank, self.residual)
         return (yield from on_basis(problem, basis, self.residual))

@@ -15,48 +15,31 @@ from ..likelihoods import Likelihood
 from ..tangent import Tangent
 from .problem import MemoryNeed, root_columns, root_positions
 
-DECOMPOSITION_BYTES = 24
-"""Bytes per entry of a matrix that is decomposed: its copy in float64, and the workspace of LAPACK."""
+DECOMPOSITION_BYTES = 24  # per entry of a matrix that is decomposed: its copy in float64, and LAPACK's workspace
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a method needs for a fit.
+    """What a method needs for a fit."""
 
-    Attributes:
-        kept: bytes of the covariance.
-        peak: maximum bytes that the fit holds in addition to the network; includes `kept`.
-        passes: length of the fit in forward passes of its data, without tuning.
-        rank: number of directions K of a subspace; None for other structures.
-        needs: tensors that must fit the memory budget as a whole.
-    """
-
-    kept: int
-    peak: int
-    passes: float
-    rank: int | None = None
-    needs: tuple[MemoryNeed, ...] = ()
+    kept: int  # bytes of the covariance
+    peak: int  # maximum bytes that the fit holds in addition to the network; includes `kept`
+    passes: float  # length of the fit in forward passes of its data, without tuning
+    rank: int | None = None  # number of directions K of a subspace; None for other structures
+    needs: tuple[MemoryNeed, ...] = ()  # tensors that must fit the memory budget as a whole
 
 
 @dataclass(frozen=True)
 class FitShape:
-    """The sizes of a fit that has not begun.
-
-    Attributes:
-        columns: number of columns R of the Fisher root.
-        samples: number of samples n that the loader shows.
-        batch: number of samples in the first batch.
-        sample_bytes: bytes of the inputs of one sample.
-        activations: bytes of the activations that one sample's record holds; 0 if they were not measured.
-    """
+    """The sizes of a fit that has not begun."""
 
     tangent: Tangent
     likelihood: Likelihood
-    columns: int
-    samples: int
-    batch: int
-    sample_bytes: int
-    activations: int = 0
+    columns: int  # number of columns R of the Fisher root
+    samples: int  # number of samples n that the loader shows
+    batch: int  # number of samples in the first batch
+    sample_bytes: int  # bytes of the inputs of one sample
+    activations: int = 0  # bytes of the activations in the record of one sample; 0 if they were not measured
 
     @classmethod
     def of(cls, tangent: Tangent, likelihood: Likelihood, inputs: Any, samples: int) -> FitShape:
@@ -81,10 +64,9 @@ class FitShape:
         return length * self.activations + min(length * each, tangent.memory)
 
     def stored(self, kind: type[Covariance], extra: Mapping[str, Any], dtype: torch.dtype | None = None) -> int:
-        """Returns the bytes of a covariance's tensors, as its files list them.
+        """Returns the bytes of a covariance's tensors, with the settings `extra` of `Covariance.entries`.
 
-        `extra` holds its settings, as `Covariance.entries` reads them. `dtype` is the dtype of tensors whose dtype may
-        vary; None means the network's.
+        `dtype` is the dtype of tensors whose dtype may vary; None means the network's.
         """
         scale = {"scale": 1.0} if kind.has_prior else {}
         dtype, total = dtype or self.tangent.dtype, 0

@@ -36,11 +36,6 @@ class Full(Method):
 
     Cost: one pass. Primal: time O(P³) once, memory 16 P² bytes, and twice that during the decomposition. Dual: memory
     O(NC P), time O((NC)² P) once.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.Full(form="dual")
-        Full(form='dual')
     """
 
     form: Literal["auto", "primal", "dual"] = "auto"
@@ -53,7 +48,6 @@ class Full(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields one pass, which sums the GGN or keeps all rows."""
         self.check(problem.tangent, problem.likelihood)
         rows = problem.count() * problem.root.columns
         problem.require(self._need(problem.tangent, rows))
@@ -61,7 +55,7 @@ class Full(Method):
         return (yield from run_curvature_pass(curvature))
 
     def _is_primal(self, tangent: Tangent, rows: int) -> bool:
-        """Whether the fit sums the GGN instead of keeping all rows."""
+        """Whether the fit sums the GGN; otherwise it keeps all rows."""
         return tangent.positions.several or self.form == "primal" or (self.form == "auto" and rows >= tangent.size)
 
     def _need(self, tangent: Tangent, rows: int) -> MemoryNeed:

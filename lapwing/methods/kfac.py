@@ -16,11 +16,13 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, K
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
-from ..tangent import Record, Tangent
+from ..tangent import Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import MemoryNeed, Problem
 from .state import BlockSums, State
+
+MatrixSums = MatrixJacobian | FisherSums  # `Record.sums` of a block with a matrix layout
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,6 @@ class KFAC(Method):
     Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) per layer. At the end, time O(D³) per
     layer, or O(D² n) for a factor of width D that is summed over n < D rows. A prediction rotates the inputs of each
     layer, O(D_in²) per position, or O(D_in n) for a layer with one position if the fit had far fewer samples n.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.KFAC(weight_sharing="reduce").uncovered
-        'diagonal'
     """
 
     weight_sharing: Literal["expand", "reduce"] = "expand"
@@ -65,7 +62,6 @@ class KFAC(Method):
         return MemoryNeed(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
 
     def _factor_pass(self, problem: Problem) -> _FactorPass:
-        """Returns the factor pass; raises if the dense blocks do not fit."""
         problem.require(self._need(problem.tangent))
         return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
 
@@ -86,24 +82,14 @@ class EKFAC(KFAC):
     """Eigenvalue-corrected KFAC: the eigenbasis of KFAC, with the true second moments of the Jacobian as eigenvalues.
 
     `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, the best diagonal in that basis in Frobenius norm (George et al. 2018,
-    section 3).
-
-    Args:
-        weight_sharing: as for `KFAC`.
-        uncovered: as for `KFAC`.
+    section 3). The options are those of `KFAC`.
 
     Cost: two passes of C backward passes of activations each; memory O(D_in² + D_out² + P) per layer.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.EKFAC()
-        EKFAC(weight_sharing='expand', uncovered='diagonal')
     """
 
     accepts_further_data: ClassVar[bool] = False
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields KFAC's pass, then a pass for the second moments."""
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
         return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
@@ -116,23 +102,14 @@ class EKFAC(KFAC):
 
 @dataclass
 class Factors(State):
-    """Sums by block name. A block has `diagonal`, or `dense`, or A, Gamma and `count`.
+    """Sums by block name. A block has `diagonal`, or `dense`, or A, Gamma and `count`."""
 
-    Attributes:
-        diagonal: `Σ J²` (P_block,).
-        dense: `Σ JᵀJ` (P_block, P_block).
-        A: `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs.
-        Gamma: `Σ g gᵀ` (G, O, O).
-        count: number of positions (1,).
-        excess: `Σ (w - 1)` over positions (1,) float64, for sample weights w; absent without weights.
-    """
-
-    diagonal: dict[str, Tensor] = field(default_factory=dict)
-    dense: dict[str, Tensor] = field(default_factory=dict)
-    A: dict[str, Tensor] = field(default_factory=dict)
-    Gamma: dict[str, Tensor] = field(default_factory=dict)
-    count: dict[str, Tensor] = field(default_factory=dict)
-    excess: dict[str, Tensor] = field(default_factory=dict)
+    diagonal: dict[str, Tensor] = field(default_factory=dict)  # `Σ J²` (P_block,)
+    dense: dict[str, Tensor] = field(default_factory=dict)  # `Σ JᵀJ` (P_block, P_block)
+    A: dict[str, Tensor] = field(default_factory=dict)  # `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs
+    Gamma: dict[str, Tensor] = field(default_factory=dict)  # `Σ g gᵀ` (G, O, O)
+    count: dict[str, Tensor] = field(default_factory=dict)  # number of positions (1,)
+    excess: dict[str, Tensor] = field(default_factory=dict)  # `Σ (w - 1)` over positions (1,) float64, if weighted
 
 
 class _FactorPass(CurvaturePass[Factors]):
@@ -169,7 +146,7 @@ class _FactorPass(CurvaturePass[Factors]):
                     rows = doubled(record[name].rows().flatten(0, 1))
                     state.dense[name] += rows.T @ rows
                 else:
-                    sums = _of_matrix(record, name)
+                    sums = cast("MatrixSums", record.sums(name))
                     count = sums.add_kronecker_factors(self._reduce, state.A[name], state.Gamma[name], weights)
                     if weights is not None:
                         more = (weights.sum() / record.samples - 1) * count
@@ -210,7 +187,8 @@ class _SecondMoments(CurvaturePass[BlockSums]):
     def update(self, state: BlockSums, batch: Batch) -> None:
         for _, record in batch.records(self._problem.summed_root):
             for name, basis in self._bases.items():
-                squares = _of_matrix(record, name).rotated_squared_sum(basis.inputs, basis.outputs)
+                sums = cast("MatrixSums", record.sums(name))
+                squares = sums.rotated_squared_sum(basis.inputs, basis.outputs)
                 state.blocks[name] += squares.reshape_as(state.blocks[name])  # (G, O, I)
 
     def finish(self, state: BlockSums) -> Blockwise:
@@ -257,10 +235,3 @@ def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: boo
         matrix -= matrix.mean(-2, keepdim=True)
     values, vectors = eigen_in_place(matrix, rank, dtype)
     return values, vectors.to(device, dtype, memory_format=torch.contiguous_format)
-
-
-def _of_matrix(record: Record, name: str) -> MatrixJacobian | FisherSums:
-    """Returns the object that sums squares and Kronecker factors of a block with a matrix layout."""
-    sums = record.sums(name)
-    assert isinstance(sums, (MatrixJacobian, FisherSums))
-    return sums

@@ -46,11 +46,6 @@ class OptimalSubspace(Method):
 
     Cost: the passes of `curvature`; M rows of J and `Ψ_approx Jᵀ`; one pass for the curvature on the span. Memory
     O(K P), plus the memory of Ψ_approx, plus one memory budget for rows.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.OptimalSubspace(rank=10, curvature=lw.Diagonal()).rows
-        1000
     """
 
     rank: int = option(20, at_least(1))
@@ -69,7 +64,6 @@ class OptimalSubspace(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields the passes of Ψ_approx, a pass for the inputs of the subset, and a pass for the curvature."""
         self.check(problem.tangent, problem.likelihood)
         approximate = None
         if isinstance(self.curvature, Method):
@@ -80,13 +74,11 @@ class OptimalSubspace(Method):
         return (yield from on_basis(problem, basis, self.residual))
 
     def _needs(self, tangent: Tangent, count: int, dtype: torch.dtype) -> tuple[MemoryNeed, ...]:
-        """Returns the memory needs of the directions, and of the Gram matrix of M rows."""
-        directions = min(self.rank, count) * tangent.size * dtype.itemsize
+        rank, name = self.rank, type(self).__name__
+        size = min(rank, count) * tangent.size * dtype.itemsize
         return (
-            MemoryNeed(
-                f"OptimalSubspace(rank={self.rank})", directions, f"{self.rank} directions", "ask for a lower rank"
-            ),
-            MemoryNeed(f"OptimalSubspace(rows={count})", 16 * count**2, "the rows' Gram matrix", "ask for fewer rows"),
+            MemoryNeed(f"{name}(rank={rank})", size, f"{rank} directions", "ask for a lower rank"),
+            MemoryNeed(f"{name}(rows={count})", 16 * count**2, "the rows' Gram matrix", "ask for fewer rows"),
         )
 
     def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
@@ -111,7 +103,7 @@ class OptimalSubspace(Method):
         The rows in memory are float64, because the leading eigenvalues of thousands of rows span many decades.
         """
         tangent, blocks = problem.tangent, problem.tangent.blocks
-        dtype = record_dtype(problem, self.residual)
+        dtype = record_dtype(tangent, self.residual)
         for need in self._needs(tangent, len(anchors), dtype):
             problem.require(need)
         fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
@@ -151,7 +143,7 @@ class OptimalSubspace(Method):
         if rows > tangent.memory:  # they are recorded again for each chunk of them
             passes += 2 * count / shape.samples * count / tangent.chunk_length(1, tangent.dtype, 4 * tangent.size)
         gram = last.kept + min(2 * rows, tangent.memory) + DECOMPOSITION_BYTES * count**2
-        needs = first.needs + self._needs(tangent, count, tangent.dtype if self.residual is None else torch.float64)
+        needs = first.needs + self._needs(tangent, count, record_dtype(tangent, self.residual))
         return Footprint(last.kept, max(first.peak, first.kept + max(gram, last.peak)), passes, last.rank, needs)
 
 

@@ -34,25 +34,16 @@ from .state import DataSummary, S
 
 @dataclass
 class Batch:
-    """One batch of a pass.
-
-    Attributes:
-        inputs: B samples that have passed the gate.
-        start: number of samples before this batch.
-        counted: mask of the targets that count, from `Likelihood.labelled`; None for all.
-        weights: sample weights w (B,); None for ones.
-        likelihood: p(y|f), whose weights of targets multiply the curvature; None to ignore them.
-        round: number of times that this pass has already read all data; 0 at first.
-    """
+    """One batch of a pass."""
 
     tangent: Tangent
-    inputs: Any
+    inputs: Any  # B samples that have passed the gate
     targets: Tensor
-    start: int
-    counted: Tensor | None = None
-    weights: Tensor | None = None
-    likelihood: Likelihood | None = None
-    round: int = 0
+    start: int  # number of samples before this batch
+    counted: Tensor | None = None  # mask of the targets that count, from `Likelihood.labelled`; None means all
+    weights: Tensor | None = None  # sample weights w (B,); None means ones
+    likelihood: Likelihood | None = None  # its weights of targets multiply the curvature; None ignores them
+    round: int = 0  # number of times that this pass has already read all data
     _outputs: list[Tensor] = field(default_factory=list, init=False)
     _kept: Tensor | None = field(default=None, init=False)
     _sizes: tuple[int, ...] = field(default=(), init=False)
@@ -143,24 +134,17 @@ class Batch:
 
 
 class SumPass(ABC, Generic[S]):
-    """A pass whose state adds over data.
+    """A pass whose state adds over data."""
 
-    Attributes:
-        label: name of the pass on the progress bar.
-        limit: number of the first samples that the pass needs; None for all.
-        in_iteration: whether the pass is one step of an iteration, such as conjugate gradients. Then it runs in one
-            process, and a checkpoint keeps neither this pass nor a later one.
-    """
+    label: str  # name of the pass on the progress bar
+    limit: int | None = None  # number of the first samples that the pass needs; None means all
 
-    label: str
-    limit: int | None = None
     in_iteration: ClassVar[bool] = False
+    """Whether the pass is one step of an iteration, such as conjugate gradients. Then it runs in one process, and a
+    checkpoint keeps neither this pass nor a later one."""
 
     def basis_tensors(self) -> Iterable[Tensor]:
-        """Returns tensors of which all ranks need the same bits, such as an eigenbasis.
-
-        The runner overwrites them on all ranks with the values of rank 0 before the pass.
-        """
+        """Returns tensors, such as an eigenbasis, that the runner overwrites with the values of rank 0 on all ranks."""
         return ()
 
     @abstractmethod
@@ -187,14 +171,10 @@ class IteratePass(ABC, Generic[S]):
     """A pass that takes one step per batch and cycles through the data; it may end anywhere in the data.
 
     It runs in one process. A fit that was killed during the pass begins the pass again.
-
-    Attributes:
-        label: name of the pass on the progress bar.
-        steps: maximum number of steps.
     """
 
-    label: str
-    steps: int
+    label: str  # name of the pass on the progress bar
+    steps: int  # maximum number of steps
 
     @abstractmethod
     def init(self) -> S:
@@ -232,32 +212,23 @@ class LikelihoodPass(SumPass[DataSummary]):
 class FitResult:
     """The result of a method that chooses its own prior or noise, or that returns more than a covariance.
 
-    Attributes:
-        covariance: Σ, at the chosen prior precision.
-        precision: δ (n_blocks,) that the method chose; None leaves the prior to the tuning.
-        noise_variance: σ² that the method chose; None leaves it to the tuning.
-        history: numbers by name, such as an objective for each step, for `posterior.history`.
-        summary: statistics of the samples that the method chose for curvature and evidence; None for all samples.
-        data_factor: factor of curvature and evidence, in addition to the N/n of `data_size`.
-        tangent: a copy of the network at the new mean, if the method moved the mean.
-        logit_temperature: T that the method chose, if it declares `chooses_temperature`; None leaves it to the tuning.
+    If δ, σ² or T is None, the tuning chooses it.
     """
 
-    covariance: Covariance
-    precision: Tensor | None = None
-    noise_variance: float | None = None
-    history: Mapping[str, Tensor] = field(default_factory=dict)
-    summary: DataSummary | None = None
-    data_factor: float = 1.0
-    tangent: Tangent | None = None
-    logit_temperature: float | None = None
+    covariance: Covariance  # Σ, at the chosen prior precision
+    precision: Tensor | None = None  # δ (n_blocks,) that the method chose
+    noise_variance: float | None = None  # σ² that the method chose
+    history: Mapping[str, Tensor] = field(default_factory=dict)  # for `posterior.history`, such as objectives
+    summary: DataSummary | None = None  # statistics of the samples that the method chose; None means all samples
+    data_factor: float = 1.0  # factor of curvature and evidence, in addition to the N/n of `data_size`
+    tangent: Tangent | None = None  # a copy of the network at the new mean, if the method moved the mean
+    logit_temperature: float | None = None  # T that the method chose, if it declares `chooses_temperature`
 
 
 Passes = Generator[Pass, Any, Covariance | FitResult]
-CurvaturePasses = Generator[Pass, Any, Covariance]
 
 
-def run_curvature_pass(step: CurvaturePass[Any]) -> CurvaturePasses:
+def run_curvature_pass(step: CurvaturePass[Any]) -> Generator[Pass, Any, Covariance]:
     """Yields the final pass of a method; returns its covariance."""
     return step.finish((yield step))
 
@@ -301,8 +272,7 @@ class Method(Options, ABC):
     def allows_early_stopping(self) -> bool:
         """Returns whether `EarlyStopping` may fit the first n samples for several n.
 
-        It may if the last pass is a `CurvaturePass` over all data, or if the method chooses the prior itself, so that
-        no tuning follows.
+        Then the last pass is a `CurvaturePass` over all data, or the method chooses the prior, so no tuning follows.
         """
         return True
 

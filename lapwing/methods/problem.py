@@ -21,28 +21,18 @@ from .state import DataSummary
 
 log = logging.getLogger("lapwing")
 
-EXACT_FISHER_OUTPUTS = EXACT_OUTPUTS
-"""Maximum number of outputs with an exact Λ; above, Monte-Carlo draws approximate it."""
-
-POSITION_DRAWS = 8
-"""Number of columns that are drawn for an input whose outputs have positions; each has noise at all positions."""
+EXACT_FISHER_OUTPUTS = EXACT_OUTPUTS  # maximum number of outputs with an exact Λ; above, draws approximate it
+POSITION_DRAWS = 8  # columns that are drawn for an input whose outputs have positions; each has noise at all positions
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Tensors that a method cannot split into chunks, and that must fit the memory budget.
+    """Tensors that a method cannot split into chunks, and that must fit the memory budget."""
 
-    Attributes:
-        method: the method, with the option that causes the need.
-        bytes: size of the tensors.
-        what: name of the tensors, such as "their Gram matrix".
-        instead: advice to the user, such as "ask for fewer rows".
-    """
-
-    method: str
+    method: str  # with the option that causes the need
     bytes: int
-    what: str
-    instead: str
+    what: str  # the tensors, such as "their Gram matrix"
+    instead: str  # advice to the user, such as "ask for fewer rows"
 
     def refusal(self, memory: int) -> str | None:
         """Returns the message of an error, or None if the tensors fit."""
@@ -86,17 +76,8 @@ class FisherRoot:
     """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or Monte-Carlo columns for many outputs.
 
     For outputs (B, T C) with T positions, Λ is block-diagonal over positions. A random column has independent noise at
-    every position, so `E[r rᵀ] = Λ`, and S backward passes replace T C.
-
-    Args:
-        likelihood: p(y | f) of one position.
-        outputs: C.
-        positions: T on the first batch, or 1 if each position is a sample.
-
-    Attributes:
-        columns: R, on batches with T positions.
-        rank: maximum rank of the Λ of an input.
-        generator: random generator of the draws, on the device of the outputs.
+    every position, so `E[r rᵀ] = Λ`, and S backward passes replace T C. `positions` is T on the first batch, or 1 if
+    each position is a sample. `columns` is R on batches with T positions, and `rank` the maximum rank of a Λ.
     """
 
     def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator, positions: int = 1) -> None:
@@ -155,34 +136,19 @@ class FisherByParts:
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of a method.
-
-    Attributes:
-        likelihood: the likelihood; its noise variance may still be None.
-        root: cotangents whose outer products give Λ at unit noise.
-        prior: δ (ones if it is to be tuned) and μ0.
-        traces_wanted: whether the tuning reads the lower bound of the evidence.
-        labels: function that returns the class labels (n,) of the samples, -1 if targets are not labels. Its first call
-            reads the loader.
-        count: function that returns n, the number of samples of the loader. It reads the loader only if the loader has
-            no length.
-        summary: function that returns the sums over the samples that the passes have read; call it after the first
-            pass.
-        temperature: τ.
-        data_size: N if the user gave it, or None.
-    """
+    """The inputs of a method."""
 
     tangent: Tangent
-    likelihood: Likelihood
-    root: FisherRoot
-    prior: Prior
-    traces_wanted: bool
+    likelihood: Likelihood  # its noise variance may still be None
+    root: FisherRoot  # cotangents whose outer products give Λ at unit noise
+    prior: Prior  # δ (ones if it is to be tuned) and μ0
+    traces_wanted: bool  # whether the tuning reads the lower bound of the evidence
     seed: int
-    labels: Callable[[], Tensor]
-    count: Callable[[], int]
-    summary: Callable[[], DataSummary]
-    temperature: float = 1.0
-    data_size: int | None = None
+    labels: Callable[[], Tensor]  # class labels (n,), -1 if targets are not labels; the first call reads the loader
+    count: Callable[[], int]  # n; reads the loader only if it has no length
+    summary: Callable[[], DataSummary]  # sums over the samples that the passes have read; call it after the first pass
+    temperature: float = 1.0  # τ
+    data_size: int | None = None  # N if the user gave it
 
     @cached_property
     def summed_root(self) -> FisherRoot | FisherByParts:

@@ -53,19 +53,12 @@ def rank_in_class(labels: Tensor) -> Tensor:
 
 @dataclass
 class KeptInputs(State):
-    """Inputs of samples or batches that a pass keeps, each under an integer key.
+    """Inputs of samples or batches that a pass keeps, each under an integer key."""
 
-    Attributes:
-        leaves: `key/number` -> tensor.
-        nests: key -> nesting of the tensors, JSON as uint8.
-        labels: key -> class labels; -1 if the targets are not labels.
-        shared: key -> which tensors all samples share; empty if this is not kept.
-    """
-
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    nests: dict[str, Tensor] = field(default_factory=dict)
-    labels: dict[str, Tensor] = field(default_factory=dict)
-    shared: dict[str, Tensor] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)  # `key/number` -> tensor
+    nests: dict[str, Tensor] = field(default_factory=dict)  # key -> nesting of the tensors, JSON as uint8
+    labels: dict[str, Tensor] = field(default_factory=dict)  # key -> class labels; -1 if the targets are not labels
+    shared: dict[str, Tensor] = field(default_factory=dict)  # key -> which tensors all samples share, if it is kept
 
     def keep(self, key: int, leaves: list[Tensor], nest: str, labels: Tensor) -> None:
         """Keeps the flattened inputs and the labels of a sample or a batch."""
@@ -150,15 +143,12 @@ def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling
 
 
 class _ChosenInputs(SumPass[KeptInputs]):
-    """Collects the inputs of chosen samples, each under its place; the places are in rising order.
-
-    `shared` tells for each tensor of the first batch whether its samples shared it.
-    """
+    """Collects the inputs of chosen samples, each under its place; the places are in rising order."""
 
     label = "inputs of sampled rows"
 
     def __init__(self, samples: Tensor, shared: tuple[bool, ...]) -> None:
-        self._samples, self._shared = samples, shared
+        self._samples, self._shared = samples, shared  # which tensors all samples of the first batch shared
 
     def init(self) -> KeptInputs:
         return KeptInputs()

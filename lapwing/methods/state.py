@@ -18,14 +18,7 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 
 def joined_by(join: Join, default: Any = MISSING) -> Any:
-    """Declares a field of a `State` that does not add over data.
-
-    For example, `largest: Tensor = joined_by(torch.maximum)`.
-
-    Args:
-        join: an associative function of two tensors of one shape.
-        default: default value of the field; without one the field has to be given.
-    """
+    """Declares a field of a `State` that is joined by an associative function, such as `torch.maximum`, not summed."""
     return field(default=default, metadata={"join": join})
 
 
@@ -35,17 +28,6 @@ class State:
 
     A subclass is a dataclass. Each field is a tensor, a number, a dict of tensors by name, another state, or None. The
     state of all data is the sum of the states of its parts, field by field, unless a field says `joined_by`.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> import torch
-        >>> @dataclass
-        ... class Moments(State):
-        ...     sums: dict[str, torch.Tensor]
-        ...     count: int = 0
-        >>> first, second = Moments({"weight": torch.ones(2)}, 3), Moments({"weight": torch.ones(2)}, 4)
-        >>> first.added(second)
-        Moments(sums={'weight': tensor([2., 2.])}, count=7)
     """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -122,10 +104,7 @@ class DataSummary(State):
         weights: Tensor | None = None,
         samples: int | None = None,
     ) -> None:
-        """Checks the targets of samples and adds their statistics.
-
-        If the rows are positions of samples, `samples` is the number of samples.
-        """
+        """Checks targets and adds their statistics. If rows are positions, `samples` is the number of samples."""
         likelihood.check(outputs, targets)
         self.samples += len(outputs) if samples is None else samples
         more = {} if weights is None else {"weights": weights}  # a user's likelihood may not accept weights
@@ -138,22 +117,14 @@ class Descent(State):
     """Values that Adam optimises.
 
     `torch.optim.Adam` would need values that are scaled by their units, and a schedule of its learning rates.
-
-    Attributes:
-        values: open values by name.
-        means: running means of the gradients, by name of the value.
-        squares: running means of the squared gradients, by name of the value.
-        history: one number per step, by name.
-        kept: other tensors of the pass, by name.
-        taken: number of steps so far.
     """
 
     values: dict[str, Tensor]
-    means: dict[str, Tensor] = field(default_factory=dict)
-    squares: dict[str, Tensor] = field(default_factory=dict)
-    history: dict[str, Tensor] = field(default_factory=dict)
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    taken: int = 0
+    means: dict[str, Tensor] = field(default_factory=dict)  # running means of the gradients
+    squares: dict[str, Tensor] = field(default_factory=dict)  # running means of the squared gradients
+    history: dict[str, Tensor] = field(default_factory=dict)  # one number per step
+    kept: dict[str, Tensor] = field(default_factory=dict)  # other tensors of the pass
+    taken: int = 0  # number of steps so far
 
     def move(self, name: str, gradient: Tensor, rate: float, unit: Tensor | float = 1.0, eps: float = 1e-8) -> None:
         """Moves a value by a step of Adam against its gradient, in units of `unit` (Kingma and Ba 2015)."""
@@ -167,7 +138,12 @@ class Descent(State):
 
     def note(self, **numbers: Tensor | float) -> None:
         """Appends numbers to the history."""
-        for name, number in numbers.items():
-            number = number.detach().cpu() if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
-            number = number.double()[None]
-            self.history[name] = torch.cat([self.history[name], number]) if name in self.history else number
+        append(self.history, **numbers)
+
+
+def append(history: dict[str, Tensor], **numbers: Tensor | float) -> None:
+    """Appends numbers, or tensors of equal shapes, to the float64 tensors of a history on the CPU."""
+    for name, number in numbers.items():
+        number = number.detach().cpu() if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+        number = number.double()[None]
+        history[name] = torch.cat([history[name], number]) if name in history else number

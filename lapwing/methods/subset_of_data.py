@@ -41,11 +41,6 @@ class SubsetOfData(Method):
     backward passes for each point; memory and time as for `Full` on n points, O(n C P) and O((n C)² P), or O(P²) and
     O(P³) if n C > P. If that exceeds the budget, the directions stay implicit: two passes, memory O((n C)²), n C more
     backward passes for each chunk of a prediction, and a saved posterior holds the inputs of the chosen points.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.SubsetOfData(size=500)
-        SubsetOfData(size=500, sampling='uniform')
     """
 
     accepts_further_data: ClassVar[bool] = False
@@ -54,8 +49,7 @@ class SubsetOfData(Method):
     sampling: Literal["uniform", "balanced"] = "uniform"
 
     def allows_early_stopping(self) -> bool:
-        """Returns False: no curvature of the other points is summed."""
-        return False
+        return False  # no curvature of the other points is summed
 
     def passes(self, problem: Problem) -> Passes:
         whole = problem.count()
@@ -109,14 +103,10 @@ class SubsetOfData(Method):
 
 @dataclass
 class SubsetState(State):
-    """The state of a pass over a subset.
-
-    Attributes:
-        labels: class labels of the samples (n,); -1 if the targets are not labels.
-    """
+    """The state of a pass over a subset."""
 
     inner: State
-    labels: Tensor
+    labels: Tensor  # class labels of the samples (n,); -1 if the targets are not labels
     summary: DataSummary
 
 

@@ -42,7 +42,7 @@ class SubsetOfWeights(Method):
 
     Args:
         size: K, the number of weights; at most P.
-        by: "diagonal", "magnitude", "random" or a posterior.
+        by: the rule that chooses the weights.
         residual: None or "prior".
 
     Raises:
@@ -54,13 +54,6 @@ class SubsetOfWeights(Method):
 
     Source: Faller and Martin, Optimal Subspace Inference for the Laplace Approximation of Bayesian Neural Networks,
     equations 13, 16 and 19 with unit vectors for P; the subset methods of its section 5.
-
-    Example:
-        >>> import lapwing as lw
-        >>> x, y = torch.randn(32, 4), torch.randint(3, (32,))
-        >>> posterior = lw.fit(torch.nn.Linear(4, 3).eval(), [(x, y)], SubsetOfWeights(size=6, by="magnitude"))
-        >>> sum(int((v > 0).sum()) for v in posterior.covariance.diagonal().values())
-        6
     """
 
     size: int = field(metadata=required(at_least(1), "100"))
@@ -85,13 +78,11 @@ class SubsetOfWeights(Method):
             _check_same_weights(tangent.blocks, self.by.covariance.blocks)
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields a pass for the diagonal of G if it chooses the weights, then a pass for their curvature."""
-        tangent, size = problem.tangent, self.size
-        self.check(tangent, problem.likelihood)
+        self.check(problem.tangent, problem.likelihood)
         problem.require(self._need())
         scores = yield from self._scores(problem)
-        picked = scores.argsort(descending=True, stable=True)[:size]
-        basis = CoordinateBasis(tangent.blocks, picked, record_dtype(problem, self.residual))
+        picked = scores.argsort(descending=True, stable=True)[: self.size]
+        basis = CoordinateBasis(problem.tangent.blocks, picked, record_dtype(problem.tangent, self.residual))
         return (yield from on_basis(problem, basis, self.residual))
 
     def _need(self) -> MemoryNeed:

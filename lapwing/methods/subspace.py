@@ -14,7 +14,7 @@ from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWi
 from ..covariance.base import split_blocks
 from ..covariance.dense import expand
 from ..linalg import RANK_CUT, doubled, eigen_in_place, orthonormal_rows, placed
-from ..tangent import Anchors
+from ..tangent import Anchors, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
 from .problem import MemoryNeed, Problem
@@ -24,21 +24,15 @@ log = logging.getLogger("lapwing")
 
 Residual = Literal["prior"] | None
 
-SVD_NUMBERS = 2**24
-"""Maximum number of entries of the rows that one SVD orthonormalises; larger matrices are processed in slices."""
+SVD_NUMBERS = 2**24  # maximum number of entries of rows that one SVD orthonormalises; larger matrices are sliced
 
 
 @dataclass
 class ProjectedCurvature(State):
-    """Sums on a basis W.
+    """Sums on a basis W."""
 
-    Attributes:
-        H: `Σ (RᵀJWᵀ)ᵀ(RᵀJWᵀ)` (K, K).
-        traces: the trace of G for each block (n_blocks,); zeros if the tuning does not read it.
-    """
-
-    H: Tensor
-    traces: Tensor
+    H: Tensor  # `Σ (RᵀJWᵀ)ᵀ(RᵀJWᵀ)` (K, K)
+    traces: Tensor  # the trace of G for each block (n_blocks,); zeros if the tuning does not read it
 
     @classmethod
     def zeros(cls, problem: Problem, rank: int) -> ProjectedCurvature:
@@ -85,9 +79,9 @@ def on_basis(problem: Problem, basis: Basis, residual: Residual) -> Passes:
     return (yield from run_curvature_pass(ProjectionPass(problem, basis, residual)))
 
 
-def record_dtype(problem: Problem, residual: Residual) -> torch.dtype:
+def record_dtype(tangent: Tangent, residual: Residual) -> torch.dtype:
     """Returns the dtype of directions: float64 with a residual, which subtracts nearly equal numbers."""
-    return problem.tangent.dtype if residual is None else torch.float64
+    return tangent.dtype if residual is None else torch.float64
 
 
 def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Residual) -> Basis:
@@ -96,7 +90,7 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     They are computed from the rows if these fit the memory budget, else from the Gram matrix of the rows, summed layer
     by layer. In the second case the basis stays implicit if K directions do not fit.
     """
-    tangent, dtype, rank = problem.tangent, record_dtype(problem, residual), min(rank, len(anchors))
+    tangent, dtype, rank = problem.tangent, record_dtype(problem.tangent, residual), min(rank, len(anchors))
     ratios = problem.precision / problem.precision[0]
     if _fit(len(anchors), tangent.size, dtype, tangent.memory):
         root = expand(tangent.blocks, ratios).rsqrt().to(dtype)
@@ -104,12 +98,17 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
         directions = orthonormal_span(anchors.rows(dtype).mul_(root), tangent.memory, rank)
         return ExplicitBasis(split_blocks(tangent.blocks, directions.mul_(root.to(directions.device)).to(root)))
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
-    explicit = rank * tangent.size * dtype.itemsize <= tangent.memory
+    needed = rank * tangent.size * dtype.itemsize
+    explicit = needed <= tangent.memory
     problem.require(_need(len(anchors)))
     precise = torch.float64 if not explicit else dtype
     coefficients = leading_of(lambda dtype: anchors.gram(scales, dtype), rank, precise)
     if not explicit:
-        log.info(_too_many_directions(rank, tangent.size, dtype, tangent.memory))
+        log.info(
+            "%d directions of %s weights take %.3g GiB, and the memory budget is %.3g GiB. So they stay implicit: rows "
+            "of J are computed again for each batch. Pass memory=%d if the machine has it, or a lower rank.",
+            rank, f"{tangent.size:,}", needed / 2**30, tangent.memory / 2**30, 2 ** (needed - 1).bit_length(),
+        )  # fmt: skip
         return ImplicitBasis(anchors, coefficients, scales)
     fits = rank * tangent.size * torch.float64.itemsize <= tangent.memory
     combined = anchors.combine(coefficients if fits else coefficients.to(dtype))
@@ -132,16 +131,6 @@ def _need(count: int) -> MemoryNeed:
     return MemoryNeed(f"The span of {count} rows of J", 16 * count**2, "their Gram matrix", "ask for fewer rows")
 
 
-def _too_many_directions(rank: int, size: int, dtype: torch.dtype, memory: int) -> str:
-    """Returns the message why a fit and its predictions are slow, and what to do."""
-    needed = rank * size * dtype.itemsize
-    return (
-        f"{rank} directions of {size:,} weights take {needed / 2**30:.3g} GiB, and the memory budget is "
-        f"{memory / 2**30:.3g} GiB. So they stay implicit: rows of J are computed again for each batch. Pass "
-        f"memory={2 ** (needed - 1).bit_length()} if the machine has it, or a lower rank."
-    )
-
-
 def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dtype) -> Tensor:
     """Returns `λ^(-1/2) Uᵀ` (K, M) of the leading eigenpairs of a Gram matrix, largest first, without rounding noise.
 
@@ -161,7 +150,7 @@ def stored_on_basis(
     shape: FitShape, kind: str, extra: Mapping[str, Any], residual: Residual
 ) -> tuple[int, torch.dtype]:
     """Returns the bytes of a covariance on a basis of this class with these settings, and the dtype of directions."""
-    dtype = shape.tangent.dtype if residual is None else torch.float64
+    dtype = record_dtype(shape.tangent, residual)
     settings = {"rank": extra["rank"], "basis": {"class": kind, "extra": extra}}
     if residual is None:
         return shape.stored(LowRank, settings, dtype), dtype

@@ -74,9 +74,6 @@ class SWAG:
             rank: K, the maximum number of deviations, at least 2; 0 for the diagonal only.
             params: selection of the uncertain parameters; the other parameters are averaged too. Not `lw.last_layer`.
 
-        Returns:
-            A collector; call its `snapshot()` after every epoch of the late phase.
-
         Raises:
             LapwingError: if the rank is 1 or negative, or if no parameter is selected.
 
@@ -155,8 +152,8 @@ class SnapshotCollector:
         rank: K, the maximum number of deviations.
         names: names of the treated parameters.
         count: T, the number of snapshots.
-        mean: θ̄, the mean of the snapshots, for every parameter, float64.
-        deviations: the last K of `θ_i - θ̄_i` by treated parameter, oldest first; `θ̄_i` is the mean at snapshot i.
+        mean: θ̄, for every parameter, float64.
+        deviations: the last K of `θ_i - θ̄_i` by treated parameter, oldest first.
         buffers: buffers of the last snapshot.
     """
 
@@ -310,10 +307,7 @@ def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) ->
 
 
 def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:
-    """Computes batch norm statistics again in training mode, as the mean over batches; changes the network in place.
-
-    The network stays in training mode. The state of torch's generators is restored.
-    """
+    """Computes batch norm statistics again, as the mean over batches; leaves the network in training mode."""
     device = next(network.parameters()).device
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), without_compiled():

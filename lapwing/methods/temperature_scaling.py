@@ -22,8 +22,7 @@ from .state import State
 
 log = logging.getLogger("lapwing")
 
-TEMPERATURES = torch.linspace(-2.0, 2.0, 161, dtype=torch.float64)
-"""Candidates for log10 T."""
+TEMPERATURES = torch.linspace(-2.0, 2.0, 161, dtype=torch.float64)  # candidates for log10 T
 
 
 def refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
@@ -84,10 +83,7 @@ class TemperatureScaling(Method):
                 "The network predicts every class correctly: use more data, which the network was not trained on."
                 if at == 0 else "The logits do not predict the classes: check the network and the order of the labels.",
             )  # fmt: skip
-        blocks, zeros = problem.tangent.blocks, problem.zeros
-        covariance = LowRankPlusDiagonal(
-            blocks, {b.name: zeros(b.size) for b in blocks}, {b.name: zeros(0, b.size) for b in blocks}
-        )
+        covariance = LowRankPlusDiagonal(problem.tangent.blocks, problem.block_zeros(), problem.block_zeros(0))
         return FitResult(covariance, logit_temperature=10**chosen)
 
     def footprint(self, shape: FitShape) -> Footprint:

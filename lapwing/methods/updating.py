@@ -31,11 +31,7 @@ from .subspace import ProjectedCurvature, ProjectionPass
 
 @dataclass(frozen=True)
 class Update(Method):
-    """Adds the curvature of further data to the curvature of a covariance, on the same structure.
-
-    The result equals a fit to all data for diagonals, dense matrices, Kronecker factors, and subspaces with the same
-    directions.
-    """
+    """Adds the curvature of further data to the curvature of a covariance, on the same structure."""
 
     covariance: Covariance
     made_by: MethodInfo

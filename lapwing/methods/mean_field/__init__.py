@@ -116,7 +116,7 @@ class MeanField(Method):
 
         h, λ and γ are `hess`, `ess` and `weight_decay` of each parameter group. Any optimiser with these three entries
         works, such as `ivon.IVON` of the package ivon-opt. Parameters that it does not train are certain. Outside
-        `optimizer.sampled_params()` the weights of the network are the mean.
+        `optimizer.sampled_params()` the weights of the network are the mean. There is no prior and no evidence.
 
         Source: Shen et al. 2024, Variational Learning is Effective for Large Deep Networks, Algorithm 1; the mean-field
         posterior of Streamlined Prediction (section 4).
@@ -132,9 +132,6 @@ class MeanField(Method):
             forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are all wrong.
             memory: budget in bytes for one chunk of samples; None means 1 GiB.
             progress: whether to show a bar; None shows one on a terminal.
-
-        Returns:
-            An immutable posterior. It has no prior and no evidence.
 
         Raises:
             LapwingError: if the optimiser is not IVON, if it trained another network, or if the input is invalid.
@@ -179,20 +176,10 @@ class MeanField(Method):
         memory: int | None = None,
         progress: bool | None = None,
     ) -> Posterior:
-        """Returns the posterior `N(θ̂, diag σ²)` of given variances.
+        """Returns the posterior `N(θ̂, diag σ²)` of given variances, without a prior or an evidence.
 
-        Args:
-            model: the trained network, in eval mode. It is used, not copied.
-            variances: parameter name -> σ² >= 0, in the shape of the parameter; other parameters are certain.
-            loader: the training data; this and the options below are as in `from_optimizer`.
-            likelihood: p(y | f).
-            scale: factor of Σ.
-            forward: function that calls the network, or None.
-            memory: budget in bytes.
-            progress: whether to show a bar.
-
-        Returns:
-            An immutable posterior. It has no prior and no evidence.
+        `variances` maps names of parameters to σ² >= 0, in the shape of the parameter; other parameters are certain.
+        The other arguments are those of `from_optimizer`.
 
         Raises:
             LapwingError: if names, shapes or values do not match the network, or if the input is invalid.
@@ -250,8 +237,7 @@ def _fits(variance: Any, parameter: Tensor | None) -> bool:
 def _ivon_variances(optimizer: Any, parameters: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:
     """Returns `σ² = 1 / (λ (h + γ))` of every parameter of a network that an IVON optimiser trains, float64.
 
-    Its parameter groups have `hess` h, one vector over the parameters in order, `ess` λ and `weight_decay` γ. Raises if
-    the optimiser is not IVON, if precisions are not positive, or if it trained another network.
+    Its parameter groups have `hess` h, one vector over the parameters in order, `ess` λ and `weight_decay` γ.
     """
     kind = type(optimizer).__name__
     groups = list(getattr(optimizer, "param_groups", ()))

@@ -21,8 +21,7 @@ from ..passes import Batch, IteratePass
 from ..problem import Problem
 from ..state import DataSummary, Descent
 
-NOISE_DECAY = 0.99
-"""Factor per step of the sums of squared residuals that give σ²: an average over about the last hundred batches."""
+NOISE_DECAY = 0.99  # factor per step of the sums of squared residuals that give σ²: the last hundred batches or so
 
 
 class FineTuning(IteratePass[Descent]):
@@ -30,12 +29,7 @@ class FineTuning(IteratePass[Descent]):
 
     Each step draws once for each sample. The log likelihood of a batch is scaled to all N samples, and its gradient is
     taken through the draws. The gradient of the divergence is exact. An open δ is the best one at every step, and an
-    open σ² is the mean squared residual of recent batches.
-
-    Args:
-        learning_rate: learning rate of m, for Adam with a cosine schedule that ends at 0.
-        std_rate: learning rate of log σ, likewise.
-        initial_std: initial σ.
+    open σ² is the mean squared residual of recent batches. Learning rates follow a cosine schedule that ends at 0.
     """
 
     label = "fine-tuning"
@@ -175,10 +169,6 @@ class Drawing(EagerMode):
       `W_n = M + ΔW ∘ r_n s_nᵀ`.
     - **shared**: one draw for the batch, for all other layers, and for layers with an unknown axis of features.
 
-    Args:
-        means: name -> m, the tensors that the network is called with.
-        stds: name -> σ.
-        samples: B.
     """
 
     def __init__(
@@ -287,9 +277,7 @@ def drawn_outputs(
 ) -> Tensor:
     """Returns the outputs (B, C) at random weights, differentiable in `means` and `stds`.
 
-    `axes` is the result of `per_sample_axes`, or {} for one draw of all weights for the batch.
-
-    Cost: layers with a draw for each sample run twice.
+    `axes` is the result of `per_sample_axes`, or {} for one draw of all weights. Layers drawn per sample run twice.
     """
     with torch.enable_grad():
         means = {name: m.clone() if name in axes else m for name, m in means.items()}  # a view then has m as its base
@@ -300,10 +288,7 @@ def drawn_outputs(
 
 
 def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
-    """Returns `KL(N(m, diag σ²) ‖ N(μ0, Δ⁻¹)) = 1/2 Σ [δ(σ² + (m - μ0)²) - 1 - log δ - 2 log σ]` in nats, float64.
-
-    `offset` is m - μ0 (P,). δ is (P,), or a scalar.
-    """
+    """Returns `KL(N(m, diag σ²) ‖ N(μ0, Δ⁻¹)) = 1/2 Σ [δ(σ² + (m - μ0)²) - 1 - log δ - 2 log σ]`; offset = m - μ0."""
     terms = precision * ((2 * log_std).exp() + offset.square()) - 1 - precision.log() - 2 * log_std
     return doubled(terms).sum() / 2
 

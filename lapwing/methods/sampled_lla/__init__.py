@@ -20,18 +20,16 @@ from ..diagonal import SquaredSums
 from ..footprint import FitShape, Footprint
 from ..passes import FitResult, Method, Pass, Passes, check_within, prior_covariance
 from ..problem import MemoryNeed, Problem
-from .conjugate_gradients import ConjugateGradients, Solved, Solving
+from ..state import append
+from .conjugate_gradients import ConjugateGradients, Solving
 from .em import EvidenceSteps
 from .linearised_mode import LinearisedMode
 from .system import FirstProducts, LinearSystem, PositionedRoot, inner, inner_by_block
 
 log = logging.getLogger("lapwing")
 
-SMALL_VARIANCE = 1e-3
-"""Maximum variance by rounding of stored draws, relative to the variance of predictions."""
-
-NO_CURVATURE = 1e-6
-"""Curvature relative to its mean below which the feature of a weight is rounding noise and not scaled."""
+SMALL_VARIANCE = 1e-3  # maximum variance by rounding of stored draws, relative to the variance of predictions
+NO_CURVATURE = 1e-6  # curvature relative to its mean below which the feature of a weight is rounding noise
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,6 @@ class SampledLLA(Method):
             check_within(self.solver.preconditioner, "preconditioner", tangent, likelihood)
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields passes for right-hand sides and preconditioner, then solves, each followed by a step of EM."""
         self.check(problem.tangent, problem.likelihood)
         problem.require(self._need(problem.tangent))
         system, start, products = yield from self._system(problem)
@@ -133,7 +130,10 @@ class SampledLLA(Method):
                 {name: v[: self.draws] for name, v in part.items()} for part in (solved.solution, solved.products)
             )
             effective = system.scale * inner_by_block(solution, products).mean(1)
-            _note(history, steps, effective, solved)
+            append(history, precision=steps.precision, effective_dimension=effective.sum())
+            append(history, iterations=solved.iterations)
+            if steps.noise_variance is not None:
+                append(history, noise_variance=steps.noise_variance)
             if not left or not steps.step(effective, mode.distance(system.features)):
                 break
             before, left = system.precision, left - 1
@@ -232,14 +232,3 @@ def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
     mean = total(doubled(d).sum() for d in diagonals.values()) / problem.tangent.size
     ratios = {name: d / mean.clamp_min(torch.finfo(d.dtype).tiny).to(d) for name, d in diagonals.items()}
     return {name: torch.where(ratio > NO_CURVATURE, ratio, 1.0) for name, ratio in ratios.items()}
-
-
-def _note(history: dict[str, Tensor], steps: EvidenceSteps, effective: Tensor, solved: Solved) -> None:
-    """Appends the numbers of a solve to the history."""
-    numbers = {"precision": steps.precision, "effective_dimension": effective.sum()}
-    numbers["iterations"] = torch.tensor(float(solved.iterations), dtype=torch.float64)
-    if steps.noise_variance is not None:
-        numbers["noise_variance"] = torch.tensor(steps.noise_variance, dtype=torch.float64)
-    for name, value in numbers.items():
-        before = history.get(name, value.new_zeros(0, *value.shape))
-        history[name] = torch.cat([before, value[None]])

@@ -19,25 +19,16 @@ from .system import LinearSystem, gram, inner, recombine
 
 log = logging.getLogger("lapwing")
 
-NOISE = 1e-12
-"""Relative eigenvalue of a Gram matrix in float64 below which a direction is rounding noise."""
+NOISE = 1e-12  # relative eigenvalue of a Gram matrix in float64 below which a direction is rounding noise
 
 
 class Solved(NamedTuple):
-    """The solution of a system.
+    """The solution of a system."""
 
-    Attributes:
-        solution: Z (S, P_block) by block.
-        products: `G Z` (S, P_block) by block, from a separate pass.
-        residuals: `‖b - A z‖ / ‖b‖` (S,) float64, of these products.
-        errors: estimated errors of the draws (S,) float64, in standard deviations of any prediction.
-        iterations: number of iterations.
-    """
-
-    solution: Vectors
-    products: Vectors
-    residuals: Tensor
-    errors: Tensor
+    solution: Vectors  # Z (S, P_block)
+    products: Vectors  # `G Z` (S, P_block), from a separate pass
+    residuals: Tensor  # `‖b - A z‖ / ‖b‖` (S,) float64, of these products
+    errors: Tensor  # estimated errors of the draws (S,) float64, in standard deviations of any prediction
     iterations: int
 
 
@@ -74,11 +65,6 @@ class ConjugateGradients(Options):
             `Diagonal()`, which also mix directions that the data determine with others, it was above 2e-2 after 60.
 
     Cost: one pass per iteration, memory for about six numbers per weight and draw.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.ConjugateGradients(iterations=50, tolerance=1e-3, preconditioner=lw.Diagonal())
-        ConjugateGradients(iterations=50, tolerance=0.001, preconditioner=Diagonal())
     """
 
     iterations: int = option(100, at_least(1))
@@ -147,17 +133,11 @@ class ConjugateGradients(Options):
 
 
 class _Ended(NamedTuple):
-    """The end of a recurrence.
+    """The end of a recurrence."""
 
-    Attributes:
-        moved: length `√(stepᵀ A step)` of the latest step of each draw (S,); infinite without a step.
-        bound: `_bound` of the residual of the recurrence (S,).
-        taken: number of iterations since the start of the solve.
-    """
-
-    moved: Tensor
-    bound: Tensor
-    taken: int
+    moved: Tensor  # length `√(stepᵀ A step)` of the latest step of each draw (S,); infinite without a step
+    bound: Tensor  # `_bound` of the residual of the recurrence (S,)
+    taken: int  # number of iterations since the start of the solve
 
 
 def _residual(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor]:

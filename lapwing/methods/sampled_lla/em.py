@@ -11,11 +11,8 @@ from torch import Tensor
 from ..problem import Problem
 from .system import LinearSystem
 
-TOLERANCE = 0.01
-"""Steps end if no hyper-parameter would change by more than this, relatively."""
-
-MAX_LOG_STEP = 20.0
-"""Maximum change of log δ in one step."""
+TOLERANCE = 0.01  # steps end if no hyper-parameter would change by more than this, relatively
+MAX_LOG_STEP = 20.0  # maximum change of log δ in one step
 
 
 @dataclass
@@ -26,26 +23,16 @@ class EvidenceSteps:
 
     Both sides agree at the maximum of the Laplace evidence. If δ grows, `γ(δ)` falls more slowly: `d log γ / d log δ`
     lies in (-1, 0). So steps are damped, and a single open δ uses the slope of the previous steps.
-
-    Attributes:
-        precision: δ.
-        noise_variance: σ², or None for likelihoods without noise.
-        squared_error: `Σ r²/(n C)` at the outputs of the network, or None if σ² is not open.
-        count: `n C N/(n τ)`, the effective number of observed values.
-        open_precision: whether δ is open.
-        per_block: whether each block has its own δ.
-        moving_mode: whether `‖θ̂ - μ0‖²` depends on δ too, which changes the range of the slope.
-        before: log δ before the latest step, and its target (2, n); None before the first step.
     """
 
-    precision: Tensor
-    noise_variance: float | None
-    squared_error: float | None
-    count: float
-    open_precision: bool
-    per_block: bool
-    moving_mode: bool = False
-    before: Tensor | None = None
+    precision: Tensor  # δ
+    noise_variance: float | None  # σ², or None for likelihoods without noise
+    squared_error: float | None  # `Σ r²/(n C)` at the outputs of the network, or None if σ² is not open
+    count: float  # `n C N/(n τ)`, the effective number of observed values
+    open_precision: bool  # whether δ is open
+    per_block: bool  # whether each block has its own δ
+    moving_mode: bool = False  # whether `‖θ̂ - μ0‖²` depends on δ too, which changes the range of the slope
+    before: Tensor | None = None  # log δ before the latest step, and its target (2, n); None before the first step
 
     @classmethod
     def of(cls, problem: Problem, per_block: bool) -> EvidenceSteps:

@@ -21,8 +21,7 @@ from ..problem import Problem
 from ..state import BlockSums, State
 from .system import LinearSystem, inner_by_block
 
-LENGTHS = tuple(0.5**i for i in range(9))
-"""Fractions of a Newton step that the line search compares."""
+LENGTHS = tuple(0.5**i for i in range(9))  # fractions of a Newton step that the line search compares
 
 
 class LinearisedMode:

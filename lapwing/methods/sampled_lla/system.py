@@ -27,11 +27,8 @@ from ..passes import Batch, Pass, SumPass
 from ..problem import FisherRoot, Problem, root_positions
 from ..state import BlockSums
 
-NOISE, ROOT, PRIOR = range(3)
-"""Streams of random numbers."""
-
-AT_ONCE = 256
-"""Number of positions of a sample whose noise comes from one generator."""
+NOISE, ROOT, PRIOR = range(3)  # streams of random numbers
+AT_ONCE = 256  # number of positions of a sample whose noise comes from one generator
 
 
 def generator_at(seed: int, position: int, stream: int) -> torch.Generator:
@@ -217,26 +214,16 @@ def recombine(weights: Tensor, vectors: Vectors) -> Vectors:
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """`A = s G + Δ` and its right-hand sides at one prior and noise.
-
-    Attributes:
-        root: R.
-        noise: `JᵀRε` (S, P_block) by block.
-        features: g (P_block,) by block with `Δ = δ g`, or None for ones.
-        curvature: an approximation of G by another method, or None.
-        precision: δ (n_blocks,) float64.
-        scale: s.
-        extra: one more right-hand side (1, P_block) by block, or None.
-    """
+    """`A = s G + Δ` and its right-hand sides at one prior and noise."""
 
     problem: Problem
-    root: PositionedRoot
-    noise: Vectors
-    features: Vectors | None
-    curvature: PriorCovariance | None
-    precision: Tensor
-    scale: float
-    extra: Vectors | None = None
+    root: PositionedRoot  # R
+    noise: Vectors  # `JᵀRε` (S, P_block)
+    features: Vectors | None  # g (P_block,) with `Δ = δ g`; None means ones
+    curvature: PriorCovariance | None  # an approximation of G by another method
+    precision: Tensor  # δ (n_blocks,) float64
+    scale: float  # s
+    extra: Vectors | None = None  # one more right-hand side (1, P_block)
 
     @property
     def count(self) -> int:

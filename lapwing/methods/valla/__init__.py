@@ -28,9 +28,7 @@ from .points import POOL, InducingPoints, Initial, anchors_of, inducing_points
 class VallaFit(Options, ABC):
     """A way to fit A and other open values: `ClosedForm`, `NaturalGradient`, ..."""
 
-    def allows_early_stopping(self) -> bool:
-        """Returns whether `EarlyStopping` may use this fit, as `Method.allows_early_stopping` does."""
-        return False
+    stops_early: ClassVar[bool] = False  # see `Method.allows_early_stopping`
 
     @abstractmethod
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
@@ -45,15 +43,9 @@ class ClosedForm(VallaFit):
     Full.
 
     Cost: one pass over the data, C backward passes per sample.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.VaLLA(50, fit=lw.ClosedForm())
-        VaLLA(inducing_points=50, fit=ClosedForm(), initial='kmeans')
     """
 
-    def allows_early_stopping(self) -> bool:
-        return True
+    stops_early: ClassVar[bool] = True
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
@@ -73,18 +65,12 @@ class NaturalGradient(VallaFit):
         rate: constant ρ instead of `ρ_t`. It forgets the first samples, and H starts at the prior.
 
     Cost: C backward passes for each sample of `steps` batches.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.VaLLA(50, fit=lw.NaturalGradient(steps=20))
-        VaLLA(inducing_points=50, fit=NaturalGradient(steps=20, rate=None), initial='kmeans')
     """
 
     steps: int = option(100, at_least(1))
     rate: float | None = option(None, positive(limit=1.0), write="0.05")
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """Yields the steps on the span of the rows."""
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         steps = _NaturalSteps(problem, basis, self)
         return steps.finish((yield steps))
@@ -138,10 +124,9 @@ class VaLLA(Method):
             anchors_of(tangent, self.inducing_points)
 
     def allows_early_stopping(self) -> bool:
-        return self.fit.allows_early_stopping()
+        return self.fit.stops_early
 
     def passes(self, problem: Problem) -> Passes:
-        """Yields a pass for the inducing points, then the passes of the fit."""
         self.check(problem.tangent, problem.likelihood)
         anchors = yield from inducing_points(problem, self.inducing_points, self.initial)
         return (yield from self.fit.passes(problem, anchors))
@@ -161,15 +146,11 @@ class VaLLA(Method):
 
 @dataclass
 class NaturalState(State):
-    """The curvature per sample.
+    """The curvature per sample."""
 
-    Attributes:
-        mean: H and traces, each per sample.
-    """
-
-    mean: ProjectedCurvature
+    mean: ProjectedCurvature  # H and traces, each per sample
     samples: int = 0
-    done: bool = False
+    done: bool = False  # whether the steps have read all data
 
 
 class _NaturalSteps(IteratePass[NaturalState]):
@@ -184,7 +165,6 @@ class _NaturalSteps(IteratePass[NaturalState]):
         return NaturalState(ProjectedCurvature.zeros(self._problem, self._basis.rank))
 
     def converged(self, state: NaturalState) -> bool:
-        """Whether the steps have read all data."""
         return state.done
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -63,13 +63,9 @@ class AlphaDivergence(VallaFit):
 
     Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of
     each. An evaluation costs as much as a prediction of its samples.
-
-    Example:
-        >>> import lapwing as lw
-        >>> fit = lw.AlphaDivergence(steps=1000, learning_rate=1e-3, schedule="constant")
-        >>> lw.VaLLA(20, fit=fit).fit.steps
-        1000
     """
+
+    stops_early: ClassVar[bool] = True  # the fit chooses the prior, and the tuning is skipped with a warning
 
     alpha: float = option(1.0, number(0))
     steps: int = option(2000, at_least(1))
@@ -89,12 +85,7 @@ class AlphaDivergence(VallaFit):
                 'data. Write AlphaDivergence(stop="first rise", validation=[(x_val, y_val)]).'
             )
 
-    def allows_early_stopping(self) -> bool:
-        """Returns True: the fit chooses the prior, and the tuning is skipped with a warning."""
-        return True
-
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """Yields a pass for the residuals if σ² is open, then the steps."""
         steps = AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
         return steps.finish((yield steps))
 
@@ -113,7 +104,6 @@ class AlphaSteps(MovingSteps):
         self._link = fit.link or (link if closed else None)
 
     def init(self) -> Descent:
-        """Returns the initial values, including L."""
         state = super().init()
         state.values["root"] = torch.eye(len(self.anchors)).to(self.distance)
         return state
@@ -166,7 +156,6 @@ class AlphaSteps(MovingSteps):
         return rows._replace(blocks=blocks), inner_factor(blocks.inner, root)
 
     def converged(self, state: Descent) -> bool:
-        """Whether the validation NLL ends the steps."""
         scores = state.history.get("validation", torch.zeros(1))
         if self._fit.stop == "first rise":
             return len(scores) > 1 and bool(scores[-1] > scores[-2])

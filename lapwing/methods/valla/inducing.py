@@ -22,22 +22,15 @@ from ...tangent.anchors import Anchors, Weights, ntk
 from ...tangent.record import Record
 from ...tangent.tangent import Cotangents, Tangent
 
-GRAPH = 5
-"""Maximum ratio of the memory of a differentiable record, with the graph of a contraction, to a plain record."""
+GRAPH = 5  # maximum memory of a differentiable record, with the graph of a contraction, relative to a plain record
 
 
 class PickedPositions(NamedTuple):
-    """Cotangents (B, T C, S C) that select the C outputs of S positions of each sample.
+    """Cotangents (B, T C, S C) that select the C outputs of S positions of each sample."""
 
-    Attributes:
-        picked: (B, S), indices of positions, ascending.
-        places: T.
-        outputs: C.
-    """
-
-    picked: Tensor
-    places: int
-    outputs: int
+    picked: Tensor  # (B, S), indices of positions, ascending
+    places: int  # T
+    outputs: int  # C
 
     @property
     def columns(self) -> int:
@@ -66,18 +59,12 @@ class Kernel(NamedTuple):
     """Blocks of the NTK `κ = Σ_b w_b J_b J_bᵀ`, float64.
 
     If positions are picked and the treated layer gives the outputs, each picked position is a sample with R = C.
-
-    Attributes:
-        inner: K_Z (M, M), between anchors; differentiable in their inputs.
-        cross: K_xZ (B, R, M), between the batch and the anchors; differentiable in the anchors' inputs.
-        within: K_x (B, R, R), within each sample of the batch.
-        outputs: f (B, C) of the batch.
     """
 
-    inner: Tensor
-    cross: Tensor
-    within: Tensor
-    outputs: Tensor
+    inner: Tensor  # K_Z (M, M), between anchors; differentiable in their inputs
+    cross: Tensor  # K_xZ (B, R, M), between the batch and the anchors; differentiable in the anchors' inputs
+    within: Tensor  # K_x (B, R, R), within each sample of the batch
+    outputs: Tensor  # f (B, C) of the batch
 
 
 def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents | PickedPositions = None) -> Kernel:

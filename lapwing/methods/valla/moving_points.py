@@ -26,14 +26,9 @@ from .inducing import kernel
 from .objective_rows import ObjectiveRows, rows_at_positions
 from .points import POOL, movable
 
-EXPLODED = 1e3
-"""Increase of the objective over its first value, in units of its scale, above which it has diverged."""
-
-FORGET = 0.05
-"""Minimum weight of a step in the running mean that gives A, because older steps had other inducing points."""
-
-JITTER = 1e-8
-"""Relative jitter on the diagonal of the NTK of moving points; the final covariance has none."""
+EXPLODED = 1e3  # increase of the objective over its first value, in units of its scale, above which it has diverged
+FORGET = 0.05  # minimum weight of a step in the running mean that gives A: older steps had other inducing points
+JITTER = 1e-8  # relative jitter on the diagonal of the NTK of moving points; the final covariance has none
 
 
 @dataclass(frozen=True)
@@ -58,11 +53,6 @@ class VariationalBound(VallaFit):
 
     Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of
     each. The cost of `then` comes on top.
-
-    Example:
-        >>> import lapwing as lw
-        >>> lw.VaLLA(20, fit=lw.VariationalBound(steps=300)).fit.then
-        ClosedForm()
     """
 
     steps: int = option(500, at_least(1))
@@ -74,7 +64,6 @@ class VariationalBound(VallaFit):
     )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        """Yields a pass for the residuals if σ² is open, the steps, then the passes for A."""
         steps = BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
         if not steps.init().values:  # nothing is open
             return (yield from self.then.passes(problem, anchors))
@@ -86,13 +75,10 @@ class VariationalBound(VallaFit):
 class MovingSteps(IteratePass[Descent]):
     """Adam on the inducing inputs, in units of their spread, and on log δ and log σ² if they are open.
 
-    Args:
-        anchors: initial inducing points; discrete points stay.
-        noise_variance: initial σ² if it is open, or None.
+    The steps begin at the anchors, of which discrete inputs stay, and at `noise_variance`, or None if σ² is given.
     """
 
-    method: str
-    """Name of the fit, for messages."""
+    method: str  # name of the fit, for messages
 
     def __init__(
         self, problem: Problem, anchors: Anchors, steps: int, rate: float, noise_variance: float | None

@@ -14,8 +14,7 @@ from ...tangent.anchors import Weights
 from ..passes import Batch
 from .inducing import Kernel, PickedPositions, kernel
 
-SOME_OUTPUTS = 100
-"""Maximum number of outputs of an input in one step: all outputs of some positions, of at least one position."""
+SOME_OUTPUTS = 100  # maximum number of outputs of an input in one step: all outputs of some positions, at least one
 
 
 class ObjectiveRows(NamedTuple):

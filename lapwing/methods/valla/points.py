@@ -22,14 +22,9 @@ log = logging.getLogger("lapwing")
 
 Initial = Literal["kmeans", "data"]
 
-POOL = 2000
-"""Number of first samples that clustering uses, or 20 M if that is more, so that no cost grows with N."""
-
-STEPS = 100
-"""Maximum number of Lloyd's iterations."""
-
-AT_ONCE = 2**20
-"""Maximum number of distances in memory."""
+POOL = 2000  # number of first samples that clustering uses, or 20 M if that is more, so that no cost grows with N
+STEPS = 100  # maximum number of Lloyd's iterations
+AT_ONCE = 2**20  # maximum number of distances in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +38,12 @@ class InducingPoints:
 
     Raises:
         LapwingError: if `outputs` has another shape or dtype.
-
-    Example:
-        >>> import torch, lapwing as lw
-        >>> lw.InducingPoints(torch.randn(20, 3))
-        InducingPoints(inputs=Tensor (20, 3) float32, outputs=None)
     """
 
     inputs: Any
     outputs: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks shapes and dtypes."""
         count, outputs = batches.size(self.inputs), self.outputs
         whole = isinstance(outputs, Tensor) and not outputs.is_floating_point() and outputs.dtype != torch.bool
         if not count or (outputs is not None and not (whole and outputs.shape == (count,))):
@@ -136,12 +125,9 @@ def anchors_of(tangent: Tangent, points: InducingPoints) -> Anchors:
 
 
 class _Pool(SumPass[KeptInputs]):
-    """Keeps the first samples by batch, each batch under the place of its first sample.
+    """Keeps the first `limit` samples by batch, under the place of the first sample of each batch.
 
-    Args:
-        limit: maximum number of samples.
-        minimum: number of samples that are kept whatever their size.
-        memory: bytes beyond which no more samples are kept.
+    Beyond `minimum` samples it keeps only those that fit into `memory` bytes.
     """
 
     label = "inducing points"
@@ -206,9 +192,8 @@ def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Te
 def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Returns centres c (count, D) of points x (n, D) with small `Σ_n min_k ‖x_n - c_k‖²`, by Lloyd's iteration.
 
-    The initial centres come from greedy k-means++ (Arthur and Vassilvitskii 2007). A centre without points stays.
-
-    Cost: time O(n D count) per step, at most 100 steps, and O(n D count log count) for the start; memory O(n D).
+    The initial centres come from greedy k-means++ (Arthur and Vassilvitskii 2007). A centre without points stays. Cost:
+    time O(n D count) per step, and O(n D count log count) for the start; memory O(n D).
     """
     mean = points.mean(0)
     size = (points - mean).abs().max().clamp_min(torch.finfo(points.dtype).tiny)
