@@ -96,8 +96,8 @@ def instance_of(text: str, *classes: type) -> Rule:
 def option(default: Any, rule: Rule | None = None, *, write: str | None = None, **others: Any) -> Any:
     """Returns the field of an option: `dataclasses.field(**others)` with a default and a check.
 
-    The option accepts its default, the labels of its annotation, and what `rule` accepts. A default without arguments
-    is called for each object. `write` is an accepted value as code, for the message; None means the default.
+    The option accepts its default, the labels of its annotation, and what `rule` accepts. If the default is a function,
+    each object gets a new result of it. `write` is an accepted value as code, for messages; None means the default.
     """
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"rule": rule, "write": write}, **others)

@@ -54,13 +54,10 @@ class Posterior(Displayed, Generic[P]):
         covariance: Σ.
         likelihood: the likelihood with its noise variance.
         prior: δ and μ0.
-        statistics: sums over the data, from which the log likelihood follows at any noise variance.
         samples: n, number of training samples of the fit.
         data_factor: N/n.
         temperature: τ.
         method: how the posterior was made; `print(posterior.method)` shows the method and its options.
-        noise_fixed: whether the user gave σ²; otherwise it is tuned.
-        stamp: fingerprint of the network's state at the fit.
         columns: names of the columns of the frames of the fit; later frames are read in their order.
         history: tensors by name that the method reports about its fit, such as the objective at each step.
 
@@ -80,15 +77,15 @@ class Posterior(Displayed, Generic[P]):
     covariance: Covariance
     likelihood: Likelihood[P]
     prior: Prior
-    statistics: dict[str, Tensor] = field(repr=False)
+    statistics: dict[str, Tensor]  # sums over the data, from which log p(y|θ̂) follows at any noise variance
     samples: int
     data_factor: float
     temperature: float
     method: MethodInfo
-    noise_fixed: bool
-    stamp: Stamp = field(repr=False)
-    history: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    columns: Columns = field(default=(), repr=False)
+    noise_fixed: bool  # whether the user gave σ²; otherwise it is tuned
+    stamp: Stamp  # fingerprint of the network's state at the fit
+    history: Mapping[str, Tensor] = field(default_factory=dict)
+    columns: Columns = ()
 
     def __repr__(self) -> str:
         """One line; `model` is the network, and `print(posterior.tangent.coverage)` lists its blocks."""
@@ -356,7 +353,7 @@ class Posterior(Displayed, Generic[P]):
         `G = G_1 + G_2`, and the statistics of the likelihood add too, so for Diagonal, KFAC and Full the result equals
         one fit to all data, to rounding, unless the Fisher information is drawn (more than 1 000 outputs). The mean
         stays: if the new data should move it, train the network further and fit again. The directions of a subspace,
-        the prior precision, the noise variance and the logit temperature stay too, even if they were tuned.
+        the prior precision, the noise variance and the logit temperature stay too, even if all data would change them.
 
         Args:
             loader: only the further data, in any form that `lw.fit` accepts.
