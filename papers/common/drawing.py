@@ -38,8 +38,7 @@ def save(figure: Any, experiment: str, name: str = "") -> None:
         axis.spines[["top", "right"]].set_visible(False)
     (file.parent / "figures").mkdir(exist_ok=True)
     path = file.parent / "figures" / f"{name or file.stem}.png"
-    source = {"Source": f"{file.stem}.json {digest(experiment)}"} if results.path_of(experiment).exists() else {}
-    figure.savefig(path, dpi=80, metadata=source)
+    figure.savefig(path, dpi=80, metadata={"Source": f"{file.stem}.json {digest(experiment)}"})
     plt.close(figure)
 
 

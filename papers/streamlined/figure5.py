@@ -18,12 +18,13 @@ from lapwing.evaluation.sensitivity import Sensitivities, sensitivity
 from papers.common import drawing
 from papers.common.data import Table, arrays, batched, images, rows_and_targets, split
 from papers.common.networks import mlp
+from papers.common.tables import grid
 from papers.common.training import Recipe, kept, seeded, shuffled, train
 
 
 def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
-    """Returns what the maps and the bars say in numbers; draws them, as they are in no result."""
-    return rounded({**digits(seeds), "tables": tables(seeds)})
+    """Returns what the maps and the bars say in numbers, and the maps of the first seed."""
+    return rounded({**digits(seeds), "tables": bars(seeds)})
 
 
 DIGITS = (0, 6, 8)
@@ -34,6 +35,9 @@ CENTRE, SCALE = 0.1307, 0.3081
 """Of the pixels: appendix B.5 has inputs with a range of 3.246, which is 1 / 0.3081."""
 
 TABLE = Recipe(F.mse_loss, 4000, decay=1e-4, batch=64)
+
+FULL = ("MAP", "last layer")
+"""Candidates that have maps in full mode."""
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "equation 11": {"weight": 1.0, "rate": 0.1},
@@ -187,7 +191,7 @@ def digits(
         drawn: dict[tuple[str, str], Sensitivities] = {}
         for full in (False, True):
             for name in task.candidates:
-                if full and name not in ("MAP", "last layer"):
+                if full and name not in FULL:
                     continue
                 for objective, options in OBJECTIVES.items():
                     start = time.process_time()
@@ -202,9 +206,18 @@ def digits(
                     }  # fmt: skip
                     print(seed, row, rounded(runs[f"seed {seed}"][row]), flush=True)
         if seed == seeds[0]:
-            draw_maps({key: drawn[key] for key in drawn if key[0] in ("MAP", "last layer")})
+            kept = {f"{name}, {objective}": drawn[name, objective] for name in FULL for objective in OBJECTIVES}
     agree = {row: agreement(*found[:2]) for row, found in maps.items() if len(found) > 1}
-    return {"digits": DIGITS, "widths": WIDTHS, "rise": 0.1, "runs": runs, "agreement of two networks": agree}
+    curves = {"maps": {row: found.values.tolist() for row, found in kept.items()}}
+    curves["images"] = next(iter(kept.values())).inputs.tolist()
+    return {
+        "digits": DIGITS,
+        "widths": WIDTHS,
+        "rise": 0.1,
+        "runs": runs,
+        "agreement of two networks": agree,
+        "curves": curves,
+    }
 
 
 TABLES = {"concrete": ("uci_concrete", "MPa"), "california_housing": ("california_housing", "100 k$")}
@@ -255,23 +268,23 @@ def table_sensitivities(name: str, seed: int, most: int = 50) -> tuple[dict[str,
     return found, names, grown
 
 
-def tables(seeds: Sequence[int] = (0, 1), names: Iterable[str] = TABLES) -> dict[str, Any]:
-    """Learns and draws the mean sensitivity of each feature, beside what permuting it costs (Figure 10).
+def bars(seeds: Sequence[int] = (0, 1), names: Iterable[str] = TABLES) -> dict[str, Any]:
+    """Learns the sensitivity of each feature, and what permuting it costs (Figure 10).
 
     Returns:
-        table, seed -> features, mean sensitivities by candidate, what permuting costs, and their rank correlations.
+        table, seed -> features, mean sensitivities by candidate, those of all rows, what permuting costs, and the rank
+        correlations of both.
     """
     runs: dict[str, Any] = {}
-    drawn: dict[str, tuple[dict[str, Sensitivities], list[str]]] = {}
     for name in names:
         for seed in seeds:
             found, features, grown = table_sensitivities(name, seed)
-            drawn.setdefault(name, (found, features))
             means = {candidate: one.values.mean(0) for candidate, one in found.items()}
             ranks = torch.tensor(grown).argsort().argsort().double()
             runs[f"{name}, seed {seed}"] = {
                 "features": features,
                 **{candidate: [round(value, 4) for value in mean.tolist()] for candidate, mean in means.items()},
+                "curves": {candidate: one.values.tolist() for candidate, one in found.items()},
                 "steps": {candidate: float(one.steps.float().mean()) for candidate, one in found.items()},
                 "permuted": [round(value, 4) for value in grown],
                 "rank correlation with permuted": {
@@ -280,27 +293,39 @@ def tables(seeds: Sequence[int] = (0, 1), names: Iterable[str] = TABLES) -> dict
                 },
             }
             print(name, seed, runs[f"{name}, seed {seed}"], flush=True)
-    draw_tables(drawn)
     return runs
 
 
-def rounded(value: Any) -> Any:
-    """Returns nested numbers with four digits."""
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Returns nested numbers with four digits, three in curves."""
     if isinstance(value, Mapping):
-        return {key: rounded(part) for key, part in value.items()}
+        return {key: rounded(part, 3 if key == "curves" else digits) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(part) for part in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+        return [rounded(part, digits) for part in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
-def draw_maps(found: Mapping[tuple[str, str], Sensitivities]) -> None:
-    """Draws maps, a row a (candidate, objective): those of equation 11 stretched, from one half on, as in the paper."""
-    rows = sorted(found, key=lambda key: list(OBJECTIVES).index(key[1]))
-    shown = len(found[rows[0]].values)
-    figure, axes = drawing.panels(len(rows), shown, (1.2 * shown + 1.6, 1.25 * len(rows)), layout=None)
-    for line, (name, objective) in zip(axes, rows, strict=True):
-        one, printed = found[name, objective], objective == "equation 11"
-        for value, image, axis in zip(stretched(one.values) if printed else one.values, one.inputs, line, strict=True):
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws the maps of the digits and the bars of the tables."""
+    curves = results["curves"]
+    draw_maps({row: torch.tensor(values) for row, values in curves["maps"].items()}, torch.tensor(curves["images"]))
+    draw_tables(results["tables"])
+
+
+def draw_maps(maps: Mapping[str, Tensor], images: Tensor) -> None:
+    """Draws maps; those of equation 11 are stretched, and shown from one half on, as in the paper.
+
+    Args:
+        maps: "candidate, objective" -> sensitivities (n, 784).
+        images: pixels (n, 784).
+    """
+    rows = sorted(maps, key=lambda row: list(OBJECTIVES).index(row.rpartition(", ")[2]))
+    figure, axes = drawing.panels(len(rows), len(images), (1.2 * len(images) + 1.6, 1.25 * len(rows)), layout=None)
+    for line, row in zip(axes, rows, strict=True):
+        name, _, objective = row.rpartition(", ")
+        printed = objective == "equation 11"
+        values = stretched(maps[row]) if printed else maps[row]
+        for value, image, axis in zip(values, images, line, strict=True):
             low = 0.5 if printed else 0.1
             above = ((value - low) / (1 - low)).clamp_min(0)
             plots.uncertainty_map(above.reshape(28, 28), 1 - image.reshape(28, 28), axis, label="")
@@ -310,11 +335,30 @@ def draw_maps(found: Mapping[tuple[str, str], Sensitivities]) -> None:
     drawing.save(figure, __file__)
 
 
-def draw_tables(found: Mapping[str, tuple[dict[str, Sensitivities], list[str]]]) -> None:
-    """Draws bars, a row a table, a column a candidate."""
-    figure, axes = drawing.panels(len(found), 3, (12, 2.7 * len(found)))
-    for line, (name, (learned, features)) in zip(axes, found.items(), strict=True):
-        for axis, (candidate, one) in zip(line, learned.items(), strict=True):
-            plots.sensitivity_bars(one.values, features, axis)
-            axis.set_title(f"{name}, {candidate}", fontsize=9)
+def draw_tables(runs: Mapping[str, Any]) -> None:
+    """Draws bars of the first seed, a row a table, a column a candidate."""
+    first = {run: found for run, found in runs.items() if run.endswith("seed 0")}
+    figure, axes = drawing.panels(len(first), 3, (12, 2.7 * len(first)))
+    for line, (run, found) in zip(axes, first.items(), strict=True):
+        for axis, (candidate, values) in zip(line, found["curves"].items(), strict=True):
+            plots.sensitivity_bars(torch.tensor(values), found["features"], axis)
+            axis.set_title(f"{run.partition(',')[0]}, {candidate}", fontsize=9)
     drawing.save(figure, __file__, "figure5_tables")
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what the maps of full mode say, means of the networks."""
+    runs = list(results["runs"].values())
+    kinds = {
+        "smallest / largest": "smallest", "strong pixels, always empty": "strong, empty",
+        "strong pixels, far from ink": "strong, far", "rise under draws": "rise, drawn",
+        "agreement with MAP": "agreement with MAP",
+    }  # fmt: skip
+    rows = {
+        f"{name}, {objective}": [
+            f"{sum(run[f'{name}, full, {objective}'][key] for run in runs) / len(runs):.3g}" for key in kinds.values()
+        ]
+        for objective in OBJECTIVES
+        for name in FULL
+    }
+    return {"maps": grid(list(kinds), rows)}

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lapwing.evaluation import Sensitivities, sensitivity
+from papers.common import results
 from papers.streamlined import figure5 as experiments
 
 
@@ -37,8 +38,10 @@ def test_summary_of_a_linear_network():
 
 def test_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "__file__", str(tmp_path / "figure5.py"))
-    keys = [(name, objective) for name in ("MAP", "last layer") for objective in experiments.OBJECTIVES]
-    experiments.draw_maps({key: some(3, 784) for key in keys})
-    learned = {name: some(5, 2) for name in ("MAP", "last layer", "all layers")}
-    experiments.draw_tables({"a table": (learned, ["a", "b"])})
+    rows = [f"{name}, {objective}" for name in ("MAP", "last layer") for objective in experiments.OBJECTIVES]
+    bars = {name: torch.rand(5, 2).tolist() for name in ("MAP", "last layer", "all layers")}
+    curves = {"maps": {row: torch.rand(3, 784).tolist() for row in rows}, "images": torch.rand(3, 784).tolist()}
+    found = {"curves": curves, "tables": {"a table, seed 0": {"features": ["a", "b"], "curves": bars}}}
+    results.write(experiments.__file__, found, {})
+    experiments.draw(results.read(experiments.__file__))
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["figure5.png", "figure5_tables.png"]

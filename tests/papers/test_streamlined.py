@@ -11,7 +11,7 @@ import lapwing as lw
 from papers.common import data
 from papers.common.networks import mlp
 from papers.common.training import Recipe
-from papers.streamlined import table1, table2
+from papers.streamlined import baselines, nearness, table1, table2
 from papers.streamlined.figure8 import ANGLES, rotations
 from papers.streamlined.ivon import IVON
 
@@ -123,3 +123,27 @@ def test_an_mlp_task_scores_its_posteriors():
         task.tested[0][:20], via=lw.scale_factor(variational, task.data.val, lw.Streamlined())
     )
     assert curve["nlpd"][0] == pytest.approx(-float(upright.log_prob(task.tested[1][:20]).mean()), rel=1e-2)
+
+
+def test_nearness_of_a_linear_network(monkeypatch):
+    """Streamlined prediction of one layer is exact, so the ratio and the correlation are 1."""
+    model = nn.Linear(3, 2).eval()
+    x = torch.randn(12, 3)
+    monkeypatch.setattr(nearness, "network", lambda *_: (model, [(x, torch.arange(12) % 2)], 12, torch.randn(5, 3)))
+    for found in nearness.nearness("MLP", 1.0, 0).values():
+        assert found["ratio"] == pytest.approx(1, rel=1e-4)
+        assert found["correlation"] == pytest.approx(1, rel=1e-4)
+
+
+def test_one_noise_variance_against_its_formula():
+    """NLPD of `N(f, σ²)` with σ² the mean squared residual of the validation rows, written out."""
+    torch.manual_seed(0)
+    parts = [(torch.randn(n, 2), torch.randn(n, 1)) for n in (30, 20, 25)]
+    model = nn.Linear(2, 1).requires_grad_(False)
+    table = data.Table("a table", *parts, 1.0, "1")
+    task = table1.RegressionTask(table, model, [parts[0]], [parts[1]])
+    found = baselines.regression(task)
+    noise = float((model(parts[1][0]) - parts[1][1]).square().mean())
+    density = torch.distributions.Normal(model(parts[2][0]), noise**0.5).log_prob(parts[2][1])
+    assert found["noise of validation residuals"]["nlpd"] == pytest.approx(-float(density.mean()), rel=1e-5)
+    assert found["noise of training residuals"]["noise"] < noise * 3
