@@ -15,9 +15,9 @@ from papers.common.results import Rows
 from papers.common.tables import grid, shown
 from papers.streamlined.setting import CORRELATED, PAPER, Setting, relu_mlp
 
-PRECISIONS = (1e3, 1e5)
+PRECISIONS = (1e3,)
 """Prior precisions δ."""
-SHOWN, TESTED = 1000, 50
+SHOWN, TESTED = 500, 20
 """Training inputs of the curvature, and test inputs."""
 NETWORKS = ("MLP, MNIST", "CNN, MNIST", "ResNet-20, CIFAR-10", "ViT, Fashion-MNIST")
 
