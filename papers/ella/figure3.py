@@ -20,7 +20,7 @@ from papers.common.results import Rows, once
 from papers.common.scores import class_scores
 from papers.common.tables import grid, shown
 from papers.common.training import kept_tensors
-from papers.ella.shared import ella_latent
+from papers.ella.shared import contracted, ella_latent
 from papers.ella.table1 import COUNTS, OneSpan, Whole, fitted, tempered
 
 Predict = Callable[[Mapping[str, Tensor]], Tensor]
@@ -47,20 +47,24 @@ def run(severities: Sequence[int] = (1, 3, 5), images: int = 500, few: int = 10)
     whole = once(lambda: Whole((0, 1, 2), 500, 1000))
     costly = once(lambda: whole_methods(whole()))
     for severity in severities:
-        run, label = f"severity {severity}, all methods", f"resnet20_corrupted_{severity}"
+        run = f"severity {severity}, all methods"
         part = once(partial(corrupted_features, setup, severity, few))
-        every = once(lambda s=severity, n=label: kept_tensors(n, lambda: whole().all_of(corrupted(s, few))))
         for name in LAST_LAYER:
             rows.add(run, name, partial(_scored, cheap, name, part, few))
+        spanned = once(partial(_on_span, whole, severity, few))
+        rows.add(run, ELLA, partial(_scored, costly, ELLA, spanned, few))
+    for severity in severities:
+        every = once(partial(_on_all_weights, whole, severity, few))
         for name in ALL_WEIGHTS:
-            rows.add(run, name, partial(_scored, costly, name, every, few))
+            rows.add(f"severity {severity}, all methods", name, partial(_scored, costly, name, every, few))
     return rows.all()
 
 
 LAST_LAYER = (
     "network", "network, one temperature", "last layer, KFAC", "last layer, early stopping", "recommended call",
 )  # fmt: skip
-ALL_WEIGHTS = ("ELLA, n and prior validated", "diagonal, validation", "KFAC, validation")
+ELLA = "ELLA, n and prior validated"
+ALL_WEIGHTS = ("diagonal, validation", "KFAC, validation")
 
 
 def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
@@ -84,7 +88,7 @@ def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
 
 
 def whole_methods(whole: Whole) -> dict[str, Predict]:
-    """Returns the methods of `ALL_WEIGHTS`, tuned as in Table 1; ELLA has its first seed."""
+    """Returns ELLA and the methods of `ALL_WEIGHTS`, tuned as in Table 1; ELLA has its first seed."""
     span = OneSpan.of(whole, 0, 1024)
     counts = [n for n in COUNTS if n <= 1024]
     _, delta, _, n = span.chosen(counts)
@@ -96,7 +100,7 @@ def whole_methods(whole: Whole) -> dict[str, Predict]:
     def of(name: str) -> Predict:
         return lambda part: lw.Categorical().predict(Latent(part["outputs"], (DenseTerm(part[name]),))).probs
 
-    return {ALL_WEIGHTS[0]: ella, **{name: of(name) for name in ALL_WEIGHTS[1:]}}
+    return {ELLA: ella, **{name: of(name) for name in ALL_WEIGHTS}}
 
 
 def corrupted(severity: int, images: int) -> Tensor:
@@ -116,6 +120,18 @@ def corrupted_features(setup: Callable[[], LastLayer], severity: int, images: in
     """Returns the features of corrupted images."""
     make = lambda: {"features": setup().trunk(corrupted(severity, images))}  # noqa: E731
     return kept_tensors(f"resnet20_corrupted_features_{severity}_{images}", make)
+
+
+def _on_span(whole: Callable[[], Whole], severity: int, images: int) -> dict[str, Tensor]:
+    """Returns corrupted images on ELLA's directions."""
+    make = lambda: contracted(whole().tangent, corrupted(severity, images), whole().directions)  # noqa: E731
+    return kept_tensors(f"resnet20_span_{severity}_{images}", make)
+
+
+def _on_all_weights(whole: Callable[[], Whole], severity: int, images: int) -> dict[str, Tensor]:
+    """Returns the covariances of all posteriors for corrupted images."""
+    make = lambda: whole().all_of(corrupted(severity, images))  # noqa: E731
+    return kept_tensors(f"resnet20_all_{severity}_{images}", make)
 
 
 def _scored(
@@ -187,7 +203,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, suffix, methods in (
         ("last layer", "", LAST_LAYER),
-        ("all methods", ", all methods", (*LAST_LAYER, *ALL_WEIGHTS)),
+        ("all methods", ", all methods", (*LAST_LAYER, ELLA, *ALL_WEIGHTS)),
     ):
         runs = [run for run in table if run.startswith("severity") and ("all" in run) == bool(suffix)]
         rows = {}

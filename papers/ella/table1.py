@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.covariance import Latent
+from lapwing.covariance import AnyLatent, Latent, has_prior
 from lapwing.covariance.terms import DenseTerm
 from lapwing.tangent import Tangent
+from lapwing.tuning import Training, Tuning
 from papers.common import drawing
 from papers.common.cifar import Cifar, LastLayer
 from papers.common.data import Batches
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores
+from papers.common.tables import grid, shown
 from papers.common.training import kept_tensors
 from papers.ella.shared import balanced_directions, contracted, curvatures, ella_latent
 
@@ -68,7 +70,7 @@ def run(seeds: Sequence[int] = (0, 1, 2), shown: int = 1024, curved: int = 500, 
     return rows.all()
 
 
-def scored(latent: Latent, labels: Tensor, temperature: float = 1.0) -> dict[str, Any]:
+def scored(latent: AnyLatent, labels: Tensor, temperature: float = 1.0) -> dict[str, Any]:
     """Returns scores on all images and on the first ones, by 512 draws, and the NLL by the default link."""
     likelihood = lw.Categorical(logit_temperature=temperature)
     prediction = likelihood.predict(latent, LINK)
@@ -199,7 +201,7 @@ class Whole:
     def posteriors(self) -> dict[str, lw.Posterior]:
         """Method and tuning -> posterior; tuned by the evidence, and on 500 validation images."""
         found, val = {}, self.setup.val
-        tunings = {
+        tunings: dict[str, Tuning] = {
             "evidence": lw.Evidence(),
             "validation": lw.Validation(val, tempered=False, tolerance=0.0),
             "validation with T": lw.Validation(val),
@@ -210,8 +212,7 @@ class Whole:
                 data_size=ALL, memory=2**30,
             )  # fmt: skip
             for how, tune in tunings.items():
-                found[f"{name}, {how}"] = replace(fitted, prior=replace(fitted.prior, fixed=False))
-                found[f"{name}, {how}"] = tune.tune(found[f"{name}, {how}"])
+                found[f"{name}, {how}"] = tune.tune(fitted, Training())
         return found
 
     @cached_property
@@ -253,7 +254,8 @@ class Whole:
     def all_of(self, x: Tensor) -> dict[str, Tensor]:
         """Contracts images (n, 3, 32, 32) with all posteriors."""
         diagonals = {key: p.covariance.diagonal() for key, p in self.posteriors.items() if key.startswith("diagonal")}
-        kfac = {key: p.covariance for key, p in self.posteriors.items() if key.startswith("KFAC")}
+        covariances = {key: p.covariance for key, p in self.posteriors.items() if key.startswith("KFAC")}
+        kfac = {key: covariance for key, covariance in covariances.items() if has_prior(covariance)}
         found = contracted(self.tangent, x, self.directions, {**self._prior, **diagonals}, {"KFAC": [*kfac.values()]})
         named = {name: found.pop(f"KFAC, {i}") for i, name in enumerate(kfac)}
         return {**found, **named}
@@ -395,10 +397,10 @@ def draw(results: Mapping[str, Any]) -> None:
     ordered = sorted(ranks)
     means, errors = ([ranks[rank][part] for rank in ordered] for part in ("mean", "standard_error"))
     axes[3].errorbar(ordered, means, errors, fmt=".-", label="ELLA, n and prior validated")
-    axes[3].set(xlabel="K (M = 2 000)", ylabel=LABELS["nll"])
+    axes[3].set(xlabel="K (M = 512)", ylabel=LABELS["nll"])
     for measure, axis in zip(("nll", "ece", "accuracy", "nll"), axes, strict=True):
         for name, style in (("network", ":"), ("network, one temperature", "--")):
-            axis.axhline(plain[name][measure]["mean"], color="#555555", linestyle=style, label=name)
+            axis.axhline(plain[name]["first 1000"][measure]["mean"], color="#555555", linestyle=style, label=name)
     axes[0].set_ylim(0.24, 0.42)
     axes[1].set_ylim(0, 0.08)
     axes[2].set_ylim(0.88, 0.93)
@@ -407,3 +409,31 @@ def draw(results: Mapping[str, Any]) -> None:
 
 
 LABELS = {"nll": "NLL (nats)", "ece": "ECE", "accuracy": "accuracy"}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns scores on 8 000 images, on the first 1 000 for all methods, and the NLL on the images of other tables."""
+    plain = results["table"]["network and last layer"]
+    whole = results["table"].get("all weights", {})
+    ella = {name: row for name, row in results["table"].get("ELLA", {}).items() if not name.startswith("over n")}
+    columns = ["NLL, 512 draws", "NLL, default link", "ECE", "accuracy, %", "n", "δ", "T"]
+    last = {name: _cells(row, row) for name, row in plain.items()}
+    every = {name: _cells(row["first 1000"], row) for name, row in plain.items() if "rows" not in name}
+    every |= {name: _cells(row, row) for name, row in whole.items()}
+    every |= {f"ELLA, {name}": _cells(row, row) for name, row in ella.items()}
+    other = {}
+    for name, row in plain.items():
+        if name.startswith(("network", "recommended")) or "prior alone" in name:
+            other[name] = [shown(row[f"first {count}"]["nll"]) for count in PARTS] + [shown(row["nll"])]
+    images = ["first 1 000 (Figures 4 and 8)", "2 000 (Table 4)", "4 000 (Figure 7)", "8 000 (Table 1)"]
+    return {
+        "last layer": grid(columns, last), "all methods": grid(columns, every), "other images": grid(images, other)
+    }  # fmt: skip
+
+
+def _cells(scores: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    """Returns the cells of a row: scores on some images, and what was chosen."""
+    link = shown(scores.get("nll by the default link"))
+    n, delta, temperature = row.get("n", row.get("images")), row.get("prior precision"), row.get("T")
+    numbers = [shown(n, 0), "" if delta is None else f"{delta['mean']:.2g}", shown(temperature, 2)]
+    return [shown(scores["nll"]), link, shown(scores["ece"]), shown(scores["accuracy"], 1, 100), *numbers]

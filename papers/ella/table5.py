@@ -75,12 +75,11 @@ def illustrative_regression(seed: int) -> dict[str, Any]:
 
     exact = {variance: latent(lw.Full(), lw.everything, variance) for variance in (NOISE, OTHER_NOISE)}
     found: dict[str, Any] = {"KL(LLA || method)": {}, "KL(method || LLA)": {}}
-    picture = {"x": x[:, 0].tolist(), "y": y[:, 0].tolist(), "grid": grid[:, 0].tolist(), "std": {}}
-    picture["mean"], picture["std"]["LLA"] = exact[NOISE][0][:, 0].tolist(), _std(exact[NOISE])
+    std = {"LLA": _std(exact[NOISE])}
     for name, (method, params) in METHODS.items():
         equal = latent(method, params, NOISE)
         mixed = equal if name.startswith("ELLA") else latent(method, params, OTHER_NOISE)
-        picture["std"][name] = _std(equal)
+        std[name] = _std(equal)
         pairs = {"mixed noise": (exact[OTHER_NOISE], mixed), "equal noise": (exact[NOISE], equal)}
         for setting, (full, approximate) in pairs.items():
             for direction, (first, second) in zip(found, ((full, approximate), (approximate, full)), strict=True):
@@ -88,13 +87,14 @@ def illustrative_regression(seed: int) -> dict[str, Any]:
                 found[direction].setdefault(setting, {})[name] = float(divergence)
     with torch.no_grad():
         found["training error"] = float(nn.functional.mse_loss(model(x), y))
-    return {**found, "picture": picture}
+    points = {"x": x, "y": y, "grid": grid, "mean": exact[NOISE][0]}
+    return {**found, "picture": {**{name: value[:, 0].tolist() for name, value in points.items()}, "std": std}}
 
 
 def trained(x: Tensor, y: Tensor, seed: int) -> nn.Module:
     """Returns the authors' MLP 1-2-32-512-1 without the last bias, trained by their SGD to a MAP estimate."""
     with seeded(seed):
-        model = nn.Sequential(*mlp(1, 2, 32, 512)[1:], nn.Tanh(), nn.Linear(512, 1, bias=False)).double()
+        model = nn.Sequential(*list(mlp(1, 2, 32, 512))[1:], nn.Tanh(), nn.Linear(512, 1, bias=False)).double()
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         squares = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
