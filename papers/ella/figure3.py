@@ -61,7 +61,7 @@ def run(severities: Sequence[int] = (1, 3, 5), images: int = 500, few: int = 10)
 
 
 LAST_LAYER = (
-    "network", "network, one temperature", "last layer, KFAC", "last layer, early stopping", "recommended call",
+    "network", "network, one temperature", "last layer, KFAC, validation", "last layer, KFAC, early stopping", "recommended call",
 )  # fmt: skip
 ELLA = "ELLA, n and prior validated"
 ALL_WEIGHTS = ("diagonal, validation", "KFAC, validation")
@@ -72,8 +72,8 @@ def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
     prior_alone = lw.Validation(setup.val, tempered=False, tolerance=0.0)
     posteriors = {
         "network, one temperature": tempered(setup, 2000),
-        "last layer, KFAC": fitted(setup, lw.KFAC(), tune=prior_alone),
-        "last layer, early stopping": fitted(setup, lw.Full(), tune=lw.EarlyStopping(setup.val)),
+        "last layer, KFAC, validation": fitted(setup, lw.KFAC(), tune=prior_alone),
+        "last layer, KFAC, early stopping": fitted(setup, lw.KFAC(), tune=lw.EarlyStopping(setup.val)),
         "recommended call": fitted(setup, validation=setup.val),
     }
 
