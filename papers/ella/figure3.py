@@ -61,7 +61,8 @@ def run(severities: Sequence[int] = (1, 3, 5), images: int = 500, few: int = 10)
 
 
 LAST_LAYER = (
-    "network", "network, one temperature", "last layer, KFAC, validation", "last layer, KFAC, early stopping", "recommended call",
+    "network", "network, one temperature", "last layer, KFAC, validation", "last layer, KFAC, early stopping",
+    "recommended call",
 )  # fmt: skip
 ELLA = "ELLA, n and prior validated"
 ALL_WEIGHTS = ("diagonal, validation", "KFAC, validation")
