@@ -25,7 +25,7 @@ from .calling import CallRefused, call, state_kept
 from .eager import RandomCalls, real, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
-from .recording_plan import Coverage, RecordingPlan, planned
+from .recording_plan import Coverage, RecordingPlan, backward_share, planned
 from .selection import LastLayer, Predicate, select, with_entries
 from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
 
@@ -92,7 +92,8 @@ def probe(
     pairs = zip(noted, axes, strict=True)
     uses = [(use, axis or BatchAxis()) for use, axis in pairs if covered & set(use.names.values())]
     unseen = not first.unseen.isdisjoint(names)
-    blocks, plan = planned(uses, covered, parameters, outputs, batches.shared(inputs), unseen)
+    share = backward_share(recording.noted, set(names), samples, isinstance(params, LastLayer))
+    blocks, plan = planned(uses, covered, parameters, outputs, batches.shared(inputs), unseen, share)
     alone = {name: tuple(real(parameters[name]).shape) for name in names if reasons[name]}
     blocks += [Block(name, (name,), (shape,), "generic") for name, shape in alone.items()]
     coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])

@@ -69,6 +69,7 @@ class RecordingPlan:
     kinds: tuple[str, ...] = ()  # kind of each watched use
     shared: tuple[bool, ...] = ()  # for each tensor of the inputs, whether the samples of the first batch shared it
     unseen: bool = False  # the network bypasses function modes (see `functional.py`)
+    share: float = 1.0  # see `backward_share`
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON. Only the sample axes of the uses are stored, since `order` gives the rest."""
@@ -175,6 +176,7 @@ def planned(
     outputs: Tensor,
     shared: tuple[bool, ...],
     unseen: bool,
+    share: float,
 ) -> tuple[list[Block], RecordingPlan]:
     """Makes the blocks and the plan from the survey's (use, sample axis) pairs of covered parameters.
 
@@ -218,6 +220,7 @@ def planned(
         kinds=tuple(use.use.kind for use in noted),
         shared=shared,
         unseen=unseen,
+        share=share,
     )
     return blocks, plan
 
@@ -230,6 +233,23 @@ def _block_name(members: tuple[str, ...]) -> str:
     rest = [name[len(prefix) :] for name in members]
     suffix = commonprefix([name[::-1] for name in rest])[::-1]  # noqa: RUF071
     return (prefix + suffix.lstrip("._")).rstrip("._") if prefix.rstrip("._") else members[0]
+
+
+def backward_share(every: Sequence[RecordedUse], names: Set[str], samples: int, last_layer: bool) -> float:
+    """Returns the multiply-adds of a backward pass of one output and its contraction, over those of two forward passes.
+
+    A backward pass runs through the layers after the first treated one, and the contraction through the treated ones.
+    """
+    work = []
+    for use in every:
+        out, matrix = _numbers(use, samples)[0], use.use.matrix()
+        work.append(out if matrix is None or matrix.one_hot else out * (matrix.inputs + 1))
+    treated = [i for i, use in enumerate(every) if names & set(use.names.values())]
+    seen = {name for i in treated for name in every[i].names.values()}
+    if not last_layer and not names <= seen:
+        return 1.0
+    passed = sum(work[treated[0] + 1 :]) + sum(work[i] for i in treated) if treated else 0
+    return min(1.0, passed / max(1, 2 * sum(work)))
 
 
 def _numbers(noted: RecordedUse, samples: int) -> tuple[int, int]:
