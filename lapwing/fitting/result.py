@@ -19,7 +19,7 @@ from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
 from ..tangent.retry import retried
 from ..tuning import Training, Tuning
-from ..tuning.training_samples import spread_batches
+from ..tuning.evidence import spread_batches
 from .checks import check_noise
 from .runner import Runner
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, is_selected
+from ..covariance.latent_at_positions import LatentAtPositions
 from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, doubled, seeded
@@ -214,6 +215,12 @@ class Likelihood(Options, ABC, Generic[P]):
             link: an instance of one of `links`. None means `default_link`, or for weight draws their average.
             generator: random generator for links that draw; None means seed 0.
         """
+
+    def predict_positions(
+        self, latent: LatentAtPositions, link: Link | None = None, generator: torch.Generator | None = None
+    ) -> P:
+        """Returns the distribution of y (B T, C) at all positions."""
+        return self.predict(latent.rows, link, generator)
 
     def log_power_mean(
         self,

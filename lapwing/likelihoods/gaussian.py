@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, is_selected
+from ..covariance.latent_at_positions import LatentAtPositions
 from ..errors import LapwingError, plain_numbers, shown
 from ..linalg import cholesky, doubled
 from ..options import POSITIVE_NUMBERS, option
@@ -45,7 +46,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         noise_variance: σ², a **variance** in squared units of y: one number, or C numbers, one for each output. `fit`
             never changes given numbers, and tunes σ² if it is None.
         noise_ratios: r, one positive number for each output, for outputs in different units or of known relative
-            accuracy. σ² may still be tuned. None means ones; then `validation=` may choose ratios.
+            accuracy. σ² may still be tuned. None means ones; then `validation=` may choose ratios, and for outputs
+            (B, T, C) as many as T C.
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
 
     Raises:
@@ -188,6 +190,24 @@ class Gaussian(Likelihood[RegressionPrediction]):
         if self.noise_ratios is not None and not is_selected(latent):
             self.ratios(latent.mean)
         return RegressionPrediction(latent, self._set_noise("predict()"), self.missing, self.noise_ratios)
+
+    def predict_positions(
+        self, latent: LatentAtPositions, link: Link | None = None, generator: torch.Generator | None = None
+    ) -> RegressionPrediction:
+        """Returns the prediction (B T, C); r has C entries, or T C that `validation=` chose."""
+        rows, ratios, positions = latent.rows, self.noise_ratios, latent.places.count
+        outputs = rows.mean.shape[-1]
+        if ratios is None or len(ratios) == outputs:
+            return self.predict(rows, link, generator)
+        if len(ratios) != positions * outputs:
+            raise LapwingError(
+                f"Held-out data chose the noise of {len(ratios)} outputs of a sample, and these inputs have "
+                f"{positions} positions of {outputs} outputs. Pass inputs with as many positions, or fit with "
+                f"likelihood=lw.Gaussian(noise_ratios={[1.0] * outputs}), which keeps one noise for all positions."
+            )
+        each = torch.tensor(ratios, dtype=torch.float64, device=rows.mean.device).reshape(positions, outputs)
+        alike = replace(self, noise_ratios=None).predict(rows, link, generator)
+        return replace(alike, noise_ratios=each.repeat(latent.places.samples, 1))
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `ExactLink`: `log_power_mean` has a closed form, which is differentiable in σ² too."""

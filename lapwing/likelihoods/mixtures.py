@@ -36,15 +36,15 @@ def mixture_of(family: Callable[..., dist.Distribution], weights: Tensor, *param
 
 
 def mixture_log_density(draws: Tensor, noise_variance: Tensor | float, targets: Tensor) -> Tensor:
-    """Returns `log 1/S Σ_s N(y; f_s, diag σ²)` (B,), for f (S, B, C), y (B, C), and one σ² or σ² (C,)."""
-    noise = torch.as_tensor(noise_variance, dtype=draws.dtype, device=draws.device).expand(draws.shape[-1])
+    """Returns `log 1/S Σ_s N(y; f_s, diag σ²)` (B,), for f (S, B, C), y (B, C), and one σ², σ² (C,) or (B, C)."""
+    noise = torch.as_tensor(noise_variance, dtype=draws.dtype, device=draws.device).expand(draws.shape[1:])
     residual, volume = known_residuals(draws, targets, noise)
     squares = (residual.square() / noise).sum(-1)  # (S, B, C) -> (S, B)
     return torch.logsumexp(-0.5 * squares, 0) - 0.5 * volume - math.log(len(draws))
 
 
 def known_residuals(outputs: Tensor, targets: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns y - f (..., B, C), with 0 if y (B, C) is NaN, and `Σ log 2πσ²` over the known y (B,), for σ² (C,)."""
+    """Returns y - f (..., B, C), with 0 if y (B, C) is NaN, and `Σ log 2πσ²` over the known y (B,)."""
     known = ~targets.isnan()
     return torch.where(known, targets, outputs) - outputs, (known * (2.0 * math.pi * noise).log()).sum(-1)
 

@@ -19,7 +19,7 @@ from .predictions import P, Prediction
 def predicted(likelihood: Likelihood[P], latent: AnyLatent, link: Link | None, generator: torch.Generator | None) -> P:
     """Returns the distribution of y under a latent, one for each position if the latent has positions."""
     if has_positions(latent):  # with the attributes of P
-        return cast(P, PredictionAtPositions(likelihood.predict(latent.rows, link, generator), latent))
+        return cast(P, PredictionAtPositions(likelihood.predict_positions(latent, link, generator), latent))
     return likelihood.predict(latent, link, generator)
 
 

@@ -31,13 +31,13 @@ class RegressionPrediction(RealPrediction):
         latent: the latent over outputs.
         noise_variance: σ², in squared units of y.
         missing: whether a NaN target is missing.
-        noise_ratios: r (C,), factor of σ² at each output; None means ones.
+        noise_ratios: r (C,), factor of σ² at each output, or (B, C); None means ones.
     """
 
     latent: AnyLatent
     noise_variance: float
     missing: bool = False
-    noise_ratios: tuple[float, ...] | None = None
+    noise_ratios: tuple[float, ...] | Tensor | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -53,12 +53,12 @@ class RegressionPrediction(RealPrediction):
 
     @cached_property
     def _noise(self) -> Tensor:
-        """The noise variance of each output (C,), or (B, k) for k selected outputs of each input."""
+        """The noise variance of each output (C,), or (B, C) of each input: for selected outputs, or ratios (B, C)."""
         mean = self.mean
         noise = mean.new_full((mean.shape[-1],), self.noise_variance)
         if self.noise_ratios is None:
             return noise
-        ratios = noise.new_tensor(self.noise_ratios)
+        ratios = torch.as_tensor(self.noise_ratios, dtype=noise.dtype, device=noise.device)
         return noise * (ratios[self.latent.outputs] if is_selected(self.latent) else ratios)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,8 @@ class RegressionPrediction(RealPrediction):
         mean, draws = self.mean, self._draws()
         if draws is not None:
             centres = draws.flatten(1) if self.latent.joint else draws.transpose(0, 1)  # (S, B·C) or (B, S, C)
-            noise = self._noise_of_each(centres).sqrt().expand_as(centres)
+            noise = self._noise_of_each(centres).sqrt()
+            noise = (noise if noise.ndim == 1 else noise[:, None]).expand_as(centres)
             weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
             return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
         if has_factor(self.latent):

@@ -28,11 +28,12 @@ class Places:
     samples: int  # B
     sizes: tuple[int, ...]  # (T,), (H, W) or (D, H, W); () for outputs (B, C)
     axis: int  # the dimension of the outputs that holds the C outputs of a position, 1 or -1
+    joined: bool = False  # as in `Positions`
 
     @property
     def count(self) -> int:
-        """T, the number of positions of an input."""
-        return prod(self.sizes)
+        """T, the number of rows of an input: its positions, or 1 if they are joined."""
+        return 1 if self.joined else prod(self.sizes)
 
     def shape(self, outputs: int) -> tuple[int, ...]:
         """Returns the shape of outputs, such as (B, C, H, W)."""
@@ -41,14 +42,17 @@ class Places:
         return (self.samples, *self.sizes, outputs)
 
     def targets(self, targets: Tensor, outputs: int) -> Tensor:
-        """Returns targets as rows: (B T,), or (B T, k) for k per position. If outputs are (B, C), targets stay."""
+        """Returns targets as rows: (B T,), or (B T, k) for k per position; (B, T k) if positions are joined.
+
+        If outputs are (B, C), targets stay.
+        """
         if not self.sizes:
             return targets
         each, shape = (self.samples, *self.sizes), tuple(targets.shape)
         if shape in (each, self.shape(1)):
-            return targets.reshape(-1)
+            return targets.reshape(self.samples, -1) if self.joined else targets.reshape(-1)
         if len(shape) == len(each) + 1 and shape == self.shape(shape[self.axis]):
-            return targets.movedim(self.axis, -1).flatten(0, -2)
+            return targets.movedim(self.axis, -1).flatten(*((1, -1) if self.joined else (0, -2)))
         line = f"Pass targets of shape {each}, one for each position, or of the shape of the outputs"
         finer = shape[-len(self.sizes) :]
         pairs = list(zip(finer, self.sizes, strict=False))
@@ -75,7 +79,8 @@ class Places:
 class Positions:
     """Calls a network, and says which dimension of its outputs holds the C outputs of a position.
 
-    If the treated layer gives outputs with positions (`direct`), each position counts as a sample.
+    If the treated layer gives outputs with positions (`direct`), each position counts as a sample. If they are
+    `joined`, all positions of an input are one sample with T C outputs.
     """
 
     forward: Forward | None
@@ -84,6 +89,7 @@ class Positions:
     outputs: int  # C
     count: int  # T on the first batch; later batches may have another T
     direct: bool = False
+    joined: bool = False
 
     @classmethod
     def of(cls, shape: tuple[int, ...], targets: tuple[int, ...] | None, forward: Forward | None) -> Positions:
@@ -100,8 +106,8 @@ class Positions:
 
     @property
     def several(self) -> bool:
-        """Whether the outputs have dimensions of positions, so that they are not (B, C)."""
-        return self.dims > 2
+        """Whether the outputs have dimensions of positions that are rows of their own."""
+        return self.dims > 2 and not self.joined
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields except `forward`, as JSON."""
@@ -127,7 +133,7 @@ class Positions:
 
     def places(self, samples: int, sizes: tuple[int, ...]) -> Places:
         """Returns the positions of a batch."""
-        return Places(samples, sizes, self.axis)
+        return Places(samples, sizes, self.axis, self.joined)
 
     def matrix(self, outputs: Tensor) -> Tensor:
         """Returns outputs as a matrix (B, T C), position by position."""
@@ -135,7 +141,9 @@ class Positions:
         return outputs.movedim(self.axis, -1).flatten(1)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """Returns outputs as rows (B T, C)."""
+        """Returns outputs as rows (B T, C), or (B, T C) if positions are joined."""
+        if self.joined:
+            return self.matrix(outputs)
         self.sizes(outputs.shape)
         return outputs.movedim(self.axis, -1).flatten(0, -2)
 

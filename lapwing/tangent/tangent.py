@@ -177,6 +177,11 @@ class Tangent:
         """Number of outputs per input of the first batch: C, or T C."""
         return self.outputs * self.positions.count
 
+    def with_joined_positions(self) -> Tangent:
+        """Returns the tangent for which all positions of an input are one sample with T C outputs."""
+        joined = replace(self.positions, joined=True, direct=False, count=1)
+        return replace(self, forward=joined, outputs=self.width)
+
     @cached_property
     def treats_output_alone(self) -> bool:
         """Whether only the layer that gives the outputs is treated. Its rows need no backward pass."""
@@ -266,7 +271,7 @@ class Tangent:
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = run(self.model, checked.inputs, self.forward, watched, spread, frozen)
-        width = recording.outputs.shape[1] if self.positions.several else self.outputs
+        width = recording.outputs.shape[1] if isinstance(self.forward, Positions) else self.outputs
         check_recording(self.model, checked.inputs, recording, width, late)
         noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])

@@ -1,16 +1,26 @@
-"""The default tuning without held-out data: `classifier_width.py` for classifiers, `regression_width.py` otherwise."""
+"""The default tuning without held-out data: a bound on the cost of a classifier's spread, or `regression_width.py`."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..covariance import has_prior
 from ..network.entry import outside_modes
 from ..options import at_least, option, positive
 from ..posterior import Posterior
-from .classifier_width import number_of_inputs, with_bounded_cost
-from .evidence import Evidence, Training, Tuning
+from .evidence import Evidence, Training, Tuning, spread_batches
+from .held_out import SOME_POSITIONS, spread_costs
 from .regression_width import inputs_read, with_left_out_width
+from .search import crossing, evenly
+
+log = logging.getLogger("lapwing")
+
+CERTAIN_NLL = 0.05
+"""NLL, in nats per training sample, below which the training labels show little about the calibration."""
 
 
 @dataclass(frozen=True)
@@ -18,39 +28,35 @@ class BoundedEvidence(Tuning):
     """Prior precision and noise variance without held-out data: the default tuning of `lw.fit`.
 
     Classification: `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`.
-    The evidence approximates the loss by a quadratic. If a classifier is sure of its training labels, its loss is flat
-    next to a slope, so the curvature is small and the evidence (of `Evidence`, with one δ) spreads the weights too
-    wide. The prior precision is raised until the spread costs the training data at most `nats` per sample.
+    The evidence (of `Evidence`, with one δ) spreads the weights of a classifier that is sure of its training labels too
+    widely, since its loss is flat next to a slope. So δ is raised until the spread costs the training data at most
+    `nats` per sample.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of
-    unseen targets, and c scales the covariance of any method to this width (for `Full`, which separates seen from
-    unseen inputs, the width at unseen inputs). So networks that overfit or interpolate get the right width too, also if
-    only the last layer is treated. Widths are at least the mean squared residual.
+    unseen targets, at least the mean squared residual; c scales the covariance of any method to it (for `Full`, which
+    separates seen from unseen inputs, at unseen inputs). A sample is left out with all its positions. All trained
+    weights count in networks of at most a million weights, most of them with a layer family, otherwise the treated
+    ones. Freeze the weights that other data trained (`requires_grad`).
 
-    All trained weights count in networks of at most a million weights, most of them with a layer family. In larger
-    networks only the treated weights count. Freeze the weights that other data trained (`requires_grad`). A prior
-    precision that the user gave is kept, and so is a covariance that chose its own prior (`SampledLLA`, `MeanField`):
-    then σ² makes the width. If the user gave the noise variance, the evidence chooses the prior precision. A
-    sample whose outputs have positions is left out with all of them.
+    A prior precision that the user gave is kept, and so is a covariance that chose its own prior (`SampledLLA`,
+    `MeanField`): then σ² makes the width. If the user gave σ², the evidence chooses the prior precision.
 
     Args:
         nats: maximum cost of the spread, in nats per training sample, with the default link.
-        samples: maximum number of training samples that are read, four times as many for a regression. They come in
-            whole batches spread evenly over the loader, which should not be sorted. If a classifier's outputs have
-            positions, each position is a sample; a last layer reads 16 times as many. At least 8 inputs are read.
+        samples: maximum number of training samples that are read, in batches spread evenly over the loader, which
+            should not be sorted; four times as many for a regression. A position of a classifier is a sample; a last
+            layer reads 16 times as many. At least 8 inputs are read.
         decades: range of the search above the evidence's δ, in powers of ten.
         points: number of candidates in that range; the cost is interpolated between them.
 
     Raises:
         LapwingError: if a number is out of range, or the loader has no samples.
 
-    Cost: for classifiers the cost of the evidence, and one pass over the loader for `samples` samples, which are
-    recorded and contracted once. For the default probit link the squares of J are summed over classes, and the
-    `points` candidates cost almost nothing; other links need variances or Gram matrices of the outputs for each
-    candidate. If more than 1 000 classes need a backward pass each, 16 random combinations estimate their mean
-    variance. For regressions: a kernel of at most 2 000 rows over all trained weights, 500 if a sample has more than
-    200 outputs, its eigenvalues, and predictions of the samples.
+    Cost: for classifiers the cost of the evidence, and one pass over `samples` samples, which are contracted once; the
+    candidates cost almost nothing with the default probit link. If more than 1 000 classes need a backward pass each,
+    16 random combinations estimate their mean variance. For regressions: a kernel of at most 2 000 rows over all
+    trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and predictions of the samples.
 
     Example:
         >>> import torch, lapwing as lw
@@ -77,7 +83,7 @@ class BoundedEvidence(Tuning):
         tuned = Evidence().tune(posterior)
         if posterior.prior.fixed or tuned.noise_variance is not None:
             return tuned
-        return with_bounded_cost(tuned, training, self.samples, self.nats, self.decades, self.points)
+        return self._with_bounded_cost(tuned, training)
 
     def training_samples(self, posterior: Posterior) -> int:
         if not posterior.noise_fixed:
@@ -85,3 +91,56 @@ class BoundedEvidence(Tuning):
         if posterior.prior.fixed or posterior.likelihood.needs_noise:
             return 0
         return number_of_inputs(posterior, self.samples)
+
+    def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
+        """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most `nats`."""
+        nll = -float(posterior.likelihood.log_likelihood(posterior.statistics)) / posterior.samples
+        if nll < CERTAIN_NLL:
+            log.warning(
+                "%s has memorised its training labels, whose NLL is %.2g per sample: they cannot show how calibrated "
+                "it is. For calibrated probabilities hold data out, and write lw.fit(model, loader, "
+                "validation=held_out).",
+                type(posterior.tangent.model).__name__, nll,
+            )  # fmt: skip
+        exponents = evenly(0.0, self.decades, self.points)
+        costs = mean_costs([_raised(posterior, exponent) for exponent in exponents], training, self.samples)
+        exponent = crossing(exponents, costs, self.nats)
+        if exponent == 0:
+            return posterior
+        raised = _raised(posterior, exponent)
+        lowest, chosen = float(posterior.prior.precision[0]), float(raised.prior.precision[0])
+        log.info(
+            "The spread at the evidence's prior precision %.3g costs %.3g nats per training sample: raised to %.3g",
+            lowest, costs[0], chosen,
+        )  # fmt: skip
+        if exponent == exponents[-1]:
+            log.warning(
+                "BoundedEvidence of %s reached the end of its range, prior precision %.0e, where the spread still "
+                "costs the training data %.1g nats per sample; BoundedEvidence(decades=%g) looks further.",
+                posterior.method, chosen, costs[-1], self.decades + 4,
+            )  # fmt: skip
+        return raised
+
+
+def mean_costs(candidates: Sequence[Posterior], training: Training, samples: int) -> list[float]:
+    """Returns the cost of each candidate's spread, in nats per training sample; negative if the spread helps.
+
+    The candidates are posteriors of one fit.
+    """
+    first = candidates[0]
+    totals, count = spread_costs(candidates, spread_batches(training, number_of_inputs(first, samples), first))
+    return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
+
+
+def number_of_inputs(posterior: Posterior, samples: int) -> int:
+    """Returns the maximum number of inputs that are read for a number of samples, each of which may be a position."""
+    positions = posterior.tangent.positions
+    count = 16 * samples // min(positions.count, 1024)
+    if not positions.direct:  # each position needs its own backward passes
+        count = min(count, samples // min(positions.count, SOME_POSITIONS))
+    return max(min(8, samples), count)
+
+
+def _raised(posterior: Posterior, exponent: float) -> Posterior:
+    """Returns the posterior at 10^exponent times its prior precision."""
+    return posterior.at(posterior.prior.precision * 10**exponent, posterior.noise_variance)

@@ -86,20 +86,10 @@ def best_of(
 ) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
-    Values that the user gave are kept. The best point of a grid is refined by the parabola through its neighbours. Each
-    point uses the best second number: for classifiers T, for regressions the factor c of the covariance of y,
-    `(δ, σ²) -> (δ/c, c σ²)`, which needs no other contraction and has a closed form, see `width_scores`.
-
-    Args:
-        posteriors: posteriors of one fit.
-        decades: range of log10 δ; for a regression with the mean squared held-out residual as noise.
-        points: number of candidates in that range.
-        loader: held-out batches.
-        temperatures: rising candidates for log10 T; () keeps T.
-        tolerance: for classifiers the widest spread is chosen whose score is at most this many standard errors, and at
-            most `WIDER`, below the best. Errors are of the paired difference over samples.
-        product: `λ = δσ²` of a regression by its training data, kept unless another λ is surely better; None chooses
-            the best λ.
+    Values that the user gave are kept. Each point of a grid over log10 δ uses the best second number: for classifiers T
+    out of `temperatures` (() keeps T), for regressions the factor c of the covariance of y, see `width_scores`. The
+    best point is refined by the parabola through its neighbours. `tolerance` is that of `Validation`; `product` is
+    `λ = δσ²` by the training data, kept unless another λ is surely better.
     """
     first = posteriors[0]
     open_prior = has_prior(first.covariance) and not first.prior.fixed
@@ -123,10 +113,7 @@ def _best_point(
     tolerance: float,
     at_noise: Callable[[Posterior, float], Posterior] | None = None,
 ) -> Posterior:
-    """Returns the posterior at the best δ, if there are exponents, and at the best T of a classifier.
-
-    With `at_noise`, which returns a posterior at an exponent, the exponents are those of σ².
-    """
+    """Returns the posterior at the best δ, or σ² with `at_noise`, if there are exponents, and at the best T."""
     moved = at_noise or (lambda posterior, exponent: at_precision(posterior, 10**exponent))
 
     def candidates(posterior: Posterior) -> list[Posterior]:
@@ -199,33 +186,15 @@ def _highest(table: Tensor) -> tuple[int, int]:
     return which, at
 
 
-def chosen_numbers(posterior: Posterior) -> str:
-    """Returns the values that a tuning may choose, as text for the log."""
-    numbers = {
-        "prior precision": None if posterior.prior_precision is None else float(posterior.prior.precision.min()),
-        "noise variance": posterior.noise_variance,
-        "logit temperature": posterior.logit_temperature,
-    }
-    return ", ".join(f"{name} {number:.3g}" for name, number in numbers.items() if number is not None)
-
-
 def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[float], at: int, chosen: float) -> None:
-    """Warns if the choice is at an end of the range; only logs it if many wide candidates have the same score."""
-    low, high = exponents[0], exponents[-1]
-    tied = sum(row[at] - score < PLATEAU for score in row)
-    if tied > 1:
-        advice = f"{tied} candidates differ by less than {PLATEAU:g} nats, so the choice matters little"
-    else:
-        meaning = "no spread in the weights at all" if at else "the widest spread in the range"
-        wider = f"tune=lw.Validation(loader, decades=({low - 3:g}, {high + 3:g}))"
-        advice = f"the held-out data prefer {meaning}; {wider} searches further"
-    relative = best.logit_temperature is None and not best.noise_fixed
-    log.log(
-        logging.INFO if 1 < tied < len(row) and not at else logging.WARNING,
-        "Validation of %s chose the edge of its range, prior precision %.3g%s: %s.",
-        best.method, 10**chosen,
-        f" (1e{exponents[at]:g} with the mean squared held-out residual as noise)" if relative else "", advice,
-    )  # fmt: skip
+    """Warns if the best choice is at an end of the range, unless other candidates have the same score."""
+    if sum(row[at] - score < PLATEAU for score in row) == 1:
+        log.warning(
+            "Validation of %s chose an end of its range, prior precision %.3g: the held-out data prefer %s. "
+            "tune=lw.Validation(loader, decades=(%g, %g)) searches further.",
+            best.method, 10**chosen, "no spread in the weights at all" if at else "the widest spread in the range",
+            exponents[0] - 3, exponents[-1] + 3,
+        )  # fmt: skip
 
 
 def _warn_of_no_spread(best: Posterior, exponent: float) -> None:
@@ -239,10 +208,9 @@ def _warn_of_no_spread(best: Posterior, exponent: float) -> None:
 
 
 def _is_underconfident(sharper: Tensor, scores: Tensor) -> bool:
-    """Whether a temperature below 1 without spread is better than every pair of a spread and a temperature from 1 up.
+    """Whether T < 1 without spread is better than every spread with T >= 1, by `WIDER` and one paired standard error.
 
-    Scores are (posteriors, points, N) at `SHARPER`, and (posteriors, points, temperatures, N). The gain must exceed
-    `WIDER` and one paired standard error, which is a likelihood ratio test at 5 %.
+    Scores are (posteriors, points, N) at `SHARPER`, and (posteriors, points, temperatures, N).
     """
     best, reference = (
         part[int(part.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())].double()
@@ -258,10 +226,9 @@ def _sharpened(
     loader: Iterable[Any],
     tolerance: float,
 ) -> Posterior:
-    """Returns the posterior of an underconfident network: T is the best one without spread.
+    """Returns an underconfident posterior at the best T without spread, with a spread that hardly changes predictions.
 
-    At this T a spread is chosen that hardly changes predictions. A wider one could make up for means that are too
-    sharp.
+    A wider spread could make up for means that are too sharp.
     """
     scores = sample_scores([best], candidates, loader, SHARP)[0]  # (points, temperatures, N)
     line = scores[-1].mean(-1, dtype=torch.float64).nan_to_num(-math.inf)
@@ -300,10 +267,10 @@ def surely_better(scores: Tensor, reference: Tensor, errors: float) -> bool:
 
 
 def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
-    """Returns the index of the lowest candidate (points, N) whose score is within the tolerance of the best one.
+    """Returns the index of the widest candidate whose score is within some paired standard errors of the best one.
 
-    Candidates go from the widest spread to the narrowest, and the tolerance is a number of paired standard errors. If
-    spreads down to the end of the range are so wide that all predict the same, the narrowest of them is returned.
+    Candidates (points, N) go from the widest spread to the narrowest. Of those so wide that all predict the same, the
+    narrowest is returned.
     """
 
     def saturated(place: int) -> bool:

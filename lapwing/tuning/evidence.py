@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
+from ..data import batches
+from ..data.loaders import other_size
+from ..data.progress import tracked
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
@@ -45,6 +48,48 @@ class Training:
     prefixes: tuple[Posterior, ...] = ()
     shown: int | None = None
     chosen: bool = False
+
+
+def spread_batches(
+    training: Training, limit: int, posterior: Posterior, before: Sequence[int] | None = None
+) -> Iterator[batches.Weighted]:
+    """Yields batches on the posterior's device, spread evenly over the training data, `limit` samples in all.
+
+    `before` holds the sizes of the batches of the processes before this one; None means a single process. Raises if the
+    loader has no samples, or another number of samples than the fit read.
+    """
+    device, shown = posterior.tangent.device, training.shown
+    if training.chosen:
+        yield from (batches.plain(part, device) for part in training.loader)
+        return
+    whole = shown or posterior.samples
+    start = taken = 0
+
+    def count(size: int) -> int:
+        """Returns the number of samples that are read from the next batch."""
+        return min(size, limit - taken) if taken < limit and taken * whole <= start * limit else 0
+
+    for size in before or ():
+        taken, start = taken + count(size), start + size
+    if taken >= limit:
+        return
+    for batch in tracked(training.loader, "training data for the tuning"):
+        inputs, targets = batches.split(batch)
+        weights = batches.weights_of(batch, device)
+        size = batches.size(inputs)
+        some = count(size)
+        if some:
+            if some < size:  # every (size // some)-th sample
+                rows = slice(0, some * (size // some), size // some)
+                inputs, targets = batches.take(inputs, rows), targets[rows]
+                weights = None if weights is None else weights[rows]
+            taken += some
+            yield batches.Weighted(batches.plain(inputs, device), batches.plain(targets, device), weights)
+        start += size
+        if taken >= limit:
+            return
+    if before is None and (not taken or (shown == posterior.samples and start != whole)):
+        raise other_size(start, "to the tuning", posterior.samples)
 
 
 class Tuning(Options, ABC):
@@ -158,9 +203,8 @@ def _value(posterior: Posterior) -> float:
 def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | None]:
     """Returns the δ (n_blocks,) and σ² of highest log evidence; values that the user gave are kept.
 
-    A grid over one δ for all blocks, at the σ² of the residuals, starts an ascent in log δ and log σ², which starts an
-    ascent in the log δ of every block. One δ is a factor of ones, so its gradient needs only eigenvalues. If only one δ
-    is open, a golden-section search replaces the ascent: values without gradients cost less.
+    A grid over one δ, at the σ² of the residuals, starts an ascent in log δ and log σ², which starts one in the log δ
+    of every block. If only one δ is open, a golden-section search replaces the ascent: values cost less than gradients.
     """
     evidence, precision = posterior.log_evidence, posterior.prior.precision
     open_prior, open_noise = not posterior.prior.fixed, not posterior.noise_fixed

@@ -30,10 +30,7 @@ class LeaveOneOut:
         variance: mean variance by the n samples of the kernel.
         training_variance: `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior of these samples, which has seen the targets.
         curve: width by N samples, divided by the width by n.
-        precision: δ.
-        samples: n.
-        weights: number of weights that count.
-        explained: number of targets that the weights explain, divided by the number of all targets.
+        explained: number of targets that `weights` weights explain, divided by the number of all targets.
         drawn: mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors.
     """
 
@@ -51,9 +48,9 @@ class LeaveOneOut:
     def unseen(self, training_variance: float) -> float:
         """Returns the width of a posterior's predictions of unseen targets, at this δ and σ², by its training variance.
 
-        The exact posterior is wider at unseen inputs than at seen ones. A posterior that is wider than the exact one at
-        seen inputs, such as KFAC, has part of this difference: measured, a quarter on a logarithmic scale. Posteriors
-        that leave out directions are about as wide everywhere.
+        The exact posterior is wider at unseen inputs than at seen ones. A posterior that is wider at seen inputs, such
+        as KFAC, has a quarter of this difference, on a logarithmic scale (measured). One that leaves out directions is
+        about as wide everywhere.
         """
         if self.curve == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
             return self.variance
@@ -71,7 +68,7 @@ class Process:
         vectors: its eigenvectors (M, M).
         labels: `√w r` (M,), in the same unit.
         counts: w (M,), number of targets that each pair represents.
-        same: whether a sample is left out together with another (n, n).
+        same: whether a sample is left out together with another (n, n). All samples have equally many pairs.
         weights: number of weights that count.
         outputs_per_pair: number of outputs of a sample, divided by the number of its pairs.
     """
@@ -84,15 +81,10 @@ class Process:
     weights: int
     outputs_per_pair: float = 1.0
 
-    @property
-    def samples(self) -> int:
-        """Number n of samples, which have equally many pairs."""
-        return len(self.same)
-
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs that are left out together: see `_groups`."""
-        return _groups(self.same, len(self.labels) // self.samples)
+        return _groups(self.same, len(self.labels) // len(self.same))
 
     @cached_property
     def squares(self) -> Tensor:
@@ -129,7 +121,7 @@ class Process:
         """Returns the first grid point of log10 at which the weights explain at most `MAX_EXPLAINED` of the targets."""
         grid = evenly(*RANGE, 65)
         explained = [float((self.values / (self.values + self.unit * 10**end)).sum()) / self.total for end in grid]
-        copies = self.counts.unflatten(0, (self.samples, -1)).amax(1)
+        copies = self.counts.unflatten(0, (len(self.same), -1)).amax(1)
         single = copies / (self.same.to(copies.dtype) @ copies).clamp_min(1.0)
         limit = MAX_EXPLAINED * float(single.sum() / copies.sum())  # copies count once
         return grid[sum(part > limit for part in explained)]
@@ -149,21 +141,20 @@ class Process:
         spectrum = scale * spectrum
         variance, error = _left_out_moments(spectrum, self.vectors, self.labels, self.groups)
         variance, error = (variance + self.more * noise) / self.total, error / self.total
-        more = self.outputs_per_pair * size / self.samples
+        more = self.outputs_per_pair * size / len(self.same)
         curve = learning_curve(scale * self.values, noise, more, self.total)
         training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
         return LeaveOneOut(
-            curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise, self.samples,
-            self.weights, (training_variance / noise - 1) / more,
+            curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise,
+            len(self.same), self.weights, (training_variance / noise - 1) / more,
         )  # fmt: skip
 
 
 def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float) -> float:
-    """Returns the factor, at most 1, by which more samples narrow predictions of unseen targets.
+    """Returns κ at `factor` = N/n, divided by κ at 1: how much more samples narrow predictions of unseen targets.
 
-    The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)` (Sollich 1999, equation 10, with the spectrum λ (M,) of
-    the kernel of n samples as the spectrum of all inputs). The result is κ at `factor`, which is N/n, divided by κ at
-    1. `total` is the number of targets.
+    The width κ solves `κ = σ² + mean_i λ_i/(1 + factor λ_i/κ)`, a mean over `total` targets (Sollich 1999, equation 10,
+    with the spectrum λ (M,) of the kernel of n samples as the spectrum of all inputs).
     """
     if factor <= 1:
         return 1.0
@@ -181,7 +172,7 @@ def learning_curve(values: Tensor, noise_variance: float, factor: float, total: 
 def _groups(same: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
     """Returns the pairs that are left out together: for each size k, indices (G, k), and which of them count (G, k).
 
-    `same` (N, N) marks samples that are left out together. `times` is the number of consecutive pairs of a sample.
+    A sample has `times` consecutive pairs.
     """
     distinct, group_of = same.unique(dim=0, return_inverse=True)
     sizes, inside = distinct.sum(1), torch.arange(times, device=same.device)

@@ -38,15 +38,14 @@ Candidates = Callable[[Posterior], list[Posterior]]
 def sample_scores(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], temperatures: Sequence[float] = ()
 ) -> Tensor:
-    """Returns the log likelihood of each held-out sample, (posteriors, candidates, temperatures, N).
+    """Returns the log likelihood of each held-out sample that counts, (posteriors, candidates, temperatures, N).
 
-    Each position of outputs with positions is a sample. Labels that do not count are left out. `candidates` returns the
-    candidates around a posterior. `temperatures` holds values of log10 T; () uses only the likelihood's own T.
+    Samples are those of `contracted`. `temperatures` holds values of log10 T; () uses only the likelihood's own T.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     divisors = [10**exponent for exponent in temperatures]
     for place, candidate, latent, labels, _ in contracted(
-        posteriors, candidates, tracked(loader, "held-out data"), max(1, len(divisors))
+        posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(divisors))
     ):
         likelihood = candidate.likelihood
         if divisors:
@@ -75,7 +74,7 @@ def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[Tensor, float]:
     """Returns the costs of the posteriors' spread, `Σ_n w_n [log p(y_n|f_n) - log p(y_n|N(f_n, V_n))]`, and `Σ_n w_n`.
 
-    Each position of outputs with positions is a sample. Labels that do not count are left out.
+    Samples are those of `contracted` that count.
     """
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, certain, every = None, torch.empty(0), torch.empty(0)
@@ -97,14 +96,12 @@ def width_scores(
 ) -> tuple[Tensor, Tensor]:
     """Returns held-out log likelihoods (posteriors, candidates, N) at the best factor c of y's covariance, and log10 c.
 
-    With `r = y - f` and the covariance S of y, the mean of `log N(y; f, c S)` is highest at `c = mean rᵀS⁻¹r / C`, over
-    the C known targets. For one output this is `mean r²/(σ² + v)`. Residuals are at least the rounding error of the
-    targets, as in `Gaussian.residual_variance`. For Gaussian likelihoods; computed in float64.
+    The mean of `log N(y; f, c S)` is highest at `c = mean rᵀS⁻¹r / C`, `r = y - f`, over the C known targets. Residuals
+    are at least the rounding error of the targets, as in `Gaussian.residual_variance`. Computed in float64.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
-    outputs = posteriors[0].tangent.outputs
     for place, candidate, latent, labels, _ in contracted(posteriors, candidates, tracked(loader, "held-out data")):
-        latent = latent.compact(covariances=outputs > 1)
+        latent = latent.compact(covariances=latent.mean.shape[1] > 1)
         prediction, labels = candidate.likelihood.predict(latent), labels.to(latent.mean.device)
         holes = labels.reshape(latent.mean.shape).isnan()  # missing targets, if the likelihood allows them
         volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # at r = 0
@@ -122,24 +119,32 @@ def width_scores(
 
 
 def contracted(
-    posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], copies: int = 1
+    posteriors: Sequence[Posterior],
+    candidates: Candidates,
+    loader: Iterable[Any],
+    reads: Reads | None = None,
+    copies: int = 1,
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
-    """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights."""
+    """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights.
+
+    Samples are those of `tangent_of_samples`. `reads` is None if the default link of the likelihood reads the latents.
+    """
     first = posteriors[0]
-    reads = first.likelihood.reads(first.tangent.outputs)
+    tangent = tangent_of_samples(first)
+    reads = reads or first.likelihood.reads(tangent.outputs)
     groups = _contraction_groups(posteriors)
-    scratch = _numbers_per_sample(posteriors, len(candidates(first)), reads)
-    scratch += 4 * copies * first.tangent.outputs * (first.tangent.outputs if reads == "covariances" else 1)
-    probes = _probes(first) if are_probed(first.tangent, first.likelihood) else None
-    marginal = reads != "covariances" and first.tangent.treats_output_alone and first.covariance.keeps_outputs
+    scratch = _numbers_per_sample(tangent, posteriors, len(candidates(first)), reads)
+    scratch += 4 * copies * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
+    probes = _probes(first) if are_probed(tangent, first.likelihood) else None
+    marginal = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
-            inputs, targets = batches.split(batch, first.tangent.device)
+            inputs, targets = batches.split(batch, tangent.device)
             dtype = first.covariance.record_dtype
-            records = first.tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
+            records = tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
             for part, record in records:
-                places = first.tangent.positions.places(len(targets), record.sizes)
-                labels = places.targets(targets, first.tangent.outputs)[part]
+                places = tangent.positions.places(len(targets), record.sizes)
+                labels = places.targets(targets, tangent.outputs)[part]
                 weights = batches.weights_of(batch, record.device)
                 weights = None if weights is None else weights.repeat_interleave(places.count)[part]
                 first.likelihood.check(record.outputs, labels)
@@ -149,6 +154,19 @@ def contracted(
                     latents = _latents(record, list(some.values()), reads, probes is not None)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
+
+
+def tangent_of_samples(posterior: Posterior) -> Tangent:
+    """Returns the tangent of a posterior, for which each position of outputs with positions is a sample.
+
+    If a regression has at most `WIDTH_OUTPUTS` outputs, all positions of an input are one sample, so that outputs
+    (B, T, C) have the scores of outputs (B, T C); except with noise ratios that the user gave for C outputs.
+    """
+    tangent = posterior.tangent
+    ratios = getattr(posterior.likelihood, "noise_ratios", ())
+    joins = ratios is None or len(ratios) == tangent.width  # only a Gaussian likelihood has ratios
+    few = tangent.positions.several and tangent.width <= WIDTH_OUTPUTS
+    return tangent.with_joined_positions() if few and joins else tangent
 
 
 def no_batch() -> LapwingError:
@@ -171,27 +189,20 @@ def means_over_samples(
 ) -> list[float]:
     """Returns the weighted mean of a function of a posterior and its variances `J_n Σ J_nᵀ` (B, C), for each posterior.
 
-    Each output is in units of its noise ratio. If an input has more than `WIDTH_OUTPUTS` outputs over its positions,
-    some positions are used. The posteriors may differ only in prior and noise.
+    Each output is in units of its noise ratio. Some positions are used of inputs with more than `WIDTH_OUTPUTS`
+    outputs. The posteriors may differ only in prior and noise.
     """
-    first = posteriors[0]
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
-    scratch = _numbers_per_sample(posteriors, 1, "variances")
-    many = first.tangent.positions.several and first.tangent.width > WIDTH_OUTPUTS
-    dtype, few = first.covariance.record_dtype, SOME_POSITIONS if many else None
-    with torch.no_grad():
-        for inputs, targets, weights in parts:
-            for part, record in first.tangent.records(inputs, None, dtype, scratch, some=few):
-                places = first.tangent.positions.places(len(targets), record.sizes)
-                labels = places.targets(targets, first.tangent.outputs)[part]
-                some = None if weights is None else weights.repeat_interleave(places.count)[part]
-                every = curvature_weights(first.likelihood, record.outputs, labels, some)
-                every = torch.ones_like(record.outputs) if every is None else every.expand_as(record.outputs)
-                ratios = first.likelihood.ratios(doubled(record.outputs))
-                for i, latent in enumerate(_latents(record, posteriors, "variances")):
-                    values = function(posteriors[i], doubled(latent.variance) / ratios)
-                    totals[i] += float((every.to(values) * values).sum())
-                count += float(doubled(every).sum())
+    mean, every, ratios = None, torch.empty(0), torch.empty(0)
+    for (i, _), posterior, latent, labels, weights in contracted(posteriors, lambda one: [one], parts, "variances"):
+        if latent.mean is not mean:  # a new record
+            mean = latent.mean
+            factors = curvature_weights(posterior.likelihood, mean, labels, weights)
+            every = torch.ones_like(mean) if factors is None else factors.expand_as(mean)
+            ratios = posterior.likelihood.ratios(doubled(mean))
+            count += float(doubled(every).sum())
+        values = function(posterior, doubled(latent.variance) / ratios)
+        totals[i] += float((every.to(values) * values).sum())
     return (totals / count).tolist()
 
 
@@ -213,9 +224,9 @@ def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
     return groups
 
 
-def _numbers_per_sample(posteriors: Sequence[Posterior], priors: int, reads: Reads) -> int:
+def _numbers_per_sample(tangent: Tangent, posteriors: Sequence[Posterior], priors: int, reads: Reads) -> int:
     """Estimates the number of entries per sample that the latents of all candidates need, temporary ones included."""
-    tangent, count = posteriors[0].tangent, len(posteriors) * priors
+    count = len(posteriors) * priors
     widest = max(block.matrix_shape[1] for block in tangent.blocks)
     one = tangent.outputs * max(posterior.covariance.scratch_per_row for posterior in posteriors)
     return one + count * (widest + (tangent.outputs**2 if reads == "covariances" else 2 * tangent.outputs))

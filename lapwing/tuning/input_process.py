@@ -28,17 +28,9 @@ OUTPUTS = 16
 def width_by_inputs(x: Tensor, y: Tensor, weights: Tensor, size: float, least: float = 0.0) -> float | None:
     """Returns the leave-one-out width of a Gaussian process with a squared-exponential kernel on the inputs.
 
-    The evidence chooses a length scale for each column. Weights above 0 count as 1.
-
-    Args:
-        x: inputs (N, D) of `table_of`.
-        y: targets (N, C).
-        weights: weights (N, C).
-        size: number of all samples.
-        least: a width up to this is of no interest, so the result is None if the targets' variance is below it.
-
-    Returns:
-        The width, or None if there are too few rows.
+    The evidence chooses a length scale for each column. Inputs (N, D), targets and weights (N, C) are those of
+    `table_of`; weights above 0 count as 1. Returns None if there are too few rows, or if the width cannot exceed
+    `least`, since the targets' variance does not. `size` is the number of all samples.
 
     Cost: `STEPS` Cholesky decompositions of `LENGTH_ROWS` rows, and an eigendecomposition of `ROWS` rows.
     """

@@ -43,32 +43,19 @@ def leave_one_out(
     """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
     The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
-    leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks). They are
-    those at its own mode, and the network's weights need not be a mode. A sample is left out with all its outputs, and
-    with its copies, which would predict its target. The errors count because the model has no noise that outputs share.
+    leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks), also if
+    the network's weights are no mode. A sample is left out with all its outputs, and with its copies, which would
+    predict its target. The errors count because the model has no noise that outputs share. The labels lose the mean of
+    each output: targets far from 0 would otherwise need a wide prior.
 
-    The labels lose the mean of each output: targets far from 0 would otherwise need a wide prior of all weights.
+    σ² explains at least a tenth of the targets (`MAX_EXPLAINED`): a noise of 0 is too narrow for posteriors with fewer
+    degrees of freedom. δσ² is raised until s is half of `residual`, the network's mean squared residual
+    (`LOWEST_WIDTH`), at most to `HIGHEST_RAISED`: the linearised model of a network that was not trained to the end
+    would explain residuals that the network still has. The kernel holds n of N = `size` samples, so s is multiplied by
+    `learning_curve` at N/n. A sample of weight w counts as w copies: residual and kernel are multiplied by √w.
 
-    If the weights explained all targets, the noise would be 0, which is too narrow for posteriors with fewer degrees of
-    freedom. So σ² is large enough that the noise explains at least a tenth of the targets (`MAX_EXPLAINED`).
-
-    If a network was not trained to the end, its linearised model could explain residuals that the network still has. So
-    δσ² is raised until s is half of the mean squared residual (`LOWEST_WIDTH`), at most to `HIGHEST_RAISED`: then the
-    model fits about as well as the network.
-
-    The kernel holds n of N samples. All N predict better, so s is multiplied by `learning_curve` at N/n.
-
-    All trained weights count (`requires_grad`), also if the posterior treats only some of them: the layers before the
-    treated layers were trained on the targets too. If they have too many weights, or lapwing refuses one of the layers,
-    only the treated weights count.
-
-    Args:
-        posterior: posterior of a regression with noise σ². Its prior is used only if all trained weights are treated.
-        parts: batches of inputs, targets and perhaps sample weights. A sample of weight w counts as w copies: its
-            residual and its kernel are multiplied by √w, and the number of targets is Σ w. If there are too many
-            samples and outputs, some of them are used.
-        size: N; None means the number of samples in `parts`.
-        residual: mean squared residual of the network. s is at least half of it if δσ² can be raised; 0 means no bound.
+    All trained weights count, also those that the posterior does not treat, since they were trained on the targets too;
+    unless they are too many, or lapwing refuses one of the layers.
 
     Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and its eigendecomposition, O(M³).
     """

@@ -19,10 +19,9 @@ from ..network.entry import outside_modes
 from ..options import SEED, at_least, option
 from ..posterior import Posterior
 from ..tangent import Tangent
-from .evidence import Training, Tuning
+from .evidence import Training, Tuning, spread_batches
 from .regression_width import SAMPLES, with_left_out_width
 from .training_kernel import table_of
-from .training_samples import spread_batches
 
 log = logging.getLogger("lapwing")
 
@@ -45,14 +44,14 @@ class Refit(Tuning):
 
     `BoundedEvidence` takes the width s of unseen targets from the linearised network. If training has fitted the
     features to noisy targets, s is too small, and nothing in the trained network shows this. So a copy with fresh
-    weights is trained on four fifths of the samples, by Adam, for `steps` steps. Its smallest mean squared error on the
-    other fifth along the way, Y, is a yardstick: if Y exceeds 1.5 s and six mean squared residuals, Y replaces s, so
-    all variances are multiplied by Y/s, and lapwing warns. Otherwise the result equals `BoundedEvidence`'s.
+    weights (`reset_parameters` of each layer) is trained on four fifths of the samples, by Adam, for `steps` steps. Its
+    smallest mean squared error on the other fifth along the way, Y, is a yardstick: if Y exceeds 1.5 s and six mean
+    squared residuals, Y replaces s, so all variances are multiplied by Y/s, and lapwing warns. Otherwise the result
+    equals `BoundedEvidence`'s. The trained network and the global random numbers do not change.
 
-    The trained network and the global random numbers do not change. The copy is made by `reset_parameters` of each
-    layer. If a trained layer has none, or if the inputs are no table (B, D) of floats, no copy is trained, and lapwing
-    warns. It was measured on MLPs of at most 40 000 weights on standardised tables; for larger networks a log line says
-    that it is untested.
+    If a trained layer has no `reset_parameters`, or if the inputs are no table (B, D) of floats, no copy is trained,
+    and lapwing warns. It was measured on MLPs of at most 40 000 weights on standardised tables; for larger networks a
+    log line says that it is untested.
 
     Args:
         samples: maximum number of training samples that the copy uses.

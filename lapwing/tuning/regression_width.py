@@ -11,14 +11,13 @@ from torch import Tensor
 from ..covariance import has_prior
 from ..data import batches
 from ..posterior import Posterior
-from .evidence import Training
+from .evidence import Training, spread_batches
 from .gaussian_process import LeaveOneOut
 from .held_out import WIDTH_OUTPUTS, mean_variances, means_over_samples
 from .input_process import width_by_inputs
 from .leave_one_out import leave_one_out
 from .search import crossing, evenly
 from .training_kernel import table_of, warn_of_scales
-from .training_samples import spread_batches
 
 log = logging.getLogger("lapwing")
 
@@ -46,9 +45,6 @@ NOISES = evenly(-4.0, 0.0, 33)
 NARROW, ABOVE_RESIDUAL = 1.5, 6.0
 """A width is too small if a yardstick exceeds `NARROW` times it, and `ABOVE_RESIDUAL` mean squared residuals."""
 
-Yardstick = Callable[[Posterior, Training], float | None]
-"""Estimates the width of unseen targets from training data; None if it cannot."""
-
 
 def inputs_read(posterior: Posterior, samples: int) -> int:
     """Returns the maximum number of inputs that are read for the width: fewer if each has very many positions."""
@@ -58,17 +54,16 @@ def inputs_read(posterior: Posterior, samples: int) -> int:
 
 
 def with_left_out_width(
-    posterior: Posterior, residual: float, training: Training, samples: int, yardstick: Yardstick | None = None
+    posterior: Posterior,
+    residual: float,
+    training: Training,
+    samples: int,
+    yardstick: Callable[[Posterior, Training], float | None] | None = None,
 ) -> Posterior:
     """Returns the posterior whose predictions of unseen targets have the width s of the leave-one-out predictions.
 
-    Args:
-        posterior: posterior of a regression with open noise.
-        residual: mean squared residual of the training data.
-        training: training data.
-        samples: maximum number of samples that are read.
-        yardstick: returns another estimate of the width, which replaces s if s is far smaller; None only warns if a
-            Gaussian process on the inputs shows that s may be too small.
+    At most `samples` samples are read, and `residual` is the mean squared one of all. The yardstick replaces s if s is
+    far smaller; None only warns if a Gaussian process on the inputs shows that s may be too small.
     """
     exact, parts, size = _exact_model(posterior, residual, training, samples)
     warn_of_scales(posterior, parts)
@@ -105,7 +100,7 @@ def with_left_out_width(
 
 def _checked_width(
     posterior: Posterior, training: Training, parts: Sequence[batches.Weighted], size: float, width: float,
-    residual: float, yardstick: Yardstick | None,
+    residual: float, yardstick: Callable[[Posterior, Training], float | None] | None,
 ) -> float:  # fmt: skip
     """Returns the width, or the yardstick if it shows that the width is too small; warns in this case."""
     least = max(NARROW * width, ABOVE_RESIDUAL * residual)

@@ -16,6 +16,7 @@ from ..data.data import Data
 from ..display import warns_once
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
+from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
@@ -47,13 +48,9 @@ def scale_factor(
         N/n 1/τ Σ_n E[log p(y_n|f)] - KL(q_s ‖ N(μ0, Δ⁻¹)),   f ~ N(m_n, s V_n)
         KL = 1/2 [s tr(ΔΣ) + (θ̂-μ0)ᵀΔ(θ̂-μ0) - P - P log s - logdet(ΔΣ)]
 
-    in which `s tr(ΔΣ) - P log s` depends on s. For Gaussian noise and `Linearized` the maximum is at
-    `s = P / tr((G/τ + Δ) Σ)`, where G is the exact curvature. This is 1 for `Full`, and for `Diagonal` and `EKFAC`,
-    which have the exact diagonal in their basis. So the bound corrects only approximations: of the covariance's
-    structure, of the way, or of a likelihood that is not Gaussian. Validation also corrects for a wrong model.
-
-    Means and covariances are computed once, so a candidate costs only the predictions from them. The noise variance
-    stays. A gradient of the score would need the memory of all predictions, so the search uses only its values.
+    For Gaussian noise and `Linearized` the maximum is at `s = P / tr((G/τ + Δ) Σ)`, where G is the exact curvature: 1
+    for `Full`, `Diagonal` and `EKFAC`. So the bound corrects only approximations: of the covariance, of the way, or of
+    a likelihood that is not Gaussian. Validation also corrects for a wrong model. The noise variance stays.
 
     Args:
         posterior: posterior of the fit.
@@ -109,7 +106,7 @@ def scale_factor(
                 if expected:  # draws, if there are any, are the same at every scale
                     values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
                 else:
-                    values = likelihood.predict(scaled, link).log_prob(targets)
+                    values = predicted(likelihood, scaled, link, None).log_prob(targets)
                 total += float(values.sum())
             return total / count - (factor * trace - size * math.log(factor)) / 2
 
@@ -130,9 +127,9 @@ def scale_factor(
 def _latents(
     posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
 ) -> tuple[list[tuple[Any, Tensor]], int]:
-    """Returns the latents and targets of a loader, with positions as rows, and its number of inputs.
+    """Returns the latents and targets of a loader, and its number of inputs.
 
-    Latents keep all moments if expectations are needed, and otherwise the moments that the link reads.
+    Expectations need all moments, with positions as rows; otherwise latents keep the moments that the link reads.
     """
     kept: list[tuple[Any, Tensor]] = []
     count = 0
@@ -140,17 +137,18 @@ def _latents(
         inputs, targets = batches.split(batch, posterior.tangent.device)
         latent: Any = posterior.latent(inputs, via)
         count += len(latent.mean)
-        if has_positions(latent):
+        if expected and has_positions(latent):
             latent, targets = latent.rows, latent.places.targets(targets, latent.rows.mean.shape[-1])
         if is_selected(latent):
             raise LapwingError(
                 f"lw.scale_factor compares all outputs with the targets, and via={via} selects some. Choose the factor "
                 "with via=lw.Linearized(), and use it in lw.Scaled with any way."
             )
-        posterior.likelihood.check(latent.mean, targets)
         reads_covariance = expected
-        if not expected:
-            chosen = posterior.likelihood.choose_link(latent, link)
+        if expected:
+            posterior.likelihood.check(latent.mean, targets)
+        else:
+            chosen = posterior.likelihood.choose_link(latent.rows if has_positions(latent) else latent, link)
             if isinstance(chosen, LaplaceBridge):
                 raise LapwingError(
                     "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so no "

@@ -29,10 +29,7 @@ def best_of_grid(function: Callable[[float], float], low: float, high: float, po
 
 
 def ascend(function: Callable[[Tensor], Tensor], start: Tensor, low: Sequence[float], high: Sequence[float]) -> Tensor:
-    """Maximises a smooth function of k numbers within the box from `low` to `high`, by L-BFGS and autograd.
-
-    Returns the best point (k,), or the start if the ascent does not improve on it.
-    """
+    """Returns the maximiser (k,) of a smooth function in a box by L-BFGS, or the start if it is better."""
     lower, upper = start.new_tensor(low), start.new_tensor(high)
     point = start.clone().requires_grad_()
     optimiser = _LBFGS(
@@ -52,10 +49,7 @@ def ascend(function: Callable[[Tensor], Tensor], start: Tensor, low: Sequence[fl
 
 
 def golden_section(function: Callable[[float], float], low: float, high: float, points: int) -> float:
-    """Maximises a function of one number: by a grid, then by golden sections around its best point, to 1e-6.
-
-    Returns the best point, or an end of the range if the function is best there.
-    """
+    """Returns the maximiser to 1e-6, by a grid and golden sections around its best point, or the end that is best."""
     grid, best = best_of_grid(function, low, high, points)
     if best in (0, points - 1):
         return grid[best]
@@ -76,10 +70,9 @@ def golden_section(function: Callable[[float], float], low: float, high: float, 
 
 
 def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:
-    """Returns the first point from which on all costs are at most a bound, or the last point if its cost is above it.
+    """Returns the first of rising points from which on all costs are at most a positive bound, or the last point.
 
-    The points rise, the bound is positive, and NaN counts as above it. The crossing is interpolated between points:
-    geometrically, or linearly if a cost is not positive.
+    NaN counts as above the bound. The crossing is interpolated geometrically, or linearly if a cost is not positive.
     """
     above = [i for i, cost in enumerate(costs) if not cost <= bound]
     if not above:

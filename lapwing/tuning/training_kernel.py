@@ -19,7 +19,7 @@ from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.anchors import Anchors
 from .gaussian_process import Process
-from .held_out import WIDTH_OUTPUTS
+from .held_out import WIDTH_OUTPUTS, tangent_of_samples
 
 log = logging.getLogger("lapwing")
 
@@ -137,7 +137,7 @@ def _means_of_outputs(labels: Tensor, counts: Tensor, outputs: Tensor) -> Tensor
 def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     """Returns whether two samples are copies or the same (N, N), by `JJᵀ` (M, M) and y (N, C).
 
-    If the kernel holds only some outputs of each sample, samples cannot be compared, and none are copies.
+    No samples are copies if the kernel holds only some of their outputs.
     """
     count, outputs = targets.shape
     itself = torch.eye(count, dtype=torch.bool, device=gram.device)
@@ -152,11 +152,18 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
 
 
 def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> None:
-    """Warns if one noise variance serves outputs of different noise or units."""
+    """Warns if one noise variance serves outputs of different noise or units.
+
+    Outputs (B, T, C) have C, or T C if `validation=` tunes a noise variance for each of them.
+    """
     rows = [targets_of(posterior, *part) for part in parts]
-    targets, residuals, weights = (torch.cat(every) for every in zip(*rows, strict=True))  # (N, C)
-    if (posterior.likelihood.ratios(targets) != 1).any():
+    if (posterior.likelihood.ratios(rows[0][0]) != 1).any():
         return
+    widths = {len(part[0].flatten()) // batches.size(inputs) for part, (inputs, *_) in zip(rows, parts, strict=True)}
+    joins = len(widths) == 1 and tangent_of_samples(posterior).positions.joined
+    width = max(widths) if joins else posterior.tangent.outputs
+    rows = [tuple(values.reshape(-1, width) for values in part) for part in rows]
+    targets, residuals, weights = (torch.cat(every) for every in zip(*rows, strict=True))  # (N, C)
     totals = weights.sum(0)
     counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
     squares = (weights * residuals.square()).sum(0) / counts

@@ -20,9 +20,9 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
-from .choice import RISING, SURE, TEMPERATURES, best_of, chosen_numbers, surely_better, with_ranks
+from .choice import RISING, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import Training, Tuning, without_rank
-from .held_out import at_precision, contracted, sample_scores
+from .held_out import at_precision, contracted, sample_scores, tangent_of_samples
 from .regression_width import SAMPLES, inputs_read, trained_product
 from .search import ascend, evenly
 
@@ -68,24 +68,21 @@ class _OnHeldOutData(Tuning):
 class Validation(_OnHeldOutData):
     """Chooses δ, and σ² or a logit temperature T, by the mean log likelihood of held-out data.
 
-    Predictions are linearised, with the default link. One contraction of each batch scores all candidates, so a
-    candidate costs almost nothing. The best point of the grid is refined by a parabola through its neighbours.
+    Predictions are linearised, with the default link. Values that the user gave are kept, and so is a logit temperature
+    other than 1. The best point of the grid is refined by a parabola through its neighbours.
 
     Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits, because
     spread cannot correct logits that are all too large. Among pairs that the held-out data cannot distinguish from the
-    best, the pair with the widest spread is chosen, because it detects out-of-distribution inputs best. If `T < 1`
-    without spread is better than every pair, the network is underconfident: then T is that of `TemperatureScaling`, and
-    the spread changes log probabilities by at most 0.005 nats. With a given prior precision T is free.
+    best, the one with the widest spread detects out-of-distribution inputs best, and is chosen. If `T < 1` without
+    spread is better than every pair, the network is underconfident: then T is that of `TemperatureScaling`, and the
+    spread changes log probabilities by at most 0.005 nats. With a given prior precision T is free.
 
-    Regression: for each `λ = δσ²`, the best factor c of the covariance of y, which `(δ/c, c σ²)` multiplies by c, has a
-    closed form, `mean r²/(σ² + v)` for one output. λ determines how widths differ between inputs, which few held-out
-    samples cannot show. So λ comes from the training data, as in `BoundedEvidence`, unless another λ is better by three
-    standard errors of the paired difference.
-
-    Each of several outputs of `lw.Gaussian()` then gets its own noise variance, as ratios to σ², if the held-out data
-    surely show that they differ: by three standard errors of the paired difference. Give `noise_ratios` to keep them.
-
-    Values that the user gave are kept, and so is a logit temperature other than 1.
+    Regression: for each `λ = δσ²`, the best factor c of the covariance of y, `(δ, σ²) -> (δ/c, c σ²)`, has a closed
+    form, `mean r²/(σ² + v)` for one output. λ determines how widths differ between inputs, which few held-out samples
+    cannot show. So it comes from the training data, as in `BoundedEvidence`, unless another λ is better by three
+    standard errors of the paired difference. Each of several outputs of `lw.Gaussian()` then gets its own noise
+    variance, as ratios to σ², if it is better by as much. Outputs (B, T, C) get T C of them if T is fixed and T C at
+    most 200, otherwise C. Give `noise_ratios` to keep them.
 
     Args:
         loader: held-out data, which must not be the training data, in any form that `lw.fit` accepts.
@@ -100,9 +97,8 @@ class Validation(_OnHeldOutData):
         LapwingError: if a range or a number does not give a grid.
 
     Cost: one pass over the loader, with one record and one contraction per batch, and `points` variances (or Gram
-    matrices, if the link reads covariances) for each output, or for each combination of outputs as in
-    `BoundedEvidence`; for a regression also a forward pass, and the kernel of `BoundedEvidence`. Memory: about 6 kB per
-    held-out sample of a classifier and 3 kB of a regression, for the scores of all candidates; a position is a sample.
+    matrices, if the link reads covariances); for a regression also up to two forward passes, and the kernel of
+    `BoundedEvidence`. Memory: about 6 kB per held-out sample of a classifier (or position), 3 kB of a regression.
 
     Example:
         >>> import torch, lapwing as lw
@@ -135,7 +131,7 @@ class Validation(_OnHeldOutData):
         )  # fmt: skip
         best = _with_output_noise(best, held_out)
         _warn_of_shift(best, held_out)
-        log.info("Validation of %s: %s", best.method, chosen_numbers(best))
+        log.info("Validation chose %r", best)
         return best
 
     def training_samples(self, posterior: Posterior) -> int:
@@ -149,16 +145,14 @@ class Validation(_OnHeldOutData):
 class EarlyStopping(_OnHeldOutData):
     """Chooses n, the number of training points in the curvature, and δ by the held-out log likelihood.
 
-    Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹`, where `S_n` sums over the first n points. A small n
-    gives a wide posterior if the model is misspecified and the posterior of all data is too narrow. All pairs (n, δ)
-    are compared, not only the first n at which the score falls. Without validation data, pass strongly augmented
-    training images.
+    Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹`, where `S_n` sums over the first n points: a small n
+    is wider, if the posterior of all data is too narrow. All pairs (n, δ) are compared. Without validation data, pass
+    strongly augmented training images.
 
     Args:
         loader: held-out data in any form that `lw.fit` accepts.
         form: "published", `(S_n + δI)⁻¹`; or "scaled", `(S_n + (n/N) δI)⁻¹`, as in the authors' program: the whole
-            covariance of N points, `((N/n) S_n + δI)⁻¹`, times N/n. If δ is free the two forms are one family; they
-            differ if δ is given.
+            covariance of N points, `((N/n) S_n + δI)⁻¹`, times N/n. If δ is free the two forms are one family.
         prefixes: number of parts of the data to compare: a half, a quarter, ... of it.
         decades: range of log10 δ.
         points: number of candidates for δ.
@@ -170,11 +164,10 @@ class EarlyStopping(_OnHeldOutData):
     Raises:
         LapwingError: if the form is unknown, or a number does not give a grid.
 
-    Cost: memory of `prefixes` curvatures (K x K for subspaces). The last pass of the fit is repeated for the first half
-    of the data, the first quarter, and so on, so it takes up to twice as long. With "first fall" it takes up to twice
-    as long as a pass over the n at which it ends. One pass over the loader, contracted once for subspaces and once per
-    prefix for other methods; with "first fall", one more for each n. The first samples of the training loader should be
-    a random subset.
+    Cost: memory of `prefixes` curvatures (K x K for subspaces), and up to twice the last pass of the fit, which is
+    repeated for the parts; with "first fall" up to twice a pass over the n at which it ends. One pass over the loader,
+    contracted once for subspaces and once per prefix for other methods; with "first fall", one more for each n. The
+    first samples of the training loader should be a random subset.
 
     Example:
         >>> import torch, lapwing as lw
@@ -257,17 +250,25 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
     numbers are taken if their density, minus the gain by chance `(C - 1)/N`, is better than that of one number by
     `SURE` paired standard errors. The covariance and σ² do not change.
 
+    Outputs (B, T, C) have T C numbers if `tangent_of_samples` joins them and all samples have the same T.
+
     Cost: a pass over the held-out data, if there are several outputs and no ratios.
     """
     likelihood: Any = posterior.likelihood
-    outputs = posterior.tangent.outputs
-    if outputs == 1 or posterior.noise_fixed or getattr(likelihood, "noise_ratios", ()) is not None:
+    if posterior.noise_fixed or getattr(likelihood, "noise_ratios", ()) is not None:
+        return posterior
+    if tangent_of_samples(posterior).outputs == 1:
         return posterior
     parts = []
     for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader):
         squares = (doubled(labels).reshape(latent.mean.shape) - doubled(latent.mean)).square()
         parts.append((squares.cpu(), doubled(latent.variance).cpu()))
+    if len({len(squares.T) for squares, _ in parts}) > 1:  # another number of positions
+        parts = [tuple(values.reshape(-1, posterior.tangent.outputs) for values in part) for part in parts]
     squares, variances = (torch.cat(part) for part in zip(*parts, strict=True))
+    outputs = squares.shape[1]
+    if outputs == 1:
+        return posterior
     known = ~squares.isnan()
     squares, counts = squares.nan_to_num(), known.sum(0)
     if int(counts.min()) < 2:

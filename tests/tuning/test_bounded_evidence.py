@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import lapwing as lw
 from lapwing.data import batches
 from lapwing.tuning import BoundedEvidence, Training
-from lapwing.tuning.classifier_width import mean_costs
+from lapwing.tuning.bounded_evidence import mean_costs
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.input_process import width_by_inputs
 from lapwing.tuning.leave_one_out import leave_one_out
@@ -495,7 +495,7 @@ def test_outputs_of_a_map_have_a_small_kernel(outputs, rows):
     y = model(x).detach()
     posterior = lw.fit(model, [(x, y)], lw.Diagonal(), likelihood="gaussian", tune=None)
     found = process_of(posterior, posterior.tangent, [(x, y)])
-    assert (found.samples, len(found.labels)) == (20, rows)
+    assert (len(found.same), len(found.labels)) == (20, rows)
     assert found.outputs_per_pair == outputs / (rows / 20)
 
 

@@ -372,3 +372,58 @@ def test_held_out_rows_show_the_noise_of_each_output_of_a_bfloat16_network():
     posterior = lw.fit(model, (x[:100], y[:100]), lw.KFAC(), likelihood="gaussian", validation=(x[100:], y[100:]))
     small, large = posterior.likelihood.noise_ratios
     assert 12 < large / small < 20
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("method", "params"), [(None, None), (lw.KFAC(), lw.everything), (lw.KFAC(), None)], ids=["full", "kfac", "last"]
+)
+def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, params, shape, tmp_path):
+    torch.manual_seed(0)
+    std = torch.tensor([0.1, 0.15, 0.2, 0.3, 0.4, 0.5])
+    x = torch.randn(500, 3, dtype=torch.float64)
+    flat = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 6)).double().eval()
+    model = torch.nn.Sequential(flat, torch.nn.Unflatten(1, shape)).eval()
+    y = flat(x).detach() + std * torch.randn(500, 6)
+    whole = y.unflatten(1, shape)
+    posteriors = [
+        lw.fit(
+            network, (x[:100], targets[:100]), method, likelihood="gaussian", params=params,
+            validation=[(x[100:250], targets[100:250]), (x[250:400], targets[250:400])],
+        )
+        for network, targets in ((flat, y), (model, whole[..., 0] if shape[-1] == 1 else whole))
+    ]  # fmt: skip
+    ratios, noise = zip(*((one.likelihood.noise_ratios, one.noise_variance) for one in posteriors), strict=True)
+    assert len(ratios[0]) == len(ratios[1]) == 6
+    torch.testing.assert_close(torch.tensor(ratios[0]), torch.tensor(ratios[1]), rtol=1e-9, atol=0)
+    assert noise[0] == pytest.approx(noise[1], rel=1e-9)
+    rows, steps = (one.predict(x[400:]) for one in posteriors)
+    for read in (
+        lambda p: p.mean, lambda p: p.variance, lambda p: p.aleatoric_variance, lambda p: p.interval(0.9)[1],
+    ):  # fmt: skip
+        torch.testing.assert_close(read(steps).flatten(1), read(rows), rtol=1e-9, atol=1e-12)
+    path = tmp_path / "steps.safetensors"
+    posteriors[1].save(path)
+    again = lw.load(path, model).predict(x[400:])
+    torch.testing.assert_close(again.variance, steps.variance, rtol=1e-12, atol=0)
+    for way in (lw.MonteCarlo(draws=20), lw.Linearized(draws=20)):
+        drawn, targets = posteriors[1].predict(x[400:], via=way), whole[400:]
+        torch.testing.assert_close(
+            drawn.log_prob(targets).flatten(), drawn.distribution().log_prob(targets.flatten(0, 1)), rtol=1e-9, atol=0
+        )
+        torch.testing.assert_close(drawn.aleatoric_variance, steps.aleatoric_variance, rtol=1e-12, atol=0)
+    assert steps.sample(3).shape == (3, 100, *shape)
+    assert lw.scale_factor(posteriors[1], (x[250:400], whole[250:400])).factor > 0
+
+
+def test_a_number_of_positions_that_varies_keeps_one_noise_for_each_output():
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 2).eval(), torch.randn(300, 6, 3)
+    y = model(x).detach() + torch.tensor([0.1, 0.4]) * torch.randn(300, 6, 2)
+    held_out = [(x[100:200], y[100:200]), (x[200:, :4], y[200:, :4])]
+    posterior = lw.fit(model, (x[:100], y[:100]), likelihood="gaussian", validation=held_out)
+    assert len(posterior.likelihood.noise_ratios) == 2
+    assert posterior.predict(x[:5, :3]).variance.shape == (5, 3, 2)
+    fixed = lw.fit(model, (x[:100], y[:100]), likelihood="gaussian", validation=held_out[:1])
+    with pytest.raises(lw.LapwingError, match=r"noise of 12 outputs of a sample, .* 3 positions of 2 outputs"):
+        fixed.predict(x[:5, :3])
