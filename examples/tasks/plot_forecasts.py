@@ -86,4 +86,5 @@ plt.show()
 #   targets, or use ``posterior.latent(x, joint=True)`` for the part that comes from the weights.
 # - **A regime that the past does not show** has the errors of the past. Watch new residuals, and call
 #   ``posterior.update`` or train again: lapwing warns if they are far larger than the noise.
-# - **Outputs (B, T, C)** are for labels of each position of an input. For a forecast return (B, T).
+# - **Horizons that vary.** Outputs (B, T, 1) and (B, T, C) get the same numbers as (B, T C), if T is the same for all
+#   inputs and T C is at most 200. Otherwise each of the C outputs has one noise for all steps.
