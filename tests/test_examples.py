@@ -147,14 +147,3 @@ def test_continual_digits_keep_more_with_a_former_posterior(capsys: pytest.Captu
         first = {name: results[kind, name][0] for name in ("weights alone", "Diagonal", "KFAC")}
         assert first["weights alone"] < first["Diagonal"] < first["KFAC"]
     assert "permuted, KFAC" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_active_learning_prints_its_accuracies(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn")
-    results = runpy.run_path(str(EXAMPLES / "active_learning.py"))["main"](rounds=2, seeds=1)
-    assert len({accuracies[0] for accuracies in results.values()}) == 1  # all start with the same labels
-    for choice, accuracies in results.items():
-        assert len(accuracies) == 3
-        assert accuracies[0] < accuracies[-1], choice
-    assert "mutual information" in capsys.readouterr().out

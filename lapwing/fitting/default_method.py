@@ -36,13 +36,8 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
     fits = numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS
     if fits and tangent.contraction_dtype == torch.float64:
         return Full()
-    return KFAC() if is_affordable_for_kfac(tangent, KFAC_OUTPUTS) else None
-
-
-def is_affordable_for_kfac(tangent: Tangent, outputs: int) -> bool:
-    """Whether KFAC over all weights may be the default: the tuning reads them all, and there are few outputs."""
-    affordable = tangent.size <= MAX_WEIGHTS and tangent.explicit_size <= MAX_EXPLICIT_WEIGHTS
-    return affordable and tangent.width <= outputs
+    tuned = tangent.size <= MAX_WEIGHTS and tangent.explicit_size <= MAX_EXPLICIT_WEIGHTS  # the tuning reads them all
+    return KFAC() if tuned and tangent.width <= KFAC_OUTPUTS else None
 
 
 def method_and_tangent(

@@ -18,10 +18,9 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.progress import show_progress
 from ..display import warns_once
-from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
 from ..likelihoods.inferred import warn_of_misfit
-from ..methods import KFAC, DataSummary, FisherRoot, FitResult, Method, Problem
+from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network.entry import outside_modes
 from ..posterior import Posterior
 from ..tangent import LastLayer, Predicate
@@ -36,7 +35,6 @@ from .options import DEFAULT_TUNING, FitOptions
 from .result import checked, posteriors_of, tuned
 from .runner import Runner, Stop
 from .update import continued
-from .validation import preferred, worth_trying
 
 log = logging.getLogger("lapwing")
 
@@ -86,9 +84,8 @@ def fit(
         method: method of the fit, which decides the structure of Σ. None chooses one, and the log names it with its
             passes and bytes. A regression gets `Full` over all trained weights if that is cheap, KFAC over all of them
             if they are at most a million, and otherwise KFAC over the last layer. A classifier gets KFAC over the last
-            layer, or over all weights if `validation` is given, that is cheap, and the held-out data prefer it. A last
-            layer with more than 1 000 outputs gets Diagonal. If the last layer is frozen and other layers are trained,
-            as with adapters, KFAC treats those. With `params`, None means KFAC.
+            layer. A last layer with more than 1 000 outputs gets Diagonal. If the last layer is frozen and other layers
+            are trained, as with adapters, KFAC treats those. With `params`, None means KFAC.
         likelihood: "categorical", "gaussian" or an instance. None infers it from the dtype of the targets, and raises
             if the targets are labels stored as floats.
         params: parameters to treat. None means all trained ones if `method` is given.
@@ -131,8 +128,7 @@ def fit(
         LapwingError: if an argument or the data cannot be used; the message says what to write.
 
     Cost: the method's passes over the data, each about 1 + C passes of the network, plus the tuning. The tuning costs
-        more than the passes if there are many weights and few data: see `BoundedEvidence`. With `validation` and no
-        `method`, a classifier with at most 20 outputs is fitted twice.
+        more than the passes if there are many weights and few data: see `BoundedEvidence`.
 
     Example:
         >>> import torch, lapwing as lw
@@ -159,12 +155,9 @@ def fit(
             file.open(data.training, setup.described())
         with file or nullcontext():
             posterior = run_and_tune(setup)
-            of_all_weights = fit_of_all_weights(setup, posterior)
         if options.data_size is None and data.training.expected_size is None:
             data.training.warn_of_unseen(setup.runner.shown())
-        if of_all_weights is None:
-            return posterior
-        return preferred(posterior, of_all_weights, data.joined_held_out)
+        return posterior
 
 
 @dataclass(frozen=True)
@@ -191,11 +184,11 @@ class Setup:
         return {**self.options.described(), **fingerprint_of(surveyed)}
 
 
-def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None, warn: bool = True) -> Setup:
+def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
     """Surveys the network, chooses the method if the user named none, and checks that all parts and the memory fit."""
     runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
     shown = runner.shown() or batches.size(data.inputs)
-    method, shape, prior, reason = surveyed(data, options, runner.count, shown, warn)
+    method, shape, prior, reason = surveyed(data, options, runner.count, shown)
     tangent = shape.tangent
     check_memory(method, shape)
     if reason is not None:
@@ -257,20 +250,3 @@ def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training
         unused = "validation=" if setup.data.held_out is not None else f"tune={type(tune).__name__}"
         log.warning("%s chooses its own prior: %s was not used.", type(setup.method).__name__, unused)
     return posterior
-
-
-def fit_of_all_weights(setup: Setup, last: Posterior) -> Posterior | None:
-    """Fits all weights of a classifier, so that held-out data can compare them with the last layer.
-
-    Returns None if the user named the method or the parameters, or if all weights cost too much or cannot be treated.
-    """
-    options, data, tangent = setup.options, setup.data, last.tangent
-    if not options.compares or data.likelihood.logit_temperature is None or tangent.positions.several:
-        return None  # at positions a prediction needs a backward pass for each output of each position
-    try:
-        wide = survey(replace(options, method=KFAC()), data, setup.checkpoint, warn=False)
-        if worth_trying(wide.problem.tangent, tangent, setup.runner.count()):
-            return run_and_tune(wide)
-    except LapwingError as error:  # frozen weights, quantized layers, ...
-        log.info("Only the last layer is treated, since all trained weights cannot be: %s", error)
-    return None

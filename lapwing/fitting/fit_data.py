@@ -75,11 +75,6 @@ class FitData:
         except LapwingError as error:
             raise LapwingError(f"The held-out data do not fit. {error}") from error
 
-    @property
-    def joined_held_out(self) -> Any:
-        """The held-out data of all processes, on rank 0; empty on other ranks and without `validation=`."""
-        return self.tune.loader if isinstance(self.tune, Validation) and self.held_out is not None else ()
-
     def warn(self, options: FitOptions) -> None:
         """Warns about data that make the error bars wrong, and logs if a likelihood has only a pseudo-evidence."""
         if self.held_out is not None:

@@ -96,11 +96,6 @@ class FitOptions(Options):
                 "first."
             )
 
-    @property
-    def compares(self) -> bool:
-        """Whether held-out data choose between the last layer and all weights of a classifier."""
-        return self.method is None and self.params is None and self.validation is not None
-
     def precision(self, count: Callable[[], int]) -> float | Mapping[str, float] | None:
         """Returns the prior precision that the user gave, or None if it is tuned; `count` returns N."""
         return self.prior_precision if self.weight_decay is None else (self.data_size or count()) * self.weight_decay

@@ -18,9 +18,8 @@ extra("mapie")
 def matrix_of(prediction: Prediction) -> np.ndarray:
     """Returns a prediction of N inputs as the X of the two estimators, in float64.
 
-    Returns:
-        Class probabilities (N, C); probabilities of no and yes (N, 2) if the output is yes or no; mean and standard
-        deviation (N, 2) of a regression. Each position of outputs with positions is a row.
+    X holds class probabilities (N, C); probabilities of no and yes (N, 2) if the output is yes or no; mean and standard
+    deviation (N, 2) of a regression. Each position of outputs with positions is a row.
 
     Raises:
         LapwingError: if an input has several targets.
@@ -59,6 +58,8 @@ class PredictionClassifier(base.ClassifierMixin, base.BaseEstimator):
 
 class PredictionRegressor(base.RegressorMixin, base.BaseEstimator):
     """A regressor that returns its X (N, 2), for `prefit=True`. `StdConformityScore` reads the standard deviations."""
+
+    is_fitted = True  # MAPIE warns without it
 
     def fit(self, X: np.ndarray, y: Any) -> PredictionRegressor:
         """Returns the estimator itself: it has nothing to learn."""

@@ -106,7 +106,7 @@ def test_wherever_it_is_interrupted(method: lw.Method, tmp_path: Path) -> None:
 
 HELD_OUT = data("mlp", 8)[3]
 TUNINGS: dict[str, dict[str, Any]] = {
-    "the default": {}, "all weights after the last layer": {"validation": HELD_OUT}, "none": {"tune": None},
+    "the default": {}, "held-out data of the default": {"validation": HELD_OUT}, "none": {"tune": None},
     "evidence": {"tune": lw.Evidence(per_layer=True)}, "held-out data": {"tune": lw.Validation(HELD_OUT)},
     "early stopping": {"method": lw.EKFAC(), "tune": lw.EarlyStopping(HELD_OUT, prefixes=2)},
     "early stopping of a subspace": {"method": lw.ELLA(3, rows=5), "tune": lw.EarlyStopping(HELD_OUT, prefixes=3)},
