@@ -195,10 +195,9 @@ class PriorCovariance(Covariance):
     def output_covariances(
         self, record: Record, candidates: Sequence[Self], reads: Reads
     ) -> Iterable[tuple[Term, ...]]:
-        """Returns `J Σ_i Jᵀ` for several priors of this curvature (from `with_prior`), sharing products with J.
+        """Returns `J Σ_i Jᵀ` for several priors of this curvature that are contracted with it, sharing products with J.
 
-        Each candidate Σ_i `is_contracted_with` this covariance. "variances" gives one `MarginalTerm`, "scale" one
-        `ScaleTerm`.
+        "variances" gives one `MarginalTerm`, "scale" one `ScaleTerm`.
         """
 
     def output_covariance(self, record: Record) -> tuple[Term, ...]:

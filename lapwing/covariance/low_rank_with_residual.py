@@ -66,10 +66,7 @@ class LowRankWithResidual(Subspace):
         return cls(blocks, basis, inner @ curvature @ inner, traces, precision, scale, from_rows=(rows, curvature))
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
-        """Returns the covariance under another prior on the same span.
-
-        If `from_rows` built it and the ratios between blocks change, it is built again. Time O(K P).
-        """
+        """Returns the covariance under another prior on the same span. If its ratios change, `from_rows` runs again."""
         if self.rows is not None and not same_ratios(precision, self.precision):
             return self.from_rows(self.blocks, *self.rows, self.traces, precision, scale)
         again = super().with_prior(precision, scale)

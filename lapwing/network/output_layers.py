@@ -64,10 +64,7 @@ def output_layers(
     recording: Recording,
     warn: bool = True,
 ) -> tuple[tuple[str, ...], FirstCall]:
-    """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed them.
-
-    Raises if no layer is the last, with the line to write. Cost: one forward pass with its graph.
-    """
+    """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed them."""
     kind = type(model).__name__
     norms = {name for use in recording.noted if use.use.normalises for name in use.names.values()}
     leaves = {

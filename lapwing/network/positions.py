@@ -77,19 +77,15 @@ class Places:
 
 @dataclass(frozen=True)
 class Positions:
-    """Calls a network, and says which dimension of its outputs holds the C outputs of a position.
-
-    If the treated layer gives outputs with positions (`direct`), each position counts as a sample. If they are
-    `joined`, all positions of an input are one sample with T C outputs.
-    """
+    """Calls a network, and says which dimension of its outputs holds the C outputs of a position."""
 
     forward: Forward | None
     axis: int  # the dimension of the C outputs, 1 or -1
     dims: int  # number of dimensions of the outputs, 2 for outputs (B, C)
     outputs: int  # C
     count: int  # T on the first batch; later batches may have another T
-    direct: bool = False
-    joined: bool = False
+    direct: bool = False  # the treated layer gives outputs with positions: each position is a sample
+    joined: bool = False  # all positions of an input are one sample with T C outputs
 
     @classmethod
     def of(cls, shape: tuple[int, ...], targets: tuple[int, ...] | None, forward: Forward | None) -> Positions:

@@ -153,10 +153,7 @@ def _reasons(
 def _conditional(
     noted: Sequence[RecordedUse], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]
 ) -> list[str]:
-    """Returns the names in layers shaped like one that did not get every sample, such as an expert.
-
-    Other samples may not reach these layers.
-    """
+    """Returns the names in layers shaped like one that only some samples reach, such as an expert."""
     partial: set[str] = set()
     for use, (first, last, whole) in zip(noted, gradients, strict=True):
         if whole.any() and not (first.any() and last.any()):

@@ -107,10 +107,7 @@ class RecordingPlan:
         return axes
 
     def uses_in(self, names: list[dict[str, str]], kinds: tuple[str, ...], samples: int, model: str) -> Uses:
-        """Returns the uses of a recording for each block: those of the survey, or new ones if the order differs.
-
-        Raises if the assignment is ambiguous, if a layer did not run, or for several samples after a survey of one.
-        """
+        """Returns the uses of a recording for each block: those of the survey, or new ones if the order differs."""
         if self.single_sample and samples > 1:
             raise LapwingError(
                 f"The first batch had one sample, which cannot show where the layers of {model} hold the {samples} "

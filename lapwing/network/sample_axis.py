@@ -36,10 +36,7 @@ class SampleAxisCheck:
         self._warned = False
 
     def check(self, recording: Recording, uses: Uses, name: str) -> None:
-        """Raises `SampleAxisMoved` if a layer holds the samples on another dimension or in another order.
-
-        Shapes that have passed are not compared again, unless values may decide the place.
-        """
+        """Raises `SampleAxisMoved` if a layer holds the samples on another dimension or in another order."""
         outputs, noted, routed = recording.outputs, recording.noted, recording.routed
         shapes = outputs.shape, *[use.out.shape for use in noted]
         if shapes in self._known and not routed:

@@ -249,24 +249,18 @@ def output_gradients(
     graph. With `batched`, one backward pass may handle all cotangents.
     """
     exact = None if cotangents is None else cotangents.permute(2, 0, 1)  # (R, B, C)
-    u = None if exact is None else exact.to(outputs)
-    is_output = [use.is_output(outputs) for use in noted]
-    behind = [use for use, at_end in zip(noted, is_output, strict=True) if not at_end]
-    grads: list[Tensor] = []
-    if behind:
-        sent = u
-        if sent is None:
-            eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
-            sent = eye.unsqueeze(1).expand(-1, *outputs.shape)
-        grads = _backward(outputs, behind, sent, differentiable, batched)
-    rest = iter(grads)
-    return [exact if at_end else next(rest) for at_end in is_output]
+    behind = [use for use in noted if not use.is_output(outputs)]
+    gradients = iter(_backward(outputs, behind, exact, differentiable, batched) if behind else ())
+    return [exact if use.is_output(outputs) else next(gradients) for use in noted]
 
 
 def _backward(
-    outputs: Tensor, noted: Sequence[RecordedUse], u: Tensor, differentiable: bool, batched: bool
+    outputs: Tensor, noted: Sequence[RecordedUse], u: Tensor | None, differentiable: bool, batched: bool
 ) -> list[Tensor]:
-    count = u.shape[0]
+    if u is None:
+        eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+        u = eye.unsqueeze(1).expand(-1, *outputs.shape)
+    u, count = u.to(outputs), len(u)
     if not outputs.requires_grad:
         return [use.out.new_zeros(count, *use.out.shape) for use in noted]
     edges = [use.edge for use in noted]

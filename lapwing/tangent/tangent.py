@@ -207,10 +207,7 @@ class Tangent:
         return block.join({name: self.parameters[name].detach().to(self.dtype) for name in block.parameters})
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        """Returns the outputs (B, C), or (B, T C), with other values of some treated parameters, as one chunk.
-
-        Differentiable in the values and the inputs. The network is not written.
-        """
+        """Returns differentiable outputs (B, C), or (B, T C), with other values of some treated parameters."""
         return call_with(self.model, self.forward, self._own, values, inputs, self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
