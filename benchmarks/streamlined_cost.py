@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from benchmarks.measure import write
 from lapwing.prediction.streamlined.graph import execute, read
 from lapwing.prediction.streamlined.schedule import schedule
 from papers.common.networks import ResNet20
+from papers.common.tables import grid
 
 SEED = 0
 WAY = lw.Streamlined(positions="independent")
@@ -145,6 +146,16 @@ def row(model: nn.Module, shape: tuple[int, ...], method: Any, params: Any, fold
         times = {f"{name}_milliseconds": best[2 * i] for i, name in enumerate(ratios)}
         results[f"batch {batch}"] = {**ratios, "compiled_to_eager_forward": best[3] / best[0], **times}
     return results
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the cost of each network and posterior, for the page of streamlined prediction."""
+    kinds = ("eager", "compiled", "onnxruntime")
+    rows = {
+        name: [f"{row['products']:.2f}", *(f"{row[batch][k]:.1f}" for batch in ("batch 1", "batch 100") for k in kinds)]
+        for name, row in results.items()
+    }
+    return {"cost": grid(["count", *(f"{kind}, batch {size}" for size in (1, 100) for kind in kinds)], rows)}
 
 
 def main(names: list[str] | None = None) -> None:

@@ -5,7 +5,7 @@ A page marks the place of a table by a comment, and its end by `<!-- end -->`:
     <!-- verdicts of ella -->                      tables and figures of a paper: published, ours, verdict
     <!-- entries of ella -->                       all its entries, with settings and tests
     <!-- counts -->                                number of entries by paper and verdict
-    <!-- table of ella/table5: divergence -->      the table "divergence" of papers/ella/table5.py
+    <!-- table of ella/table5: divergence -->      the table "divergence" of papers/ella/table5.py, or of a benchmark
 
 An experiment with tables has `tables(results)`, which returns name -> Markdown.
 """
@@ -53,7 +53,8 @@ def write() -> list[Path]:
 def _table(kind: str, of: str, entries: Entries) -> str:
     if kind == "table of":
         name, _, table = of.partition(": ")
-        experiment = importlib.import_module(f"papers.{name.replace('/', '.')}")
+        benchmark = name.startswith("benchmarks/")
+        experiment = importlib.import_module("papers." * (not benchmark) + name.replace("/", "."))
         return experiment.tables(results.read(str(experiment.__file__)))[table] + "\n" + origin(experiment) + "\n"
     if kind == "counts":
         return counts(entries)

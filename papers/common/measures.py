@@ -105,9 +105,8 @@ def cqm(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
     `I(x, α)` is the open interval around the mean with probability α (VaLLA, equations 51 and 60), so 0 is perfect
     calibration and 1/2 is intervals that are far too wide or far too narrow. A target lies inside for every α above its
     level `|2Φ(z) - 1| = erf(|z|/√2)`, so P is the distribution function of the levels, a staircase, and the integral
-    is computed exactly: no grid. At α = 1 the interval is the whole line and the integrand is 0; the paper's published
-    values, on a grid of 11 points, took it as 1 there and are 0.05 too high. Samples and outputs are pooled. Sorts the
-    levels.
+    is computed exactly: no grid. At α = 1 the interval is the whole line and the integrand is 0. The trapezoidal
+    rule on 11 points that takes it as 1 there gives 0.05 more. Samples and outputs are pooled. Sorts the levels.
 
     Args:
         mean: predictive means (N,) or (N, C).

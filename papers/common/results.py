@@ -44,7 +44,11 @@ def read(experiment: str) -> dict[str, Any]:
 def made(experiment: str) -> dict[str, Any]:
     """Returns what made the results of an experiment: one record, or run -> row -> record; empty without a file."""
     path = path_of(experiment)
-    return json.loads(path.read_text(encoding="utf-8"))["made"] if path.exists() else {}
+    if not path.exists():
+        return {}
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    header = {key: value for key, value in contents.items() if key != "results"}  # of a benchmark
+    return contents.get("made") or {**header, "seeds": str(header["seed"])}
 
 
 def records(made: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import lapwing as lw
 from lapwing.covariance import PriorCovariance
 from lapwing.prediction import Way
 from papers.common.results import Rows, once
+from papers.common.tables import grid
 from papers.streamlined.approximations import approximation_errors
 from papers.streamlined.setting import CORRELATED, PAPER, Setting, treated
 
@@ -73,3 +74,19 @@ def narrowed(posterior: lw.Posterior, factor: float = 100.0) -> lw.Posterior:
     assert isinstance(posterior.covariance, PriorCovariance)
     precision, scale = posterior.prior.precision, posterior.scale.of_curvature
     return replace(posterior, covariance=posterior.covariance.with_prior(factor * precision, factor * scale))
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns ratios of streamlined and of drawn variances to linearised ones, at Σ and at Σ / 100."""
+    rows = {}
+    for name, found in results["table"].items():
+        cells = []
+        for kind in ("as in the paper", "whole: full", "whole: sampling"):
+            for size in ("", ", Σ / 100"):
+                of = found.get(f"{kind}{size}", {})
+                ratio = of.get("options", {}).get("as given", of).get("ratio")
+                value = ratio["mean"] if isinstance(ratio, Mapping) else ratio
+                cells.append("" if value is None else f"{value:.2g}")
+        rows[name] = cells
+    kinds = ("streamlined", "streamlined with full covariances", "200 draws")
+    return {"ratios": grid([f"{kind}, {size}" for kind in kinds for size in ("Σ", "Σ / 100")], rows)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from lapwing.covariance import LatentDraws
 from papers.common.data import Batches
 from papers.common.results import Rows, once
 from papers.common.scores import probabilities
+from papers.common.tables import grid, shown
 from papers.streamlined.setting import WAYS, Setting, labels, relu_mlp, scores, treated
 from papers.streamlined.transformers import task
 
@@ -73,3 +74,13 @@ def over_draws(
             "nlpd between groups": float(nlpd.std()) if len(each) > 1 else 0.0, "groups": len(each),
         }  # fmt: skip
     return found
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the NLPD by the number of draws."""
+    counts = ("10", "50", "200", "1000")
+    rows = {
+        name: [shown(found["sampling"].get(count, {}).get("nlpd")) for count in counts]
+        for name, found in results["table"].items()
+    }
+    return {"draws": grid([f"{count} draws" for count in counts], rows)}

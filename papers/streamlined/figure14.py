@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from papers.common.data import images
 from papers.common.results import Rows
+from papers.common.tables import grid
 from papers.streamlined.setting import Setting, relu_mlp
 
 EPSILONS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -53,3 +54,10 @@ def nonlinearity(network: Any, z: Tensor, epsilons: Sequence[float]) -> dict[str
             )
             for epsilon in epsilons
         }
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the relative error of the linearisation by the size of the change."""
+    sizes = ("0.01", "0.1", "1")
+    rows = {name: [f"{found[size]['mean']:.2g}" for size in sizes] for name, found in results["table"][""].items()}
+    return {"errors": grid([f"ε = {size}" for size in sizes], rows)}

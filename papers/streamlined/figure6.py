@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import lapwing as lw
 from lapwing.tuning import Tuning
 from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
 from papers.streamlined.table2 import MLPTask
 
 
@@ -86,3 +87,12 @@ def products(
             "sums, median": round(float(sums.median()), 4), "sums, largest": round(float(sums.max()), 4),
         }  # fmt: skip
     return found
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the Kolmogorov distances of products and of sums by layer."""
+    rows = {}
+    for tuning, layers in results["table"]["KFAC"].items():
+        for i, found in enumerate(layers.values()):
+            rows[f"{tuning}, layer {i + 1}"] = [shown(value) for value in found.values()]
+    return {"distances": grid(["products, median", "products, largest", "sums, median", "sums, largest"], rows)}

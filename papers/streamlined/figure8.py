@@ -14,6 +14,7 @@ from papers.common import drawing
 from papers.common.results import Rows, once
 from papers.common.rotations import rotate
 from papers.common.scores import class_scores, probabilities
+from papers.common.tables import grid, shown
 from papers.streamlined.table2 import MLPTask
 
 ANGLES = tuple(range(0, 181, 10))
@@ -78,3 +79,10 @@ def draw(results: Mapping[str, Any]) -> None:
         axis.set_ylabel({"nlpd": "NLPD"}.get(measure, measure))
     axes[0].legend(fontsize=7, frameon=False)
     drawing.save(figure, __file__)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the NLPD at four angles."""
+    shown_angles = {str(ANGLES.index(angle)): f"{angle}°" for angle in (0, 30, 90, 180)}
+    rows = {name: [shown(found["nlpd"][at], 2) for at in shown_angles] for name, found in results["table"][""].items()}
+    return {"nlpd": grid(list(shown_angles.values()), rows)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from papers.common.cifar import Cifar
 from papers.common.data import Batches
 from papers.common.results import Rows, once
 from papers.common.scores import probabilities
+from papers.common.tables import grid, shown
 from papers.streamlined.setting import CORRELATED, PAPER, labels, outputs, scores
 
 PUBLISHED = {"MFVI-BF": {"accuracy": 0.927, "nlpd": 0.231, "ece": 0.016}}
@@ -77,3 +78,13 @@ def scaled_row(posterior: lw.Posterior, way: Way, val: Batches, test: Batches) -
     for name, multiple in (("plain", 1.0), ("scaled", factor)):
         found[name] = scores(probabilities(posterior, latent.scaled(multiple)), labels(test))
     return found
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the scores of every way, plain and with the factor of the validation images."""
+    rows = {}
+    for name, found in results["table"][""].items():
+        plain, scaled = found.get("plain", found), found.get("scaled", {})
+        cells = [shown(part.get(key)) for key in ("nlpd", "ece") for part in (plain, scaled)]
+        rows[name] = [*cells, shown(found.get("factor"), 1)]
+    return {"scores": grid(["NLPD", "NLPD x factor", "ECE", "ECE x factor", "factor"], rows)}

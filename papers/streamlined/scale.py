@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 import lapwing as lw
 from papers.common.results import Rows
+from papers.common.tables import grid, shown
 from papers.streamlined.table1 import RegressionTask, points_of
 
 
@@ -57,3 +58,16 @@ def where_the_variance_is(task: RegressionTask) -> dict[str, Any]:
             nlpd = float(points_of(posterior, latent.scaled(factor), y)[0].mean())
             found[f"{name}, {kind}"] = {"factor": float(f"{factor:.4g}"), "nlpd": float(f"{nlpd:.5g}")}
     return found
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns variances in units of σ², and factors and NLPD of streamlined prediction by two ways."""
+    rows = {}
+    for name, found in results["table"].items():
+        la = found["LA"]
+        variances = [f"{la[f'variance, {kind}']['mean']:.3g}" for kind in ("GLM", "blocks", "streamlined")]
+        parts = [la[f"streamlined, {kind}"] for kind in ("one", "validation", "evidence")]
+        cells = [shown(part["nlpd"], 2) for part in parts]
+        rows[name] = [*variances, f"{parts[2]['factor']['mean']:.2g}", *cells]
+    columns = ["variance, GLM", "layers' own blocks", "streamlined", "factor by the evidence"]
+    return {"scale": grid([*columns, "NLPD without", "by validation", "by the evidence"], rows)}

@@ -19,6 +19,7 @@ from lapwing.tangent import Tangent
 from papers.common.data import Batches, Table, batched, rows_and_targets, standardised
 from papers.common.networks import mlp
 from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
 from papers.common.training import Recipe, seeded
 
 NETWORKS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -283,4 +284,33 @@ def p_values(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float
     return {
         name: {label: float(f"{paired_p_value(rows):.3g}") for label, rows in table.items()}
         for name, table in folds.items()
+    }
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns NLPD and RMSE beside the paper's, and factors and p values."""
+    nlpd, mean_field, rmse, factors = {}, {}, {}, {}
+    for name, found in results["table"].items():
+        la, mf = found["LA"], found["MFVI"]
+        paper, errors = (PUBLISHED[kind][name] for kind in ("nlpd", "rmse"))
+        ways = [("sampling", "plain"), ("GLM", "plain"), ("GLM", "scaled"), ("streamlined", "plain")]
+        ways += [("streamlined", "scaled"), ("no spread", "plain")]
+        cells = [shown(la[way][kind]["nlpd"], 2) for way, kind in ways]
+        nlpd[name] = [", ".join(f"{number:.2f}" for number, _ in paper[2:]), *cells]
+        ways = [("sampling", "plain"), ("sampling", "scaled"), ("streamlined", "plain"), ("streamlined", "scaled")]
+        cells = [shown(mf[way][kind]["nlpd"], 2) for way, kind in ways]
+        mean_field[name] = [", ".join(f"{number:.2f}" for number, _ in paper[:2]), *cells]
+        means = [shown(la[way]["plain"]["rmse"], 2) for way in ("sampling", "streamlined")]
+        rmse[name] = [f"{errors[2][0]:.2f}, {errors[4][0]:.2f}", *means]
+        p = results["p values"][name]
+        cells = [f"{la[way]['factor']['mean']:.2g}" for way in ("sampling", "GLM", "streamlined")]
+        factors[name] = [*cells, *(f"{p[f'LA GLM, {kind}']:.2g}" for kind in ("plain", "scaled"))]
+    columns = ["sampling", "GLM", "GLM x factor", "streamlined", "streamlined x factor", "no spread"]
+    fields = ["sampling", "sampling x factor", "streamlined", "streamlined x factor"]
+    kinds = ["factor of sampling", "of GLM", "of streamlined", "p value of GLM", "of GLM x factor"]
+    return {
+        "nlpd": grid(["paper: sampling, GLM, streamlined", *columns], nlpd),
+        "mean field": grid(["paper: sampling, streamlined", *fields], mean_field),
+        "rmse": grid(["paper: sampling, mean", "sampling", "mean"], rmse),
+        "factors": grid(kinds, factors),
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lapwing as lw
 from lapwing.prediction import Way
 from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
 from papers.streamlined.setting import PAPER, Setting, treated
 
 VALUES: dict[str, Way] = {
@@ -35,3 +36,16 @@ def _add(rows: Rows, seed: int, tested: int) -> None:
     for method, posterior in (("LA", laplace), ("MFVI", variational)):
         for label, way in VALUES.items():
             rows.add(f"{method}, seed {seed}", label, lambda p, w: setting().row(p(), w), posterior, way)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the scores with variances and with covariances of the values."""
+    rows = {}
+    for posterior, ways in results["table"].items():
+        for way, found in ways.items():
+            plain, scaled = found["plain"], found["scaled"]
+            rows[f"{posterior}, {way}"] = [
+                shown(plain["nlpd"], 4), shown(scaled["nlpd"], 4), shown(plain["accuracy"]), shown(plain["ece"], 4),
+                shown(plain["auroc"], 4),
+            ]  # fmt: skip
+    return {"scores": grid(["NLPD", "NLPD x factor", "accuracy", "ECE", "AUROC"], rows)}

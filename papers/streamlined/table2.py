@@ -22,6 +22,7 @@ from papers.common.data import Pictures, pictures
 from papers.common.networks import mlp
 from papers.common.results import Rows, once, read
 from papers.common.scores import entropy, probabilities
+from papers.common.tables import grid, shown
 from papers.common.training import Recipe, drawn, seeded, train
 from papers.streamlined import table4
 from papers.streamlined.ivon import IVON
@@ -225,3 +226,45 @@ def _both(row: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Returns shares of inputs by entropy, inside and outside."""
     inside, outside = row.get("curve of entropy") or [row[f"curve of entropies {at}"] for at in ("inside", "outside")]
     return [value / sum(inside) for value in inside], [value / sum(outside) for value in outside]
+
+
+ROWS = {
+    "network": ("network", ""), "KFAC, sampling": ("LA, KFAC", "sampling"), "KFAC, GLM": ("LA, KFAC", "GLM"),
+    "KFAC, streamlined": ("LA, KFAC", "streamlined"),
+    "KFAC, streamlined, diagonal mode": ("LA, KFAC", "streamlined, diagonal"),
+    "KFAC with bounded evidence, streamlined": ("LA, KFAC, bounded evidence", "streamlined"),
+    "mean field by IVON, sampling": ("MFVI", "sampling"), "mean field by IVON, streamlined": ("MFVI", "streamlined"),
+    "diagonal, linearised": ("LA, diagonal", "streamlined, diagonal"), "diagonal, moments": ("LA, diagonal", "moments"),
+}  # fmt: skip
+"""Row of the tables -> posterior and way."""
+
+OF_PAPER = {
+    "KFAC, sampling": ("table 2", "LA sampling"), "KFAC, GLM": ("table 2", "LA GLM"),
+    "KFAC, streamlined": ("table 2", "LA streamlined"),
+    "mean field by IVON, sampling": ("table 2", "MFVI sampling"),
+    "mean field by IVON, streamlined": ("table 2", "MFVI streamlined"),
+    "diagonal, linearised": ("table 3", "linear"), "diagonal, moments": ("table 3", "moments"),
+}  # fmt: skip
+"""Row of the tables -> table and row of the paper."""
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the scores of each data set beside the paper's."""
+    found = {}
+    for name, posteriors in results["table"].items():
+        rows = {}
+        for row, (posterior, way) in ROWS.items():
+            of = posteriors[posterior][way] if way else {"plain": posteriors[posterior]}
+            table, label = OF_PAPER.get(row, ("", ""))
+            cells = [f"{PUBLISHED[table][name][label][1]:.3f}" if table else "", shown(of["plain"]["accuracy"], 1, 100)]
+            cells += [shown(of.get(kind, {}).get("nlpd")) for kind in ("plain", "scaled")]
+            kinds = [(kind, key) for key in ("ece", "auroc") for kind in ("plain", "scaled")]
+            rows[row] = cells + [shown(of.get(kind, {}).get(key)) for kind, key in kinds]
+        found[name] = grid(COLUMNS, rows)
+    return found
+
+
+COLUMNS = (
+    "paper's NLPD, with factor", "accuracy, %", "NLPD", "NLPD x factor", "ECE", "ECE x factor", "AUROC",
+    "AUROC x factor",
+)  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lapwing as lw
 from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
 from papers.streamlined.setting import WAYS, Setting, treated
 
 EXPONENTS = {"fashion_mnist": (0, 4), "mrpc": (-1, 4), "sst2": (-1, 4)}
@@ -60,3 +61,32 @@ def add(rows: Rows, name: str, seed: int, parts: Sequence[str], draws: int, quic
 
     for part in parts:
         add_part(part)
+
+
+def table(found: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Returns NLPD and ECE of every way through the posteriors of some parts of a network.
+
+    Args:
+        found: table of the results.
+        names: "task, part" of the rows.
+    """
+    rows = {}
+    for name in names:
+        for way in ("sampling", "GLM", "streamlined", "streamlined, positions correlated"):
+            of = found[name]
+            parts = [of[f"LA {way}"]["plain"], of[f"LA {way}, own δ"]]
+            parts += [of[f"LA {way}, δ by evidence"]["scaled"] if f"LA {way}, δ by evidence" in of else None]
+            parts += [of[f"MFVI {way}"]["plain"], of[f"MFVI {way}"]["scaled"]]
+            cells = [f"{shown(part['nlpd'])}; {shown(part['ece'], 3)}" if part else "" for part in parts]
+            rows[f"{name}, {way}"] = [*cells, shown(parts[0]["accuracy"], 1, 100), shown(parts[0]["auroc"])]
+    columns = ["GLM's δ", "own δ", "evidence's δ, factor", "mean field", "mean field, factor"]
+    return grid([*columns, "accuracy at GLM's δ, %", "AUROC at GLM's δ"], rows)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns NLPD and ECE of the ViT, and the network's own."""
+    parts = [f"fashion_mnist, {part}" for part in ("attention", "MLPs", "last layer")]
+    network = results["table"]["fashion_mnist, MAP"]["MAP"]
+    cells = [shown(network["nlpd"]), shown(network["ece"]), shown(network["accuracy"], 1, 100), shown(network["auroc"])]
+    row = {"network": cells}
+    return {"scores": table(results["table"], parts), "network": grid(["NLPD", "ECE", "accuracy, %", "AUROC"], row)}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from papers.common.results import Rows
-from papers.streamlined.table4 import add
+from papers.common.tables import grid, shown
+from papers.streamlined.table4 import add, table
 
 PUBLISHED = {
     "columns": ("LA sampling", "LA GLM", "LA streamlined"),
@@ -22,3 +23,13 @@ def run(seeds: Sequence[int] = (0,), names: Sequence[str] = ("sst2", "mrpc"), te
         for name in names:
             add(rows, name, seed, ("MLPs",), 20, 5, tested=tested, tuned=300)
     return rows.all()
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns NLPD and ECE of the GPT-2s, and the networks' own."""
+    rows = {}
+    for name in ("sst2", "mrpc"):
+        network = results["table"][f"{name}, MAP"]["MAP"]
+        rows[name] = [shown(network["nlpd"]), shown(network["ece"]), shown(network["accuracy"], 1, 100)]
+    scores = table(results["table"], ["sst2, MLPs", "mrpc, MLPs"])
+    return {"scores": scores, "network": grid(["NLPD", "ECE", "accuracy, %"], rows)}
