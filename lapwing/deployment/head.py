@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from ..covariance import LayerBlock
 from ..covariance.terms import EigenTerm, FactoredTerm, Term
 from ..errors import LapwingError
-from ..prediction.streamlined.moments import Moments, Value, mean_of, total_of, variance_of
+from ..prediction.streamlined.moments import Value, mean_of, total_of, variance_of
 from ..prediction.streamlined.operations import Kind, is_a
 from ..prediction.streamlined.program import Program
-from ..prediction.streamlined.rules.linear import Layer, bias_alone, has_one_position
+from ..prediction.streamlined.rules.linear import Layer, bias_term, has_one_position
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import Treated, arguments_of
 
@@ -77,9 +77,8 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
     """
     if not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
         return None
-    site = program.sites[step.node.name]
     read = {name: program.cast(name, values[name]) for name in step.sources}
-    layer = Layer.of(site, arguments_of(step.node, read, program.dtype))
+    layer = Layer.of(program.sites[step.node.name], arguments_of(step.node, read, program.dtype))
     if not has_one_position(layer, samples):
         return None
     shared, weights = layer.bias_is_shared, None if layer.treated is None else layer.treated.covariance
@@ -91,13 +90,9 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
             shift, scale = scale[:, -1].contiguous(), scale[:, :-1].contiguous()
         elif shared and basis is not None:
             offset, basis = basis[:, -1].contiguous(), basis[:, :-1].contiguous()
-    if isinstance(layer.bias, Moments) and not shared:
-        alone = bias_alone(site)
-        if alone is not None:
-            added = moments_of(alone.covariance.covariances(w.new_ones(1, 1), None), kinds)
-        else:
-            added = moments_of(EigenTerm(None, layer.bias.variance[None]), kinds)
-        shift = total_of([shift, added[0]])
+    bias = bias_term(layer)
+    if bias is not None:
+        shift = total_of([shift, moments_of(bias, kinds)[0]])
     if variance_of(layer.x) is not None:
         through = moments_of(FactoredTerm(w.T.unsqueeze(-1)), kinds).T  # (R, I)
         if weights is not None:

@@ -23,12 +23,8 @@ def options_of(likelihood: Likelihood) -> dict[str, Any]:
     """Returns the options of a likelihood that differ from their defaults: all fields except those in `TUNED`."""
     if not is_dataclass(likelihood):
         return {}
-    options = {field.name: (getattr(likelihood, field.name), field.default) for field in fields(likelihood)}
-    return {
-        name: value
-        for name, (value, default) in options.items()
-        if name not in TUNED and (isinstance(value, Tensor) or value != default)
-    }
+    options = [(field, getattr(likelihood, field.name)) for field in fields(likelihood) if field.name not in TUNED]
+    return {field.name: value for field, value in options if isinstance(value, Tensor) or value != field.default}
 
 
 def register_likelihood(kind: Kind) -> Kind:

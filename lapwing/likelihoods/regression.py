@@ -85,22 +85,17 @@ class RegressionPrediction(RealPrediction):
         if draws is not None:
             return mixture_log_density(draws, self._noise, targets)
         if mean.shape[-1] == 1:
-            values = dist.Normal(mean, self.std, validate_args=False).log_prob(
-                targets.nan_to_num() if self.missing else targets
-            )
-            return (torch.where(targets.isnan(), 0.0, values) if self.missing else values).squeeze(-1)
+            values = dist.Normal(mean, self.std, validate_args=False).log_prob(targets.nan_to_num())
+            return torch.where(targets.isnan(), 0.0, values).squeeze(-1)
         if has_factor(self.latent) and not self.missing:
             columns = self.latent.factor.double()
             return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
-        blocks, holes = self._blocks().double(), torch.zeros(())
-        if self.missing:  # give missing targets residual 0 and variance σ², and divide out their density
-            noise = self._noise
-            residual, volume = known_residuals(mean, targets, noise)
-            blocks, targets = known_covariance(blocks, targets), mean + residual
-            holes = 0.5 * ((2.0 * math.pi * noise).log().sum(-1) - volume)
-        factor = cholesky(self._noisy(blocks))  # (B, C, C)
-        normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
-        return (normal.log_prob(targets.double()) + holes).to(mean.dtype)
+        # missing targets get residual 0 and variance σ², and their density is divided out
+        factor = cholesky(self._noisy(known_covariance(self._blocks().double(), targets)))  # (B, C, C)
+        residual, _ = known_residuals(mean.double(), targets.double(), self._noise)
+        normal = dist.MultivariateNormal(torch.zeros_like(residual), scale_tril=factor, validate_args=False)
+        holes = 0.5 * (targets.isnan() * (2.0 * math.pi * self._noise).log()).sum(-1)
+        return (normal.log_prob(residual) + holes).to(mean.dtype)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""

@@ -89,16 +89,12 @@ class Uncertain:
 
     def _check_variance(self) -> None:
         shape, spread = tuple(self.value.shape), self.variance
-        if isinstance(spread, Tensor):
-            try:
-                fits = torch.broadcast_shapes(spread.shape, shape) == shape
-            except RuntimeError:
-                fits = False
-            if not fits:
-                raise LapwingError(
-                    f"The variance of lw.Uncertain has shape {tuple(spread.shape)}, which does not broadcast to "
-                    f"that of x, {shape}. Pass one that does, or a number: write lw.Uncertain(x, 0.01)."
-                )
+        pairs = zip(reversed(spread.shape), reversed(shape), strict=False) if isinstance(spread, Tensor) else ()
+        if isinstance(spread, Tensor) and (spread.ndim > len(shape) or any(a not in (1, b) for a, b in pairs)):
+            raise LapwingError(
+                f"The variance of lw.Uncertain has shape {tuple(spread.shape)}, which does not broadcast to "
+                f"that of x, {shape}. Pass one that does, or a number: write lw.Uncertain(x, 0.01)."
+            )
         _check_numbers(spread)
 
     def _check_covariance(self, spread: Any) -> None:

@@ -165,7 +165,7 @@ def test_acquisition_functions_are_optimised_and_the_network_stays() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(lw.LapwingError, match="takes a posterior"):
+    with pytest.raises(lw.LapwingError, match="needs a posterior"):
         LaplaceModel(nn.Linear(2, 1))
     classifier = lw.fit(nn.Linear(2, 3).eval(), [(torch.randn(9, 2), torch.arange(9) % 3)], prior_precision=1.0)
     model = LaplaceModel(classifier)

@@ -6,7 +6,7 @@ belong to the same channel of their layer; the labels of the table of operations
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,6 @@ class SampleAxes:
         rest = (*shape[:dim], sizes[1 - place], *shape[dim + 1 :])
         x = columns.permute(2, 0, 1).reshape(count, samples, *rest)
         return x.movedim(1, dim + 1 + place).flatten(dim + 1, dim + 2)
-
-    def units(self, name: str, like: Tensor, samples: int, size: int) -> Iterator[Tensor]:
-        """Yields the unit directions of the n entries of a sample, `size` at a time: (K, *shape)."""
-        count = like.numel() // samples
-        for picked in torch.arange(count, device=like.device).split(size):
-            units = torch.nn.functional.one_hot(picked, count).to(like.dtype).T  # (n, K)
-            yield self.tensors(name, units.expand(samples, -1, -1), like.shape)
 
 
 def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:

@@ -105,11 +105,9 @@ def _directions(name: str, x: Moments, axes: SampleAxes, samples: int, site: Sit
             "it a rule (lapwing.prediction.streamlined.register_operation).",
         )
     deviation = x.variance.clamp_min(torch.finfo(x.variance.dtype).tiny).sqrt()
-    size = chunk_size(x.mean)
-    if sampled:
-        for units in axes.units(name, x.mean, samples, size):
-            yield units * deviation
-    else:
-        units = torch.eye(count, dtype=deviation.dtype, device=deviation.device).reshape(-1, *x.mean.shape)
-        for some in units.split(size):
-            yield some * deviation
+    for picked in torch.arange(count, device=x.mean.device).split(chunk_size(x.mean)):
+        units = torch.nn.functional.one_hot(picked, count).to(deviation.dtype)  # (K, n)
+        if sampled:
+            yield axes.tensors(name, units.T.expand(samples, -1, -1), x.mean.shape) * deviation
+        else:
+            yield units.reshape(-1, *x.mean.shape) * deviation

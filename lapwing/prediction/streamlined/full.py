@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -279,10 +280,7 @@ def _patches(site: Site, x: Tensor, covariance: Tensor | None) -> tuple[Tensor, 
     """Returns the patches (B, T, I) of an input (B, channels, *space), and their covariances (B, T, I, T, I)."""
     arguments = named(site.node, site.node.args, site.node.kwargs)
     arguments["weight"] = arguments["weight"].meta["val"]
-
-    def cut(x: Tensor) -> Tensor:
-        return patches_of(site, arguments, x)
-
+    cut = partial(patches_of, site, arguments)
     mean = cut(x)
     if covariance is None:
         return mean, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +222,7 @@ class Program:
             assert self.axes is not None
             return linearised(step, site, read, self.axes, samples, self.dtype)
         arguments = arguments_of(node, read, self.dtype)
-        return rule(site.at(samples) if site.layouts else site, arguments)
+        return rule(replace(site, samples=samples) if site.layouts else site, arguments)
 
     def _with_covariances(self, step: Step, read: dict[str, Value], samples: int) -> Moments | None:
         """Returns the value of a step at the end of the network with covariances, or None if it has none."""

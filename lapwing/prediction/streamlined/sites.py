@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -70,10 +70,6 @@ class Site:
     correlated: bool = True
     samples: int = 0
     _constants: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    def at(self, samples: int) -> Site:
-        """Returns the site for a batch of B samples."""
-        return replace(self, samples=samples)
 
     @property
     def layout(self) -> Layout | None:

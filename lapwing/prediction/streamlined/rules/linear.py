@@ -139,12 +139,9 @@ def linear_with_covariances(site: Site, arguments: dict[str, Any], samples: int)
     if layer.treated is not None:
         spread = F.pad(variance, (0, 1)) if variance is not None and layer.bias_is_shared else variance
         terms.append(layer.treated.covariance.covariances(layer.rows(mean), spread))
-    if isinstance(layer.bias, Moments) and not layer.bias_is_shared:
-        alone = bias_alone(site)
-        if alone is not None:
-            terms.append(alone.covariance.covariances(mean.new_ones(1, 1), None))
-        else:
-            terms.append(EigenTerm(None, layer.bias.variance[None]))
+    bias = bias_term(layer)
+    if bias is not None:
+        terms.append(bias)
     matrix = total_of(term.dense() for term in terms).expand(samples, -1, -1)
     centred = total_of(term.centred_variance() for term in terms).expand(samples, -1)
     return Moments.joint(F.linear(mean, w, mean_of(layer.bias)).reshape(shape), matrix, centred)
@@ -158,10 +155,14 @@ def has_one_position(layer: Layer, samples: int) -> bool:
     return x.ndim > 1 and w.ndim == 2 and x.numel() == samples * x.shape[-1]
 
 
-def bias_alone(site: Site) -> Treated | None:
-    """Returns the block of a treated bias without weights."""
-    alone = site.treated("bias", "self")
-    return alone if alone is not None and not alone.block.has_weight else None
+def bias_term(layer: Layer) -> Term | None:
+    """Returns the covariance (1, O, O) of an uncertain bias outside the block of the weights, or None."""
+    if not isinstance(layer.bias, Moments) or layer.bias_is_shared:
+        return None
+    alone = layer.site.treated("bias", "self")
+    if alone is not None and not alone.block.has_weight:
+        return alone.covariance.covariances(layer.bias.mean.new_ones(1, 1), None)
+    return EigenTerm(None, layer.bias.variance[None])
 
 
 def linear_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:

@@ -30,7 +30,8 @@ from .elementwise import one
 
 def moved(site: Site, arguments: dict[str, Any]) -> Value:
     """Applies the call to means and variances. Certain tensors among its arguments have variance 0."""
-    uncertain = [value for value in _flat(arguments.values()) if isinstance(value, Moments)]
+    leaves = [v for value in arguments.values() for v in (value if isinstance(value, (tuple, list)) else (value,))]
+    uncertain = [value for value in leaves if isinstance(value, Moments)]
     mean, variance = (_apply(site, arguments, part) for part in (mean_of, _variance))
     rho: Any = None
     if any(x.correlation is not None for x in uncertain):
@@ -45,10 +46,6 @@ def moved(site: Site, arguments: dict[str, Any]) -> Value:
 def picked(site: Site, arguments: dict[str, Any]) -> Value:
     """Returns one of several tensors."""
     return arguments["0"][arguments["1"]]
-
-
-def _flat(values: Any) -> list[Any]:
-    return [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
 
 
 def _apply(site: Site, arguments: dict[str, Any], part: Any) -> Any:
