@@ -26,7 +26,7 @@ from .errors import LapwingError
 T = TypeVar("T")
 
 Join = Callable[[Tensor, Tensor], Tensor]
-"""Returns one tensor from the tensors of two ranks."""
+"""Returns one tensor from the tensors of two ranks, or of two parts of the data."""
 
 
 @dataclass

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from ..likelihoods import Likelihood
+from ..ranks import Join
 
 S = TypeVar("S", bound="State")
-
-Join = Callable[[Tensor, Tensor], Tensor]
-"""Returns one tensor from the tensors of two parts of the data."""
 
 
 def joined_by(join: Join, default: Any = MISSING) -> Any:
