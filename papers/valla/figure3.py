@@ -12,6 +12,7 @@ import lapwing as lw
 from papers.common import drawing
 from papers.common.measures import gaussian_kl
 from papers.common.results import Rows, once
+from papers.common.tables import grid
 from papers.valla.figure1 import GRID, Toy, regions, toy
 from papers.valla.training import TOY, trained
 
@@ -141,3 +142,37 @@ def draw(results: Mapping[str, Any]) -> None:
         axis.set(yscale="log", xscale="log", xlabel="M", ylabel=f"{direction}, nats", title=direction)
     drawing.legend_below(figure, 4)
     drawing.save(figure, __file__)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns both divergences over M, the α-divergence beside the closed form, and δ by folds."""
+    table = results["table"].get("", {})
+    directions = ("KL(LLA || method)", "KL(method || LLA)")
+    lines = {}
+    for label in ("KFAC", "diagonal", "last layer"):
+        if label in table:
+            lines[label] = [_power(table[label][direction]) for direction in directions]
+    for kind, suffix in (("VaLLA", ""), ("VaLLA", ", k-means"), ("ELLA", ""), ("ELLA with residual", "")):
+        for count in COUNTS:
+            row = table.get(f"{kind}, M = {count}{suffix}")
+            if row:
+                lines[f"{kind}{suffix}, M = {count}"] = [_power(row[direction]) for direction in directions]
+    measures = ("KL(closed form || method)", "KL(LLA || method)", "ratio", "ratio, gaps", "ratio, data")
+    near = {}
+    for label in ("VaLLA, M = 20, k-means", "VaLLA, M = 20", *(f"VaLLA, M = 20, α = {a}" for a in ("0", "0.5", "1"))):
+        if label in table:
+            near[label.removeprefix("VaLLA, M = 20")[2:] or "closed form, points moved"] = [
+                _power(table[label][name]) for name in measures
+            ]
+    folds = table.get("δ by folds", {})
+    return {
+        "directions": grid(directions, lines),
+        "closed form": grid(measures, near),
+        "folds": grid(list(folds), {"δ by folds": [_power(value) for value in folds.values()]}),
+    }
+
+
+def _power(found: Mapping[str, float]) -> str:
+    """Returns a number of any size with its standard error, at two digits."""
+    error = f" ± {found['standard_error']:.1g}" * bool(found["standard_error"])
+    return f"{found['mean']:.2g}{error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lapwing.evaluation import metrics
 from papers.common.data import Batches, batched
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores, entropy
+from papers.common.tables import grid, shown
 from papers.valla.figure4 import TABLES, TableTask, regression_scores
 from papers.valla.figure5 import ImageTask, latents
 
@@ -186,3 +187,39 @@ class TableRows:
 
 def _without_curve(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "curve"}
+
+
+LABELS = ("network", "one temperature", "one noise variance", "prior alone, validated", "recommended call", "VaLLA 100")
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the scores on images by link, the NLL on tables, and how the published fits ended."""
+    images: dict[str, list[str]] = {}
+    regressions: dict[str, dict[str, str]] = {}
+    ends: dict[str, list[str]] = {}
+    for task, rows in results["table"].items():
+        for label in LABELS:
+            row = rows.get(label)
+            if row is None:
+                continue
+            if task in TABLES:
+                regressions.setdefault(label, {})[task] = shown(row["nll"])
+            else:
+                links = {name: row[name] for name in ("textbook probit", "probit", "Monte Carlo") if name in row}
+                for link, found in (links or {"": row}).items():
+                    measures = (("nll", 3, 1), ("accuracy", 1, 100), ("ece", 3, 1), ("brier", 3, 1), ("auroc", 3, 1))
+                    cells = [shown(found[name], digits, scale) for name, digits, scale in measures]
+                    images[f"{task}: {label}" + f", {link}" * bool(link)] = cells
+        if "VaLLA 100" in rows:
+            found = rows["VaLLA 100"]
+            looks = [look["mean"] for look in found["looks"].values()] if "looks" in found else []
+            ends[task] = [
+                shown(found["steps"], 0), shown(found["ended by the rise"], 1), shown(found["seconds"], 0),
+                *(f"{look:.3f}" for look in (looks[0], min(looks))),
+            ]  # fmt: skip
+    columns = list(dict.fromkeys(task for cells in regressions.values() for task in cells))
+    return {
+        "images": grid(("NLL", "accuracy, %", "ECE", "Brier", "AUROC"), images),
+        "tables": grid(columns, {label: [of.get(task, "") for task in columns] for label, of in regressions.items()}),
+        "ends": grid(("steps", "share ended by the rise", "seconds", "validation NLL at the start", "lowest"), ends),
+    }
