@@ -216,13 +216,13 @@ def test_shapes_of_predictions_for_pixels_and_tokens():
         y.flatten()[0] = -100
         p = posterior.predict(x)
         assert p.probs.shape == model(x).shape
-        assert torch.allclose(p.probs.sum(p.places.axis), torch.ones((), dtype=F64))
+        assert torch.allclose(p.probs.sum(p.latent.places.axis), torch.ones((), dtype=F64))
         for one in (p.confidence, p.classes, p.entropy(), p.mutual_information(), p.log_prob(y), p.uncertainty()):
             assert one.shape == y.shape
         assert p.sample(3).shape == (3, *y.shape)
         assert p.log_prob(y).flatten()[0] == 0
         close(p.log_prob(y).flatten()[1:], rows(p.probs)[1:, 0].log())
-        close(p.log_prob(y.unsqueeze(p.places.axis)), p.log_prob(y))
+        close(p.log_prob(y.unsqueeze(p.latent.places.axis)), p.log_prob(y))
         drawn = posterior.predict(x, via=lw.MonteCarlo(20))
         assert drawn.probs.shape == p.probs.shape
         assert posterior.latent(x, via=lw.Scaled(lw.Linearized(), 4.0)).std.shape == p.probs.shape
