@@ -1,4 +1,4 @@
-"""Table 1, ResNet-20: all methods on the same images, and NLL over n and K (Figures 2 (c), 4 (b), 6)."""
+"""Table 1, ResNet-20: all methods on the same images, with the network at one temperature and the prior alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lapwing.covariance import AnyLatent, Latent, has_prior
 from lapwing.covariance.terms import DenseTerm
 from lapwing.tangent import Tangent
 from lapwing.tuning import Training, Tuning
-from papers.common import drawing
 from papers.common.cifar import Cifar, LastLayer
 from papers.common.data import Batches
 from papers.common.results import Rows, once
@@ -376,39 +375,6 @@ class OneSpan:
             deltas = DELTAS if fixed is None else (fixed(n),)
             found.append((*best_point(latent, self.labels[0], temperatures, deltas), n))
         return min(found)
-
-
-def draw(results: Mapping[str, Any]) -> None:
-    """Draws NLL, ECE and accuracy over n, and NLL over K, with the network at one temperature."""
-    table = results["table"]
-    ella, plain = table["ELLA"], table["network and last layer"]
-    figure, ((*axes,),) = drawing.panels(1, 4, (16, 3.8))
-    for measure, axis in zip(("nll", "ece", "accuracy"), axes, strict=False):
-        for name, curve in ella.items():
-            if name.startswith("over n"):
-                rows = {int(n): row[measure] for n, row in curve.items()}
-                means, errors = ([row[part] for row in rows.values()] for part in ("mean", "standard_error"))
-                axis.errorbar(list(rows), means, errors, fmt=".-", label=name.removeprefix("over n, "))
-        axis.set(xscale="log", xlabel="n, images in the curvature (K = 20)", ylabel=LABELS[measure])
-    ranks = {20: ella["n and prior validated"]["nll"]}
-    for name, row in ella.items():
-        if "K = " in name:
-            ranks[int(name.partition("K = ")[2])] = row["nll"]
-    ordered = sorted(ranks)
-    means, errors = ([ranks[rank][part] for rank in ordered] for part in ("mean", "standard_error"))
-    axes[3].errorbar(ordered, means, errors, fmt=".-", label="ELLA, n and prior validated")
-    axes[3].set(xlabel="K (M = 512)", ylabel=LABELS["nll"])
-    for measure, axis in zip(("nll", "ece", "accuracy", "nll"), axes, strict=True):
-        for name, style in (("network", ":"), ("network, one temperature", "--")):
-            axis.axhline(plain[name]["first 1000"][measure]["mean"], color="#555555", linestyle=style, label=name)
-    axes[0].set_ylim(0.24, 0.42)
-    axes[1].set_ylim(0, 0.08)
-    axes[2].set_ylim(0.88, 0.93)
-    drawing.legend_below(figure, 3)
-    drawing.save(figure, __file__)
-
-
-LABELS = {"nll": "NLL (nats)", "ece": "ECE", "accuracy": "accuracy"}
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
