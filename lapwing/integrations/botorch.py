@@ -81,8 +81,8 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
             output_indices: outputs to return; None means all.
             observation_noise: True adds the likelihood's noise variance of each output; a tensor that broadcasts to
                 (batch..., q, m) adds its variances.
-            posterior_transform: transform of BoTorch that is applied to the `GPyTorchPosterior` with mean (batch..., q,
-                m).
+            posterior_transform: transform of BoTorch that is applied to the result, a `GPyTorchPosterior` with mean
+                (batch..., q, m).
 
         Raises:
             LapwingError: if the likelihood has no noise variance, and for the reasons of `lw.Posterior.latent`.

@@ -29,9 +29,9 @@ def fit_trainer(
 ) -> lw.Posterior:
     """Fits a posterior around the model of a `transformers.Trainer`, on its training data.
 
-    The samples come through the trainer's collator, in batches of its evaluation size, and for a causal language model
-    as `NextTokens`. The model is in eval mode only during the fit: call `model.eval()` before predictions. The cost is
-    that of `lw.fit`.
+    The samples come in order through the trainer's collator, in batches of its evaluation size, and for a causal
+    language model as `NextTokens`. The model is in eval mode only during the fit: call `model.eval()` before
+    predictions. The cost is that of `lw.fit`.
 
     Args:
         trainer: a `transformers.Trainer` with a `train_dataset`, after `train()`.
@@ -114,15 +114,15 @@ class TokenScores:
 
 
 def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenScores:
-    """Returns the log probabilities of tokens under a causal language model, and their covariance.
+    """Returns the log probabilities of S labelled tokens under a causal language model, and their covariance.
 
     `log p(y_t | y_<t, θ) ≈ log p(y_t | y_<t, θ̂) + g_tᵀ(θ - θ̂)`, jointly Gaussian over the tokens of a text. A large
     variance marks text whose probability rests on little data, whatever its entropy.
 
     Args:
         posterior: a posterior of the language model, or of adapters within it.
-        batch: inputs of the model, with `input_ids` (B, T) and `labels` (B, T): the token itself at positions to score,
-            in all S, and -100 at the prompt and at padding. The first token cannot be scored.
+        batch: inputs of the model, with `input_ids` (B, T) and `labels` (B, T): the token itself at positions that are
+            scored, and -100 at the prompt and at padding. The first token cannot be scored.
 
     Raises:
         LapwingError: if the batch lacks these entries, or has no token to score.

@@ -109,7 +109,7 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
         return BernoulliPrediction(log_odds, latent, chosen, self.soft_targets, self.missing)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
-        """Returns `Quadrature` if C = 1 or α = 0, and `SampledLink`: other products over outputs do not factorise."""
+        """Returns `Quadrature` if C = 1 or α = 0, and `SampledLink`: else correlated outputs do not factorise."""
         hard = self.pos_weight is None and not self.soft_targets and not self.missing
         one = hard and (outputs == 1 or alpha == 0)
         exact: Integrals = {Quadrature: self._power_mean_by_quadrature} if one else {}

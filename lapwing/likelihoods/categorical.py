@@ -271,7 +271,7 @@ class ClassPrediction(DiscretePrediction):
         return _of_targets(self.log_probs, targets, self.ignore_index)
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns log probabilities (n,), class probabilities (n, C) and labels (n,), or top classes, that count."""
+        """Returns the log probabilities (n,), class probabilities (n, C) and labels (n,) of the n labels that count."""
         values, counted = super().for_metrics(targets), which_count(targets, self.ignore_index)
         values["labels"] = targets.argmax(-1) if is_soft(self.log_probs.shape, targets) else targets
         return values if counted is None else {name: value[counted] for name, value in values.items()}

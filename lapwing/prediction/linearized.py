@@ -180,8 +180,8 @@ class DefaultWay(Way):
     def passes(self, tangent: Tangent) -> int:
         """Estimates the forward passes of a prediction: one per backward pass of an output, and one to contract it.
 
-        Both count as much as the layers that they run through (`backward_share`).
-        Measured costs were a third to three times the estimate, and up to six times for forward passes well below 1 ms.
+        Both count as much as the layers that they run through (`backward_share`). Measured costs were a third to three
+        times the estimate, and up to six times for forward passes well below 1 ms.
         """
         if tangent.treats_output_alone:
             return 2

@@ -139,8 +139,8 @@ def layer_correlation(
 ) -> Tensor:
     """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled + individual/T`, in [0, 1].
 
-    v are the variances of a layer's outputs. `pooled` (B, n) are those of their means over the T positions, from the
-    part that the positions share. `individual` (B, n) are the mean variances of the independent parts, if any.
+    v are the variances of a layer's outputs. `pooled` (B, n) are the variances of their means over the T positions, by
+    the part that the positions share. `individual` (B, n) are the mean variances of the independent parts, if any.
     """
     count = variance.numel() // pooled.numel()  # T
     alone = layout.mean(variance, samples, channel) / count

@@ -1,6 +1,6 @@
 """Element-wise calls with their slopes, and the statistics in norms written by hand.
 
-Slopes cost less than forward mode, which calls without a slope use, and unlike it they can be compiled and exported.
+Slopes cost less than forward mode, and can be compiled and exported. Calls without a slope use forward mode.
 """
 
 from __future__ import annotations
