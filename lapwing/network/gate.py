@@ -100,7 +100,7 @@ class Checked:
 
 
 def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
-    """Raises for a tensor that is not dense or not finite, or that samples share although it has B rows.
+    """Returns `Checked` inputs. Raises if a tensor is not dense or finite, or is shared although it has B rows.
 
     `shared` says for each tensor of the first batch whether all samples shared it. It is empty for the first batch.
     """
