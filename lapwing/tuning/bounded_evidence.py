@@ -19,8 +19,7 @@ from .search import crossing, evenly
 
 log = logging.getLogger("lapwing")
 
-CERTAIN_NLL = 0.05
-"""NLL, in nats per training sample, below which the training labels show little about the calibration."""
+CERTAIN_NLL = 0.05  # nats per training sample below which the training labels show little about the calibration
 
 
 @dataclass(frozen=True)

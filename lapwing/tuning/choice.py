@@ -27,30 +27,14 @@ from .search import evenly
 
 log = logging.getLogger("lapwing")
 
-PLATEAU = 1e-4
-"""Difference of scores, in nats per sample, below which candidates are tied."""
-
-TEMPERATURES = evenly(0.0, 1.5, 16)
-"""Candidates for log10 of the logit temperature T. T below 1 would sharpen the means and permit a huge spread."""
-
-SHARPER = -0.1
-"""log10 of a temperature that shows, without spread, whether the network is underconfident."""
-
-SHARP = evenly(-2.0, 0.0, 21)
-"""Candidates for log10 T of an underconfident network."""
-
-WIDER = 1e-3
-"""Maximum cost, in nats per sample, of a wider spread than the best, for any standard error."""
-
-FAINT = 5e-3
-"""Maximum change of log probabilities, in nats per sample, by the spread of an underconfident network."""
-
-SURE = 3.0
-"""Paired standard errors by which another λ = δσ² of a regression must be better than the λ of the training data, and
-noise variances of the outputs better than one."""
-
-NOISES = evenly(-6.0, 0.5, 27)
-"""Candidates for log10 of σ² over the mean squared held-out residual, if the prior precision is given."""
+PLATEAU = 1e-4  # difference of scores, in nats per sample, below which candidates are tied
+TEMPERATURES = evenly(0.0, 1.5, 16)  # candidates for log10 T; T < 1 would sharpen the means and permit a huge spread
+SHARPER = -0.1  # log10 of a temperature that shows, without spread, whether the network is underconfident
+SHARP = evenly(-2.0, 0.0, 21)  # candidates for log10 T of an underconfident network
+WIDER = 1e-3  # maximum cost, in nats per sample, of a wider spread than the best, for any standard error
+FAINT = 5e-3  # maximum change of log probabilities, in nats per sample, by the spread of an underconfident network
+SURE = 3.0  # paired standard errors by which another λ must beat that of the training data, and ratios one σ²
+NOISES = evenly(-6.0, 0.5, 27)  # candidates for log10 of σ² over the mean squared held-out residual at a given prior
 
 RISING = Rule(
     lambda value: (

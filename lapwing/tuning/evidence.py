@@ -25,11 +25,8 @@ from .search import ascend, best_of_grid, golden_section
 
 log = logging.getLogger("lapwing")
 
-LOWEST, HIGHEST = -8.0, 10.0
-"""Decades of the prior precision that are searched; a large noise variance extends them down, a small one up."""
-
-BEYOND = 5.0
-"""Decades by which an ascent may leave that range and come back: at an end of the range the slope would be 0."""
+LOWEST, HIGHEST = -8.0, 10.0  # searched decades of the prior precision; see `_decades`
+BEYOND = 5.0  # decades by which an ascent may leave that range and come back: at an end of it the slope would be 0
 
 
 @dataclass(frozen=True)

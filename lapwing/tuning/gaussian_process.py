@@ -13,11 +13,8 @@ from torch import Tensor
 
 from .search import ascend, best_of_grid, evenly
 
-RANGE = (-10.0, 6.0)
-"""Searched decades of δσ², relative to the mean eigenvalue of the kernel."""
-
-MAX_EXPLAINED = 0.9
-"""Maximum part of the targets, without copies, that the weights explain. The noise explains the remainder."""
+RANGE = (-10.0, 6.0)  # searched decades of δσ², relative to the mean eigenvalue of the kernel
+MAX_EXPLAINED = 0.9  # maximum part of the targets, without copies, that the weights explain
 
 
 @dataclass(frozen=True)

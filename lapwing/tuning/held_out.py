@@ -22,14 +22,9 @@ from ..network.positions import EXACT_OUTPUTS
 from ..posterior import Posterior
 from ..tangent import RandomCotangents, Record, Tangent
 
-SOME_POSITIONS = 16
-"""Number of positions of an input that are scored if each needs its own backward passes."""
-
-WIDTH_OUTPUTS = 200
-"""Maximum number of outputs of an input, over all positions, that are all used for a mean variance."""
-
-PROBES = 16
-"""Number of random combinations of the outputs of a sample, if more than 1 000 outputs need a backward pass each."""
+SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
+WIDTH_OUTPUTS = 200  # maximum number of outputs of an input, over all positions, that are all used for a mean variance
+PROBES = 16  # random combinations of the outputs of a sample, if more than 1 000 outputs need a backward pass each
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ only in prior and noise."""

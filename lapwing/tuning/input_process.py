@@ -11,17 +11,10 @@ from torch import Tensor
 from ..linalg import doubled, symmetric_eigen
 from .gaussian_process import Process
 
-FEWEST, ROWS = 100, 500
-"""Minimum number of samples for which there is a width, and maximum number of rows of the kernel."""
-
-LENGTH_ROWS, STEPS, RATE = 200, 40, 0.2
-"""Maximum number of rows that choose the length scales; number and size of the steps of Adam."""
-
-JITTER = 1e-4
-"""Minimum of the noise, as a part of the kernel's variance."""
-
-OUTPUTS = 16
-"""Maximum number of outputs, which are spread evenly."""
+FEWEST, ROWS = 100, 500  # minimum number of samples for which there is a width, and maximum number of the kernel
+LENGTH_ROWS, STEPS, RATE = 200, 40, 0.2  # rows that choose the length scales; number and size of the steps of Adam
+JITTER = 1e-4  # minimum of the noise, as a part of the kernel's variance
+OUTPUTS = 16  # maximum number of outputs, which are spread evenly
 
 
 @torch.no_grad()

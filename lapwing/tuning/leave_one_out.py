@@ -18,20 +18,11 @@ from ..tangent import Tangent
 from .gaussian_process import LeaveOneOut
 from .training_kernel import process_of
 
-MAX_WEIGHTS = 1_000_000
-"""Maximum number of trained weights for which all of them count: their kernel then costs no more than most fits."""
-
-MAX_MULTIPLY_ADDS = 2**33
-"""Maximum number of multiply-adds to form the Jacobian rows of all samples. Above it only the treated weights count."""
-
-MAX_EXPLICIT_WEIGHTS = 1000
-"""Maximum number of weights without a layer family: their rows are gradients of one sample after the other."""
-
-LOWEST_WIDTH = 0.5
-"""Part of the mean squared residual below which s shows that the network was not trained to the end."""
-
-HIGHEST_RAISED = 0.0
-"""Highest decade to which δσ² is raised, to fit as badly as the network: the noise is as large as the kernel."""
+MAX_WEIGHTS = 1_000_000  # maximum number of trained weights for which all of them count
+MAX_MULTIPLY_ADDS = 2**33  # the same limit for the multiply-adds that form the Jacobian rows of all samples
+MAX_EXPLICIT_WEIGHTS = 1000  # and for weights without a layer family, whose rows need a backward pass per sample
+LOWEST_WIDTH = 0.5  # part of the mean squared residual below which s shows that the network was not trained to the end
+HIGHEST_RAISED = 0.0  # highest decade to which δσ² is raised, to fit as badly: the noise is as large as the kernel
 
 log = logging.getLogger("lapwing")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +24,10 @@ from .training_kernel import table_of
 
 log = logging.getLogger("lapwing")
 
-RATE, BATCH, LOOK = 1e-2, 128, 50
-"""Step size of Adam, number of samples of a step, and number of steps between two looks at the error."""
-
-PART = 0.2
-"""Part of the samples that the copy is not trained on."""
-
-FIRST_SPREAD = 0.3
-"""Standard deviation of the outputs of the copy before its training, if the targets have a standard deviation of 1."""
-
-TESTED_WEIGHTS = 40_000
-"""Maximum number of trained weights of the networks that the method was measured on."""
+RATE, BATCH, LOOK = 1e-2, 128, 50  # step size of Adam, samples of a step, and steps between two looks at the error
+PART = 0.2  # part of the samples that the copy is not trained on
+FIRST_SPREAD = 0.3  # standard deviation of the copy's first outputs, if that of the targets is 1
+TESTED_WEIGHTS = 40_000  # maximum number of trained weights of the networks that the method was measured on
 
 
 @dataclass(frozen=True)
@@ -44,10 +36,11 @@ class Refit(Tuning):
 
     `BoundedEvidence` takes the width s of unseen targets from the linearised network. If training has fitted the
     features to noisy targets, s is too small, and nothing in the trained network shows this. So a copy with fresh
-    weights (`reset_parameters` of each layer) is trained on four fifths of the samples, by Adam, for `steps` steps. Its
-    smallest mean squared error on the other fifth along the way, Y, is a yardstick: if Y exceeds 1.5 s and six mean
-    squared residuals, Y replaces s, so all variances are multiplied by Y/s, and lapwing warns. Otherwise the result
-    equals `BoundedEvidence`'s. The trained network and the global random numbers do not change.
+    weights (`reset_parameters` of each layer) is trained on four fifths of the samples, by Adam, until it fits them as
+    well as the network fits all, for at most `steps` steps. Its mean squared error on the other fifth, Y, is a
+    yardstick: if Y exceeds 1.5 s and six mean squared residuals, Y replaces s, so all variances are multiplied by Y/s,
+    and lapwing warns. Otherwise the result equals `BoundedEvidence`'s. The trained network and the global random
+    numbers do not change.
 
     If a trained layer has no `reset_parameters`, or if the inputs are no table (B, D) of floats, no copy is trained,
     and lapwing warns. It was measured on MLPs of at most 40 000 weights on standardised tables; for larger networks a
@@ -55,14 +48,14 @@ class Refit(Tuning):
 
     Args:
         samples: maximum number of training samples that the copy uses.
-        steps: number of steps of the training, each on 128 samples.
+        steps: maximum number of steps of the training, each on 128 samples.
         seed: seed of the fresh weights and of the split.
 
     Raises:
         LapwingError: if an option is invalid, or if the likelihood has no open noise variance.
 
-    Cost: the cost of `BoundedEvidence`, plus `steps` steps of training on 128 samples each: about two seconds of one
-    CPU core for an MLP of 10 000 weights, and in proportion to the cost of a training step. No limit on time applies.
+    Cost: the cost of `BoundedEvidence`, plus at most `steps` steps of training on 128 samples each: about two seconds
+    of one CPU core for an MLP of 10 000 weights, and in proportion to the cost of a training step.
 
     Example:
         >>> import torch, lapwing as lw
@@ -111,7 +104,8 @@ class Refit(Tuning):
             if sum(p.numel() for p in fresh.parameters() if p.requires_grad) > TESTED_WEIGHTS:
                 log.info("lw.Refit is untested for networks of more than %d trained weights", TESTED_WEIGHTS)
             with torch.enable_grad():
-                return smallest_error(fresh, posterior.tangent, *table, self.steps)
+                residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
+                return error_of_copy(fresh, posterior.tangent, *table, self.steps, residual)
 
 
 def fresh_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
@@ -136,11 +130,14 @@ def fresh_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     return fresh, kept
 
 
-def smallest_error(model: nn.Module, tangent: Tangent, x: Tensor, y: Tensor, w: Tensor, steps: int) -> float | None:
-    """Trains a fresh copy on most rows of `table_of`; returns its smallest mean squared error on the others on the way.
+def error_of_copy(
+    model: nn.Module, tangent: Tangent, x: Tensor, y: Tensor, w: Tensor, steps: int, residual: float
+) -> float | None:
+    """Trains a fresh copy on most rows of `table_of`; returns its mean squared error on the others.
 
-    Its outputs are shifted and scaled by constants, so that the scale of the targets does not matter. Returns None if
-    there are too few rows.
+    Training ends once the error on its own rows is at most `residual`: a copy that has overfitted as much as the
+    network errs about as much. Its outputs are shifted and scaled by constants, so that the scale of the targets does
+    not matter. Returns None if there are too few rows.
     """
     count = max(1, round(PART * len(x)))
     held, seen = torch.randperm(len(x)).to(x.device).split([count, len(x) - count])
@@ -150,28 +147,30 @@ def smallest_error(model: nn.Module, tangent: Tangent, x: Tensor, y: Tensor, w: 
     def outputs(some: Tensor) -> Tensor:
         return tangent.positions.rows(output_tensor(tangent.positions(model, x[some]))).reshape(len(some), -1).to(y)
 
-    def look() -> Tensor:
+    def look(some: Tensor) -> Tensor:
         model.eval()
         with torch.no_grad():
-            out = outputs(held)
+            out = outputs(some)
         model.train()
         return out
+
+    def error(some: Tensor) -> float:
+        return float((w[some] * (y[some] - factor * look(some)).square()).sum() / w[some].sum())
 
     total = w.sum(0).clamp_min(torch.finfo(w.dtype).tiny)
     mean = (w * y).sum(0) / total
     scale = ((w * (y - mean).square()).sum(0) / total).sqrt()
-    first = look()
+    first = look(held)
     spread = first.std(0, correction=0)
     factor = FIRST_SPREAD * scale / torch.where(spread > 0, spread, FIRST_SPREAD)
     y = y - mean + factor * first.mean(0)
     optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], RATE)
-    best = math.inf
     for step in range(1, steps + 1):
         some = seen[torch.randint(len(seen), (min(BATCH, len(seen)),))]
         optimiser.zero_grad()
         loss = (w[some] * (y[some] - factor * outputs(some)).square()).mean() / float(scale.square().mean() or 1.0)
         loss.backward()
         optimiser.step()
-        if step % LOOK == 0 or step == steps:
-            best = min(best, float((w[held] * (y[held] - factor * look()).square()).sum() / w[held].sum()))
-    return best
+        if step % LOOK == 0 and error(seen) <= residual:
+            break
+    return error(held)

@@ -21,29 +21,17 @@ from .training_kernel import table_of, warn_of_scales
 
 log = logging.getLogger("lapwing")
 
-MIN_INPUTS = 20
-"""Minimum number of inputs that are read, however many positions they have."""
+MIN_INPUTS = 20  # minimum number of inputs that are read, however many positions they have
+SAMPLES = 2000  # default of the maximum number of training samples that the width is computed from
+LOWEST_NOISE = 1e-6  # minimum of the noise variance, as a part of the width of predictions
+TOO_LITTLE_NOISE = 0.4  # part of the least noise variance, that of the exact posterior, below which one is too small
+NOISE_OF_RESIDUAL = 0.5  # part of the mean squared residual that the least noise variance is, if this is larger
+RAISED = evenly(0.0, 4.0, 33)  # candidates for log10 of δ over its value at too small a noise variance
+NOISES = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, if the user gave the prior precision
 
-SAMPLES = 2000
-"""Default of the maximum number of training samples that the width is computed from."""
-
-LOWEST_NOISE = 1e-6
-"""Minimum of the noise variance, as a part of the width of predictions."""
-
-TOO_LITTLE_NOISE = 0.4
-"""A noise variance is too small below this part of the least one, that of the exact posterior of this width."""
-
-NOISE_OF_RESIDUAL = 0.5
-"""Part of the mean squared residual that the least noise variance is, if this is larger."""
-
-RAISED = evenly(0.0, 4.0, 33)
-"""Candidates for log10 of δ over its value at too small a noise variance."""
-
-NOISES = evenly(-4.0, 0.0, 33)
-"""Candidates for log10 of σ² over the width, if the user gave the prior precision."""
-
-NARROW, ABOVE_RESIDUAL = 1.5, 6.0
-"""A width is too small if a yardstick exceeds `NARROW` times it, and `ABOVE_RESIDUAL` mean squared residuals."""
+NARROW, NARROW_BY_INPUTS, ABOVE_RESIDUAL = 1.5, 1.65, 6.0
+"""A width is too small if a yardstick exceeds `NARROW` times it (a Gaussian process on the inputs `NARROW_BY_INPUTS`
+times), and `ABOVE_RESIDUAL` mean squared residuals."""
 
 
 def inputs_read(posterior: Posterior, samples: int) -> int:
@@ -102,11 +90,17 @@ def _checked_width(
     posterior: Posterior, training: Training, parts: Sequence[batches.Weighted], size: float, width: float,
     residual: float, yardstick: Callable[[Posterior, Training], float | None] | None,
 ) -> float:  # fmt: skip
-    """Returns the width, or the yardstick if it shows that the width is too small; warns in this case."""
-    least = max(NARROW * width, ABOVE_RESIDUAL * residual)
+    """Returns the width, or the yardstick if it shows that the width is too small; warns in this case.
+
+    A Gaussian process on the inputs has the width w. A network whose residual is `w (1 - h)` has fitted a part h of the
+    noise, and its error at unseen inputs is about `w (1 + h)`, `2 w - residual`, as for Mallows' C_p of a projection.
+    """
+    factor = NARROW_BY_INPUTS if yardstick is None else NARROW
+    least = max(factor * width, ABOVE_RESIDUAL * residual)
     if yardstick is None:
         table = table_of(posterior, parts)
-        other = None if table is None else width_by_inputs(*table, size, least)
+        alone = None if table is None else width_by_inputs(*table, size, least / 2)
+        other = None if alone is None else max(alone, 2 * alone - residual)
     else:
         other = yardstick(posterior, training)
     if other is None or other <= least:
@@ -120,8 +114,9 @@ def _checked_width(
         )  # fmt: skip
         return other
     log.warning(
-        "%s may have overfitted: its intervals have a variance of %.3g, and a Gaussian process on the inputs needs "
-        "%.3g. Pass validation=held_out, or tune=lw.Refit() if no data were held out, or train for a shorter time.",
+        "%s may have overfitted: its intervals have a variance of %.3g, and by a Gaussian process on the inputs it "
+        "needs %.3g. Pass validation=held_out, or tune=lw.Refit() if no data were held out, or train for a shorter "
+        "time.",
         name, width, other,
     )  # fmt: skip
     return width

@@ -23,29 +23,14 @@ from .held_out import WIDTH_OUTPUTS, tangent_of_samples
 
 log = logging.getLogger("lapwing")
 
-MAX_ROWS = 2000
-"""Maximum number of rows of the kernel: pairs of a sample and an output."""
-
-ROWS_OF_MAPS = 500
-"""The same if a sample has more than `WIDTH_OUTPUTS` outputs. A pixel of a map adds little to its neighbours."""
-
-OTHER_SCALE = 5.0
-"""Ratio of the targets and residuals of two outputs above which they seem to have different units."""
-
-OTHER_NOISE, SURE = 2.0, 4.0
-"""Ratio of mean squared residuals of two outputs above which a warning is logged, if it is `SURE` standard errors."""
-
-TABLE = 2**20
-"""Maximum number of entries of inputs that are joined into one batch."""
-
-SAME_SAMPLE = 0.98
-"""Minimum cosine between the gradients of two samples that are copies, if their targets are equal."""
-
-SAME_INPUT = 0.9999
-"""The same minimum if equal targets are common: rounded targets, ratings, counts."""
-
-MANY_EQUAL = 0.01
-"""Part of the pairs below `SAME_SAMPLE` with equal targets above which targets count as rounded."""
+MAX_ROWS = 2000  # maximum number of rows of the kernel: pairs of a sample and an output
+ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs: a pixel adds little to its neighbours
+OTHER_SCALE = 5.0  # ratio of the targets and residuals of two outputs above which they seem to have different units
+OTHER_NOISE, SURE = 2.0, 4.0  # ratio of squared residuals, and standard errors, above which a warning is logged
+TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
+SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
+SAME_INPUT = 0.9999  # the same minimum if equal targets are common: rounded targets, ratings, counts
+MANY_EQUAL = 0.01  # part of the pairs below `SAME_SAMPLE` with equal targets above which targets count as rounded
 
 
 def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]]) -> Process:

@@ -28,14 +28,9 @@ from .search import ascend, evenly
 
 log = logging.getLogger("lapwing")
 
-PARTS = evenly(-1.5, 0.5, 41)
-"""Candidates for log10 of the noise variance of an output over its mean squared held-out residual."""
-
-WORTHWHILE_SHIFT, SHIFTED_OUTPUTS = 0.05, 20
-"""Minimum gain of a shift, in nats per sample, and the maximum number of outputs: the warning shows each constant."""
-
-LARGEST_SHIFT = 30.0
-"""Largest size of a constant, and of the logarithm of the temperature."""
+PARTS = evenly(-1.5, 0.5, 41)  # candidates for log10 of the noise variance of an output over its squared residual
+WORTHWHILE_SHIFT, SHIFTED_OUTPUTS = 0.05, 20  # minimum gain of a shift, in nats per sample; maximum number of outputs
+LARGEST_SHIFT = 30.0  # largest size of a constant, and of the logarithm of the temperature
 
 RANKS = Rule(
     lambda value: isinstance(value, (tuple, list)) and all(is_whole(rank, 1) for rank in value),

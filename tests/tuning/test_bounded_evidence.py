@@ -374,7 +374,9 @@ def test_a_width_far_below_that_of_a_gaussian_process_on_the_inputs_is_warned_of
     table = x, y.double(), torch.ones_like(y)
     found = width_by_inputs(*table, 120)
     assert 0.07 < found < 0.15  # the noise variance is 0.09
-    assert f"needs {found:.3g}" in line
+    fitted = found - residual(model, [(x, y)])  # noise that the network has fitted, which comes back at unseen inputs
+    needs = float(line.partition("it needs ")[2].partition(". Pass")[0])
+    assert needs == pytest.approx(found + fitted, rel=0.1)  # by the 100 and 20 rows in their order
     assert narrow.noise_variance < found / 10
     assert width_by_inputs(*table, 120, least=100.0) is None
     assert table_of(narrow, [batches.Weighted(x.long(), y)]) is None
@@ -403,6 +405,11 @@ def test_error_of_a_fresh_copy(scale, positions, caplog):
     model = nn.Sequential(nn.Linear(3, 10), nn.Linear(10, 2)).eval()
     y = y[..., None] if positions else y
     model = nn.Sequential(model, nn.Unflatten(1, (2, 1))).eval() if positions else model
+    optimiser = torch.optim.Adam(model.parameters(), 0.03 if scale == 1 else 30.0)
+    for _ in range(300):
+        optimiser.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimiser.step()
     loader, before = list(zip(x.split(90), y.split(90), strict=True)), copy.deepcopy(model.state_dict())
     posterior = lw.fit(model, loader, lw.Diagonal(), likelihood="gaussian", tune=lw.Evidence())
     drawn = torch.random.get_rng_state()
