@@ -10,6 +10,7 @@ import lapwing as lw
 from papers.common import drawing
 from papers.common.measures import gaussian_kl, relative_error
 from papers.common.results import Rows, once
+from papers.common.tables import grid
 from papers.together import tasks
 from papers.together.comparison import forward_seconds
 from papers.together.tasks import Task
@@ -126,44 +127,56 @@ COLOURS = {
 def draw(results: Mapping[str, Any]) -> None:
     """Draws the divergence from full LLA over the cost of a prediction, and over the size with and without residual."""
     table = results["table"]
-    figure, ((*axes,),) = drawing.panels(1, len(table), (3.4 * len(table), 3.8), sharey=True)
-    for axis, (name, rows) in zip(axes, table.items(), strict=True):
-        for label, colour in COLOURS.items():
-            found = [rows[key] for key in _keys(label) if key in rows]
-            axis.plot(
-                [row["passes"]["mean"] for row in found], [row["KL(LLA || method)"]["mean"] for row in found],
-                "o-", color=colour, label=label, markersize=3, linewidth=1,
-            )  # fmt: skip
-        axis.set(xscale="log", yscale="log", title=name, xlabel="prediction, in forward passes")
-    axes[0].set_ylabel("KL(full LLA || method), nats")
-    drawing.legend_below(figure, 5)
-    drawing.save(figure, __file__)
-    _draw_residual(table)
+    _draw_lines(table, "", "prediction, in forward passes", SINGLE)
+    _draw_lines(table, "residual", "directions, points or weights", ())
 
 
-def _draw_residual(table: Mapping[str, Any]) -> None:
-    figure, ((*axes,),) = drawing.panels(1, len(table), (3.4 * len(table), 3.8), sharey=True)
-    for axis, (name, rows) in zip(axes, table.items(), strict=True):
-        for label in ("ELLA", "optimal subspace", "subset of weights", "VaLLA"):
-            for suffix, style in (("", "--"), (" with residual", "-")):
-                style = "-" if label == "VaLLA" else style
-                found = {size: rows[f"{label}{suffix}, {size}"] for size in SIZES if f"{label}{suffix}, {size}" in rows}
-                points = [(size, row["KL(LLA || method)"]) for size, row in found.items()]
+SINGLE = ("diagonal", "KFAC", "EKFAC", "last layer")
+LINES = ("ELLA", "optimal subspace", "subset of weights", "VaLLA", "subset of data")
+
+
+def _draw_lines(table: Mapping[str, Any], name: str, xlabel: str, single: Sequence[str]) -> None:
+    """Draws a panel for each task: the divergence over the cost if the name is empty, else over the size."""
+    figure, ((*axes,),) = drawing.panels(1, len(table), (4.6 * len(table), 4.2), sharey=True)
+    for axis, (task, rows) in zip(axes, table.items(), strict=True):
+        for label in (*single, *LINES):
+            for suffix, style in (("", "o--"), (" with residual", "o-")):
+                keys = {0: label} if label in single else {size: f"{label}{suffix}, {size}" for size in SIZES}
+                points = [(size, rows[key]) for size, key in keys.items() if key in rows]
                 if points:
+                    line = "o-" if label in ("VaLLA", "subset of data") else style
                     axis.errorbar(
-                        [size for size, _ in points], [value["mean"] for _, value in points],
-                        [value["standard_error"] for _, value in points], color=COLOURS[label], linestyle=style,
-                        label=f"{label}{suffix}", linewidth=1.2, capsize=2,
+                        [size if name else row["passes"]["mean"] for size, row in points],
+                        [row["KL(LLA || method)"]["mean"] for _, row in points],
+                        [row["KL(LLA || method)"]["standard_error"] for _, row in points], color=COLOURS[label],
+                        fmt="s" if label in single else line, label=f"{label}{suffix}", markersize=4, linewidth=1.1,
+                        capsize=2,
                     )  # fmt: skip
-        axis.set(xscale="log", yscale="log", title=name, xlabel="directions")
+                if label in single:
+                    break
+        axis.set(xscale="log", yscale="log", title=task, xlabel=xlabel)
+        for each in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+            each("{x:g}")
+        axis.tick_params(axis="x", which="both", labelsize=7)
     axes[0].set_ylabel("KL(full LLA || method), nats")
     drawing.legend_below(figure, 4)
-    drawing.save(figure, __file__, "residual")
+    drawing.save(figure, __file__, name)
 
 
-def _keys(label: str) -> tuple[str, ...]:
-    """Returns the rows of a line: one, or one for each size; the subspaces with residual."""
-    if label in ("diagonal", "KFAC", "EKFAC", "last layer"):
-        return (label,)
-    suffix = " with residual" if label in ("ELLA", "optimal subspace", "subset of weights") else ""
-    return tuple(f"{label}{suffix}, {size}" for size in SIZES)
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the divergence from full LLA by method and size, and the cost of a prediction."""
+    table = results["table"]
+    lines, labels = {}, dict.fromkeys(name for rows in table.values() for name in rows if name != "full LLA")
+    for label in labels:
+        found = [rows.get(label, {}) for rows in table.values()]
+        lines[label] = [_short(row.get(name)) for row in found for name in ("KL(LLA || method)", "passes")]
+    columns = [f"{name}{part}" for name in table for part in ("", ", passes")]
+    return {"divergence": grid(columns, lines)}
+
+
+def _short(found: Mapping[str, float] | None) -> str:
+    """Returns a number of any size with its standard error, at two digits."""
+    if found is None:
+        return ""
+    error = f" ± {found['standard_error']:.1g}" * bool(found["standard_error"])
+    return f"{found['mean']:.2g}{error}"

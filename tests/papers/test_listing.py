@@ -15,7 +15,7 @@ EXPERIMENTS = [(paper, name) for paper in command.papers() for name in command.e
 
 
 def test_every_paper_and_experiment_has_a_line():
-    assert command.papers() == ["ella", "optimal_subspace", "streamlined", "valla"]
+    assert command.papers() == ["ella", "optimal_subspace", "streamlined", "together", "valla"]
     text = command.main([])
     lines = [line.split() for line in text.splitlines()]
     for paper, name in EXPERIMENTS:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import lapwing as lw
 from lapwing.covariance import LatentDraws
 from lapwing.evaluation.candidates import without_spread
+from papers.__main__ import HOME
 from papers.common.data import batched
 from papers.common.networks import mlp
 from papers.common.scores import averaged
@@ -136,3 +137,12 @@ def test_tables_of_the_page():
     assert "| KFAC | 0.300 ± 0.100 | 0.100 ± 0.050 |" in made["gains, GLM"]
     assert "| KFAC | 0.800 | 0.900 |" in made["two"]
     assert "| KFAC |  | 10 |" in made["costs"]
+
+
+def test_the_conclusion_is_the_same_everywhere():
+    """The page of the verdicts and "Which method?" repeat the conclusion of the comparison, with its numbers."""
+    text = (HOME / "together" / "README.md").read_text(encoding="utf-8")
+    sentences = text.partition("<!-- conclusion -->")[2].partition("<!-- ")[0].split()
+    assert 30 < len(sentences) < 200
+    for path in (HOME / "README.md", HOME.parent / "docs" / "which-method.md"):
+        assert " ".join(sentences) in " ".join(path.read_text(encoding="utf-8").split()), path
