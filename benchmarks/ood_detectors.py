@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import lapwing as lw
 from benchmarks.measure import RESULTS, ratio, write
-from benchmarks.ood import REPEATS, SEED, Task, cifar10, fashion, logits_of, of_logits, of_posterior
+from benchmarks.ood import REPEATS, SEED, Task, cifar10, fashion, logits_of, of_logits
 from lapwing.evaluation.metrics import auroc
 from papers.common.scores import averaged
 
@@ -40,21 +39,17 @@ def last_layer(model: nn.Module) -> nn.Linear:
     return [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
 
 
-def report(task: Task, **options: Any) -> dict[str, Any]:
-    """Returns AUROCs and costs of the detectors, and of two posteriors with `validation=`."""
+def report(task: Task) -> dict[str, Any]:
+    """Returns AUROCs and costs of the detectors."""
     from pytorch_ood import detector as ood
 
-    (model, *_), loader, held_out, inputs, _ = task
+    (model, *_), loader, _, inputs, _ = task
     calls: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {}
     network, encoder, last = lambda x: logits_of([model], x)[0], partial(features_of, model), last_layer(model)
     vim = ood.ViM(encoder, d=last.in_features // 2, w=last.weight, b=last.bias)
     for one in (ood.MaxLogit(network), ood.EnergyBased(network), ood.Mahalanobis(encoder), ood.KNN(encoder), vim):
         one.fit(loader)
         calls[f"pytorch-ood, `{type(one).__name__}`"] = lambda x, one=one: {"its own": one.predict(x)}
-    options["validation"] = held_out
-    calls["lw.fit(..., validation=)"] = partial(of_posterior, lw.fit(model, loader, **options))
-    posterior = lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, **options)
-    calls["lw.fit(..., params=lw.last_layer, validation=)"] = partial(of_posterior, posterior)
     rows: dict[str, Any] = {}
     for name, call in calls.items():
         known, *strange = (call(x) for x in inputs.values())
@@ -78,7 +73,7 @@ def main(names: list[str]) -> None:
         runs: list[dict[str, Any]] = []
         for repeat in range(REPEATS if name == "fashion" else 1):
             small = name == "fashion"
-            runs.append(report(fashion(SEED + repeat, 1)) if small else report(cifar10(), data_size=50_000))
+            runs.append(report(fashion(SEED + repeat, 1) if small else cifar10()))
             results[name] = {"rows": averaged(runs), "runs": runs}
             packages = {package: version(package) for package in ("pytorch-ood", "scikit-learn")}
             print(write("ood_detectors", results, SEED, **packages), flush=True)
