@@ -12,7 +12,7 @@ export LAPWING_DATA := $(abspath ../shared/data)
 endif
 endif
 
-.PHONY: demo test test-slow test-gpu test-integrations test-oldest lint bench papers docs release-check
+.PHONY: demo test test-slow test-gpu test-integrations test-oldest lint bench papers verify docs release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -44,6 +44,10 @@ bench: .venv/installed
 # lists the experiments; `.venv/bin/python -m papers ella table5` runs one
 papers: .venv/installed
 	$(BIN)/python -m papers
+
+# computes what is fast of the papers anew, and compares it with the ledger
+verify: .venv/installed
+	$(BIN)/python -m papers verify
 
 # builds the site into docs/_build/html; a warning is an error. GALLERY=1 runs the scripts of examples/tasks for their pictures
 docs: .venv/installed-docs

@@ -5,6 +5,7 @@
     python -m papers ella table5           runs one: writes papers/ella/results/table5.json, and draws its pictures
     python -m papers ella table5 --draw    draws its pictures again from the results
     python -m papers pages                 writes the tables of all pages from the ledger and the results
+    python -m papers verify                computes what is fast anew, and compares it with the ledger
 
 An experiment is a file in a paper's folder with a function `run()`, which returns its results. It may also have
 `draw(results)`, which draws its pictures, `tables(results)`, which returns its tables for the page, and `PUBLISHED`,
@@ -90,6 +91,14 @@ def write_pages() -> str:
     return "\n".join(lines)
 
 
+def verify() -> str:
+    """Verifies the ledger; returns nothing more to print, or exits with an error if an entry does not agree."""
+    ledger, verification = (importlib.import_module(f"papers.{name}") for name in ("ledger", "verify"))
+    if not verification.verify(ledger.read()):
+        raise SystemExit(1)
+    return ""
+
+
 def main(arguments: Sequence[str]) -> str:
     """Does what the arguments ask for; returns what there is to print."""
     names = [argument for argument in arguments if not argument.startswith("-")]
@@ -98,6 +107,8 @@ def main(arguments: Sequence[str]) -> str:
         return listing(papers())
     if list(arguments) == ["pages"]:
         return write_pages()
+    if list(arguments) == ["verify"]:
+        return verify()
     if options - {"--draw"} or len(names) not in (1, 2) or names[0] not in papers():
         raise SystemExit(f"Name a paper ({', '.join(papers())}) and one of its experiments.\n\n{listing(papers())}")
     paper, *name = names

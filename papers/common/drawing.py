@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     return plt.subplots(rows, columns, figsize=size, squeeze=False, **{"layout": "constrained", **options})
 
 
-def save(figure: Any, experiment: str, name: str = "") -> None:
+def save(figure: Any, experiment: str, name: str = "", sources: Sequence[str] = ()) -> None:
     """Writes a figure under the experiment's name, or another.
 
     Args:
         figure: the picture.
         experiment: its `__file__`.
-        name: of the picture, where it is not the experiment's.
+        name: of the picture, if it is not the experiment's.
+        sources: `__file__` of the experiments whose results it shows; empty means the experiment's own.
     """
     import matplotlib.pyplot as plt
 
@@ -38,7 +40,8 @@ def save(figure: Any, experiment: str, name: str = "") -> None:
         axis.spines[["top", "right"]].set_visible(False)
     (file.parent / "figures").mkdir(exist_ok=True)
     path = file.parent / "figures" / f"{name or file.stem}.png"
-    figure.savefig(path, dpi=80, metadata={"Source": f"{file.stem}.json {digest(experiment)}"})
+    digests = (f"{Path(source).stem}.json {digest(source)}" for source in sources or (experiment,))
+    figure.savefig(path, dpi=80, metadata={"Source": ", ".join(digests)})
     plt.close(figure)
 
 
@@ -51,9 +54,13 @@ def digest(experiment: str) -> str:
     return hashlib.sha256(json.dumps(results.read(experiment)).encode()).hexdigest()[:16]
 
 
-def is_drawn_from(picture: Path, experiment: str) -> bool:
-    """Returns whether a picture was drawn from the present results of an experiment."""
-    return f"{results.path_of(experiment).name} {digest(experiment)}".encode() in picture.read_bytes()
+def sources(picture: Path) -> dict[str, str]:
+    """Returns which results a picture was drawn from: name of the file -> digest; empty if it does not say."""
+    contents = picture.read_bytes()
+    at = contents.find(b"tEXtSource\0")
+    length = int.from_bytes(contents[at - 4 : at], "big")
+    text = contents[at + 11 : at + 4 + length].decode() if at > 0 else ""
+    return dict(pair.split(" ") for pair in text.split(", ") if pair)
 
 
 def legend_below(figure: Any, columns: int) -> None:

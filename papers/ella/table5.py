@@ -38,6 +38,9 @@ METHODS: dict[str, tuple[lw.Method, Any]] = {
 
 PANELS = ("LLA", "ELLA", "ELLA with residual", "KFAC", "diagonal", "last layer")
 
+FAST = {"seeds": (0, 1)}
+"""Arguments of a run for `python -m papers verify`."""
+
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns both divergences at the paper's two noise variances and at one, and the latents of the first seed.

@@ -201,8 +201,11 @@ COLOURS = {
 def draw(results: Mapping[str, Any]) -> None:
     """Draws every measure over s for the tasks of all experiments; above with λ = 1, below with λ tuned."""
     tasks: dict[str, Any] = dict(results["tasks"])
+    sources = []
     for path in sorted((Path(__file__).parent / "results").glob("*.json")):
-        tasks |= json.loads(path.read_text())["results"].get("tasks", {})
+        if found := json.loads(path.read_text())["results"].get("tasks", {}):
+            tasks |= found
+            sources.append(str(Path(__file__).parent / f"{path.stem}.py"))
     plain = [task for task in tasks if not task.endswith(TUNED)]
     for measure in ("relative_error", "trace", "nll"):
         shown = [task for task in plain if any(measure in row for row in tasks[task]["low rank, KFAC"].values())]
@@ -216,7 +219,7 @@ def draw(results: Mapping[str, Any]) -> None:
                     axis.set_axis_off()
         drawing.legend_below(figure, 6)
         axes[0][0].set_ylabel(measure)
-        drawing.save(figure, __file__, measure)
+        drawing.save(figure, __file__, measure, sources)
 
 
 def _curves(axis: Any, ways: dict[str, Any], measure: str) -> None:
@@ -226,12 +229,14 @@ def _curves(axis: Any, ways: dict[str, Any], measure: str) -> None:
             if measure in ranks:
                 axis.axhline(ranks[measure]["mean"], color="#222222", linestyle=":", label="full")
             continue
-        points = [(int(rank), row[measure]["mean"]) for rank, row in ranks.items() if measure in row]
-        points = [point for point in points if measure != "trace" or point[1] > 0]
+        points = [(int(rank), *row[measure].values()) for rank, row in ranks.items() if measure in row]
         if points:
             style = "--" if way.startswith("subset") else "-"
-            axis.plot(*zip(*points, strict=True), style, color=COLOURS[way], label=way, marker=".")
-    axis.set(xscale="log", yscale="log" if measure == "trace" else "linear", xlabel="s")
+            s, means, errors = zip(*points, strict=True)
+            axis.errorbar(s, means, errors, fmt=f".{style}", color=COLOURS[way], label=way)
+    axis.set(xscale="log", xlabel="s")
+    if measure == "trace":
+        axis.set(yscale="log", ylim=(1e-3, None))
 
 
 def table(tasks: Mapping[str, Any], names: Sequence[str], measure: str, ranks: Sequence[int], digits: int = 3) -> str:

@@ -15,6 +15,9 @@ from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
 from papers.streamlined.table2 import MLPTask
 
+FAST = {"seeds": (0,)}
+"""Arguments of a run for `python -m papers verify`."""
+
 
 def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
     """Returns distances at every layer of the MNIST network, for two prior precisions."""

@@ -219,7 +219,7 @@ def draw(results: Mapping[str, Any]) -> None:
         axis.set_yticks([])
     for axis in axes[-1]:
         axis.set_xlabel("entropy", fontsize=8)
-    drawing.save(figure, __file__, "entropies")
+    drawing.save(figure, __file__, "entropies", (__file__, str(table4.__file__)))
 
 
 def _both(row: Mapping[str, Any]) -> tuple[list[float], list[float]]:

@@ -18,6 +18,9 @@ from papers.common.scores import averaged
 from papers.common.tables import grid
 from papers.valla.training import TOY, trained
 
+FAST = {"seeds": (0,)}
+"""Arguments of a run for `python -m papers verify`."""
+
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns each method's divergence from full LLA, and the standard deviations of both."""

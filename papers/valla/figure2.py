@@ -12,6 +12,9 @@ from papers.common.results import Rows
 from papers.common.tables import grid, shown
 from papers.valla.figure1 import GAPS, GRID, STEPS, Toy, bands, curve
 
+FAST = {"seeds": (0,)}
+"""Arguments of a run for `python -m papers verify`."""
+
 
 def run(seeds: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
     """Returns standard deviations of the fits that stop, and of those that do not."""
