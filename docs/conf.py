@@ -76,6 +76,12 @@ def link_to_pages(app: Any, page: str, text: list[str]) -> None:
         text[0] = re.sub(r"\bdocs/([\w/-]+)\.md", r":doc:`/\1`", text[0])
 
 
+def link_of_include(app: Any, path: Path, page: str, text: list[str]) -> None:
+    """Does the same for the README of a paper, whose `../README.md` is the page of all papers."""
+    text[0] = text[0].replace("](../README.md", "](/papers/verdicts.md")
+    link_to_pages(app, page, text)
+
+
 def prepare_docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """Writes what reStructuredText needs: `Cost:` as a section, for napoleon, and `::` before code."""
     for number in range(len(lines) - 1, -1, -1):
@@ -92,4 +98,5 @@ def prepare_docstring(app: Any, kind: str, name: str, thing: Any, options: Any, 
 def setup(app: Any) -> None:
     """Connects the functions above to Sphinx."""
     app.connect("source-read", link_to_pages)
+    app.connect("include-read", link_of_include)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)  # before napoleon's 500

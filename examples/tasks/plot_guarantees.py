@@ -47,16 +47,15 @@ digits = load_digits()
 x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 x = x + 0.35 * torch.randn(x.shape)  # noise makes the digits harder
 train, held_out, test = torch.randperm(len(x)).split([400, 500, 897])
-model = trained(
-    nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), nn.functional.cross_entropy, x[train], y[train]
-)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+trained(model, nn.functional.cross_entropy, x[train], y[train])
 probs = matrix_of(lw.fit(model, (x[train], y[train])).predict(x))
 
 conformal = SplitConformalClassifier(
     PredictionClassifier(10), confidence_level=0.9, conformity_score="lac", prefit=True
 )
 conformal.conformalize(probs[held_out], y[held_out].numpy())
-sets = conformal.predict_set(probs[test])[1][:, :, 0]  # True for each class in the set, (897, 10)
+sets = conformal.predict_set(probs[test])[1][:, :, 0]  # (897, 10): True if the class is in the set
 print(f"90 % sets cover {sets[np.arange(len(test)), y[test]].mean():.1%} of the test digits")
 print(f"classes in a set: {sets.sum(1).mean():.2f} on average, at most {sets.sum(1).max()}")
 
