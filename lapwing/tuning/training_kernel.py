@@ -147,8 +147,9 @@ def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> No
     widths = {len(part[0].flatten()) // batches.size(inputs) for part, (inputs, *_) in zip(rows, parts, strict=True)}
     joins = len(widths) == 1 and tangent_of_samples(posterior).positions.joined
     width = max(widths) if joins else posterior.tangent.outputs
-    rows = [tuple(values.reshape(-1, width) for values in part) for part in rows]
-    targets, residuals, weights = (torch.cat(every) for every in zip(*rows, strict=True))  # (N, C)
+    targets, residuals, weights = (
+        torch.cat([values.reshape(-1, width) for values in every]) for every in zip(*rows, strict=True)
+    )  # (N, C)
     totals = weights.sum(0)
     counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
     squares = (weights * residuals.square()).sum(0) / counts

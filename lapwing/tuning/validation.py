@@ -258,15 +258,14 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
     for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader):
         squares = (doubled(labels).reshape(latent.mean.shape) - doubled(latent.mean)).square()
         parts.append((squares.cpu(), doubled(latent.variance).cpu()))
-    if len({len(squares.T) for squares, _ in parts}) > 1:  # another number of positions
-        parts = [tuple(values.reshape(-1, posterior.tangent.outputs) for values in part) for part in parts]
-    squares, variances = (torch.cat(part) for part in zip(*parts, strict=True))
-    outputs = squares.shape[1]
-    if outputs == 1:
-        return posterior
+    widths = {squares.shape[1] for squares, _ in parts}  # several if the number of positions varies
+    outputs = widths.pop() if len(widths) == 1 else posterior.tangent.outputs
+    squares, variances = (
+        torch.cat([values.reshape(-1, outputs) for values in part]) for part in zip(*parts, strict=True)
+    )
     known = ~squares.isnan()
     squares, counts = squares.nan_to_num(), known.sum(0)
-    if int(counts.min()) < 2:
+    if outputs == 1 or int(counts.min()) < 2:
         return posterior
 
     def scores(noise: Tensor | float) -> Tensor:
