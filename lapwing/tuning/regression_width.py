@@ -29,7 +29,7 @@ NOISE_OF_RESIDUAL = 0.5  # part of the mean squared residual that the least nois
 RAISED = evenly(0.0, 4.0, 33)  # candidates for log10 of δ over its value at too small a noise variance
 NOISES = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, if the user gave the prior precision
 
-NARROW, NARROW_BY_INPUTS, ABOVE_RESIDUAL = 1.5, 2.0, 6.0
+NARROW, NARROW_BY_INPUTS, ABOVE_RESIDUAL = 1.5, 2.25, 6.0
 """A width is too small if a yardstick exceeds `NARROW` times it (a Gaussian process on the inputs `NARROW_BY_INPUTS`
 times), and `ABOVE_RESIDUAL` mean squared residuals."""
 
