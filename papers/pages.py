@@ -12,6 +12,8 @@ An experiment with tables has `tables(results)`, which returns name -> Markdown.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import importlib
 import json
 import re
@@ -123,7 +125,7 @@ def unsupported(path: Path) -> list[str]:
     for section in re.split(r"(?m)^(?=#+ |\*\*)", path.read_text(encoding="utf-8")):
         prose = re.sub(r"`[^`\n]*`|```.*?```|\]\(.*?\)", " ", MARKER.sub(" ", section), flags=re.DOTALL)
         files = _files(section, path.parent)
-        values = known.union(*(_values(json.loads(file.read_text(encoding="utf-8"))["results"]) for file in files))
+        values = sorted(known.union(*(_values_of(file) for file in files)))
         for match in NUMBER.finditer(prose):
             if not _is_known(match, values):
                 found.append(match[0].strip())
@@ -135,6 +137,11 @@ def _files(section: str, folder: Path) -> list[Path]:
     names |= {("", name) for name in re.findall(r"figures/(\w+)\.png", section)}
     files = [(HOME / paper if paper else folder) / "results" / f"{name}.json" for paper, name in names]
     return [file for file in files if file.is_file()] or sorted((folder / "results").glob("*.json"))
+
+
+@functools.cache
+def _values_of(file: Path) -> frozenset[float]:
+    return frozenset(_values(json.loads(file.read_text(encoding="utf-8"))["results"]))
 
 
 def _values(found: Any) -> Iterator[float]:
@@ -161,14 +168,17 @@ def _numbers_of_text(folder: Path, paper: str) -> Iterator[float]:
     yield from _texts(text for entry in ledger.read() if entry.paper == paper for text in (entry.claim, entry.setting))
 
 
-def _is_known(match: re.Match[str], values: set[float]) -> bool:
-    digits = len(match[1].partition(".")[2])
-    power = int(match[2][1:]) if match[2] else 0
+def _is_known(match: re.Match[str], values: Sequence[float]) -> bool:
+    """Returns whether a number of the prose is one of some rising values, at the digits that it has."""
+    number, power = float(match[1]), int(match[2][1:]) if match[2] else 0
     if "e" in match[1]:
-        return any(f"{value:.0e}" == f"{float(match[1]):.0e}" for value in values)
-    number = float(match[1])
-    scale = 10.0**-power
-    half = 0.5 * 10.0**-digits * (1 + 1e-9)
-    return any(
-        abs(factor * scale * value - number) <= half for value in values for factor in ((1, 100) if match[3] else (1,))
-    )
+        half = number / 2
+    else:
+        half = 0.5 * 10.0 ** -len(match[1].partition(".")[2]) * (1 + 1e-9)
+    units = [10.0**power, 10.0 ** (power - 2)] if match[3] else [10.0**power]
+    return any(_has(values, (number - half) * unit, (number + half) * unit) for unit in units)
+
+
+def _has(values: Sequence[float], low: float, high: float) -> bool:
+    at = bisect.bisect_left(values, low)
+    return at < len(values) and values[at] <= high
