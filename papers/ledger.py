@@ -76,9 +76,9 @@ class Entry:
 def read(path: Path = HOME / "ledger.toml") -> list[Entry]:
     """Returns the entries of the ledger; raises TypeError if one lacks a field or has an unknown one."""
     rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["entry"]
-    return [
-        Entry(**{key: tuple(part) if isinstance(part, list) else part for key, part in row.items()}) for row in rows
-    ]
+    for row in rows:
+        row |= {key: tuple(part) for key, part in row.items() if isinstance(part, list)}
+    return [Entry(**row) for row in rows]
 
 
 def value(key: str, home: Path = HOME) -> Any:

@@ -208,7 +208,7 @@ def digits(
         if seed == seeds[0]:
             kept = {f"{name}, {objective}": drawn[name, objective] for name in FULL for objective in OBJECTIVES}
     agree = {row: agreement(*found[:2]) for row, found in maps.items() if len(found) > 1}
-    curves = {"maps": {row: found.values.tolist() for row, found in kept.items()}}
+    curves: dict[str, Any] = {"maps": {row: found.values.tolist() for row, found in kept.items()}}
     curves["images"] = next(iter(kept.values())).inputs.tolist()
     return {
         "digits": DIGITS,
