@@ -164,7 +164,7 @@ def test_call_reads_outputs() -> None:
         logits = X
 
     model = nn.Identity()
-    for out in (X, Out(), {"logits": X, "loss": None}):
+    for out in (X, Out(), {"logits": X, "loss": None}, {"out": X, "aux": Z}):
         assert call(model, X, lambda model, x, out=out: out) is X
     assert call(model, X, lambda model, x: x[:, 0]).shape == (6, 1)
 
@@ -274,13 +274,3 @@ def test_inputs_that_require_gradients() -> None:
     assert gradient.abs().sum() > 0
     with torch.no_grad():
         assert not posterior.latent(leaf).variance.requires_grad
-
-
-def test_predictions_over_loaders_equal_those_at_once() -> None:
-    case = ZOO["cnn_bn_inplace"]
-    model, x, y = case.build(), case.inputs(7, 0), case.targets(7, 0)
-    posterior = lw.fit(model, [(x, y)], lw.KFAC())
-    for via in (lw.Linearized(), lw.MonteCarlo(draws=3)):
-        expected = posterior.predict(x, via=via).probs
-        for loader in ([x[:3], x[3:]], [(x[:6], y[:6]), (x[6:], y[6:])], DataLoader(TensorDataset(x), 2), iter([x])):
-            torch.testing.assert_close(posterior.predict(loader, via=via).probs, expected)

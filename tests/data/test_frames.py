@@ -179,12 +179,6 @@ def test_what_cannot_be_used_is_said_in_one_sentence(data: Any, message: str) ->
         lw.fit(network(), data, lw.Diagonal(), likelihood="categorical")
 
 
-def test_a_frame_of_booleans_and_floats_is_one_of_floats() -> None:
-    frame = Frame(a=[0.5, 1.0], b=[True, False], c=[1, 2])
-    posterior = lw.fit(network(), (frame, np.array([0, 1])), lw.Diagonal())
-    torch.testing.assert_close(posterior.latent(frame).mean, network()(torch.tensor([[0.5, 1, 1], [1, 0, 2]])).detach())
-
-
 def test_pandas_itself() -> None:
     pandas = pytest.importorskip("pandas")
     x = pandas.DataFrame({"a": [0.5, 1.0], "b": [True, False], "c": pandas.array([1, 2], dtype="Int64")})

@@ -282,15 +282,6 @@ def test_passes_and_seconds_grow_with_the_work():
     assert lw.plan(model, data * 50, lw.EKFAC()).seconds > both.seconds
 
 
-def test_nothing_is_written():
-    model, data = mlp(), regression((12,))
-    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    lw.plan(model, data, lw.EKFAC())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_no_method_is_refused():
     with pytest.raises(lw.LapwingError, match=r"names no method. Write lw.plan\(model, loader, \["):
         lw.plan(mlp(), regression((12,)), [])

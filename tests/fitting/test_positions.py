@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -375,30 +374,6 @@ def test_differentiable_in_inputs_and_small_chunks(name):
     large = loader[0][0].repeat(40, *[1] * (loader[0][0].ndim - 1))
     tight = lw.fit(model, loader, params=lw.last_layer, prior_precision=1.0, memory=2**24)
     close(tight.latent(large).variance, whole.latent(large).variance)
-
-
-def test_objects_with_logits_and_dicts_of_tokens():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tagger = Tagger()
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
-            return SimpleNamespace(logits=self.tagger(input_ids) * 1.0, loss=None)
-
-    model = Model().to(F64).eval()
-    tokens, labels = torch.randint(10, (4, 6)), torch.randint(CLASSES, (4, 6))
-    labels[:, 4:] = -100
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
-    posterior = lw.fit(model, [batch, {name: value[:3, :5] for name, value in batch.items()}])
-    assert posterior.predict(batch).probs.shape == (4, 6, CLASSES)
-
-    class Dict(Segmentation):
-        def forward(self, images: Tensor) -> dict[str, Tensor]:
-            return {"out": super().forward(images), "aux": images}
-
-    images, pixels = torch.randn(3, 2, 4, 5, dtype=F64), torch.randint(CLASSES, (3, 4, 5))
-    assert lw.fit(Dict(1).to(F64).eval(), [(images, pixels)]).predict(images).probs.shape == (3, CLASSES, 4, 5)
 
 
 @pytest.mark.parametrize("name", ["transformer", "3x3"])

@@ -118,13 +118,6 @@ def test_draws_and_fine_tuning_leave_out_a_weight_of_zero(name):
     close(sums[0][:1], sums[1][:1], 1e-6)
 
 
-def test_temperature_scaling_counts_weights():
-    problem = setup("mlp")
-    given = problem.fit(lw.TemperatureScaling(), loader=weighted(problem), sample_weights=True)
-    wanted = problem.fit(lw.TemperatureScaling(), loader=repeated(problem))
-    assert given.logit_temperature == pytest.approx(wanted.logit_temperature)
-
-
 def test_fractions_against_the_dense_ggn():
     """Any real weights: `G = Σ w JᵀΛJ`, `Σ w log p`, and the gradient of the evidence at the linearised mode."""
     problem = setup("mlp")

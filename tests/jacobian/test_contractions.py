@@ -15,7 +15,7 @@ from lapwing.jacobian.layers.embedding import OneHot
 from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips
 from lapwing.linalg import add_squares, mirrored
-from tests import oracle
+from tests import conformance, oracle
 from tests.quick import others_slow
 from tests.zoo import ZOO
 
@@ -30,12 +30,7 @@ def survey(case, samples: int = 5, params=EVERY):
 
 def dense(model, x, tangent) -> torch.Tensor:
     """The oracle's Jacobian (B, C, P), columns in the order of the tangent's blocks."""
-    names = [name for block in tangent.blocks for name in block.parameters]
-    jacobian = oracle.jacobian(model, x, names)
-    sizes = [tangent.parameters[name].numel() for name in names]
-    parts = dict(zip(names, jacobian.split(sizes, -1), strict=True))
-    shaped = {n: p.unflatten(-1, tangent.parameters[n].shape) for n, p in parts.items()}
-    return torch.cat([block.join(shaped) for block in tangent.blocks], -1)
+    return conformance.jacobian(model, x, tangent.blocks)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -329,26 +329,6 @@ def test_divergence_raises_and_leaves_the_network():
     untouched(model, diverge)
 
 
-def test_save_and_load(tmp_path):
-    """The file belongs to the moved network; the user's own network is refused."""
-    model, batches, test = loader_of("cnn_bn_inplace")
-    posterior = lw.fit(model, batches, SHORT)
-    path = tmp_path / "posterior.safetensors"
-    posterior.save(path)
-    with pytest.raises(lw.LapwingError, match="other values"):
-        lw.load(path, model)
-    again = ZOO["cnn_bn_inplace"].build()
-    again.load_state_dict(posterior.model.state_dict())
-    loaded = lw.load(path, again)
-    for via in (lw.Linearized(), lw.MonteCarlo(4)):
-        found, wanted = (each.latent(test, via=via) for each in (loaded, posterior))
-        close(found.mean, wanted.mean)
-        close(found.variance, wanted.variance)
-    assert {name: value.tolist() for name, value in loaded.history.items()} == {
-        name: value.tolist() for name, value in posterior.history.items()
-    }
-
-
 # --- an optimiser's state, and given variances ------------------------------------------------------------------------
 
 

@@ -359,20 +359,6 @@ def test_constructed_posteriors_accept_positions():
         close(posterior.latent(x).variance[:, 0], torch.full_like(model(x)[:, 0], 0.5 * (0.02 / 3 + 0.0125)))
 
 
-VALIDATED = (lw.MeanField(steps=3), lw.VaLLA(4), lw.SampledLLA(8), lw.SubsetOfData(3), lw.OptimalSubspace(4, rows=9))
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("method", VALIDATED)
-def test_held_out_data_tune_each(method):
-    model, loader, x = case("3x3")
-    for params in TREATED:
-        posterior = lw.fit(model, loader[:1], method, params=params, validation=loader[1:])
-        assert posterior.logit_temperature >= 1
-        assert posterior.predict(x).probs.isfinite().all()
-        assert lw.plan(model, loader, method, params=params).passes > 0
-
-
 # --- streamlined -----------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -114,24 +113,3 @@ def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> N
     joined = finish(method, problem, in_halves)
     expected = finish(method, problem, whole(problem, x, y))
     torch.testing.assert_close(joined.to_dense(), expected.to_dense(), rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.quick(4)
-@pytest.mark.parametrize("method", [*METHODS, lw.SubsetOfData(4)], ids=str)
-def test_a_state_is_written_and_read_in_the_middle_of_a_pass(method: lw.Method) -> None:
-    model, x, y, _ = data("mlp")
-    problem = problem_of(model, x, y, lw.Categorical())
-
-    def run(step: Pass, written: bool) -> State:
-        assert isinstance(step, SumPass)
-        state = step.init()
-        step.update(state, Batch(problem.tangent, x[:4], y[:4], 0))
-        if written:
-            flat = {path: tensor.clone() for path, tensor in state.tensors().items()}
-            state = step.init().with_tensors(flat)
-        step.update(state, Batch(problem.tangent, x[4:], y[4:], 4))
-        return state
-
-    results = [finish(method, problem, partial(run, written=written)) for written in (False, True)]
-    covariances = [getattr(result, "covariance", result).to_dense() for result in results]
-    torch.testing.assert_close(*covariances, rtol=0, atol=0)

@@ -55,15 +55,6 @@ def test_tensors_of_two_places_do_not_meet() -> None:
             torch.stack([x.sum(), torch.tensor(1.0)])
 
 
-def test_generators_are_of_their_place() -> None:
-    with Device("cuda"):
-        torch.randn(2, device="cuda", generator=torch.Generator("cuda"))
-        torch.randn(2, generator=torch.Generator())
-        for device, generator in (("cuda", torch.Generator()), ("cpu", torch.Generator("cuda"))):
-            with pytest.raises(RuntimeError, match="takes a generator of"):
-                torch.randn(2, device=device, generator=generator)
-
-
 @pytest.mark.parametrize(
     "read", [Tensor.item, bool, float, Tensor.cpu, lambda x: x.tolist(), lambda x: x.nonzero(), lambda x: x[x > 0]]
 )
@@ -243,16 +234,6 @@ def test_predictions_begin_again_with_shorter_chunks(memory: dict[str, int]) -> 
     memory["samples"] = 3
     for one, other in zip([*moments(posterior, x), posterior.latent(x, joint=True).covariance], expected, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_memory_that_does_not_suffice_for_one_sample(memory: dict[str, int]) -> None:
-    model = network(2)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    memory["samples"] = 0
-    with pytest.raises(lw.LapwingError, match="The fit ran out of memory: a tensor"):
-        lw.fit(model, [(torch.randn(9, 4), torch.arange(9) % 3)], lw.KFAC(), params=EVERY)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
 def test_memory_that_no_chunk_takes() -> None:

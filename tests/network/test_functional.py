@@ -78,16 +78,6 @@ class Own(nn.Module):
         return self.head(self.function(x, self.weight))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cell(x[:, None].expand(-1, 3, -1) * torch.arange(1.0, 4.0).to(x)[:, None])[0][:, -1])
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,16 +88,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.layer(x[:, None] * torch.arange(1.0, 4.0).to(x)[:, None])
         return self.head((self.scale.exp() * self.other(tokens, tokens, tokens)[0]).mean(1))
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.second(torch.tanh(self.first(self.first(x))))))
 
 
 def _mlp(wrap: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> nn.Module:
@@ -124,10 +104,7 @@ def _over_weights(x: Tensor, weight: Tensor) -> Tensor:
 
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "lists": Lists,
-    "lstm": Recurrent,
     "attention": Attention,
-    "tied": Tied,
-    "weight norm": lambda: _mlp(parametrizations.weight_norm),
     "weight norm by hooks": lambda: _mlp(nn.utils.weight_norm),
     "spectral norm": lambda: _mlp(parametrizations.spectral_norm),
     "spectral norm by hooks": lambda: _mlp(nn.utils.spectral_norm),
@@ -255,16 +232,6 @@ def test_other_threads_see_the_trained_network(name: str) -> None:
         WORK[name](posterior, x, loader)
     assert len(seen) > 1
     assert all(seen)
-
-
-def test_two_mean_field_fits_at_once() -> None:
-    model, x, loader = _attending()
-    fit = lambda: lw.fit(model, loader, lw.MeanField(steps=5), prior_precision=10.0)  # noqa: E731
-    alone = fit().latent(x).covariance
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(fit) for _ in range(2)]
-        for found in both:
-            torch.testing.assert_close(found.result().latent(x).covariance, alone)
 
 
 @pytest.mark.parametrize("name", ["attention", "scripted"])

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import lapwing as lw
 from lapwing.tangent import Tangent
 from tests import oracle
+from tests.conformance import jacobian
 
 EVERY = lw.matching("*")
 WAYS = [lw.Linearized(), lw.MonteCarlo(3), lw.Streamlined()]
@@ -75,12 +76,8 @@ def test_another_use_without_gradient_on_the_first_batch_is_seen(name: str, froz
     tangent = Tangent.survey(model, shut, EVERY)
     reasons = {line.block: line.reason for line in tangent.coverage.generic}
     assert reasons == {"first.weight": "it also reaches the outputs by functions of no layer family"}
-    names = [name for block in tangent.blocks for name in block.parameters]
-    rows = torch.cat([oracle.jacobian(model, (some[0][n : n + 1], some[1][n : n + 1]), names) for n in range(6)])
-    sizes = [tangent.parameters[name].numel() for name in names]
-    parts = dict(zip(names, rows.split(sizes, -1), strict=True))
-    shaped = {name: part.unflatten(-1, tangent.parameters[name].shape) for name, part in parts.items()}
-    torch.testing.assert_close(tangent.record(some).rows(), torch.cat([b.join(shaped) for b in tangent.blocks], -1))
+    wanted = [jacobian(model, (some[0][n : n + 1], some[1][n : n + 1]), tangent.blocks) for n in range(6)]
+    torch.testing.assert_close(tangent.record(some).rows(), torch.cat(wanted))
 
 
 def test_a_product_from_the_left_without_gradient_on_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,16 +86,10 @@ def test_a_product_from_the_left_without_gradient_on_the_first_batch(monkeypatch
     model, shut, some = gated("a covered one", False, always=True)
     tangent = Tangent.survey(model, shut, EVERY)
     assert not tangent.coverage.generic
-    names = [name for block in tangent.blocks for name in block.parameters]
+    wanted = [jacobian(model, (some[0][n : n + 1], some[1][n : n + 1]), tangent.blocks) for n in range(6)]
     for n in (2, 5, 6):
-        part = tuple(value[:n] for value in some)
-        rows = torch.cat([oracle.jacobian(model, (part[0][i : i + 1], part[1][i : i + 1]), names) for i in range(n)])
-        sizes = [tangent.parameters[name].numel() for name in names]
-        parts = dict(zip(names, rows.split(sizes, -1), strict=True))
-        shaped = {name: value.unflatten(-1, tangent.parameters[name].shape) for name, value in parts.items()}
-        wanted = torch.cat([block.join(shaped) for block in tangent.blocks], -1)
-        found = torch.cat([record.rows() for _, record in tangent.records(part)])
-        torch.testing.assert_close(found, wanted)
+        found = torch.cat([record.rows() for _, record in tangent.records(tuple(value[:n] for value in some))])
+        torch.testing.assert_close(found, torch.cat(wanted[:n]))
 
 
 def test_attention_that_crosses_on_later_batches_is_refused() -> None:

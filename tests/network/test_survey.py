@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from benchmarks.measure import LiveBytes
-from lapwing.data import batches
 from lapwing.jacobian.jacobian import BlockJacobian
 from lapwing.jacobian.layers import READERS
 from lapwing.jacobian.layers.linear import LinearUse
@@ -119,8 +118,6 @@ def test_chunks_shrink_with_the_budget(name: str) -> None:
     tangent = Tangent.survey(model, x, EVERY, memory=SMALL)
     assert tangent.chunk_length(dtype=torch.float64) <= max(1, tangent.chunk_length() // 2 + 1)
     assert tangent.chunk_length(scratch_per_sample=10**12) == 1
-    parts = [rows for rows, _ in batches.chunks(NETWORKS[name][1](9), 4)]
-    assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9)]
 
 
 @pytest.mark.quick(3)
@@ -144,28 +141,6 @@ def test_the_budget_is_used() -> None:
     with LiveBytes() as whole:
         contract(Tangent.survey(model, x, EVERY), x)
     assert whole.peak > 3 * live.peak
-
-
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("mlp", lw.Diagonal()),
-        ("cnn", lw.KFAC()),
-        *(pytest.param("vit", method, marks=pytest.mark.slow) for method in (lw.Diagonal(), lw.KFAC())),
-    ],
-    ids=str,
-)
-def test_predictions_stay_within_twice_the_budget(name: str, method: lw.Method) -> None:
-    model, x = built(name, 200)
-    few = batches.take(x, slice(0, 20))
-    y = torch.arange(20) % 10
-    fitted = lw.fit(
-        model, [{**few, "labels": y} if isinstance(few, dict) else (few, y)], method, memory=SMALL, tune=None
-    )
-    with LiveBytes() as live:
-        latent = fitted.latent(x)
-    returned = sum(t.numel() * t.element_size() for term in latent.terms for t in vars(term).values() if t is not None)
-    assert live.peak - returned < 2 * SMALL, f"{live.peak / SMALL:.2f} times the budget"
 
 
 @pytest.mark.parametrize(
@@ -329,13 +304,9 @@ def test_a_trunk_without_gradients_has_none(method: lw.Method, caplog: pytest.Lo
     whole = lw.fit(model, loader, method, params=lw.everything, prior_precision=2.0)
     assert "trunk.weight, trunk.bias" in caplog.text
     assert "within torch.no_grad()" in str(whole.tangent.coverage)
-    rows = whole.tangent.record(x).rows()
-    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(dict(model.named_parameters()))
-    names = [name for block in whole.tangent.blocks for name in block.parameters]
-    assert not jacobian["trunk.weight"].any()
-    assert sorted(rows.square().sum((0, 1)).tolist()) == pytest.approx(
-        sorted(torch.cat([jacobian[name].flatten(2) for name in names], -1).square().sum((0, 1)).tolist())
-    )
+    record = whole.tangent.record(x)
+    torch.testing.assert_close(record.rows(), jacobian(model, x, whole.tangent.blocks))
+    assert not any(record[block].rows().any() for block in record if block.startswith("trunk"))
     head = lw.fit(model, loader, method, params=lw.matching("head.*"), prior_precision=2.0)
     if not isinstance(method, lw.ELLA):  # whose rows are drawn among all weights
         torch.testing.assert_close(whole.latent(x).covariance, head.latent(x).covariance)
@@ -441,12 +412,7 @@ def test_layers_that_run_on_some_batches_only(first: bool) -> None:
         with pytest.raises(lw.LapwingError, match=r"first batch.* 3 times: this batch has 2 uses.*params=lambda"):
             tangent.record(-x)
         return
-    names = [name for block in tangent.blocks for name in block.parameters]
-    sizes = [tangent.parameters[name].numel() for name in names]
-    parts = zip(names, oracle.jacobian(model, -x, names).split(sizes, -1), strict=True)
-    shaped = {name: part.unflatten(-1, tangent.parameters[name].shape) for name, part in parts}
-    expected = torch.cat([block.join(shaped) for block in tangent.blocks], -1)
-    torch.testing.assert_close(tangent.record(-x).rows(), expected)
+    torch.testing.assert_close(tangent.record(-x).rows(), jacobian(model, -x, tangent.blocks))
 
 
 @pytest.mark.parametrize("case", ["transposed", "tokens"])
@@ -565,14 +531,7 @@ def test_a_table_of_positions(join: str, family: str, samples: int) -> None:
     x = torch.randint(7, (samples, 6))
     record = tangent.record(x)
     torch.testing.assert_close(record.outputs, model(x).detach())
-    for block in tangent.blocks:
-        truth = oracle.jacobian(model, x, list(block.parameters))
-        shaped, start = {}, 0
-        for name, shape in zip(block.parameters, block.shapes, strict=True):
-            size = torch.Size(shape).numel()
-            shaped[name] = truth[..., start : start + size].unflatten(-1, shape)
-            start += size
-        torch.testing.assert_close(record[block.name].rows(), block.join(shaped))
+    torch.testing.assert_close(record.rows(), jacobian(model, x, tangent.blocks))
 
 
 @pytest.mark.parametrize("flag", ["sparse", "scale_grad_by_freq"])

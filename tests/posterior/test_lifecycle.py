@@ -23,7 +23,7 @@ from lapwing.likelihoods.registry import REGISTERED
 from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
 from lapwing.network.eager import LOCK
 from lapwing.network.generic import jvp
-from tests import oracle
+from tests.conformance import jacobian
 from tests.likelihoods.test_likelihoods import Counts
 from tests.zoo import ZOO
 
@@ -376,12 +376,8 @@ def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> 
     names = [name for block in posterior.tangent.blocks for name in block.parameters]
     assert sorted(names) == sorted(dict(model.named_parameters()))
     assert "it is not used there" in str(posterior.tangent.coverage)
-    sizes = [posterior.tangent.parameters[name].numel() for name in names]
-    parts = zip(names, oracle.jacobian(model, x, names).split(sizes, -1), strict=True)
-    shaped = {name: part.unflatten(-1, posterior.tangent.parameters[name].shape) for name, part in parts}
-    jacobian = torch.cat([block.join(shaped) for block in posterior.tangent.blocks], -1)
-    dense = posterior.covariance.to_dense()
-    torch.testing.assert_close(posterior.latent(x).covariance, jacobian @ dense @ jacobian.mT)
+    J = jacobian(model, x, posterior.tangent.blocks)
+    torch.testing.assert_close(posterior.latent(x).covariance, J @ posterior.covariance.to_dense() @ J.mT)
     if getattr(method, "residual", "prior") is not None:
         variances = torch.cat(
             [posterior.covariance.diagonal()[b.name] for b in posterior.tangent.blocks if "s" in b.name[0]]
@@ -458,23 +454,6 @@ def test_a_thread_in_forward_mode_lets_others_wait() -> None:
     finally:
         answered.set()
         thread.join()
-
-
-@pytest.mark.parametrize("name", ["mlp", "custom_parameter", "lstm"])
-def test_copies_and_pickles_while_threads_draw_weights(name: str) -> None:
-    """A copy has the weights of the fit while other threads run the network at drawn weights."""
-    model, x, _, loader = data(name, 5)
-    posterior = lw.fit(model, loader, lw.KFAC(), params=EVERY)
-    expected = posterior.latent(x).covariance
-
-    def work(i: int) -> None:
-        other = posterior
-        if i % 3 == 0:
-            other = copy.deepcopy(posterior) if i % 2 else pickle.loads(pickle.dumps(posterior))
-        posterior.latent(x, via=lw.MonteCarlo(draws=5))
-        torch.testing.assert_close(other.latent(x).covariance, expected)
-
-    in_threads(work, 6)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")

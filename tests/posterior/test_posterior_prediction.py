@@ -129,32 +129,6 @@ def test_transformers_are_differentiable_in_x(name, method):
     assert torch.autograd.gradcheck(variance, (x,), eps=1e-6, atol=1e-6, rtol=1e-4, fast_mode=True)
 
 
-@every_method
-def test_variance_gradient_equals_the_dense_one(method):
-    """Every entry, not a random direction, against autograd through the dense oracle."""
-    problem = setup("mlp")
-    fitted = problem.fit(method)
-    sigma = fitted.covariance.to_dense()
-    names = [name for block in problem.blocks for name in block.parameters]
-    values = {n: p.detach() for n, p in problem.model.named_parameters() if n in names}
-    x = problem.test.clone().requires_grad_()
-
-    def dense_variance(x: Tensor) -> Tensor:
-        rows = []
-        for sample in x:
-            J = torch.func.jacrev(lambda v, s=sample: torch.func.functional_call(problem.model, v, (s[None],))[0])(
-                values
-            )
-            J = torch.cat([block.join(J) for block in problem.blocks], -1)  # (C, P)
-            rows.append((J @ sigma * J).sum(-1))
-        return torch.stack(rows)
-
-    weights = torch.randn(3, 3, dtype=torch.float64)
-    wanted = torch.autograd.grad((dense_variance(x) * weights).sum(), x)[0]
-    found = torch.autograd.grad((fitted.latent(x).variance * weights).sum(), x)[0]
-    close(found, wanted, 1e-8)
-
-
 def test_standard_deviations_have_no_slope_where_they_are_zero():
     model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Linear(5, 2, bias=False)).double().eval()
     x = torch.randn(8, 3, dtype=torch.float64)
@@ -190,13 +164,6 @@ def test_loaders_predict_as_tensors_do(name, method):
     close(parts.log_prob(problem.y), whole.log_prob(problem.y), 1e-9)
     latent = fitted.latent(problem.loader)
     close(latent.covariance, fitted.latent(problem.x).covariance, 1e-9)
-
-
-def test_loaders_of_dictionaries():
-    problem = setup("gpt2")
-    fitted = problem.fit(lw.KFAC())
-    close(fitted.predict(problem.loader).probs, fitted.predict(problem.x).probs)
-    close(fitted.latent(problem.loader).covariance, fitted.latent(problem.x).covariance)
 
 
 @pytest.mark.quick(3)
