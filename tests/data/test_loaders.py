@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 import lapwing as lw
 from lapwing.data.data import Data
+from tests.network.test_devices import away
 
 X, Y, REAL = torch.randn(20, 4), torch.arange(20) % 3, torch.randn(20, 1)
 DATA = TensorDataset(X, Y)
@@ -233,17 +234,27 @@ WAYS_IN = {
     ),
     "mixture": lambda kind, y: lw.mixture([_fitted(y)] * 2, kind(X + 0.1, y)).members[0].predict(X).log_prob(y),
     "prediction": lambda kind, y: _fitted(y).latent(kind(X, y)).variance,
+    "given variances": lambda kind, y: torch.stack([*lw.MeanField.from_variances(
+        network(1 if y is REAL else 3), {"2.bias": torch.full((1 if y is REAL else 3,), 0.1)}, kind(X, y)
+    ).statistics.values()]),
     "mode": lambda kind, y: torch.tensor(
         _fitted(y).log_marginal_likelihood(linearised_mode=True, loader=kind(X, y))
     ),
 }  # fmt: skip
 
 
+def elsewhere(*columns: Tensor) -> list[tuple[Tensor, ...]]:
+    return [tuple(map(away, batch)) for batch in fresh(*columns)]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("y", [Y, REAL], ids=["classes", "real"])
 @pytest.mark.parametrize("way_in", WAYS_IN)
-def test_a_loader_that_fills_the_same_tensors_gives_what_a_list_gives(way_in: str, y: Tensor) -> None:
-    torch.testing.assert_close(WAYS_IN[way_in](Refilling, y), WAYS_IN[way_in](fresh, y), rtol=0, atol=0)
+def test_a_loader_that_fills_the_same_tensors_or_is_elsewhere_gives_what_a_list_gives(way_in: str, y: Tensor) -> None:
+    wanted = WAYS_IN[way_in](fresh, y)
+    for kind in (Refilling, elsewhere):
+        torch.manual_seed(0)
+        torch.testing.assert_close(WAYS_IN[way_in](kind, y), wanted, rtol=0, atol=0)
 
 
 def test_a_bfloat16_network_and_a_loader_that_fills_the_same_tensors() -> None:

@@ -155,13 +155,17 @@ def test_a_last_layer_is_that_of_single_positions(method):
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_subspaces_of_all_rows_or_weights_are_the_whole(name, params):
-    """ELLA on the rows of every position, of which the second batch has more, and all weights as a subset."""
+    """The rows of every position, of which the second batch has more, or all weights as a subset."""
     model, loader, x = case(name)
     loader.reverse()
     posterior = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0)
-    wanted = posterior.latent(x).covariance
-    for method in (lw.ELLA(rank=1000, rows="all", residual="prior"), lw.SubsetOfWeights(size=posterior.tangent.size)):
-        close(lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance, wanted, 1e-7)
+    wanted, size = posterior.latent(x).covariance, posterior.tangent.size
+    for method in (
+        lw.ELLA(rank=1000, rows="all", residual="prior"), lw.SubsetOfWeights(size),
+        lw.OptimalSubspace(size, "prior", rows="all", residual="prior"), lw.VaLLA(1000, lw.ClosedForm(), "data"),
+        lw.VaLLA(1000, lw.NaturalGradient(steps=3), "kmeans"),
+    ):  # fmt: skip
+        close(lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance, wanted, 1e-6)
 
 
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.Full(form="primal")])

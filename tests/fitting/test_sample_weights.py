@@ -15,17 +15,12 @@ from tests.conformance import close, pack, setup
 WEIGHTS = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.0, 2.0, 0.0, 1.0], dtype=torch.float64)
 CUTS = (5, 3, 1)
 METHODS = {
-    "full": lw.Full(),
-    "dual": lw.Full(form="dual"),
-    "diagonal": lw.Diagonal(),
-    "kfac": lw.KFAC(),
-    "reduce": lw.KFAC(weight_sharing="reduce"),
-    "ekfac": lw.EKFAC(),
+    "full": lw.Full(), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
+    "reduce": lw.KFAC(weight_sharing="reduce"), "ekfac": lw.EKFAC(),
     "ella": lw.ELLA(rank=90, rows="all", residual="prior"),
     "optimal": lw.OptimalSubspace(rank=90, rows="all", residual="prior"),
-    "subset of weights": lw.SubsetOfWeights(size=10),
-    "subset of data": lw.SubsetOfData(size=1000),
-}
+    "subset of weights": lw.SubsetOfWeights(size=10), "subset of data": lw.SubsetOfData(size=1000),
+}  # fmt: skip
 
 
 def weighted(problem, weights=WEIGHTS):

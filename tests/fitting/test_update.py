@@ -15,13 +15,9 @@ from tests.conformance import close
 from tests.zoo import ZOO
 
 ADDING = {
-    "full": lw.Full(form="primal"),
-    "dual": lw.Full(form="dual"),
-    "diagonal": lw.Diagonal(),
-    "kfac": lw.KFAC(),
-    "kfac_dense": lw.KFAC(uncovered="dense"),
-    "kfac_reduce": lw.KFAC(weight_sharing="reduce"),
-}
+    "full": lw.Full(form="primal"), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
+    "kfac_dense": lw.KFAC(uncovered="dense"), "kfac_reduce": lw.KFAC(weight_sharing="reduce"),
+}  # fmt: skip
 
 
 def parts(name: str, cut: int = 5, samples: int = 9) -> tuple[Any, Any, Any, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -44,8 +46,13 @@ def test_a_regression_is_treated_as_a_whole_where_that_is_cheap(made, samples, e
     assert default_method(made, lw.Bernoulli(), samples) is None
 
 
-def trained(width=20, rows=60):
+def trained():
     """A small network that overfits, its data in an uneven last batch, and other data."""
+    return copy.deepcopy(trained_once())
+
+
+@cache
+def trained_once(width=20, rows=60):
     torch.manual_seed(0)
     x = torch.randn(rows + 200, 3)
     y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(len(x), 1)

@@ -38,28 +38,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuD
 
 FEW = ("mlp", "grouped_strided_conv", "prelu", "tied")  # T = 1; T > 1 and groups; generic; two uses of one weight
 LAST = (
-    "mlp",
-    "mlp_relu_inplace",
-    "mlp_scalar",
-    "deep_linear",
-    "cnn_bn_inplace",
-    "grouped_strided_conv",
-    "residual_block",
-    "frozen_trunk",
-    "all_frozen",
-    "attention",
-    "mha",
-    "vit",
-    "gpt2",
-    "tied",
-    "shared_module",
-    "functional_reuse",
+    "mlp", "mlp_relu_inplace", "mlp_scalar", "deep_linear", "cnn_bn_inplace", "grouped_strided_conv", "residual_block",
+    "frozen_trunk", "all_frozen", "attention", "mha", "vit", "gpt2", "tied", "shared_module", "functional_reuse",
     "compiled",
-)
-POSITIONS = (
-    *FEW, "mlp_scalar", "cnn_bn_inplace", "conv1d", "circular_conv", "attention", "mha_seq_first", "gpt2",
-    "embedding_bag_of_tokens", "patch_embedding", "functional_reuse",
 )  # fmt: skip
+QUICK_LAST = ("mlp", "mlp_scalar", "grouped_strided_conv", "all_frozen", "mha", "gpt2", "tied", "functional_reuse")
+POSITIONS = (*FEW, "cnn_bn_inplace", "conv1d", "attention", "mha_seq_first", "embedding_bag_of_tokens")
+
+
+LIKE_ANOTHER = (
+    "test_covariance_and_latent", "test_batches_chunks_and_order_do_not_matter", "test_with_prior",
+    "test_save_and_load", "test_takes_the_smaller_form", "test_order_of_picks_does_not_matter",
+    "test_deep_linear_network_is_exact", "test_one_sample_is_exact", "test_dense_blocks_for_the_uncovered",
+)  # fmt: skip
+"""Quick tests of a method that is another one by another way: what only its own sums and structure decide."""
 
 
 NO_VIT = others_slow(ZOO, [name for name in ZOO if name != "vit"])
@@ -73,6 +65,7 @@ class MethodConformance:
     tolerance = 1e-8
     order_matters = False  # where points or rows are picked by their place in the data
     samples = 9  # for the test of invariance
+    quick: tuple[str, ...] | None = None  # names of the tests that are quick; None for all (conftest.py)
     instead: ClassVar[dict[str, str]] = {}  # networks for them in place of others
 
     def sigma(self, problem: Setup, G: Tensor, delta: Tensor, fitted: lw.Posterior) -> Tensor:
@@ -87,7 +80,7 @@ class MethodConformance:
         close(fitted.covariance.to_dense().cpu(), wanted, self.tolerance)
         return fitted
 
-    @pytest.mark.parametrize("name", others_slow(ZOO))
+    @pytest.mark.parametrize("name", others_slow(ZOO, FEW))
     def test_covariance_and_latent(self, name):
         problem = setup(name)
         fitted = self.check(problem)
@@ -107,7 +100,7 @@ class MethodConformance:
         wanted = oracle.output_covariance(problem.J_test, fitted.covariance.to_dense().cpu())
         close(fitted.latent(problem.test).covariance, wanted, 1e-8)
 
-    @pytest.mark.parametrize("name", FEW)
+    @pytest.mark.parametrize("name", others_slow(FEW, ("grouped_strided_conv", "tied")))
     def test_batches_chunks_and_order_do_not_matter(self, name, monkeypatch):
         problem = setup(self.instead.get(name, name), samples=self.samples)
         whole = problem.fit(self.method, loader=cut(problem.x, problem.y, (self.samples,)))
@@ -201,26 +194,11 @@ class MethodConformance:
 class OnFewNetworks:
     """For a method that is another one by another way: fewer networks."""
 
+    quick = LIKE_ANOTHER
+
     @pytest.mark.parametrize("name", FEW)
     def test_covariance_and_latent(self, name):
         super().test_covariance_and_latent(name)
-
-    @pytest.mark.parametrize("name", ["grouped_strided_conv", "tied"])
-    def test_batches_chunks_and_order_do_not_matter(self, name, monkeypatch):
-        super().test_batches_chunks_and_order_do_not_matter(name, monkeypatch)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["deep_linear", "cnn_bn_inplace"])
-    def test_temperature_and_data_size(self, name):
-        super().test_temperature_and_data_size(name)
-
-    @pytest.mark.slow
-    def test_weight_decay_and_prior_mean(self):
-        super().test_weight_decay_and_prior_mean()
-
-    @pytest.mark.slow
-    def test_many_outputs_sample_the_fisher(self, monkeypatch):
-        super().test_many_outputs_sample_the_fisher(monkeypatch)
 
 
 class OnEveryNetwork:
@@ -234,13 +212,15 @@ class OnEveryNetwork:
 class OnEveryLastLayer:
     """For a method that keeps factors: every kind of last layer."""
 
-    @pytest.mark.parametrize("name", LAST)
+    @pytest.mark.parametrize("name", others_slow(LAST, QUICK_LAST))
     def test_last_layer(self, name):
         super().test_last_layer(name)
 
 
 class OnEveryKindOfPosition:
     """For factors that differ from others only where a layer is used at several positions."""
+
+    quick = LIKE_ANOTHER
 
     @pytest.mark.parametrize("name", others_slow(ZOO, POSITIONS))
     def test_covariance_and_latent(self, name):
@@ -410,6 +390,7 @@ class TestKfacReduce(OnEveryKindOfPosition, KroneckerConformance):
 
 class TestEkfacExpand(KroneckerConformance):
     method = lw.EKFAC()
+    quick = LIKE_ANOTHER
     corrected = True
 
 
@@ -458,7 +439,7 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     assert curvature.isfinite().all()
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", [*FEW, "attention"])
 def test_ekfac_is_never_further_from_the_ggn_than_kfac(name, sharing):
@@ -480,7 +461,7 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
-    ("name", "delta"), [("mlp", 0.01), ("mlp_scalar", 2.0), ("conv1d", 0.01), ("tied", 2.0), ("attention", 2.0)]
+    ("name", "delta"), [("mlp", 0.01), ("attention", 2.0), ("conv1d", 0.01), ("tied", 2.0), ("mlp_scalar", 2.0)]
 )
 def test_orders(name, delta):
     """`0 ≼ ELLA(K) ≼ ELLA(K + 1) ≼ Full ≼ prior`, at fixed rows."""
@@ -496,7 +477,7 @@ def test_orders(name, delta):
         assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv1d"])
+@pytest.mark.parametrize("name", others_slow(["mlp", "conv1d"], ["mlp"]))
 def test_residual_only_adds_and_shrinks_to_full(name):
     """With the residual: `Full ≼ ELLA(K + 1) ≼ ELLA(K) ≼ prior` in trace, and in order against the prior."""
     problem = setup(name)

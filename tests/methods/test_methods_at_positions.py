@@ -35,17 +35,6 @@ def names_of(posterior: lw.Posterior) -> list[str]:
 # --- VaLLA -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("params", TREATED)
-@pytest.mark.parametrize("name", ["transformer", "3x3"])
-def test_valla_of_every_position_is_full(name, params):
-    model, loader, x = case(name)
-    wanted = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0).latent(x).covariance
-    for initial, fit in (("data", lw.ClosedForm()), ("kmeans", lw.NaturalGradient(steps=3))):
-        method = lw.VaLLA(1000, fit=fit, initial=initial)
-        close(lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance, wanted, 1e-6)
-
-
 @pytest.mark.parametrize("params", TREATED)
 def test_valla_at_given_positions_is_the_sparse_gaussian_process(params):
     """`κ - κ_xZ (A⁻¹ + K)⁻¹ κ_Zx`: in weight space the posterior on the rows, and the prior outside."""
@@ -299,23 +288,6 @@ def test_a_subset_of_data_is_full_on_these_inputs(params, implicit, monkeypatch)
     assert fitted.samples == 4
     if not implicit:
         assert fitted.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=1e-9)
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("params", TREATED)
-@pytest.mark.parametrize("name", ["transformer", "3x3"])
-def test_an_optimal_subspace_of_all_rows_is_full(name, params):
-    model, loader, x = case(name)
-    loader.reverse()
-    full = lw.fit(model, loader, lw.Full(), params=params, prior_precision=2.0)
-    method = lw.OptimalSubspace(full.tangent.size, "prior", rows="all", residual="prior")
-    close(
-        lw.fit(model, loader, method, params=params, prior_precision=2.0).latent(x).covariance,
-        full.latent(x).covariance,
-        1e-6,
-    )
-    at = lw.OptimalSubspace(10, lw.Full(), residual="prior", at=x)
-    assert lw.fit(model, loader, at, params=params).predict(x).probs.isfinite().all()
 
 
 @pytest.mark.quick(1)

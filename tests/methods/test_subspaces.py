@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.covariance import ExplicitBasis, ImplicitBasis, LowRank
+from lapwing.covariance import ExplicitBasis, ImplicitBasis
 from lapwing.methods import subspace
 from lapwing.methods.rows import choose, choose_rows
 from lapwing.tangent import Tangent
@@ -117,16 +117,6 @@ class Forgiving(Tangent):
         return 3
 
 
-def test_an_implicit_posterior_is_saved_and_loaded(tmp_path, monkeypatch):
-    problem = setup("gpt2")
-    monkeypatch.setattr("lapwing.methods.ella.span_of_anchors", with_budget(subspace.span_of_anchors, 16 * 6**2))
-    posterior = problem.fit(lw.ELLA(rank=4, rows=6))
-    assert isinstance(posterior.covariance.basis, ImplicitBasis)
-    posterior.save(tmp_path / "ella.safetensors")
-    loaded = lw.load(tmp_path / "ella.safetensors", problem.model)
-    close(loaded.latent(problem.test).covariance, posterior.latent(problem.test).covariance)
-
-
 class TestRanks:
     def test_leading_directions_are_those_of_a_smaller_fit(self):
         problem = setup("mlp")
@@ -157,17 +147,6 @@ class TestRanks:
         for rank in (1, 2, 4, 8):
             alone = problem.fit(lw.ELLA(rank=rank, rows=12), prior_precision=None, tune=lw.Validation(held_out))
             assert score >= alone.predict(held_out[0][0]).log_prob(held_out[0][1]).mean() - 1e-3
-        with pytest.raises(lw.LapwingError, match="ranks"):
-            problem.fit(lw.KFAC(), prior_precision=None, tune=tune)
-
-    def test_a_shorter_posterior_is_saved_and_loaded(self, tmp_path):
-        problem = setup("mlp")
-        fitted = problem.fit(lw.ELLA(rank=12, rows=20), prior_precision=None, tune=lw.Evidence(rank_gap=0.5))
-        fitted.save(tmp_path / "p.safetensors")
-        loaded = lw.load(tmp_path / "p.safetensors", problem.model)
-        assert isinstance(loaded.covariance, LowRank)
-        assert loaded.covariance.rank == fitted.covariance.rank
-        close(loaded.covariance.to_dense(), fitted.covariance.to_dense())
 
 
 class TestHardCases:

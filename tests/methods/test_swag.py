@@ -51,12 +51,6 @@ class PlainConformance(StructureConformance):
         again = LowRankPlusDiagonal.from_tensors(problem.tangent, dict(covariance.tensors()), covariance.extra())
         close(again.to_dense(), sigma)
 
-    def test_network_without_fast_layers(self):
-        problem = setup("transposed_conv")
-        covariance, sigma = self.make(problem, None, 1.0), self.oracle(problem, None, 1.0)
-        terms = covariance.output_covariance(problem.tangent.record(problem.test))
-        close(sum(term.dense() for term in terms), oracle.output_covariance(problem.J_test, sigma))
-
 
 class TestLowRankPlusDiagonal(PlainConformance):
     pass

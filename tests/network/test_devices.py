@@ -6,7 +6,6 @@ torch does where tensors of two devices meet.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -74,31 +73,17 @@ def test_plain_moves_what_is_elsewhere_and_keeps_the_rest() -> None:
     assert batches.plain(X) is X
 
 
-METHODS = [
-    None, lw.KFAC(), lw.Full(form="dual"), lw.ELLA(rank=3, rows=6), lw.OptimalSubspace(3, lw.KFAC(), "all"),
-    lw.SubsetOfData(6), lw.SampledLLA(draws=2), lw.MeanField(steps=2),
-    lw.VaLLA(4, lw.AlphaDivergence(steps=2, validation=THERE), initial="data"), lw.VaLLA(lw.InducingPoints(away(X))),
-]  # fmt: skip
-
-
-@pytest.mark.quick(4)
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
-def test_fits_of_a_loader_elsewhere(method: lw.Method | None) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [lw.VaLLA(4, lw.AlphaDivergence(steps=2, validation=THERE), initial="data"), lw.VaLLA(lw.InducingPoints(away(X)))],
+    ids=["validation", "points"],
+)
+def test_options_elsewhere(method: lw.Method) -> None:
+    """What the ways in of tests/data/test_loaders.py do not give."""
     expected = lw.fit(network(), HERE, method).latent(X)
     found = lw.fit(network(), THERE, method).latent(away(X))
     assert type(found.mean) is type(found.covariance) is Tensor
     torch.testing.assert_close(found.covariance, expected.covariance)
-
-
-@pytest.mark.parametrize("tuning", ["BoundedEvidence", "Validation", "EarlyStopping"])
-def test_tunings_of_a_loader_elsewhere(tuning: str) -> None:
-    def fitted(data: Any) -> lw.Posterior:
-        options = {} if tuning == "BoundedEvidence" else {"loader": data, "points": 3}
-        return lw.fit(network(1), data, lw.Diagonal(), tune=getattr(lw, tuning)(**options))
-
-    here, there = fitted([(X, REAL)]), fitted([(away(X), away(REAL))])
-    assert there.prior_precision == pytest.approx(here.prior_precision)
-    assert there.noise_variance == pytest.approx(here.noise_variance)
 
 
 def test_predictions_elsewhere() -> None:
@@ -131,29 +116,6 @@ def test_targets_of_every_likelihood_elsewhere(likelihood: str, y: Tensor) -> No
 
 def test_evaluations_elsewhere() -> None:
     posterior = lw.fit(network(), HERE, lw.KFAC(), prior_precision=1.0)
-    tables = [lw.compare({"KFAC": posterior, "alone": network()}, data, {"near": foreign}, repeats=1)
-              for data, foreign in ((HERE, X + 1), (THERE, away(X + 1)))]  # fmt: skip
-    for name, column in itertools.product(("KFAC", "alone"), ("NLL", "accuracy", "near: AUROC by entropy")):
-        assert tables[0][name][column] == pytest.approx(tables[1][name][column])
-    factors = [lw.scale_factor(posterior, data, lw.Linearized()).factor for data in (HERE, THERE)]
-    assert factors[0] == pytest.approx(factors[1])
     assert str(lw.coverage(network(), away(X))) == str(lw.coverage(network(), X))
     found = sensitivity(posterior, away(X), targets=away(Y), via=lw.Linearized(), steps=2)
     torch.testing.assert_close(found.values, sensitivity(posterior, X, targets=Y, via=lw.Linearized(), steps=2).values)
-
-
-def test_constructed_posteriors_elsewhere() -> None:
-    variances = {"2.bias": torch.full((3,), 0.1)}
-    expected = lw.MeanField.from_variances(network(), variances, HERE).statistics
-    for name, value in lw.MeanField.from_variances(network(), variances, THERE).statistics.items():
-        torch.testing.assert_close(value, expected[name])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("method", METHODS[:8], ids=lambda method: type(method).__name__)
-def test_a_model_on_a_gpu_with_batches_on_the_cpu(method: lw.Method | None) -> None:
-    posterior = lw.fit(network().cuda(), HERE, method)
-    latent = posterior.latent(X)
-    assert latent.mean.device.type == latent.covariance.device.type == "cuda"
-    torch.testing.assert_close(posterior.predict(HERE).probs, posterior.predict(X.cuda()).probs)
-    assert posterior.predict(X).log_prob(Y).device.type == "cuda"

@@ -67,21 +67,6 @@ def routed(net: Any, x: Tensor) -> Tensor:
     return out
 
 
-def weighted(net: Any, x: Tensor) -> Tensor:
-    """Each sample goes through two experts, weighted by their probabilities."""
-    p, chosen = net.router(x).softmax(-1).topk(2, -1)
-    out = x.new_zeros(len(x), 5)
-    for k, expert in enumerate(net.experts):
-        rows, places = (chosen == k).nonzero(as_tuple=True)
-        if len(rows):
-            out = out.index_add(0, rows, p[rows, places, None] * expert(x[rows]))
-    return out
-
-
-def experts(count: int) -> dict[str, nn.Module]:
-    return {"router": nn.Linear(6, count), "experts": nn.ModuleList(tower() for _ in range(count))}
-
-
 class Ensemble(nn.Module):
     """Members whose weights are stacked and run by vmap."""
 
@@ -120,9 +105,7 @@ TREATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a frozen trunk": (lambda: nn.Sequential(nn.Linear(6, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 5)), HEAD),
     "all frozen": (lambda: tower().requires_grad_(False), HEAD),
     "log-softmax": (lambda: nn.Sequential(*tower(), nn.LogSoftmax(-1)), HEAD),
-    "a gated linear unit": (lambda: nn.Sequential(*tower(10), nn.GLU()), HEAD),
     "batch norm": (lambda: nn.Sequential(*tower(), nn.BatchNorm1d(5)), HEAD),
-    "layer norm": (lambda: nn.Sequential(*tower(), nn.LayerNorm(5)), HEAD),
     "a learned temperature": (
         lambda: Net(lambda net, x: net.a(x) / net.t.exp(), a=tower(), t=parameter(1)), A_HEAD,
     ),
@@ -147,12 +130,6 @@ TREATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "the mean of two towers": (lambda: Net(lambda net, x: (net.a(x) + net.b(x)) / 2, a=tower(), b=tower()), BOTH),
     "two towers joined": (lambda: Net(lambda net, x: torch.cat([net.a(x), net.b(x)], 1), a=tower(3), b=tower(2)), BOTH),
     "written into a tensor": (lambda: Net(lambda net, x: written(net, x), a=tower(3), b=tower(2)), BOTH),
-    "a mixture of two towers": (
-        lambda: Net(
-            lambda net, x: torch.stack([net.a(x), net.b(x)]).log_softmax(-1).logsumexp(0), a=tower(), b=tower()
-        ),
-        BOTH,
-    ),
     "a wide path": (
         lambda: Net(lambda net, x: net.a(x) + net.wide(x), a=tower(), wide=nn.Linear(6, 5, bias=False)),
         ["a.2.weight", "a.2.bias", "wide.weight"],
@@ -184,7 +161,8 @@ TREATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ["a.weight_ih_l0", "a.weight_hh_l0", "a.bias_ih_l0", "a.bias_hh_l0"],
     ),
     "hard routing, all experts used": (
-        lambda: Net(routed, **experts(2)), [f"experts.{k}.2.{name}" for k in range(2) for name in ("weight", "bias")],
+        lambda: Net(routed, router=nn.Linear(6, 2), experts=nn.ModuleList([tower(), tower()])),
+        [f"experts.{k}.2.{name}" for k in range(2) for name in ("weight", "bias")],
     ),
 }  # fmt: skip
 TREATED |= {
@@ -202,13 +180,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         lambda: Net(force(lambda net, x: net.a(x) * net.b(x)), a=tower(1), b=tower(1)),
         (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*')"),
     ),
-    "two encoders compared": (
-        lambda: Net(
-            lambda net, x: net.scale.exp() * F.normalize(net.a(x)) * F.normalize(net.b(x)), a=tower(), b=tower(),
-            scale=parameter(1),
-        ),
-        (PRODUCT, "params=lw.matching('a.2.*', 'b.2.*')"),
-    ),
     "cosines to prototypes": (
         lambda: Net(lambda net, x: F.cosine_similarity(net.a(x)[:, None], net.p, dim=-1), **prototypes()),
         (PRODUCT, "params=lw.matching('p', 'a.*')"),
@@ -216,10 +187,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a learned scale an output": (
         lambda: Net(lambda net, x: net.a(x) * net.scale, a=tower(), scale=parameter(5)),
         (PRODUCT, "params=lw.matching('scale', 'a.2.*')"),
-    ),
-    "weighted experts": (
-        lambda: Net(weighted, **experts(4)),
-        (PRODUCT, "'router.*', 'experts.0.2.*', 'experts.1.2.*', 'experts.2.2.*', 'experts.3.2.*')"),
     ),
     "a scripted network": (
         lambda: torch.jit.script(tower().double().eval()),

@@ -261,25 +261,6 @@ def test_a_sum_pass_from_outside() -> None:
     assert str(found.method) == "MyDiagonal(steps=None)"
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("steps", [1, 3, pytest.param(400, marks=pytest.mark.slow)])
-def test_an_iterate_pass_from_outside(steps: int) -> None:
-    """The statistics are sums over the samples seen, and the estimate converges to the exact diagonal."""
-    model, x, y, _ = data("mlp")
-    options: dict[str, Any] = {"prior_precision": 1.0}
-    expected = lw.fit(model, halves(x, y), lw.Diagonal(), **options)
-    found = lw.fit(model, halves(x, y), MyDiagonal(steps), **options)
-    assert (found.samples, found.data_factor) == ((4, 2.0) if steps == 1 else (8, 1.0))
-    part = lw.fit(model, halves(x, y)[: 1 if steps == 1 else 2], lw.Diagonal(), **options)
-    torch.testing.assert_close(found.statistics, part.statistics)
-    again = lw.fit(model, halves(x, y), MyDiagonal(steps), **options)
-    assert torch.equal(again.latent(x).covariance, found.latent(x).covariance)
-    other = lw.fit(model, halves(x, y), MyDiagonal(steps), **options, seed=1)
-    assert not torch.equal(other.latent(x).covariance, found.latent(x).covariance)
-    if steps == 400:
-        torch.testing.assert_close(found.latent(x).variance, expected.latent(x).variance, rtol=0.05, atol=0)
-
-
 class Until(HutchinsonSteps):
     """Converges after 12 samples."""
 
