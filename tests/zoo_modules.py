@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """Named parts, put together by a function of itself and the inputs."""
+
+    def __init__(self, together: Callable[..., Tensor], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.together = together
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        return self.together(self, *inputs, **named)
 
 
 class ResidualBlock(nn.Module):

@@ -15,6 +15,7 @@ from lapwing.data import batches, nesting
 from lapwing.network.calling import call
 from tests import oracle
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 X, Z, Y = torch.randn(6, 4), torch.randn(6, 2), torch.arange(6)
 Pair = namedtuple("Pair", ["image", "label"])
@@ -90,16 +91,9 @@ def test_lists_of_texts_are_cut_with_the_samples_and_those_of_numbers_are_shared
 
 
 def test_a_list_of_as_many_numbers_as_samples_is_refused_in_the_first_batch() -> None:
-    class Scaling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor, box: Any) -> Tensor:
-            return self.head(x * torch.tensor(box).reshape(-1)[0])
-
     torch.manual_seed(0)
-    model, x, y = Scaling().eval(), torch.randn(6, 3), torch.arange(6) % 2
+    model = Net(lambda net, x, box: net.head(x * torch.tensor(box).reshape(-1)[0]), head=nn.Linear(3, 2)).eval()
+    x, y = torch.randn(6, 3), torch.arange(6) % 2
     with pytest.raises(lw.LapwingError, match=r"a list of 6 entries and have 6 samples.* torch.tensor\(numbers\)"):
         lw.fit(model, [((x, [2.0] * 6), y)], prior_precision=1.0)
     posterior = lw.fit(model, [((x, [2.0] * 4), y)], lw.KFAC(), prior_precision=1.0)
@@ -150,13 +144,10 @@ def test_describe_names_structures_and_shapes() -> None:
 
 
 def test_call_by_structure() -> None:
-    class Two(nn.Module):
-        def forward(self, left: Tensor, right: Tensor) -> Tensor:
-            return left[:, :2] - right
-
+    two = Net(lambda net, left, right: left[:, :2] - right)
     for inputs in ((X, Z), [X, Z], {"left": X, "right": Z}, {"right": Z, "left": X}):
-        assert torch.equal(call(Two(), inputs), X[:, :2] - Z)
-    assert torch.equal(call(Two(), X, lambda model, x: model(x, Z)), X[:, :2] - Z)
+        assert torch.equal(call(two, inputs), X[:, :2] - Z)
+    assert torch.equal(call(two, X, lambda model, x: model(x, Z)), X[:, :2] - Z)
 
 
 def test_call_reads_outputs() -> None:

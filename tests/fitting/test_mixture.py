@@ -129,23 +129,17 @@ def test_missing_targets_do_not_count():
     assert bool(logs.isfinite().all())
 
 
-class Tokens(nn.Module):
-    """Outputs (B, T, C)."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layer = nn.Linear(4, 3).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
+def tokens(seed: int) -> nn.Module:
+    """A layer with outputs (B, T, C)."""
+    torch.manual_seed(seed)
+    return nn.Linear(4, 3).double().eval()
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_positions_keep_their_shape(kind):
     x = torch.randn(12, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = x[..., :3].argmax(-1) if kind == "categorical" else x[..., :3]
-    each = [lw.fit(Tokens(k).eval(), (x, y), lw.KFAC(), likelihood=kind, prior_precision=1.0) for k in range(3)]
+    each = [lw.fit(tokens(k), (x, y), lw.KFAC(), likelihood=kind, prior_precision=1.0) for k in range(3)]
     prediction, parts = lw.mixture(each, (x, y)).predict(x), [member.predict(x) for member in each]
     assert prediction.log_prob(y).shape == (12, 5)
     if kind == "categorical":

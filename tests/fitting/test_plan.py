@@ -15,6 +15,7 @@ from benchmarks.measure import LiveBytes
 from lapwing.fitting import Plan, checks
 from lapwing.fitting.runner import Runner
 from lapwing.methods.registry import METHODS as REGISTERED
+from tests.zoo_modules import Net
 
 METHODS = [
     lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal"), lw.ELLA(10, 40),
@@ -52,21 +53,12 @@ def cnn():
     ).eval()  # fmt: skip
 
 
-class Transformer(nn.Module):
-    """A table of positions, attention, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(9, 16))
-        self.layers = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)])
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x):
-        return self.head(self.layers(x + self.table).mean(1))
-
-
 def transformer():
-    return Transformer().eval()
+    """A table of positions, attention, and a head."""
+    table = nn.Parameter(torch.randn(9, 16))
+    layers = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)])
+    together = lambda net, x: net.head(net.layers(x + net.table).mean(1))  # noqa: E731
+    return Net(together, table=table, layers=layers, head=nn.Linear(16, 3)).eval()
 
 
 NETWORKS = {"mlp": (mlp, (12,)), "cnn": (cnn, (2, 6, 6)), "transformer": (transformer, (9, 16))}
@@ -159,21 +151,11 @@ def test_all_methods_of_the_package_are_planned():
         assert (plan.passes, plan.kept_bytes, plan.peak_bytes) == (alone.passes, alone.kept_bytes, alone.peak_bytes)
 
 
-class Checkpointed(nn.Module):
-    """A trunk that lapwing does not treat, and a last layer that it does."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.head = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 3)
-
-    def forward(self, x):
-        """Returns (B, 3)."""
-        return self.head(checkpoint(self.trunk, x, use_reentrant=False))
-
-
 def test_among_all_methods_some_are_planned_where_others_do_not_take_the_network():
     classes = [(x, torch.arange(len(x)) % 3) for x, _ in regression((12,))]
-    plans = lw.plan(Checkpointed().eval(), classes, "all")
+    trunk = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8))  # not treated
+    together = lambda net, x: net.head(checkpoint(net.trunk, x, use_reentrant=False))  # noqa: E731
+    plans = lw.plan(Net(together, trunk=trunk, head=nn.Linear(8, 3)).eval(), classes, "all")
     default, *others = plans
     assert default.parameters == 27
     assert all(one.parameters is None and "checkpoint" in one.advice for one in others)

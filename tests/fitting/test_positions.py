@@ -16,6 +16,7 @@ from lapwing.methods.problem import FisherRoot
 from lapwing.tuning.held_out import sample_scores, spread_costs
 from tests import oracle
 from tests.conformance import close
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 CLASSES = 3
@@ -44,23 +45,17 @@ class Transformer(Tagger):
         self.head = nn.Linear(4, CLASSES)
 
 
-class Segmentation(nn.Module):
+def segmentation(kernel: int) -> nn.Module:
     """A label for each pixel."""
-
-    def __init__(self, kernel: int) -> None:
-        super().__init__()
-        self.trunk = nn.Conv2d(2, 3, 3, padding=1)
-        self.head = nn.Conv2d(3, CLASSES, kernel, padding=kernel // 2)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.trunk(images)))
+    trunk, head = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, CLASSES, kernel, padding=kernel // 2)
+    return Net(lambda net, images: net.head(torch.tanh(net.trunk(images))), trunk=trunk, head=head)
 
 
 NETWORKS = {
     "tagger": Tagger,
     "transformer": Transformer,
-    "1x1": lambda: Segmentation(1),
-    "3x3": lambda: Segmentation(3),
+    "1x1": lambda: segmentation(1),
+    "3x3": lambda: segmentation(3),
     "transposed": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(4, 3, 3, 1, 1)),
 }
 
@@ -296,7 +291,7 @@ def test_a_column_of_the_sampled_root_covers_all_positions(monkeypatch):
 
 
 def test_too_many_positions_for_all_weights_are_sampled(caplog):
-    model = Segmentation(1).to(F64).eval()
+    model = segmentation(1).to(F64).eval()
     x, y = torch.randn(2, 2, 19, 18, dtype=F64), torch.randint(CLASSES, (2, 19, 18))
     with caplog.at_level(logging.INFO, "lapwing"):
         posterior = lw.fit(model, [(x, y)], lw.Diagonal())

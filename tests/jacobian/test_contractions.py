@@ -18,6 +18,7 @@ from lapwing.linalg import add_squares, mirrored
 from tests import conformance, oracle
 from tests.quick import others_slow
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 EVERY = tn.matching("*")
 
@@ -137,21 +138,11 @@ def test_products_with_vectors_by_either_mode(name, monkeypatch):
         assert all(calls)
 
 
-class SoftAndHardTokens(torch.nn.Module):
-    """One table read by token and multiplied with soft tokens: two uses of one layout, of two families."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
-        self.head = torch.nn.Linear(4, 3).double()
-
-    def forward(self, tokens: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
-        hard = torch.nn.functional.embedding(tokens, self.table).mean(1)
-        return self.head(torch.tanh(hard + soft @ self.table))
-
-
 def test_a_table_used_by_two_families():
-    model = SoftAndHardTokens().eval()
+    """One table read by token and multiplied with soft tokens: two uses of one layout."""
+    hard = lambda net, tokens: torch.nn.functional.embedding(tokens, net.table).mean(1)  # noqa: E731
+    together = lambda net, tokens, soft: net.head(torch.tanh(hard(net, tokens) + soft @ net.table))  # noqa: E731
+    model = Net(together, table=torch.nn.Parameter(torch.randn(6, 4)), head=torch.nn.Linear(4, 3)).double().eval()
     inputs = (torch.randint(6, (5, 3)), torch.randn(5, 6, dtype=torch.float64))
     tangent = tn.Tangent.survey(model, inputs, EVERY)
     assert not tangent.coverage.generic

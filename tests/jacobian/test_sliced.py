@@ -24,6 +24,7 @@ from tests.jacobian.test_contractions import (
     survey,
 )
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 EVERY, SLOW = lw.matching("*"), pytest.mark.slow
 NETWORKS = (
@@ -224,22 +225,13 @@ def test_the_peak_of_many_outputs_at_many_positions(power: int) -> None:
     torch.testing.assert_close(found["squares"], squares, rtol=1e-3, atol=1e-5 * float(squares.max()))
 
 
-class Wide(nn.Module):
-    """A wide layer at a few positions: its rows are many more than its gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.head = nn.Linear(256, 256), nn.Linear(256, 400)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.mix(x)).mean(1))
-
-
 @pytest.mark.parametrize("positions", [4, pytest.param(64, marks=SLOW)])
 def test_the_peak_of_many_outputs_of_a_wide_layer(positions: int) -> None:
     """Its rows (100 MiB) are formed in parts. With 4 positions the gradients fit, and slices of rows must fit, too."""
     torch.manual_seed(0)
-    model, x = Wide().eval(), torch.randn(1, positions, 256)
+    wide = lambda net, x: net.head(torch.tanh(net.mix(x)).mean(1))  # noqa: E731
+    model = Net(wide, mix=nn.Linear(256, 256), head=nn.Linear(256, 400)).eval()
+    x = torch.randn(1, positions, 256)
     tangent = tn.Tangent.survey(model, x, EVERY, memory=2**24)
     with torch.no_grad(), LiveBytes() as live:
         jacobian = tangent.record(x)["mix"]

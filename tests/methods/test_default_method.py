@@ -13,6 +13,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.fitting.default_method import default_method
+from tests.zoo_modules import Net
 
 
 def tangent(size, outputs=1, explicit=0, memory=2**30):
@@ -174,16 +175,9 @@ def test_trained_weights_below_a_frozen_last_layer_are_treated(caplog):
 
 
 def test_a_frozen_last_layer_is_treated_where_nothing_that_is_trained_reaches_the_outputs(caplog):
-    class Beside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head, self.other = nn.Linear(3, 5).requires_grad_(False), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.head(x)
-
     torch.manual_seed(0)
+    model = Net(lambda net, x: net.head(x), head=nn.Linear(3, 5).requires_grad_(False), other=nn.Linear(3, 3))
     with caplog.at_level(logging.INFO, "lapwing"):
-        posterior = lw.fit(Beside().eval(), [(torch.randn(20, 3), torch.arange(20) % 5)])
+        posterior = lw.fit(model.eval(), [(torch.randn(20, 3), torch.arange(20) % 5)])
     assert list(posterior.tangent.parameters) == ["head.weight", "head.bias"]
     assert "Only the last layer is treated, because all trained weights cannot be" in caplog.text

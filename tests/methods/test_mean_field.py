@@ -17,6 +17,7 @@ from tests import oracle
 from tests.conformance import EVERY, close, jacobian, pack, sampled_from
 from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 NETWORKS = (
     "mlp", "cnn_bn_inplace", "grouped_strided_conv", "prelu", "transposed_conv", "gpt2", "tied", "shared_module",
@@ -51,40 +52,21 @@ def test_divergence_equals_torch_distributions():
 # --- the draws -------------------------------------------------------------------------------------------------------
 
 
-class ByHand(nn.Module):
+def by_hand() -> nn.Module:
     """A linear layer at two positions by the transpose of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight.T).flatten(1)
+    return Net(lambda net, x: (x @ net.weight.T).flatten(1), weight=nn.Parameter(torch.randn(2, 3)))
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """A GRU, whose weights serve the batch with one draw, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[1][0])
+    layer = nn.GRU(3, 4, batch_first=True)
+    return Net(lambda net, x: net.head(net.layer(x)[1][0]), layer=layer, head=nn.Linear(4, 2))
 
 
-class Positions(nn.Module):
+def positions() -> nn.Module:
     """A linear layer at several positions, a convolution with one, a norm, then a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Linear(3, 4)
-        self.conv = nn.Conv1d(4, 5, 2)
-        self.norm = nn.LayerNorm(5)
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.conv(self.tokens(x).mT).flatten(1)))
+    parts = {"tokens": nn.Linear(3, 4), "conv": nn.Conv1d(4, 5, 2), "norm": nn.LayerNorm(5), "head": nn.Linear(5, 2)}
+    return Net(lambda net, x: net.head(net.norm(net.conv(net.tokens(x).mT).flatten(1))), **parts)
 
 
 def problem(model: nn.Module, x: Any, spread: float = 0.1) -> tuple[Tangent, dict[str, Tensor], dict[str, Tensor]]:
@@ -111,7 +93,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "tokens": (lambda: nn.Sequential(nn.Linear(3, 2), nn.Flatten()), (2, 2, 3)),
     "conv": (lambda: nn.Sequential(nn.Conv2d(2, 2, 2, padding=1), nn.Flatten()), (2, 2, 2, 2)),
     "conv with one position": (lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()), (2, 2, 2, 2)),
-    "transposed by hand": (lambda: ByHand(), (2, 2, 3)),
+    "transposed by hand": (by_hand, (2, 2, 3)),
     "transposed conv": (lambda: nn.Sequential(nn.ConvTranspose1d(2, 2, 2, 2), nn.Flatten()), (2, 2, 2)),
     "grouped conv": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2, 2, 1, groups=2), nn.Flatten()), (2, 2, 2, 2)),
 }  # fmt: skip
@@ -140,7 +122,7 @@ def test_draws_of_one_layer_have_the_moments_of_shared_weights(case):
     assert (between.abs() <= limit).all()  # samples draw their own weights: shared ones would be correlated
 
 
-@pytest.mark.parametrize("kind", [Positions, Recurrent])
+@pytest.mark.parametrize("kind", [positions, recurrent])
 def test_draws_of_a_network_have_the_distribution_of_shared_weights(kind):
     """A deep network: mean and covariance of a sample's outputs, and of products, within their standard errors."""
     torch.manual_seed(0)
@@ -289,17 +271,13 @@ def test_seeds():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_chunks_add_up():
+def test_chunks_add_up(monkeypatch):
     """Batches beyond the memory budget go in chunks, whose gradients and likelihoods add up."""
     model, x, y = regression()
     still = lw.MeanField(steps=1, learning_rate=1e-3, initial_std=1e-9)
     whole = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
-    original = Tangent.chunk_length
-    try:
-        Tangent.chunk_length = lambda *arguments, **options: 7  # type: ignore[method-assign]
-        parts = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
-    finally:
-        Tangent.chunk_length = original  # type: ignore[method-assign]
+    monkeypatch.setattr(Tangent, "chunk_length", lambda *arguments, **options: 7)
+    parts = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
     close(parts.history["objective"], whole.history["objective"], 1e-6)
     close(parts.model.weight.detach(), whole.model.weight.detach(), 1e-9)
 

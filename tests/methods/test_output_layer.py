@@ -26,17 +26,6 @@ class RootAlone(lw.Categorical):
 LIKELIHOODS = lw.Categorical(), RootAlone()
 
 
-class TokenClasses(nn.Module):
-    """Classes of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, CLASSES)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.body(x)))
-
-
 def network(bias=True, dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES, bias=bias)).to(dtype).eval()
@@ -100,7 +89,7 @@ def test_parts_of_a_weight_or_a_bias_alone(method, which):
 @METHODS
 def test_parts_of_positions(method):
     torch.manual_seed(0)
-    model, x = TokenClasses().double().eval(), torch.randn(5, 3, 4, dtype=torch.float64)
+    model, x = network(), torch.randn(5, 3, 4, dtype=torch.float64)
     labels = (torch.arange(15) % CLASSES).reshape(5, 3)
     labels[0, 1] = -100
     check_likelihoods_agree(model, [(x, labels)], method, x)

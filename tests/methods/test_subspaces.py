@@ -15,6 +15,7 @@ from lapwing.methods import subspace
 from lapwing.methods.rows import choose, choose_rows
 from lapwing.tangent import Tangent
 from tests.conformance import close, setup
+from tests.zoo_modules import Net
 
 FEW = ("mlp", "grouped_strided_conv", "tied", "gpt2", "mlp_scalar")
 
@@ -245,13 +246,9 @@ def test_rows_that_do_not_fit_lose_no_direction(method, width, samples):
     torch.testing.assert_close(small.latent(x).variance, large.latent(x).variance, rtol=5e-2, atol=0)
 
 
-class Scaled(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = torch.nn.Linear(6, 8), torch.nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.first(x) * shared.sum()))
+def scaled() -> torch.nn.Module:
+    together = lambda net, x, shared: net.head(torch.tanh(net.first(x) * shared.sum()))  # noqa: E731
+    return Net(together, first=torch.nn.Linear(6, 8), head=torch.nn.Linear(8, 5)).double().eval()
 
 
 @pytest.mark.quick(4)
@@ -261,7 +258,7 @@ class Scaled(torch.nn.Module):
 )
 def test_inputs_that_samples_share(shape, method):
     """As where the network holds them; the last batch has one sample, which cannot show what it shares."""
-    model, x, y = Scaled().double().eval(), torch.randn(9, 6).double(), torch.arange(9) % 5
+    model, x, y = scaled(), torch.randn(9, 6).double(), torch.arange(9) % 5
     shared = 0.3 * torch.ones(shape).double()
     loader = [{"x": x[i : i + 4], "shared": shared.clone(), "labels": y[i : i + 4]} for i in (0, 4, 8)]
     given = lw.fit(model, loader, method, prior_precision=1.0)
@@ -270,7 +267,7 @@ def test_inputs_that_samples_share(shape, method):
 
 
 def test_samples_that_share_other_inputs_stand_in_batches_of_their_own():
-    model, x, y = Scaled().double().eval(), torch.randn(8, 6).double(), torch.arange(8) % 5
+    model, x, y = scaled(), torch.randn(8, 6).double(), torch.arange(8) % 5
     other = torch.full((1, 2), 0.1).double(), torch.full((1, 2), 0.5).double()
     loader = [{"x": x[i : i + 4], "shared": other[i // 4], "labels": y[i : i + 4]} for i in (0, 4)]
     anchors = lw.fit(model, loader, lw.ELLA(40, "all", "prior"), prior_precision=1.0)

@@ -19,6 +19,7 @@ from lapwing.tangent import Record, Tangent
 from lapwing.tangent.retry import memory_errors, retried
 from tests.pretended_device import Device, OnDevice
 from tests.quick import others_slow
+from tests.zoo_modules import Net
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN"),
@@ -112,23 +113,14 @@ def test_reads_of_a_prediction_do_not_grow_with_chunks_or_layers(method: lw.Meth
                 assert device.reads.total() <= 5, (layers, samples, device.reads)
 
 
-class Sorted(nn.Module):
-    """A network that asks for positions by values, whose layers are checked at every batch."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.body = network(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x.gather(1, x.argsort(1)))
-
-
 def test_reads_of_a_check_of_layers_do_not_grow_with_layers() -> None:
+    """The layers of a network that asks for positions by values are checked at every batch."""
     totals = []
     for layers in (1, 4):
+        by_values = Net(lambda net, x: net.body(x.gather(1, x.argsort(1))), body=network(layers))
         with Device("cuda") as device:
             x = device.put(torch.randn(6, 4))
-            tangent = Tangent.survey(device.module(Sorted(layers)), x)
+            tangent = Tangent.survey(device.module(by_values), x)
             device.reads.clear()
             tangent.record(x)
         totals.append(device.reads.total())

@@ -23,6 +23,7 @@ from lapwing.network.eager import uncompiled
 from lapwing.tangent import Tangent
 from tests.quick import others_slow
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 EVERY = lw.matching("*")
 
@@ -67,15 +68,10 @@ class Squares(torch.autograd.Function):
         return slope @ weight.T, x.T @ slope
 
 
-class Own(nn.Module):
+def _own(function: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     """A weight that is used by a function of one's own."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight, self.head, self.function = nn.Parameter(torch.randn(4, 5)), nn.Linear(5, 3), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.function(x, self.weight))
+    weight = nn.Parameter(torch.randn(4, 5))
+    return Net(lambda net, x: net.head(function(x, net.weight)), weight=weight, head=nn.Linear(5, 3))
 
 
 class Attention(nn.Module):
@@ -112,14 +108,14 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "pruned": lambda: _mlp(lambda layer: prune.l1_unstructured(layer, "weight", 0.3)),
     "compiled child": lambda: _mlp(lambda layer: torch.compile(layer, backend="eager")),
     "data parallel": lambda: nn.DataParallel(_mlp()),
-    "autograd function": lambda: Own(Squares.apply),
-    "frozen autograd function": lambda: Own(Squares.apply).requires_grad_(False),
+    "autograd function": lambda: _own(Squares.apply),
+    "frozen autograd function": lambda: _own(Squares.apply).requires_grad_(False),
     "scripted": lambda: _mlp(torch.jit.script),
     "frozen and scripted": lambda: _mlp(torch.jit.script).requires_grad_(False),
-    "scripted function": lambda: Own(torch.jit.script(_product)),
-    "vmap": lambda: Own(_vmapped),
-    "vmap over weights": lambda: Own(_over_weights),
-    "vmap over frozen weights": lambda: Own(_over_weights).requires_grad_(False),
+    "scripted function": lambda: _own(torch.jit.script(_product)),
+    "vmap": lambda: _own(_vmapped),
+    "vmap over weights": lambda: _own(_over_weights),
+    "vmap over frozen weights": lambda: _own(_over_weights).requires_grad_(False),
 }
 UNSEEN = {"autograd function", "frozen autograd function", "scripted", "frozen and scripted", "scripted function",
           "vmap over weights", "vmap over frozen weights"}  # fmt: skip

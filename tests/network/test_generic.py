@@ -15,30 +15,21 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.tangent import Tangent
 from tests import oracle
+from tests.zoo_modules import Net
 
 EVERY = lw.matching("*")
-
-
-class Unmoved(nn.Module):
-    """Generic parameters of which one has no gradient but rounding: a bias before a normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        up = nn.ConvTranspose2d(1, 4, 2, stride=2)
-        self.up = nn.utils.parametrizations.weight_norm(up)
-        self.norm = nn.InstanceNorm2d(4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.norm(self.up(x))).mean((2, 3)))
 
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_that_are_nothing_but_rounding(seed: int, dtype: torch.dtype) -> None:
+    """Generic parameters of which one has no gradient but rounding: a bias before a normalisation."""
     torch.manual_seed(seed)
-    model, x = Unmoved().to(dtype).eval(), torch.randn(20, 1, 5, 5, dtype=dtype)
+    up = nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(1, 4, 2, stride=2))
+    together = lambda net, x: net.head(torch.relu(net.norm(net.up(x))).mean((2, 3)))  # noqa: E731
+    model = Net(together, up=up, norm=nn.InstanceNorm2d(4), head=nn.Linear(4, 3)).to(dtype).eval()
+    x = torch.randn(20, 1, 5, 5, dtype=dtype)
     tangent = Tangent.survey(model, x, EVERY)
     record, names = tangent.record(x), ["up.parametrizations.weight.original1", "up.bias"]
     found = torch.cat([record[name].rows() for name in names], -1)

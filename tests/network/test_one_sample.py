@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import lapwing as lw
@@ -14,6 +14,7 @@ from tests import oracle
 from tests.conformance import EVERY, close, covering, jacobian, pack, setup, skip_where_torch_writes_statistics
 from tests.quick import others_slow
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 
 @covering(others_slow(ZOO), ["grouped_strided_conv", "prelu"], {"diagonal": lw.Diagonal(), "kfac": lw.KFAC()}, "kfac")
@@ -36,19 +37,8 @@ def test_a_fit_of_single_samples_is_the_fit_of_batches(name: str, method: lw.Met
     close(problem.fit(method, loader=single).latent(problem.test).covariance, wanted)
 
 
-class Normed(nn.Module):
-    """A convolution, a norm and a transpose, as patch embeddings have them."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 2), norm, nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.gelu(self.norm(self.conv(x)).flatten(2).transpose(1, 2)).mean(1))
-
-
 def normed(kind: str) -> nn.Module:
-    """Makes the network in float64 with statistics, scales and shifts away from their defaults."""
+    """A convolution, a norm and a transpose, as patch embeddings have them, with values away from their defaults."""
     norm = {
         "batch": nn.BatchNorm2d(4),
         "batch, not affine": nn.BatchNorm2d(4, affine=False),
@@ -59,7 +49,8 @@ def normed(kind: str) -> nn.Module:
     for name, values in (*norm.named_parameters(), *norm.named_buffers()):
         if values.is_floating_point():
             nn.init.uniform_(values, 0.5, 1.5) if name != "running_mean" else nn.init.normal_(values)
-    return Normed(norm).double().eval()
+    together = lambda net, x: net.head(F.gelu(net.norm(net.conv(x)).flatten(2).transpose(1, 2)).mean(1))  # noqa: E731
+    return Net(together, conv=nn.Conv2d(2, 4, 2), norm=norm, head=nn.Linear(4, 3)).double().eval()
 
 
 KINDS = ["batch", "batch, not affine", "instance", "instance, running statistics", "group"]

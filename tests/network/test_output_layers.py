@@ -16,22 +16,10 @@ from torch.nn import functional as F
 import lapwing as lw
 from lapwing.tangent import Tangent
 from tests import oracle
+from tests.zoo_modules import Net
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(12) % 5
-
-
-class Net(nn.Module):
-    """Named parts, put together by a function of itself and the inputs."""
-
-    def __init__(self, together: Callable[[Any, Tensor], Tensor], **parts: nn.Module | nn.Parameter) -> None:
-        super().__init__()
-        self.together = together
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.together(self, x)
 
 
 def parameter(*shape: int) -> nn.Parameter:

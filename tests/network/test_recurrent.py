@@ -14,6 +14,7 @@ from lapwing.network.generic import forward_products
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import close, jacobian
+from tests.zoo_modules import Net
 
 
 class Head(nn.Module):
@@ -201,17 +202,12 @@ def test_a_half_precision_layer():
 
 
 def test_blocks_of_one_module_have_names_of_their_own():
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w1, self.b1 = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
-            self.w2, self.b2 = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(2))
-
-        def forward(self, x):
-            return nn.functional.linear(torch.tanh(nn.functional.linear(x, self.w1, self.b1)), self.w2, self.b2)
-
     torch.manual_seed(0)
-    model, x = double(nn.Sequential(Functional())), data(4)[:, 0]
+    shapes = {"w1": (4, 3), "b1": (4,), "w2": (2, 4), "b2": (2,)}
+    weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    linear = nn.functional.linear
+    functional = Net(lambda net, x: linear(torch.tanh(linear(x, net.w1, net.b1)), net.w2, net.b2), **weights)
+    model, x = double(nn.Sequential(functional)), data(4)[:, 0]
     tangent = Tangent.survey(model, x)
     assert [block.name for block in tangent.blocks] == ["0.1", "0.2"]
     close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks), 1e-12)

@@ -26,32 +26,22 @@ from tests.conformance import jacobian
 from tests.prediction.streamlined_oracle import build
 from tests.quick import others_slow
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 EVERY = lw.matching("*")
 SMALL = 2**24
 
 
-class Sequence(nn.Module):
+def sequence() -> nn.Module:
     """Embedding, norm, position-wise layers and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm, self.mix = nn.Embedding(500, 64), nn.LayerNorm(64), nn.Linear(64, 128)
-        self.head = nn.Linear(128, 10)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.relu(self.mix(self.norm(self.embed(tokens)))).mean(1))
+    together = lambda net, x: net.head(torch.relu(net.mix(net.norm(net.embed(x)))).mean(1))  # noqa: E731
+    layers = {"embed": nn.Embedding(500, 64), "norm": nn.LayerNorm(64), "mix": nn.Linear(64, 128)}
+    return Net(together, **layers, head=nn.Linear(128, 10))
 
 
-class Recurrent(nn.Module):
-    """A layer that only the generic family covers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+def recurrent() -> nn.Module:
+    layer = nn.LSTM(16, 32, batch_first=True)
+    return Net(lambda net, x: net.head(net.layer(x)[0][:, -1]), layer=layer, head=nn.Linear(32, 10))
 
 
 def mlp() -> nn.Module:
@@ -79,8 +69,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "mlp": (mlp, lambda b: torch.randn(b, 64)),
     "cnn": (cnn, lambda b: torch.randn(b, 3, 16, 16)),
     "vit": (vit, lambda b: {"pixel_values": torch.randn(b, 3, 16, 16)}),
-    "sequence": (Sequence, lambda b: torch.randint(500, (b, 20))),
-    "recurrent": (Recurrent, lambda b: torch.randn(b, 12, 16)),
+    "sequence": (sequence, lambda b: torch.randint(500, (b, 20))),
+    "recurrent": (recurrent, lambda b: torch.randn(b, 12, 16)),
     "many outputs": (
         lambda: nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 300)),
         lambda b: torch.randn(b, 64),
@@ -196,16 +186,10 @@ def test_joint_covariances_and_draws_stay_within_twice_the_budget(name: str, met
 
 
 def test_joint_covariances_by_chunks_as_long_as_what_samples_share() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor, shared: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.first(x) + shared.mean()))
-
     torch.manual_seed(0)
-    model, batch = Shifted().double().eval(), {"x": torch.randn(23, 4).double(), "shared": torch.randn(5, 4).double()}
+    shifted = lambda net, x, shared: net.head(torch.tanh(net.first(x) + shared.mean()))  # noqa: E731
+    model = Net(shifted, first=nn.Linear(4, 6), head=nn.Linear(6, 3)).double().eval()
+    batch = {"x": torch.randn(23, 4).double(), "shared": torch.randn(5, 4).double()}
     posterior = lw.fit(model, [{**batch, "labels": torch.arange(23) % 3}], lw.KFAC(), params=EVERY, prior_precision=1.0)
     wanted = posterior.latent(batch, joint=True)
     lengths = set()
@@ -280,23 +264,12 @@ def test_coverage_names_every_parameter_once_and_says_why_not(name: str) -> None
         assert line.block in str(report)
 
 
-class Transferred(nn.Module):
-    """A trunk that runs within `torch.no_grad()`, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            features = self.trunk(x).relu()
-        return self.head(features)
-
-
 @pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=4, rows=12)], ids=str)
 def test_a_trunk_without_gradients_has_none(method: lw.Method, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model, x = Transferred().double().eval(), torch.randn(8, 4, dtype=torch.float64)
+    without = torch.no_grad()(lambda net, x: net.trunk(x).relu())
+    model = Net(lambda net, x: net.head(without(net, x)), trunk=nn.Linear(4, 5), head=nn.Linear(5, 3)).double().eval()
+    x = torch.randn(8, 4, dtype=torch.float64)
     loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3) % 3)]
     last = lw.fit(model, loader)
     assert [block.name for block in last.tangent.blocks] == ["head"]
@@ -368,22 +341,13 @@ def test_a_network_without_any_gradient_is_refused() -> None:
         lw.fit(Closed(4, 3).eval(), loader, lw.KFAC())
 
 
-class Tempered(nn.Module):
-    """A head with a learned temperature, a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) * self.temperature
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC()], ids=str)
 def test_a_parameter_without_dimensions(method: lw.Method) -> None:
     torch.manual_seed(0)
-    model, x = Tempered().double().eval(), torch.randn(8, 4, dtype=torch.float64)
+    parts = {"head": nn.Linear(4, 3), "temperature": nn.Parameter(torch.tensor(1.3))}
+    model = Net(lambda net, x: net.head(x) * net.temperature, **parts).double().eval()
+    x = torch.randn(8, 4, dtype=torch.float64)
     posterior = lw.fit(model, [(x, torch.arange(8) % 3)], method, params=lw.everything, prior_precision=20.0)
     assert posterior.sample(3)["temperature"].shape == (3,)
     drawn = posterior.latent(x, via=lw.MonteCarlo(1000)).covariance
@@ -571,36 +535,21 @@ def test_hooks_on_activations_do_not_change_the_derivative() -> None:
     assert torch.equal(rows, plain)
 
 
-class AlongTheBatch(nn.Module):
+def test_samples_that_leave_the_first_one_alone_are_seen_to_depend_on_each_other() -> None:
     """A recurrence over what should be independent samples; the first one does not notice."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.cell, self.head = kind, nn.LSTM(4, 5), nn.Linear(5 if kind == "lstm" else 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cell(x)[0][:, -1] if self.kind == "lstm" else x[:, 0].cumsum(0))
-
-
-@pytest.mark.parametrize("kind", ["lstm", "cumsum"])
-def test_samples_that_leave_the_first_one_alone_are_seen_to_depend_on_each_other(kind: str) -> None:
-    with pytest.raises(lw.LapwingError, match=r"changes with the rest of the batch .* batch_first=True"):
-        lw.fit(AlongTheBatch(kind).eval(), [(torch.randn(8, 6, 4), torch.arange(8) % 3)])
+    recurrence = Net(lambda net, x: net.head(net.cell(x)[0][:, -1]), cell=nn.LSTM(4, 5), head=nn.Linear(5, 3))
+    for model in (recurrence, Net(lambda net, x: net.head(x[:, 0].cumsum(0)), head=nn.Linear(4, 3))):
+        with pytest.raises(lw.LapwingError, match=r"changes with the rest of the batch .* batch_first=True"):
+            lw.fit(model.eval(), [(torch.randn(8, 6, 4), torch.arange(8) % 3)])
 
 
 def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_parameters_too() -> None:
     """Chunks would cut it; the loader's last batch may be as long."""
 
-    class Anchored(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor, anchors: Tensor) -> Tensor:
-            return self.head(torch.tanh(x + anchors.reshape(-1, 4).mean(0)))
-
     torch.manual_seed(0)
-    model, x, anchors = Anchored().double().eval(), torch.randn(7, 4).double(), torch.randn(5, 4).double()
+    anchored = lambda net, x, anchors: net.head(torch.tanh(x + anchors.reshape(-1, 4).mean(0)))  # noqa: E731
+    model = Net(anchored, head=nn.Linear(4, 2)).double().eval()
+    x, anchors = torch.randn(7, 4).double(), torch.randn(5, 4).double()
     tangent = Tangent.survey(model, (x, anchors), EVERY)
     for n in (7, 1, 2):
         assert tangent.record((x[:n], anchors)).rows().shape == (n, 2, 10)

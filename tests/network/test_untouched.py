@@ -105,8 +105,7 @@ def prepared(case: Case) -> nn.Module:
 
 
 def batch(case: Case, samples: int, seed: int = 0) -> Any:
-    x, y = case.inputs(samples, seed), case.targets(samples, seed)
-    return {**x, "labels": y} if isinstance(x, dict) else (*x, y) if isinstance(x, tuple) else (x, y)
+    return conformance.pack(case.inputs(samples, seed), case.targets(samples, seed))
 
 
 @pytest.mark.quick(4)

@@ -23,9 +23,10 @@ from lapwing.likelihoods.registry import REGISTERED
 from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
 from lapwing.network.eager import LOCK
 from lapwing.network.generic import jvp
-from tests.conformance import jacobian
+from tests.conformance import jacobian, pack
 from tests.likelihoods.test_likelihoods import Counts
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 EVERY = lw.matching("*")
 METHODS = [
@@ -38,12 +39,7 @@ METHODS = [
 def data(name: str, samples: int = 8) -> tuple[nn.Module, Any, Tensor, list[Any]]:
     case = ZOO[name]
     x, y = case.inputs(samples, 0), case.targets(samples, 0)
-    return (
-        case.build(),
-        x,
-        y,
-        [{**x, "labels": y} if isinstance(x, dict) else (*x, y) if isinstance(x, tuple) else (x, y)],
-    )
+    return case.build(), x, y, [pack(x, y)]
 
 
 def identical(one: lw.Posterior, other: lw.Posterior, x: Any, y: Tensor) -> None:
@@ -338,21 +334,13 @@ def test_a_method_without_passes_still_gets_the_likelihood() -> None:
 
 
 # --- parameters that the forward pass does not use -------------------------------------------------------------------
-class Idle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.spare, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-        self.scale = nn.Parameter(torch.full((2,), 3.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x)))
-
-
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> None:
     _, x, y, _ = data("mlp")
-    model = Idle().double().eval()
+    idle = {"spare": nn.Linear(5, 5), "scale": nn.Parameter(torch.full((2,), 3.0))}
+    used = lambda net, x: net.head(torch.tanh(net.body(x)))  # noqa: E731
+    model = Net(used, body=nn.Linear(4, 5), head=nn.Linear(5, 3), **idle).double().eval()
     posterior = lw.fit(model, halves(x, y), method, prior_precision=4.0)
     names = [name for block in posterior.tangent.blocks for name in block.parameters]
     assert sorted(names) == sorted(dict(model.named_parameters()))

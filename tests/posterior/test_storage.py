@@ -21,6 +21,7 @@ from benchmarks.measure import LiveBytes
 from lapwing.likelihoods.registry import REGISTERED
 from lapwing.posterior import files
 from tests.posterior import fixtures
+from tests.zoo_modules import Net
 
 TENSORS = {
     "a": torch.randn(3, 2),
@@ -330,19 +331,11 @@ def test_other_weights_in_a_trunk_that_is_not_treated(tmp_path: Path) -> None:
     refused(lambda: lw.load(tmp_path / "p", model), "1.running_var", "other values")
 
 
-class Spectral(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(4, 8, dtype=torch.complex64), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.inner(torch.complex(x, -x)).abs())
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("part", ["real", "imag"])
 def test_other_complex_weights(tmp_path: Path, part: str) -> None:
-    model = Spectral().eval()
+    spectral = lambda net, x: net.head(net.inner(torch.complex(x, -x)).abs())  # noqa: E731
+    model = Net(spectral, inner=nn.Linear(4, 8, dtype=torch.complex64), head=nn.Linear(8, 3)).eval()
     model.register_buffer("rotations", torch.randn(5, dtype=torch.complex64))
     lw.fit(model, [(X, Y)], params=lambda name, weight: not weight.is_complex()).save(tmp_path / "p")
     lw.load(tmp_path / "p", model)
