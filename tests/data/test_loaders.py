@@ -88,32 +88,6 @@ def test_a_stream_of_known_size_gives_what_a_list_gives() -> None:
         torch.testing.assert_close(of_stream.latent(X).variance, of_list.latent(X).variance)
 
 
-# --- other data from pass to pass ------------------------------------------------------------------------------------
-class Shrinking:
-    """Five batches when it is first gone through, then four, then three, or six, then seven."""
-
-    def __init__(self, y: Tensor, by: int) -> None:
-        self.y, self.by, self.passes = y, by, 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        count = 5 + self.by * self.passes
-        self.passes += 1
-        yield from [(X[i : i + 4], self.y[i : i + 4]) for i in [4 * j % 20 for j in range(count)]]
-
-
-METHODS = [
-    None, lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.Full(form="primal"), lw.ELLA(rank=3, rows=6),
-    lw.OptimalSubspace(3, lw.KFAC(), "all"), lw.SubsetOfWeights(5, "magnitude"), lw.VaLLA(4, initial="data"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
-@pytest.mark.parametrize(("by", "real"), [(-1, True), (1, False)])
-def test_loaders_that_shrink_or_grow_are_refused(method: lw.Method | None, by: int, real: bool) -> None:
-    with pytest.raises(lw.LapwingError, match=r"at first and shows \d+ samples to .* Every pass needs the same data"):
-        lw.fit(network(1 if real else 3), Shrinking(REAL if real else Y, by), method)
-
-
 # --- fewer samples than the data set has -----------------------------------------------------------------------------
 def half() -> DistributedSampler:
     return DistributedSampler(DATA, num_replicas=2, rank=0)
@@ -230,7 +204,7 @@ WAYS_IN = {
     "update": lambda kind, y: _latents(_fitted(y).update(kind(X, y))),
     "scale factor": lambda kind, y: torch.tensor(lw.scale_factor(_fitted(y), kind(X, y), decades=(-1, 1)).factor),
     "compare": lambda kind, y: torch.tensor(
-        lw.compare({"a": _fitted(y)}, kind(X, y), {"far": kind(-X, y)}).rows["a"]["NLL"]
+        lw.compare({"a": _fitted(y)}, kind(X, y), {"far": kind(-X, y)}, repeats=1).rows["a"]["NLL"]
     ),
     "mixture": lambda kind, y: lw.mixture([_fitted(y)] * 2, kind(X + 0.1, y)).members[0].predict(X).log_prob(y),
     "prediction": lambda kind, y: _fitted(y).latent(kind(X, y)).variance,

@@ -296,21 +296,18 @@ def test_a_loader_that_shuffles_is_refused(tmp_path: Path) -> None:
 
 def test_bad_arguments(tmp_path: Path) -> None:
     model, every = pieces()
-    with pytest.raises(lw.LapwingError, match=r"lw.fit\(checkpoint=3\) is not valid: checkpoint must be a path"):
-        lw.fit(model, every, checkpoint=3)
-    with pytest.raises(lw.LapwingError, match="Create its folder"):
-        lw.fit(model, every, checkpoint=tmp_path / "no" / "fit")
-    with pytest.raises(lw.LapwingError, match=r"is a folder\. Write checkpoint='.*fit.safetensors'"):
-        lw.fit(model, every, checkpoint=tmp_path)
-    with pytest.raises(lw.LapwingError, match=r"checkpoint='' names no file\. Write checkpoint='fit.safetensors'"):
-        lw.fit(model, every, checkpoint="")
-    with pytest.raises(lw.LapwingError, match="every=True"):
-        lw.fit(model, every, checkpoint=tmp_path / "fit", every=True)
-    with pytest.raises(lw.LapwingError, match="every=0"):
-        lw.fit(model, every, checkpoint=tmp_path / "fit", every=0)
+    for options, message in (
+        ({"checkpoint": 3}, r"lw.fit\(checkpoint=3\) is not valid: checkpoint must be a path"),
+        ({"checkpoint": tmp_path / "no" / "fit"}, "Create its folder"),
+        ({"checkpoint": tmp_path}, r"is a folder\. Write checkpoint='.*fit.safetensors'"),
+        ({"checkpoint": ""}, r"checkpoint='' names no file\. Write checkpoint='fit.safetensors'"),
+        ({"checkpoint": tmp_path / "fit", "every": True}, "every=True"),
+        ({"checkpoint": tmp_path / "fit", "every": 0}, "every=0"),
+        ({"every": 3}, "every=3 needs a checkpoint"),
+    ):
+        with pytest.raises(lw.LapwingError, match=message):
+            lw.fit(model, every, **options)
     lw.fit(model, every, checkpoint=tmp_path / "fit", every=np.int64(1))
-    with pytest.raises(lw.LapwingError, match="every=3 needs a checkpoint"):
-        lw.fit(model, every, every=3)
 
 
 def test_a_disk_without_room_does_not_end_the_fit(

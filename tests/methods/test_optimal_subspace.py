@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.tangent import Tangent
 from tests.conformance import close, psd, setup
+from tests.tangent.test_anchors import narrow as chunked
 
 NETWORKS = ("mlp", "mlp_scalar", "cnn_bn_inplace", "tied", "gpt2")
 CURVATURES = [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.Full("primal"), lw.Full("dual"), "prior"]
@@ -91,14 +91,6 @@ def oracle_span(covariance: Tensor) -> Tensor:
     return vectors[:, values > 1e-11 * values[-1]].T
 
 
-class Narrow(Tangent):
-    """A network whose chunks hold two samples and whose budget holds no rows together."""
-
-    def chunk_length(self, *arguments: object, **options: object) -> int:
-        """Two."""
-        return 2
-
-
 def test_rows_in_chunks_equal_rows_together(monkeypatch):
     problem = setup("cnn_bn_inplace")
     method = lw.OptimalSubspace(4, lw.KFAC(), "all")
@@ -106,9 +98,8 @@ def test_rows_in_chunks_equal_rows_together(monkeypatch):
     original = lw.OptimalSubspace.directions
 
     def narrow(self, given, anchors, approximate):
-        fields = given.tangent.__dataclass_fields__
-        tangent = Narrow(*(getattr(given.tangent, f) for f in fields))
-        tangent = replace(tangent, memory=max(4 * tangent.size * 8, 16 * len(anchors) ** 2))
+        memory = max(4 * given.tangent.size * 8, 16 * len(anchors) ** 2)
+        tangent = chunked(replace(given.tangent, memory=memory))
         return original(self, replace(given, tangent=tangent), replace(anchors, tangent=tangent), approximate)
 
     monkeypatch.setattr(lw.OptimalSubspace, "directions", narrow)

@@ -15,7 +15,7 @@ from lapwing.methods.subset_of_data import chosen_places
 from tests import oracle
 from tests.conformance import EVERY, Setup, close, cut, psd, setup
 from tests.methods.test_methods import FEW, MethodConformance, OnFewNetworks
-from tests.methods.test_subspaces import Forgiving
+from tests.tangent.test_anchors import narrow
 
 
 def places_of(method: lw.SubsetOfData, samples: int, seed: int = 0) -> Tensor:
@@ -39,8 +39,7 @@ def within(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     original = lw.SubsetOfData.passes
 
     def passes(self, problem):
-        small = replace(problem.tangent, memory=budget)
-        tangent = Forgiving(*(getattr(small, field) for field in small.__dataclass_fields__))
+        tangent = narrow(replace(problem.tangent, memory=budget))
         return original(self, replace(problem, tangent=tangent))
 
     monkeypatch.setattr(lw.SubsetOfData, "passes", passes)

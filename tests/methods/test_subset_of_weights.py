@@ -200,15 +200,3 @@ def test_large_networks_cost_no_rows(monkeypatch):
     fitted = lw.fit(model.eval(), [(x, y)], SubsetOfWeights(300, "magnitude"), prior_precision=1.0, tune=lw.Evidence())
     assert (fitted.latent(x).variance > 0).all()
     fitted.with_prior(3.0).log_marginal_likelihood(lower_bound=True)
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_posterior_over_other_weights():
-    problem, other = setup("mlp"), setup("mlp_scalar")
-    with pytest.raises(lw.LapwingError, match="the 83 weights of this fit.*over 31 weights and differs in 0, 2"):
-        problem.fit(SubsetOfWeights(5, by=other.fit(lw.Diagonal())))
-    last = setup("mlp", last_layer=True).fit(lw.Diagonal())
-    with pytest.raises(lw.LapwingError, match="the 83 weights of this fit.*over 18 weights and differs in 0, 2:"):
-        problem.fit(SubsetOfWeights(5, by=last))

@@ -13,8 +13,8 @@ import lapwing as lw
 from lapwing.covariance import ExplicitBasis, ImplicitBasis
 from lapwing.methods import subspace
 from lapwing.methods.rows import choose, choose_rows
-from lapwing.tangent import Tangent
 from tests.conformance import close, setup
+from tests.tangent.test_anchors import narrow
 from tests.zoo_modules import Net
 
 FEW = ("mlp", "grouped_strided_conv", "tied", "gpt2", "mlp_scalar")
@@ -103,19 +103,10 @@ def with_budget(function, budget):
     """Runs a function within another memory budget; chunks stay as they are."""
 
     def wrapped(problem, anchors, rank, residual):
-        small = replace(problem.tangent, memory=budget)
-        tangent = Forgiving(*(getattr(small, field) for field in small.__dataclass_fields__))
+        tangent = narrow(replace(problem.tangent, memory=budget))
         return function(replace(problem, tangent=tangent), replace(anchors, tangent=tangent), rank, residual)
 
     return wrapped
-
-
-class Forgiving(Tangent):
-    """A network whose chunks hold three samples, whatever its budget."""
-
-    def chunk_length(self, *arguments: object, **options: object) -> int:
-        """Three."""
-        return 3
 
 
 class TestRanks:

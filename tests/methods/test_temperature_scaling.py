@@ -64,19 +64,7 @@ def test_a_temperature_is_deployed():
     torch.testing.assert_close(lw.deploy(scaled, x)(x), scaled.predict(x).probs)
 
 
-def test_regressions_have_no_logits():
-    model, x, _ = data(1)
-    with pytest.raises(lw.LapwingError, match="TemperatureScaling is for classifiers.*validation=held_out"):
-        lw.fit(model, [(x, x[:, :1])], lw.TemperatureScaling())
-
-
 def test_separable_data_have_no_best_temperature(caplog):
     model, x, _ = data()
     lw.fit(model, [(x, model(x).argmax(1))], lw.TemperatureScaling())
     assert "the end of the range. The network predicts every class correctly" in caplog.text
-
-
-def test_held_out_data_are_those_of_the_fit():
-    model, x, y = data()
-    with pytest.raises(lw.LapwingError, match=r"Write lw.fit\(model, held_out, lw.TemperatureScaling\(\)\)"):
-        lw.fit(model, [(x[:50], y[:50])], lw.TemperatureScaling(), validation=(x[50:], y[50:]))

@@ -350,7 +350,7 @@ def test_a_parameter_without_dimensions(method: lw.Method) -> None:
     x = torch.randn(8, 4, dtype=torch.float64)
     posterior = lw.fit(model, [(x, torch.arange(8) % 3)], method, params=lw.everything, prior_precision=20.0)
     assert posterior.sample(3)["temperature"].shape == (3,)
-    drawn = posterior.latent(x, via=lw.MonteCarlo(1000)).covariance
+    drawn = posterior.latent(x, via=lw.MonteCarlo(400)).covariance
     exact = posterior.latent(x).covariance
     assert (drawn - exact).norm() < 0.2 * exact.norm()
     assert posterior.predict(x, via=lw.Streamlined()).probs.isfinite().all()
