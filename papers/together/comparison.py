@@ -134,7 +134,8 @@ def scores(likelihood: Likelihood, latent: Any, y: Tensor, outside: Any = None) 
     numbers = {"nll": -float(found.log_prob(y).double().mean())}
     if likelihood.noise_variance is not None:
         numbers["rmse"] = float(metrics.rmse(found.mean, y))
-        numbers["coverage 0.9"] = float(metrics.interval_coverage(*found.interval(0.9), y))
+        low, high = found.interval(0.9)
+        numbers["coverage 0.9"] = float(metrics.interval_coverage(low, high, y))
         return numbers
     numbers |= {
         "ece": float(metrics.expected_calibration_error(found.probs, y)),

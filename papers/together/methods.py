@@ -53,8 +53,8 @@ def laplace(method: lw.Method | None, params: Any = None, held_out: bool = True)
     """Returns a fit whose prior precision, and noise or temperature, come from the held-out data, or from none."""
 
     def fit(task: Task) -> lw.Posterior:
-        validation = {"validation": task.val} if held_out else {}
-        return lw.fit(task.model, task.loader, method, params=params, **validation, **task.options)
+        validation = task.val if held_out else None
+        return lw.fit(task.model, task.loader, method, params=params, validation=validation, **task.options)
 
     return fit
 
@@ -195,8 +195,8 @@ def best(
         chosen, previous = (1.0, factor), None
         while chosen != previous:
             previous = chosen
-            ratio = max(RATIOS, key=lambda ratio, factor=chosen[1]: score(ratio, factor))
-            chosen = ratio, max(factors, key=lambda factor, ratio=ratio: score(ratio, factor))
+            ratio = max((score(ratio, chosen[1]), ratio) for ratio in RATIOS)[1]
+            chosen = ratio, max((score(ratio, factor), factor) for factor in factors)[1]
         ends.append(chosen)
     ratio, factor = max(ends, key=lambda end: score(*end))
     return at(ratio), factor

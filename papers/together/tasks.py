@@ -155,10 +155,11 @@ def table(name: str, seed: int) -> Task:
     width = found.train[0].shape[1]
     recipe = Recipe(F.mse_loss, 6000, decay=1e-4)
     training = Training(found.train, lambda: mlp(width, 50, 50, 1), recipe)
-    val, test = (tuple(part[:most] for part in parts) for parts, most in ((found.val, HELD_OUT), (found.test, TESTED)))
+    (a, b), (u, v) = found.val, found.test
+    val, test = batched(a[:HELD_OUT], b[:HELD_OUT], 250), (u[:TESTED], v[:TESTED])
     loader = batched(*found.train, 250)
     return Task(
-        name, seed, _trained(training, f"{name}_{seed}", seed), loader, len(found.train[0]), batched(*val, 250), test,
+        name, seed, _trained(training, f"{name}_{seed}", seed), loader, len(found.train[0]), val, test,
         None, training,
     )  # fmt: skip
 

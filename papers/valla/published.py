@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.evaluation import metrics
 from papers.common.data import Batches, batched
 from papers.common.results import Rows, once
-from papers.common.scores import class_scores, entropy
+from papers.common.scores import class_scores, entropy, probabilities
 from papers.common.tables import grid, shown
 from papers.valla.figure4 import TABLES, TableTask, regression_scores
 from papers.valla.figure5 import ImageTask, latents
@@ -130,10 +130,8 @@ class ImageRows:
 
     def _by_link(self, posterior: lw.Posterior, links: dict[str, Any]) -> dict[str, Any]:
         inside, outside = latents(posterior, self.task.x), latents(posterior, self.task.data.foreign)
-        inside, outside = (posterior.likelihood.tempered(latent) for latent in (inside, outside))
-        plain = lw.likelihoods.Categorical()
         found: dict[str, Any] = {
-            name: self._scores(*(plain.predict(latent, link).probs for latent in (inside, outside)))
+            name: self._scores(*(probabilities(posterior, latent, link) for latent in (inside, outside)))
             for name, link in links.items()
         }
         numbers = {"prior_precision": posterior.prior_precision, "temperature": posterior.logit_temperature}
