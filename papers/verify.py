@@ -56,9 +56,9 @@ def recompute(entries: Sequence[ledger.Entry], folder: Path, report: Callable[[s
             continue
         start, own = time.perf_counter(), experiment.__file__
         experiment.__file__ = str((folder / paper / name).with_suffix(".py"))
+        (folder / paper).mkdir(exist_ok=True)
         try:
             found = experiment.run(**experiment.FAST)
-            (folder / paper).mkdir(exist_ok=True)
             results.write(experiment.__file__, found, results.made(experiment.__file__) or results.record((0,)))
             states[file] = AGREES
         except LapwingError as error:  # data that are not at hand

@@ -12,6 +12,7 @@ pytest.importorskip("tomllib")  # Python 3.10 has none
 from lapwing import LapwingError
 from papers import __main__ as command
 from papers import ledger, verify
+from papers.common import results
 
 KEYS = {"KFAC": "tiny/results/one.json: nll/KFAC", "MAP": "tiny/results/one.json: nll/MAP"}
 
@@ -47,6 +48,16 @@ def test_recomputed_results_decide(tiny, tmp_path):
     assert not any("Table 7" in line for line in lines)
     assert tiny.__file__ == str(tmp_path / "tiny" / "one.py")
     assert not (tmp_path / "tiny" / "results").exists()  # the committed results stay as they are
+
+
+def test_rows_of_a_recomputed_experiment_are_written_beside_it(tiny):
+    def run(seed):
+        rows = results.Rows(tiny.__file__, {"nll": {"KFAC": 0.3, "MAP": 0.4}})
+        rows.add(f"seed {seed}", "KFAC", dict)
+        return rows.all()
+
+    tiny.run = run
+    assert verify.verify([entry()], [].append)
 
 
 def test_a_statement_that_changed_is_reported(tiny):
