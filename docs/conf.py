@@ -77,8 +77,9 @@ def link_to_pages(app: Any, page: str, text: list[str]) -> None:
 
 
 def link_of_include(app: Any, path: Path, page: str, text: list[str]) -> None:
-    """Does the same for the README of a paper, whose `../README.md` is the page of all papers."""
+    """Does the same for the READMEs of papers/, which name each other relative to their own folder."""
     text[0] = text[0].replace("](../README.md", "](/papers/verdicts.md")
+    text[0] = re.sub(r"\]\((\w+)/README\.md", r"](/papers/\1.md", text[0])
     link_to_pages(app, page, text)
 
 
