@@ -86,7 +86,7 @@ plt.show()
 #   targets, or use ``posterior.latent(x, joint=True)`` for the part that comes from the weights.
 # - **A regime that the past does not show** has the errors of the past. Watch new residuals, and call
 #   ``posterior.update`` or train again: lapwing warns if they are far larger than the noise.
-# - **A level that drifts.** Subtract it, as above. Otherwise all steps share the error of the level: they get one noise,
+# - **A level that drifts.** Subtract it, as above. Otherwise all steps share its error: they get one noise,
 #   and the next shift of the level may be larger than those of the held-out windows.
 # - **Horizons that vary.** Outputs (B, T, 1) and (B, T, C) get the same numbers as (B, T C), if T is the same for all
 #   inputs and T C is at most 200. Otherwise each of the C outputs has one noise for all steps.
