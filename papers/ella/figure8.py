@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.covariance import Latent
-from lapwing.covariance.terms import DenseTerm
 from papers.common import drawing
 from papers.common.cifar import LastLayer, normalised, pixels
 from papers.common.corruptions import COMMON, corrupt
@@ -20,43 +18,28 @@ from papers.common.results import Rows, once
 from papers.common.scores import class_scores
 from papers.common.tables import grid, shown
 from papers.common.training import kept_tensors
-from papers.ella.shared import contracted, ella_latent
-from papers.ella.table1 import COUNTS, OneSpan, Whole, fitted, tempered
+from papers.ella.table1 import fitted, tempered
 
-Predict = Callable[[Mapping[str, Tensor]], Tensor]
-"""What a method needs of images, to class probabilities by the default link."""
+Predict = Callable[[Tensor], Tensor]
+"""Features (n, 64) to class probabilities, by the default link."""
 
 
-def run(severities: Sequence[int] = (1, 3, 5), images: int = 500, few: int = 10) -> dict[str, Any]:
-    """Returns scores by kind of corruption, and errors against confidence.
+def run(severities: Sequence[int] = (1, 3, 5), images: int = 500) -> dict[str, Any]:
+    """Returns scores by kind of corruption, and errors against confidence, of the network and the last layer.
 
     Args:
         severities: strengths of the corruptions.
-        images: test images of each kind and severity, the same for all kinds, for the network and the last layer.
-        few: the first of them, for all methods: a prediction by all weights costs 25 to 45 forward passes.
+        images: test images of each kind and severity, the same for all kinds.
     """
-    rows = Rows(__file__, {"images of each kind": images, "of each kind, for all methods": few})
+    rows = Rows(__file__, {"images of each kind": images})
     setup = once(lambda: LastLayer.load(0))
-    cheap = once(lambda: last_layer_methods(setup()))
+    methods = once(lambda: last_layer_methods(setup()))
     for severity in severities:
         part = once(partial(corrupted_features, setup, severity, images))
         for name in LAST_LAYER:
-            rows.add(f"severity {severity}", name, partial(_scored, cheap, name, part, images))
+            rows.add(f"severity {severity}", name, partial(_scored, methods, name, part, images))
     for name in LAST_LAYER:
-        rows.add("confidence", name, lambda n: error_against_confidence(cheap()[n], setup()), name)
-    whole = once(lambda: Whole((0, 1, 2), 500, 1000))
-    costly = once(lambda: whole_methods(whole()))
-    for severity in severities:
-        run = f"severity {severity}, all methods"
-        part = once(partial(corrupted_features, setup, severity, few))
-        for name in LAST_LAYER:
-            rows.add(run, name, partial(_scored, cheap, name, part, few))
-        spanned = once(partial(_on_span, whole, severity, few))
-        rows.add(run, ELLA, partial(_scored, costly, ELLA, spanned, few))
-    for severity in severities:
-        every = once(partial(_on_all_weights, whole, severity, few))
-        for name in ALL_WEIGHTS:
-            rows.add(f"severity {severity}, all methods", name, partial(_scored, costly, name, every, few))
+        rows.add("confidence", name, lambda n: error_against_confidence(methods()[n], setup()), name)
     return rows.all()
 
 
@@ -64,12 +47,10 @@ LAST_LAYER = (
     "network", "network, one temperature", "last layer, KFAC, validation", "last layer, KFAC, early stopping",
     "recommended call",
 )  # fmt: skip
-ELLA = "ELLA, n and prior validated"
-ALL_WEIGHTS = ("diagonal, validation", "KFAC, validation")
 
 
 def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
-    """Returns the methods of `LAST_LAYER`, tuned on the 2 000 validation images; they read "features"."""
+    """Returns the methods of `LAST_LAYER`, tuned on the 2 000 validation images; of features."""
     prior_alone = lw.Validation(setup.val, tempered=False, tolerance=0.0)
     posteriors = {
         "network, one temperature": tempered(setup, 2000),
@@ -78,30 +59,14 @@ def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
         "recommended call": fitted(setup, validation=setup.val),
     }
 
-    def plain(part: Mapping[str, Tensor]) -> Tensor:
+    def plain(part: Tensor) -> Tensor:
         with torch.no_grad():
-            return setup.layer(part["features"]).softmax(-1)
+            return setup.layer(part).softmax(-1)
 
     def of(posterior: lw.Posterior) -> Predict:
-        return lambda part: posterior.predict(part["features"]).probs
+        return lambda part: posterior.predict(part).probs
 
     return {"network": plain, **{name: of(posterior) for name, posterior in posteriors.items()}}
-
-
-def whole_methods(whole: Whole) -> dict[str, Predict]:
-    """Returns ELLA and the methods of `ALL_WEIGHTS`, tuned as in Table 1; ELLA has its first seed."""
-    span = OneSpan.of(whole, 0, 1024)
-    counts = [n for n in COUNTS if n <= 1024]
-    _, delta, _, n = span.chosen(counts)
-    curvature = span.curvatures[n][:20, :20]
-
-    def ella(part: Mapping[str, Tensor]) -> Tensor:
-        return lw.Categorical().predict(ella_latent(part, curvature, delta)).probs
-
-    def of(name: str) -> Predict:
-        return lambda part: lw.Categorical().predict(Latent(part["outputs"], (DenseTerm(part[name]),))).probs
-
-    return {ELLA: ella, **{name: of(name) for name in ALL_WEIGHTS}}
 
 
 def corrupted(severity: int, images: int) -> Tensor:
@@ -117,26 +82,14 @@ def reported_images() -> tuple[Tensor, Tensor]:
     return data.x_test[2000:], data.y_test[2000:]
 
 
-def corrupted_features(setup: Callable[[], LastLayer], severity: int, images: int) -> dict[str, Tensor]:
+def corrupted_features(setup: Callable[[], LastLayer], severity: int, images: int) -> Tensor:
     """Returns the features of corrupted images."""
     make = lambda: {"features": setup().trunk(corrupted(severity, images))}  # noqa: E731
-    return kept_tensors(f"resnet20_corrupted_features_{severity}_{images}", make)
-
-
-def _on_span(whole: Callable[[], Whole], severity: int, images: int) -> dict[str, Tensor]:
-    """Returns corrupted images on ELLA's directions."""
-    make = lambda: contracted(whole().tangent, corrupted(severity, images), whole().directions)  # noqa: E731
-    return kept_tensors(f"resnet20_span_{severity}_{images}", make)
-
-
-def _on_all_weights(whole: Callable[[], Whole], severity: int, images: int) -> dict[str, Tensor]:
-    """Returns the covariances of all posteriors for corrupted images."""
-    make = lambda: whole().all_of(corrupted(severity, images))  # noqa: E731
-    return kept_tensors(f"resnet20_all_{severity}_{images}", make)
+    return kept_tensors(f"resnet20_corrupted_features_{severity}_{images}", make)["features"]
 
 
 def _scored(
-    methods: Callable[[], dict[str, Predict]], name: str, part: Callable[[], Mapping[str, Tensor]], images: int
+    methods: Callable[[], dict[str, Predict]], name: str, part: Callable[[], Tensor], images: int
 ) -> dict[str, Any]:
     """Returns the scores of all corrupted images, and scores by kind."""
     labels = reported_images()[1][:images]
@@ -153,7 +106,7 @@ def error_against_confidence(predict: Predict, setup: LastLayer, count: int = 20
     """
     x, y = (torch.cat(part)[:count] for part in zip(*setup.test, strict=True))
     foreign = kept_tensors("resnet20_foreign", lambda: {"features": setup.trunk(fashion_as_cifar(count))})["features"]
-    probs, outside = (predict({"features": part}) for part in (x, foreign))
+    probs, outside = (predict(part) for part in (x, foreign))
     confidence = torch.cat([probs.amax(-1), outside.amax(-1)])
     wrong = torch.cat([probs.argmax(-1) != y, torch.ones(count, dtype=torch.bool)])
     found = {}
@@ -174,7 +127,7 @@ def fashion_as_cifar(count: int) -> Tensor:
 def draw(results: Mapping[str, Any]) -> None:
     """Draws boxes over the kinds of corruption, by severity, and errors over the confidence."""
     figure, ((*axes,),) = drawing.panels(1, 3, (15, 4.2))
-    severities = [run for run in results["runs"] if run.startswith("severity") and "all methods" not in run]
+    severities = [run for run in results["runs"] if run.startswith("severity")]
     for measure, axis in zip(("nll", "ece"), axes, strict=False):
         for i, name in enumerate(LAST_LAYER):
             values = [[kind[measure] for kind in results["runs"][run][name]["by kind"].values()] for run in severities]
@@ -198,19 +151,9 @@ def draw(results: Mapping[str, Any]) -> None:
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns scores on corrupted images by severity, and errors at high confidence."""
-    table = results["table"]
-    found = {}
-    for name, suffix, methods in (
-        ("last layer", "", LAST_LAYER),
-        ("all methods", ", all methods", (*LAST_LAYER, ELLA, *ALL_WEIGHTS)),
-    ):
-        runs = [run for run in table if run.startswith("severity") and ("all" in run) == bool(suffix)]
-        rows = {}
-        for method in methods:
-            made = [table[run][method] for run in runs if method in table[run]]
-            rows[method] = [f"{shown(row['nll'], 2)} / {shown(row['ece'], 2)}" for row in made]
-            if not suffix:
-                rows[method].append(shown(table["confidence"][method]["above 0.9"]["error"], 2))
-        columns = [f"NLL / ECE at {run.removesuffix(suffix)}" for run in runs]
-        found[name] = grid([*columns, "error above confidence .9"][: len(columns) + (not suffix)], rows)
-    return found
+    table, rows = results["table"], {}
+    runs = [run for run in table if run.startswith("severity")]
+    for method in LAST_LAYER:
+        cells = [f"{shown(table[run][method]['nll'], 2)} / {shown(table[run][method]['ece'], 2)}" for run in runs]
+        rows[method] = [*cells, shown(table["confidence"][method]["above 0.9"]["error"], 2)]
+    return {"last layer": grid([*(f"NLL / ECE at {run}" for run in runs), "error above confidence .9"], rows)}
