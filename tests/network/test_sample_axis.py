@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import lapwing as lw
 from lapwing.network.sample_axis import SampleAxisMoved
 from lapwing.tangent import Tangent
-from tests import oracle
+from tests import oracle, zoo_modules
 from tests.conformance import covering
 
 EVERY = lw.matching("*")
@@ -67,16 +68,14 @@ class Packed(nn.Module):
         return self.head(self.cell(again)[1][0])
 
 
-class Distinct(nn.Module):
+def distinct() -> nn.Module:
     """Tokens that repeat in a batch are looked up once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.a = nn.Embedding(20, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(net: Any, tokens: Tensor) -> Tensor:
         found, where = tokens.unique(return_inverse=True)
-        return torch.tanh(self.a(self.table(found)))[where]
+        return torch.tanh(net.a(net.table(found)))[where]
+
+    return zoo_modules.Net(forward, table=nn.Embedding(20, 4), a=nn.Linear(4, 3))
 
 
 class Experts(nn.Module):
@@ -101,16 +100,14 @@ class TimeMajor(Net):
         return self.head(z.mean(0))
 
 
-class Gated(nn.Module):
+def gated() -> nn.Module:
     """A branch with the positions first, without gradient where its gate is 0."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.head = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+    def forward(net: Any, x: Tensor, gate: Tensor) -> Tensor:
+        z = torch.tanh(net.a(x.transpose(0, 1))).mean(0)
+        return net.head(torch.tanh(net.b(x)).mean(1) + z * gate[:, None])
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        z = torch.tanh(self.a(x.transpose(0, 1))).mean(0)
-        return self.head(torch.tanh(self.b(x)).mean(1) + z * gate[:, None])
+    return zoo_modules.Net(forward, a=nn.Linear(4, 6), b=nn.Linear(4, 6), head=nn.Linear(6, 3))
 
 
 class Steps(nn.Module):
@@ -139,19 +136,19 @@ def one_sided() -> Tensor:
 
 FULL, SEQUENCES = torch.ones(8, 4, dtype=torch.bool), normal(8, 4, 4)
 EVEN, UNEVEN = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]).bool(), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]).bool()
-CASES: dict[str, tuple[type[nn.Module], Any, Any]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "unpadded, divisible": (Unpadded, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
     "unpadded": (Unpadded, (SEQUENCES, FULL), (SEQUENCES[:2], UNEVEN)),
     "sliced": (Sliced, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
     "sorted": (Sorted, one_sided(), normal(6, 4, seed=1)),
     "packed": (Packed, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
-    "distinct": (Distinct, torch.arange(8), torch.tensor([3, 1, 1, 7])),
+    "distinct": (distinct, torch.arange(8), torch.tensor([3, 1, 1, 7])),
     "experts, first to one": (Experts, one_sided(), normal(6, 4, seed=1)),
     "experts": (Experts, normal(8, 4), normal(6, 4, seed=1)),
     "time-major": (TimeMajor, normal(8, 1, 4), normal(4, 3, 4, seed=1)),
-    "gated": (Gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:3], torch.tensor([0, 1.0, 1]))),
+    "gated": (gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:3], torch.tensor([0, 1.0, 1]))),
     "gated, divisible": (
-        Gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:4], torch.tensor([0, 1.0, 1, 0]))
+        gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:4], torch.tensor([0, 1.0, 1, 0]))
     ),
     "steps": (Steps, normal(8, 5, 4), normal(4, 3, 4, seed=1)),
 }  # fmt: skip
