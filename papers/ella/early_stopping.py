@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lapwing as lw
@@ -26,31 +27,34 @@ def run(seeds: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
     """Returns n, NLL and seconds of the fit; the seed gives the order of the training images."""
     rows = Rows(__file__, {"held-out images": HELD_OUT, "prior precision": DELTA})
     for seed in seeds:
-        setup = once(lambda s=seed: LastLayer.load(s))
-        augmented = once(lambda load=setup, s=seed: crops(load(), s))
-        rows.add(f"seed {seed}", "all images", lambda load=setup: row(load(), None))
-        for name, held_out in (("validation", lambda load=setup: load().val), ("crops", augmented)):
+        setup = once(partial(LastLayer.load, seed))
+        rows.add(f"seed {seed}", "all images", partial(_row, setup, None, ""))
+        crops = once(partial(_crops, setup, seed))
+        for name, held_out in (("validation", partial(_validation, setup)), ("crops", crops)):
             for stop in ("best", "first fall"):
-                rows.add(
-                    f"seed {seed}", f"{name}, {stop}",
-                    lambda p, s, load=setup: row(load(), lw.EarlyStopping(p()[: HELD_OUT // 100], stop=s)),
-                    held_out, stop,
-                )  # fmt: skip
+                rows.add(f"seed {seed}", f"{name}, {stop}", partial(_row, setup, held_out, stop))
     return rows.all()
 
 
-def crops(setup: LastLayer, seed: int) -> Batches:
+Held = Callable[[], Batches]
+
+
+def _validation(setup: Callable[[], LastLayer]) -> Batches:
+    return setup().val[: HELD_OUT // 100]
+
+
+def _crops(setup: Callable[[], LastLayer], seed: int) -> Batches:
     """Returns the features of resized crops of training images, and their labels."""
     data = images("cifar10")
     picked = random_rows(data.x_train, HELD_OUT, seed + 100)
-    return batched(setup.trunk(resized_crops(data.x_train[picked], seed)), data.y_train[picked])
+    return batched(setup().trunk(resized_crops(data.x_train[picked], seed)), data.y_train[picked])
 
 
-def row(setup: LastLayer, tune: lw.EarlyStopping | None) -> dict[str, float]:
+def _row(setup: Callable[[], LastLayer], held_out: Held | None, stop: Any) -> dict[str, float]:
     """Fits KFAC of the last layer and scores it on the reported images, by the default link."""
-    x, y = joined(setup.test)
-    start = time.process_time()
-    posterior = lw.fit(setup.layer, setup.train, lw.KFAC(), prior_precision=DELTA, tune=tune)
+    tune = None if held_out is None else lw.EarlyStopping(held_out(), stop=stop)
+    (x, y), start = joined(setup().test), time.process_time()
+    posterior = lw.fit(setup().layer, setup().train, lw.KFAC(), prior_precision=DELTA, tune=tune)
     seconds = time.process_time() - start
     scores = class_scores(posterior.predict(x).probs, y)
     return {"n": posterior.samples, "seconds": seconds, "nll": scores["nll"], "ece": scores["ece"]}
