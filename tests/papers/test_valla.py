@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from papers.common.cifar import Cifar
-from papers.common.data import Pictures, Table, available, batched
+from papers.common.data import Pictures, Table, batched
 from papers.common.measures import cqm
 from papers.common.training import Recipe
-from papers.valla import cost, figure1, figure3, figure4, figure5, published
+from papers.valla import cost, figure4, figure5, published
 from papers.valla.table1 import CifarTask
 from papers.valla.training import trained
 
@@ -104,17 +104,3 @@ def test_rows_of_images_of_the_published_fit(monkeypatch):
     one, own = rows.one_temperature(), rows.network(1.0)
     assert one["nll"] < own["nll"]
     assert one["accuracy"] == own["accuracy"]
-
-
-def test_distances_on_the_toy(monkeypatch):
-    """KFAC is apart from full LLA in both directions; the closed form is at distance zero from itself."""
-    if not available("izmailov_toy1d.npz"):
-        pytest.skip("the toy is not there")
-    for module in (figure1, figure3):
-        monkeypatch.setattr(module, "TOY", Recipe(F.mse_loss, 200, batch=0))
-    monkeypatch.setattr(figure3, "MOVES", 3)
-    task = figure3.Distances(0)
-    methods = figure3.methods()
-    kfac = task.row(*methods["KFAC"])
-    assert min(kfac["KL(LLA || method)"], kfac["KL(method || LLA)"]) > 1e-4
-    assert task.row(*methods["VaLLA, M = 20"])["KL(closed form || method)"] < 1e-9
