@@ -85,9 +85,11 @@ def draw(results: Mapping[str, Any]) -> None:
             means, errors = ([row[part] for row in rows.values()] for part in ("mean", "standard_error"))
             axis.errorbar(list(rows), means, errors, fmt=".-", label=kind)
         axis.axhline(results["MAP"][measure], color="#555555", linestyle=":", label="MAP")
-        axis.set(xscale="log", xlabel="n, images in the curvature (last layer)", title=measure)
-    axes[0].set_yscale("log")
-    axes[0].legend(frameon=False, fontsize=8)
+        label = {"nll": "NLL (nats)", "ece": "ECE", "accuracy": "accuracy"}[measure]
+        axis.set(xscale="log", xlabel="n, images in the curvature (last layer)", ylabel=label)
+    axes[0].set_ylim(0.24, 0.5)
+    axes[1].set_ylim(0, 0.15)
+    drawing.legend_below(figure, 6)
     drawing.save(figure, __file__)
 
 
