@@ -86,7 +86,6 @@ def test_a_table_whose_targets_are_named_and_a_loader_of_held_out_data(folder: P
     assert (folder / "posterior.safetensors").is_file()
 
 
-@pytest.mark.skipif(not hasattr(lw.evaluation.Comparison, "report"), reason="this version writes no report")
 def test_a_report(folder: Path, capsys) -> None:
     main(["fit", *CLASSIFIER, "data.npz"])
     main(["report", *CLASSIFIER, "posterior.safetensors", "data.npz", "--out", "page.html"])

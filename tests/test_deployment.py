@@ -70,6 +70,7 @@ def normed(model: nn.Module) -> nn.Module:
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "mlp": (mlp, real(5)),
+    "one output": (lambda: mlp(1), real(5)),
     "mnist_cnn": (lambda: normed(MnistCNN()), real(1, 28, 28)),
     "resnet20": (lambda: normed(ResNet20()), real(3, 32, 32)),
     "encoder": (lambda: Encoder().eval(), real(4, 8)),
@@ -78,8 +79,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "gpt2": (gpt2, texts),
 }
 QUICK = ("mlp", "mnist_cnn")
-ALL = others_slow([name for name in NETWORKS if name != "one"], QUICK)
-FEW = others_slow([name for name in NETWORKS if name != "one"], ["mlp"])
+ALL = others_slow([name for name in NETWORKS if not name.startswith("one")], QUICK)
+FEW = others_slow([name for name in NETWORKS if not name.startswith("one")], ["mlp"])
 
 
 @cache
@@ -97,7 +98,7 @@ def fitted(
     make, inputs = NETWORKS[name]
     model, x = make(), inputs(4)
     outputs = 10 if name in ("mnist_cnn", "resnet20") else 3
-    y = torch.arange(4) % outputs
+    y = torch.arange(4) % outputs if name != "one output" else torch.randn(4, 1)
     if isinstance(likelihood, lw.Bernoulli):
         y = torch.nn.functional.one_hot(y, outputs)
     batch = {**x, "labels": y} if isinstance(x, dict) else (x, y)
@@ -105,14 +106,16 @@ def fitted(
     return lw.fit(model, [batch], method, params=params, likelihood=likelihood, prior_precision=30.0), inputs
 
 
-def assert_same(found: Any, posterior: lw.Posterior, x: Any, via: Any, outputs: str, tolerance: float = 1e-6) -> None:
+def assert_same(
+    found: Any, posterior: lw.Posterior, x: Any, via: Any, outputs: str, tolerance: float = 1e-6, link: Any = None
+) -> None:
     """Compares with `posterior`, variances relative to the largest."""
     found = [torch.as_tensor(part) for part in (found if isinstance(found, (tuple, list)) else (found,))]
     if outputs == "latent":
         latent = posterior.latent(x, via=via)
         wanted: list[Tensor] = [latent.mean, latent.variance]
     else:
-        prediction: Any = posterior.predict(x, via=via)
+        prediction: Any = posterior.predict(x, via=via, link=link)
         wanted = [prediction.probs] if hasattr(prediction, "probs") else [prediction.mean, prediction.variance]
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -175,28 +178,19 @@ def test_onnx(name: str, tmp_path: Path) -> None:
             assert_same(found, posterior, inputs(size), lw.Streamlined(), outputs, 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "mnist_cnn", "gpt2"])
+@pytest.mark.parametrize("name", others_slow(["mlp", "mnist_cnn", "gpt2"], ["mlp"]))
 def test_compiled(name: str) -> None:
+    """A compiled call is one graph."""
     posterior, predictor = deployed(name, "latent")
     inputs = NETWORKS[name][1]
+    backend = "eager" if name == "mlp" else "inductor" if shutil.which("g++") else "aot_eager"
     torch._dynamo.reset()
     with torch.no_grad():
-        compiled = torch.compile(predictor, backend="inductor" if shutil.which("g++") else "aot_eager", fullgraph=True)
+        compiled = torch.compile(predictor, backend=backend, fullgraph=True)
         found = [compiled(inputs(size)) for size in SIZES]
     torch._dynamo.reset()
     for size, part in zip(SIZES, found, strict=True):
         assert_same(part, posterior, inputs(size), lw.Streamlined(), "latent", 5e-6)
-
-
-def test_compiled_calls_are_one_graph() -> None:
-    posterior, predictor = deployed("mlp", "prediction")
-    inputs = NETWORKS["mlp"][1]
-    torch._dynamo.reset()
-    with torch.no_grad():
-        found = torch.compile(predictor, backend="eager", fullgraph=True)(inputs(3))
-    torch._dynamo.reset()
-    assert_same(found, posterior, inputs(3), lw.Streamlined(), "prediction")
 
 
 def test_functions_that_onnx_lacks(tmp_path: Path) -> None:
@@ -235,64 +229,46 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("outputs", others_slow(["latent", "prediction"], ["latent"]))
-@pytest.mark.parametrize("method", others_slow(METHODS, ["kfac", "ella"]))
-def test_last_layer_via_linearized(method: str, outputs: str) -> None:
-    posterior, inputs = fitted("mlp", METHODS[method], lw.last_layer)
-    predictor = lw.deploy(posterior, inputs(2), via=lw.Linearized(), outputs=outputs)
+LAST = {"params": lw.last_layer}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"last layer, {name}": ({"method": method, **LAST}, {"via": lw.Linearized()})
+        for name, method in METHODS.items()
+    },
+    **{f"all layers, {name}": ({"method": method}, {"outputs": "latent"}) for name, method in METHODS.items()},
+    **{
+        f"only {part}": ({"method": lw.Full(), "params": lw.matching(part)}, {"outputs": "latent"})
+        for part in ("4.bias", "4.weight", "2.bias", "0.*")
+    },
+    **{
+        f"quadrature, {name}": ({"method": method, **LAST}, {"via": lw.Linearized(), "link": lw.Quadrature()})
+        for name, method in METHODS.items()
+    },
+    "latent by linearized": (LAST, {"via": lw.Linearized(), "outputs": "latent"}),
+    "scaled": (LAST, {"via": lw.Scaled(lw.Scaled(lw.Streamlined(), 0.5), 0.3)}),
+    "scaled, linearized": (LAST, {"via": lw.Scaled(lw.Linearized(), 0.15)}),
+    "moments": ({}, {"via": lw.Streamlined(activations="moments")}),
+    "scores": ({"name": "one"}, {"via": lw.Streamlined(attention="scores")}),
+    "weighted probit": ({"method": lw.KFAC()}, {"link": lw.Probit(scale="weighted")}),
+    "probit": ({"method": lw.KFAC(), **LAST}, {"link": lw.Probit()}),
+    "bridge": ({"method": lw.KFAC(), **LAST}, {"link": lw.LaplaceBridge()}),
+    "bernoulli": ({"likelihood": lw.Bernoulli()}, {}),
+    "bernoulli, probit": ({"likelihood": lw.Bernoulli()}, {"link": lw.Probit()}),
+    "one output": ({"name": "one output", "method": lw.KFAC()}, {}),
+    "one output, linearized": ({"name": "one output", "method": lw.KFAC(), **LAST}, {"via": lw.Linearized()}),
+}
+QUICK_CASES = ("last layer, kfac", "last layer, ella", "all layers, kfac", "all layers, ella", "scaled")
+
+
+@pytest.mark.parametrize("case", others_slow(CASES, QUICK_CASES))
+def test_posteriors_ways_links_and_likelihoods(case: str) -> None:
+    of_fit, options = CASES[case]
+    posterior, inputs = fitted(**{"name": "mlp", **of_fit})
+    predictor = lw.deploy(posterior, inputs(2), **options)
+    via, outputs = options.get("via", lw.Streamlined()), options.get("outputs", "prediction")
+    tolerance = 1e-4 if isinstance(options.get("link"), lw.Quadrature) else 5e-6
     for size in SIZES:
-        assert_same(predictor(inputs(size)), posterior, inputs(size), lw.Linearized(), outputs)
-
-
-@pytest.mark.parametrize("method", others_slow(METHODS, ["kfac", "ella"]))
-def test_any_structure_streamlined(method: str) -> None:
-    posterior, inputs = fitted("mlp", METHODS[method])
-    predictor = lw.deploy(posterior, inputs(2), outputs="latent")
-    assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "latent", 5e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("params", others_slow(["4.bias", "4.weight", "2.bias", "0.*"], ["2.bias"]))
-def test_parts_of_a_network(params: str) -> None:
-    posterior, inputs = fitted("mlp", lw.Full(), lw.matching(params))
-    predictor = lw.deploy(posterior, inputs(2), outputs="latent")
-    assert_same(predictor(inputs(3)), posterior, inputs(3), lw.Streamlined(), "latent", 5e-6)
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("inner", [lw.Streamlined(), pytest.param(lw.Linearized(), marks=pytest.mark.slow)], ids=str)
-def test_scaled(inner: Any) -> None:
-    posterior, inputs = fitted("mlp", params=lw.last_layer)
-    via = lw.Scaled(lw.Scaled(inner, 0.5), 0.3)
-    assert_same(lw.deploy(posterior, inputs(2), via)(inputs(3)), posterior, inputs(3), via, "prediction")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "via"),
-    [("mlp", lw.Streamlined(activations="moments")), ("one", lw.Streamlined(attention="scores"))],
-    ids=["moments", "scores"],
-)
-def test_options_of_the_way(name: str, via: Any) -> None:
-    posterior, inputs = fitted(name)
-    assert_same(lw.deploy(posterior, inputs(2), via)(inputs(3)), posterior, inputs(3), via, "prediction")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("link", "params"),
-    [
-        (lw.Probit(scale="weighted"), lw.everything),
-        pytest.param(lw.Probit(), lw.last_layer, marks=pytest.mark.slow),
-        pytest.param(lw.LaplaceBridge(), lw.last_layer, marks=pytest.mark.slow),
-    ],
-    ids=["weighted probit", "probit", "bridge"],
-)
-def test_links(link: Any, params: Any) -> None:
-    posterior, inputs = fitted("mlp", lw.KFAC(), params)
-    found = lw.deploy(posterior, inputs(2), link=link)(inputs(3))
-    wanted: Any = posterior.predict(inputs(3), via=lw.Streamlined(), link=link)
-    torch.testing.assert_close(found, wanted.probs, rtol=1e-5, atol=1e-6)
+        assert_same(predictor(inputs(size)), posterior, inputs(size), via, outputs, tolerance, options.get("link"))
 
 
 @pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "onnx"])
@@ -320,14 +296,6 @@ def test_scores(likelihood: Any, params: Any, via: Any, onnx: bool, tmp_path: Pa
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", others_slow(METHODS, ["ella"]))
-def test_quadrature_of_classes(method: str) -> None:
-    posterior, inputs = fitted("mlp", METHODS[method], lw.last_layer)
-    found = lw.deploy(posterior, inputs(2), via=lw.Linearized(), link=lw.Quadrature())(inputs(7))
-    torch.testing.assert_close(found, posterior.predict(inputs(7), link=lw.Quadrature()).probs, rtol=1e-4, atol=1e-6)
-
-
 def test_scores_are_for_labels() -> None:
     x = torch.randn(20, 5)
     real, many = torch.randn(20, 1), torch.arange(20) % 101
@@ -335,25 +303,6 @@ def test_scores_are_for_labels() -> None:
         posterior = lw.fit(mlp(outputs), [(x, y)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
         with pytest.raises(lw.LapwingError, match=r"for labels of up to 100 classes.*Write lw.deploy\(posterior, x\)"):
             lw.deploy(posterior, x, outputs="scores")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("link", [None, lw.Probit()], ids=["quadrature", "probit"])
-def test_bernoulli(link: Any) -> None:
-    posterior, inputs = fitted("mlp", likelihood=lw.Bernoulli())
-    predictor = lw.deploy(posterior, inputs(2), link=link)
-    wanted: Any = posterior.predict(inputs(7), via=lw.Streamlined(), link=link)
-    torch.testing.assert_close(predictor(inputs(7)), wanted.probs, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("via", [lw.Streamlined(), pytest.param(lw.Linearized(), marks=pytest.mark.slow)], ids=str)
-def test_regression_with_one_output(via: Any) -> None:
-    x = torch.randn(20, 5)
-    params = lw.last_layer if isinstance(via, lw.Linearized) else lw.everything
-    posterior = lw.fit(mlp(1), [(x, torch.randn(20, 1))], lw.KFAC(), params=params)
-    predictor = lw.deploy(posterior, x, via)
-    assert_same(predictor(x[:3]), posterior, x[:3], via, "prediction")
 
 
 def test_a_function_after_the_last_layer() -> None:

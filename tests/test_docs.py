@@ -25,27 +25,38 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW_PAGES = "training", "sensitivity", "deployment", "extending", "likelihoods", "first-hour", "which-method"
 QUICK_PAGES = [page for page in PAGES if page.stem not in SLOW_PAGES]
+OTHERS = pytest.mark.filterwarnings("default", "ignore::FutureWarning", "ignore::DeprecationWarning")
+"""Packages on the pages of `docs/integrations` warn of each other."""
+
+INTEGRATIONS = [
+    pytest.param(page, marks=[pytest.mark.slow, OTHERS])
+    for page in sorted((ROOT / "docs" / "integrations").glob("*.md"))
+]
 EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "papers").rglob("*.md"))]
 SCRIPTS = sorted((ROOT / "examples" / "tasks").glob("plot_*.py"))
 MODULES = ["lapwing", *sorted(module.name for module in pkgutil.walk_packages(lapwing.__path__, "lapwing."))]
 WITH_EXAMPLES = [
     name for name in MODULES if ">>>" in Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
 ]
-PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"(?:<!-- needs ([\w. ]+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
-@pytest.mark.parametrize("page", others_slow(PAGES, QUICK_PAGES), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*others_slow(PAGES, QUICK_PAGES), *INTEGRATIONS], ids=lambda page: page.name)
 def test_blocks_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs the blocks in one namespace, in an empty folder; a failure shows the page's own line."""
+    if page.parent.name == "integrations":
+        pytest.importorskip({"huggingface": "transformers"}.get(page.stem, page.stem))
     monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in PYTHON.finditer(text):
-        before = "\n" * text.count("\n", 0, block.start(1))
-        exec(compile(before + block[1], str(page), "exec", dont_inherit=True), namespace)
+        if any(importlib.util.find_spec(package) is None for package in (block[1] or "").split()):
+            continue
+        before = "\n" * text.count("\n", 0, block.start(2))
+        exec(compile(before + block[2], str(page), "exec", dont_inherit=True), namespace)
 
 
 def test_the_readme_is_short_and_hides_nothing() -> None:
@@ -57,7 +68,7 @@ def test_the_readme_is_short_and_hides_nothing() -> None:
 @pytest.mark.slow
 def test_blocks_of_the_readme_run_as_pasted(tmp_path: Path) -> None:
     """Each block runs in a fresh interpreter and an empty folder, and prints numbers."""
-    for block in PYTHON.findall((ROOT / "README.md").read_text(encoding="utf-8")):
+    for _, block in PYTHON.findall((ROOT / "README.md").read_text(encoding="utf-8")):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-c", block], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True

@@ -94,17 +94,6 @@ class TiedTagger(nn.Module):
         return self.head(torch.tanh(self.mix(self.embedding(tokens))))
 
 
-class Twice(nn.Module):
-    """One layer used twice, and a head."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.shared, self.head = nn.Linear(3, 3), nn.Linear(3, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
-
-
 def pooled(*layers: nn.Module, width: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Tanh(), zm.SpatialMean(), nn.Linear(width, outputs))
 
@@ -169,7 +158,7 @@ NETWORKS = {
     "attention": Network(lambda c: zm.SelfAttention(True, 4, 2, c), (3, 4)),
     "pre_norm": Network(lambda c: zm.PreNormAttention(4, 2, c), (3, 4)),
     "tied": Network(lambda c: zm.TiedTokens(c, 3), vocabulary=None),
-    "twice": Network(Twice, (3,), oracle=True),
+    "twice": Network(lambda c: zm.SharedModule(3, c), (3,), oracle=True),
     "tagger": Network(lambda c: tagger(nn.Linear(4, 4), nn.Tanh(), outputs=c), None, "tokens"),
     "norm_tagger": Network(lambda c: tagger(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), outputs=c), None, "tokens"),
     "lstm_tagger": Network(lambda c: Recurrent(nn.LSTM, c, True), None, "tokens"),

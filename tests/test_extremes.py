@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -67,7 +68,6 @@ def ratios(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     return (found / wanted).min().item(), (found / wanted).max().item()
 
 
-FULL_CORE = [(1e4, 1.0), (1.0, 1e-6), (1e-4, 1e-6), (1.0, 1e6)]
 KINDS = {"regression": (2, False), "one output": (1, False), "classes": (3, True)}
 PARAMS = {"all": lw.everything, "last": lw.last_layer}
 
@@ -78,26 +78,17 @@ def check_full(method: lw.Method, size: float, delta: float, kind: str, params: 
     assert 0.99 < low <= high < 1.01, (low, high)
 
 
-@pytest.mark.quick(4)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "delta"), FULL_CORE)
-def test_full_is_the_dense_oracle(size: float, delta: float, kind: str) -> None:
-    check_full(lw.Full(form="primal"), size, delta, kind, "all")
+QUICK_FULL = [
+    ("primal", "classes", "all", 1e4), ("subset", "classes", "last", 1.0), ("primal", "regression", "last", 1e4),
+    ("primal", "one output", "all", 1e-4),
+]  # fmt: skip
+EVERY_FULL = list(product([*DENSE, *DUAL], KINDS, PARAMS, [1e-4, 1.0, 1e2, 1e4]))
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_full_of_the_last_layer_and_of_a_subset_is_the_dense_oracle(name: str) -> None:
-    check_full(DENSE[name], 1.0, 1e-6, "classes", "last")
-    check_full(DENSE[name], 1e4, 1.0, "regression", "last")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("params", PARAMS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*DENSE, *DUAL])
-@pytest.mark.parametrize("size", [1e-4, 1.0, 1e2, 1e4])
-def test_every_form_of_full_is_the_dense_oracle(size: float, name: str, kind: str, params: str) -> None:
-    """Where the curvature is less than 1e13 times the prior precision: beyond, float32 has lost the directions."""
+@pytest.mark.parametrize("case", others_slow(EVERY_FULL, QUICK_FULL), ids=str)
+def test_every_form_of_full_is_the_dense_oracle(case: tuple[str, str, str, float]) -> None:
+    """If the curvature is less than 1e13 times the prior precision: beyond, float32 has lost the directions."""
+    name, kind, params, size = case
     for delta in (1e-6, 1e-3, 1.0, 1e6):
         if size**2 / delta <= 1e8:
             check_full({**DENSE, **DUAL}[name], size, delta, kind, params)

@@ -5,7 +5,6 @@ The decomposition of a wide factor needs more: up to 24 bytes for each of its nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -118,27 +117,13 @@ def test_chunks_are_gathered(lengths: tuple[int, ...], gradient: bool, width: in
     )
     if gradient:
         whole.mean.requires_grad_()
-    found = Latent.gather(iter(parts(whole, lengths)), 5)
+    chunks = (whole.taken(rows) for rows in torch.arange(5).split(lengths))
+    found = Latent.gather(chunks, 5)
     torch.testing.assert_close(found.mean, whole.mean)
     torch.testing.assert_close(found.covariance, whole.covariance)
     of_chunks = [EigenTerm, DenseTerm] if width > 8 * 3 and len(lengths) > 1 else [FactoredTerm, EigenTerm]
     assert [type(term) for term in found.terms] == of_chunks
     assert found.mean.requires_grad == gradient
-
-
-def parts(whole: Latent, lengths: tuple[int, ...]) -> Iterator[Latent]:
-    """The latent's chunks."""
-    start = 0
-    for length in lengths:
-        rows = slice(start, start + length)
-        terms = []
-        for term in whole.terms:
-            if isinstance(term, FactoredTerm):
-                terms.append(FactoredTerm(term.factor[rows], None if term.scale is None else term.scale[rows]))
-            elif isinstance(term, EigenTerm):
-                terms.append(EigenTerm(term.basis, term.scale[rows]))
-        yield Latent(whole.mean[rows], tuple(terms))
-        start += length
 
 
 def test_eigenvalues_are_condensed_and_a_prior_mean_kept_without_copies() -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import answers, counts, lora, measure, ood, peers, positions_data, tables
+from benchmarks import answers, counts, lora, measure, networks, ood, peers, positions_data, tables
 from benchmarks.defaults import links, subspaces
 
 DEFAULTS = Path(__file__).parents[1] / "docs" / "defaults.md"
@@ -78,6 +78,12 @@ def test_the_table_of_the_readme_is_that_of_the_results() -> None:
 def test_the_table_of_ood_scores_is_that_of_the_results() -> None:
     found = [json.loads((measure.RESULTS / f"{name}.json").read_text())["results"] for name in ("ood", "ood_detectors")]
     assert ood.table_of_scores(*found) in (DEFAULTS.parent / "ood.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_networks_is_that_of_the_results_and_every_network_is_exact() -> None:
+    results = json.loads(networks.RESULT.read_text())["results"]
+    assert networks.TABLE.search(networks.PAGE.read_text(encoding="utf-8"))[0] == networks.table(results)
+    assert max(row["error"] for row in results.values() if "error" in row) < 1e-9
 
 
 @pytest.mark.slow

@@ -126,10 +126,10 @@ class TiedTokens(nn.Module):
 class SharedModule(nn.Module):
     """One Linear module called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 5, outputs: int = 3) -> None:
         super().__init__()
-        self.shared = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 3)
+        self.shared = nn.Linear(width, width)
+        self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.shared(torch.tanh(self.shared(x)))))

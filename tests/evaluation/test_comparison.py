@@ -43,9 +43,13 @@ def batched(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def test_standard_errors_are_those_of_paired_differences(classes: Any) -> None:
     model, posterior, x, y = classes
-    table = lw.compare({"KFAC": posterior}, batched(x, y), repeats=1)
+    table = lw.compare({"KFAC": posterior}, batched(x, y), fit_seconds={"KFAC": 1.5}, repeats=1)
     alone = -torch.log_softmax(model(x), -1)[range(60), y].detach()
     losses = -posterior.predict(x).log_prob(y).detach()
+    assert table["network"]["NLL"] == pytest.approx(float(alone.mean()))
+    assert table["KFAC"]["NLL"] == pytest.approx(float(losses.mean()))
+    assert table["network"]["accuracy"] == pytest.approx(float((model(x).argmax(1) == y).double().mean()))
+    assert (table["network"]["passes"], table["KFAC"]["fit s"], "fit s" in table["network"]) == (1.0, 1.5, False)
     assert table.errors["network"]["NLL"] == pytest.approx(float(alone.std() / 60**0.5))
     assert table.errors["KFAC"]["NLL"] == pytest.approx(float((losses - alone).std() / 60**0.5))
     right = (posterior.predict(x).classes == y).double() - (model(x).argmax(1) == y).double()
@@ -108,7 +112,7 @@ def test_a_network_among_the_candidates_is_not_added_and_no_row_is_dropped(class
     model, posterior, x, y = classes
     moved = lw.fit(model, (x, y), lw.MeanField(steps=2))
     assert next(iter(lw.compare({"a": moved, "b": posterior}, (x, y), repeats=1).rows)) == "network"
-    given = lw.compare({"mine": model, "temperature scaling": posterior}, (x, y), repeats=1)
+    given = lw.compare({"mine": model, "temperature scaling": (posterior, lw.MonteCarlo(5))}, (x, y), repeats=1)
     assert list(given.rows) == ["mine", "temperature scaling"]
     assert given["temperature scaling"]["passes"] != 1.0
     assert list(lw.compare({"one": model}, (x[:1], y[:1])).rows) == ["one"]  # no two halves
@@ -159,8 +163,10 @@ def test_scores_of_a_regression_are_those_of_gaussian_outputs(regression: Any) -
 
 def test_coverage_by_quarter_and_the_width(regression: Any) -> None:
     _, posterior, x, y = regression
-    row = lw.compare({"Full": posterior}, (x, y), repeats=1)["Full"]
-    prediction = posterior.predict(x)
+    table = lw.compare({"Full": posterior}, (x, y), repeats=1)
+    quarters = (f"90 % interval: Q{quarter}" for quarter in (1, 2, 3, 4))
+    assert table.columns == ("RMSE", "NLL", "CRPS", "90 % interval", "90 % width", *quarters, "passes")
+    row, prediction = table["Full"], posterior.predict(x)
     low, high = prediction.interval(0.9)
     inside = ((low <= y) & (y <= high)).double()
     by_mean = [inside[:, c][prediction.mean[:, c].argsort()] for c in (0, 1)]
@@ -209,3 +215,37 @@ def test_the_notes_of_a_printed_table_fit_a_terminal(classes: Any) -> None:
     below = str(table).partition(table.notes[0][:20])[2]
     assert max(map(len, below.splitlines())) <= 80
     assert "ECE, mean gap between confidence and accuracy" in " ".join(below.split())
+
+
+def test_the_network_alone_has_its_own_noise_in_any_order() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 1).eval(), torch.randn(30, 4), torch.randn(30, 1)
+    train, held_out = [(x[:20], y[:20])], [(x[20:], y[20:])]
+    methods = {"Full": lw.Full(), "Diagonal": lw.Diagonal()}
+    fits = {name: lw.fit(model, train, method, tune=lw.Evidence()) for name, method in methods.items()}
+    assert fits["Full"].noise_variance != fits["Diagonal"].noise_variance
+    with torch.no_grad():
+        noise = (model(x[:20]) - y[:20]).square().mean()
+        own = -torch.distributions.Normal(model(x[20:]), noise.sqrt()).log_prob(y[20:]).mean()
+    for names in (["Full", "Diagonal"], ["Diagonal", "Full"]):
+        table = lw.compare({name: fits[name] for name in names}, held_out, repeats=1)
+        assert table.rows["network"]["NLL"] == pytest.approx(float(own), rel=1e-5)
+    given = lw.fit(model, train, lw.Full(), likelihood=lw.Gaussian(3.0))
+    own = -torch.distributions.Normal(model(x[20:]).detach(), 3.0**0.5).log_prob(y[20:]).mean()
+    assert lw.compare({"Full": given}, held_out, repeats=1).rows["network"]["NLL"] == pytest.approx(
+        float(own), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"posteriors": {}}, "a dict of at least one"), ({"posteriors": {"a": 3}}, "is int"),
+        ({"posteriors": []}, "a dict"), ({"loader": []}, "no samples"),
+        ({"score": "entropie"}, "score is one of 'mutual_information', 'entropy', 'confidence'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared(classes: Any, arguments: dict[str, Any], words: str) -> None:
+    model, _, x, y = classes
+    with pytest.raises(lw.LapwingError, match=words):
+        lw.compare(**{"posteriors": {"net": model}, "loader": [(x, y)], **arguments})

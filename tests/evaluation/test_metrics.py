@@ -46,11 +46,6 @@ class TestClassification:
         binary = brier_score_loss(labels.numpy(), probs[:, 1].numpy())
         assert metrics.brier(probs, labels).item() == pytest.approx(2 * binary, abs=1e-12)
 
-    def test_brier_limits(self):
-        labels = torch.tensor([0, 1])
-        assert metrics.brier(torch.eye(2), labels).item() == 0.0
-        assert metrics.brier(torch.eye(2).flip(0), labels).item() == 2.0
-
     @pytest.mark.parametrize("bins", [1, 7, 15])
     def test_expected_calibration_error_is_the_loop(self, bins):
         probs, labels = random_classification()
@@ -103,13 +98,6 @@ class TestClassification:
 
 
 class TestAuroc:
-    def test_perfect_reversed_and_uninformed(self):
-        low, high = torch.linspace(0, 1, 7), torch.linspace(2, 3, 5)
-        assert metrics.auroc(low, high).item() == 1.0
-        assert metrics.auroc(high, low).item() == 0.0
-        assert metrics.auroc(torch.ones(4), torch.ones(9)).item() == 0.5
-        assert metrics.auroc(torch.randn(5000), torch.randn(5000)).item() == pytest.approx(0.5, abs=0.02)
-
     def test_pairs_counted_by_hand_with_ties_and_large_scores(self):
         inside = torch.tensor([100.0, 200.0, 300.0, 300.0])
         outside = torch.tensor([300.0, 150.0, 400.0])

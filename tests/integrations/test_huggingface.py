@@ -17,6 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lapwing.integrations.huggingface import NextTokens, fit_trainer, score_tokens
 
+CONFIG = GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=9, bos_token_id=0, eos_token_id=0)
+
 
 def last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return model(**inputs).logits[:, -1]
@@ -24,8 +26,7 @@ def last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 @pytest.fixture
 def language() -> tuple[lw.Posterior, Tensor]:
-    config = GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=9, bos_token_id=0, eos_token_id=0)
-    model, texts = GPT2LMHeadModel(config).double().eval().requires_grad_(False), torch.randint(7, (12, 5))
+    model, texts = GPT2LMHeadModel(CONFIG).double().eval().requires_grad_(False), torch.randint(7, (12, 5))
     model.transformer.h[0].attn.requires_grad_(True)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.4)
@@ -174,8 +175,7 @@ def test_next_tokens_moves_labels() -> None:
 
 
 def test_labels_that_are_the_tokens_themselves_are_warned_of(caplog) -> None:
-    config = GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=9, bos_token_id=0, eos_token_id=0)
-    model, texts = GPT2LMHeadModel(config).eval(), torch.randint(7, (12, 5))
+    model, texts = GPT2LMHeadModel(CONFIG).eval(), torch.randint(7, (12, 5))
     labels = texts.clone()
     labels[:, :2] = -100
     for own in (texts, labels):
@@ -196,9 +196,8 @@ def test_adapters_are_the_default_where_the_head_is_frozen() -> None:
     pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
 
-    config = GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=9, bos_token_id=0, eos_token_id=0)
     lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    model, texts = get_peft_model(GPT2LMHeadModel(config), lora).eval(), torch.randint(7, (12, 5))
+    model, texts = get_peft_model(GPT2LMHeadModel(CONFIG), lora).eval(), torch.randint(7, (12, 5))
     posterior = lw.fit(model, NextTokens([{"input_ids": texts, "labels": texts}]))
     assert all("lora_" in name for name in posterior.tangent.parameters)
     assert posterior.method.name == "KFAC"
@@ -210,16 +209,7 @@ def test_a_causal_language_model_is_fitted_at_every_token(tmp_path: Path) -> Non
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
-    config = GPT2Config(
-        vocab_size=7,
-        n_embd=4,
-        n_layer=1,
-        n_head=1,
-        n_positions=9,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
+    config = GPT2Config(**{**CONFIG.to_dict(), "tie_word_embeddings": False})
     model, texts = GPT2LMHeadModel(config).double(), torch.randint(7, (5, 6))
     labels = texts.clone()
     labels[2, 3:] = -100

@@ -60,61 +60,36 @@ class Shifted(Categorical):
         return super().log_prob(torch.cat([outputs, torch.zeros_like(outputs[:, :1])], 1), targets)
 
 
+DRAWN = SampledLink(400_000)
+INTEGRALS = {
+    "gaussian": (Gaussian(0.4), torch.tensor([[0.7], [-0.3], [0.6], [1.2]], dtype=F64), None, 1e-9),
+    "two outputs": (Gaussian(0.4), torch.tensor([[0.7, 1], [-0.3, 0], [0.6, -1], [1.2, 2]], dtype=F64), None, 1e-9),
+    "bernoulli": (Bernoulli(), torch.tensor([[1], [0], [0], [1]]), None, 1e-7),
+    "two labels": (Bernoulli(), torch.tensor([[1, 0], [0, 0], [1, 1], [0, 1]]), DRAWN, 1e-2),
+    "two classes": (Categorical(), torch.tensor([0, 1, 1, 0]), None, 1e-7),
+    "two classes, drawn": (Categorical(), torch.tensor([0, 1, 1, 0]), DRAWN, 2e-2),
+    "three classes": (Categorical(), torch.tensor([0, 1, 2, 0]), DRAWN, 2e-2),
+    "three classes, 512 draws": (Categorical(), torch.tensor([0, 1, 2, 0]), None, 0.5),
+    "poisson": (Poisson(), torch.tensor([[0.0], [1.0], [3.0], [2.0]], dtype=F64), DRAWN, 4e-2),
+}
+
+
+@pytest.mark.quick(18)
 @pytest.mark.parametrize(("alpha", "scale"), [*((alpha, 4.0) for alpha in ALPHAS), (0.5, 0.3)])
-class TestAgainstIntegration:
-    @pytest.mark.parametrize(("size", "points"), [(1, 4001), (2, 301)])
-    def test_gaussian(self, alpha, scale, size, points):
-        latent, likelihood = random_latent(size=size, scale=scale), Gaussian(0.4)
-        targets = torch.randn(4, size, generator=torch.Generator().manual_seed(1), dtype=F64)
-        found = likelihood.log_power_mean(latent.mean, latent.covariance, targets, alpha)
-        wanted = integrated(likelihood, latent.mean, latent.covariance, targets, alpha, points)
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-
-    def test_bernoulli(self, alpha, scale):
-        latent, targets = random_latent(size=1, scale=scale), torch.tensor([[1], [0], [0], [1]])
-        found = Bernoulli().log_power_mean(latent.mean, latent.covariance, targets, alpha)
-        wanted = integrated(Bernoulli(), latent.mean, latent.covariance, targets, alpha, 4001)
-        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-7)
-        flat = Bernoulli().log_power_mean(latent.mean, latent.covariance, targets[:, 0].bool(), alpha)
-        assert torch.equal(flat, found)
-
-    @pytest.mark.quick(2)
-    def test_bernoulli_of_two_correlated_outputs(self, alpha, scale):
-        """Exact at α = 0, which sees no correlation; else 400 000 draws, five standard errors of at most 0.002."""
-        latent, targets = random_latent(size=2, scale=scale), torch.tensor([[1, 0], [0, 0], [1, 1], [0, 1]])
-        link = None if alpha == 0 else SampledLink(400_000)
-        found = Bernoulli().log_power_mean(latent.mean, latent.covariance, targets, alpha, link=link)
-        wanted = integrated(Bernoulli(), latent.mean, latent.covariance, targets, alpha, 301)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-7 if alpha == 0 else 1e-2)
-
-    def test_categorical_of_two_classes(self, alpha, scale):
-        latent, labels = random_latent(size=2, scale=scale), torch.tensor([0, 1, 1, 0])
-        found = Categorical().log_power_mean(latent.mean, latent.covariance, labels, alpha)
-        mean, covariance = without_shift(latent.mean, latent.covariance)
-        wanted = integrated(Shifted(), mean, covariance, labels, alpha, 4001)
-        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-7)
-        drawn = Categorical().log_power_mean(latent.mean, latent.covariance, labels, alpha, link=SampledLink(200_000))
-        torch.testing.assert_close(drawn, wanted, rtol=0, atol=2e-2)
-
-    @pytest.mark.quick(2)
-    def test_categorical_of_three_classes(self, alpha, scale):
-        latent, labels = random_latent(size=3, scale=scale), torch.tensor([0, 1, 2, 0])
-        mean, covariance = without_shift(latent.mean, latent.covariance)
-        wanted = integrated(Shifted(), mean, covariance, labels, alpha, 301)
-        found = Categorical().log_power_mean(latent.mean, latent.covariance, labels, alpha, link=SampledLink(400_000))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
-        default = Categorical().log_power_mean(latent.mean, latent.covariance, labels, alpha)  # 512 draws
-        torch.testing.assert_close(default, wanted, rtol=0, atol=0.5)
-
-    @pytest.mark.quick(2)
-    def test_a_likelihood_without_a_form_of_its_own(self, alpha, scale):
-        latent, targets = (
-            random_latent(size=1, scale=0.3 * scale),
-            torch.tensor([[0.0], [1.0], [3.0], [2.0]], dtype=F64),
-        )
-        found = Poisson().log_power_mean(latent.mean, latent.covariance, targets, alpha, link=SampledLink(400_000))
-        wanted = integrated(Poisson(), latent.mean, latent.covariance, targets, alpha, 4001)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=4e-2)
+@pytest.mark.parametrize("case", INTEGRALS)
+def test_power_means_are_integrals(case, alpha, scale):
+    """Draws are within five standard errors."""
+    likelihood, targets, link, tolerance = INTEGRALS[case]
+    size = int(targets.max()) + 1 if targets.ndim == 1 else targets.shape[1]
+    latent = random_latent(size=size, scale=0.3 * scale if case == "poisson" else scale)
+    mean, covariance, integrand = latent.mean, latent.covariance, likelihood
+    if targets.ndim == 1:
+        (mean, covariance), integrand = without_shift(mean, covariance), Shifted()
+    wanted = integrated(integrand, mean, covariance, targets, alpha, 4001 if mean.shape[1] == 1 else 301)
+    if case == "two labels" and alpha == 0:  # exact, since it sees no correlation
+        link, tolerance = None, 1e-7
+    found = likelihood.log_power_mean(latent.mean, latent.covariance, targets, alpha, link=link)
+    torch.testing.assert_close(found, wanted, rtol=tolerance if link is None and tolerance < 0.1 else 0, atol=tolerance)
 
 
 def test_link_of_a_prediction_at_one():

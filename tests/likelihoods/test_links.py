@@ -66,15 +66,6 @@ def test_probit_formula(scale, size):
     torch.testing.assert_close(Probit(scale=scale).log_probs(latent).exp(), expected)
 
 
-@pytest.mark.parametrize("scale", ["mean", "weighted", "class"])
-def test_probit_of_two_classes_is_the_binary_one(scale):
-    latent = random_latent(size=2)
-    gap = latent.mean[:, 1] - latent.mean[:, 0]
-    variance = latent.covariance[:, 0, 0] + latent.covariance[:, 1, 1] - 2 * latent.covariance[:, 0, 1]
-    expected = torch.sigmoid(gap / torch.sqrt(1 + math.pi / 8 * variance))
-    torch.testing.assert_close(Probit(scale=scale).log_probs(latent)[:, 1].exp(), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("batch", "size"), [(1, 2), (7, 10), (5, 1000)])
 def test_one_scale_keeps_the_classes(size, batch, dtype):
@@ -290,38 +281,20 @@ def test_classes_that_cannot_be_in_files_comparisons_and_other_shapes(tmp_path):
         lw.fit(model, (x, torch.randn(20, 8)), lw.KFAC(), forward=forward)
 
 
-def test_streamlined_and_deployed_networks_leave_out_classes_that_cannot_be():
-    """They equal the same calls without such classes."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("where", "value"), [("forward", -1e4), ("forward", -math.inf), ("bias", -1e4)])
+def test_streamlined_and_deployed_networks_leave_out_classes_that_cannot_be(where, value):
+    """They equal the same calls without such classes, which a forward function or the last bias rules out."""
     model, x, y = torch.nn.Linear(4, 3).eval(), torch.randn(30, 4), torch.arange(30) % 3
-
-    def fitted(value):
-        forward = lambda model, x: torch.nn.functional.pad(model(x), (0, 12), value=value)  # noqa: E731
-        return lw.fit(model, (x, y), lw.Diagonal(), prior_precision=1.0, forward=forward)
-
-    alone = lw.fit(model, (x, y), lw.Diagonal(), prior_precision=1.0)
-    for found in (lambda fit: fit.predict(x, via=lw.Streamlined()).probs, lambda fit: lw.deploy(fit, x)(x)):
-        for value in (-1e4, -math.inf):
-            torch.testing.assert_close(found(fitted(value))[:, :3], found(alone), rtol=0.0, atol=1e-5)
-
-
-def masked_bias(value=-1e4):
-    """A network whose last bias rules out two of five classes, and the same network without these."""
-    whole, fewer = torch.nn.Linear(4, 5), torch.nn.Linear(4, 3)
+    whole, forward = torch.nn.Linear(4, 5).eval(), None
     with torch.no_grad():
-        whole.bias[3:] = value
-        fewer.weight.copy_(whole.weight[:3])
-        fewer.bias.copy_(whole.bias[:3])
-    return whole.eval(), fewer.eval()
-
-
-def test_a_deployed_last_layer_whose_bias_rules_out_classes():
-    torch.manual_seed(0)
-    x, y = torch.randn(30, 4), torch.arange(30) % 3
-    whole, fewer = (lw.fit(one, (x, y), lw.Diagonal(), prior_precision=1.0) for one in masked_bias())
-    expected = lw.deploy(fewer, x)(x)
-    torch.testing.assert_close(lw.deploy(whole, x)(x)[:, :3], expected, rtol=0.0, atol=1e-5)
-    torch.testing.assert_close(whole.predict(x).probs[:, :3], fewer.predict(x).probs, rtol=0.0, atol=1e-5)
+        whole.weight[:3], whole.bias[:3], whole.bias[3:] = model.weight, model.bias, value
+    if where == "forward":
+        whole, forward = model, lambda model, x: torch.nn.functional.pad(model(x), (0, 12), value=value)
+    alone = lw.fit(model, (x, y), lw.Diagonal(), prior_precision=1.0)
+    found = lw.fit(whole, (x, y), lw.Diagonal(), prior_precision=1.0, forward=forward)
+    for call in (lambda fit: fit.predict(x, via=lw.Streamlined()).probs, lambda fit: lw.deploy(fit, x)(x)):
+        torch.testing.assert_close(call(found)[:, :3], call(alone), rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(found.predict(x).probs[:, :3], alone.predict(x).probs, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [-1e4, -math.inf])

@@ -12,7 +12,7 @@ import lapwing as lw
 from lapwing.errors import LapwingError
 from tests import oracle
 from tests.conformance import close
-from tests.likelihoods.fakes import FakeDraws, joint_latent, random_latent
+from tests.likelihoods.fakes import joint_latent, random_latent
 
 F64 = torch.float64
 NOISE = [0.1, 0.5]
@@ -80,18 +80,6 @@ def test_draws_have_the_noise_of_their_output(latent):
     )
     whole = prediction.distribution()
     torch.testing.assert_close(whole.variance.flatten(), prediction.variance.flatten())
-
-
-def test_weight_draws_are_a_mixture():
-    draws = torch.randn(7, 3, 2, dtype=F64)
-    prediction = lw.Gaussian(NOISE).predict(FakeDraws(draws))
-    y = torch.randn(3, 2, dtype=F64)
-    wanted = dist.Normal(draws, SCALE).log_prob(y).sum(-1).logsumexp(0) - torch.tensor(7.0).log()
-    torch.testing.assert_close(prediction.log_prob(y), wanted)
-    torch.testing.assert_close(prediction.distribution().log_prob(y), wanted)
-    low, high = prediction.interval(0.8)
-    cdf = lambda end: dist.Normal(draws, SCALE).cdf(end).mean(0)  # noqa: E731
-    torch.testing.assert_close(cdf(high) - cdf(low), torch.full((3, 2), 0.8, dtype=F64))
 
 
 @pytest.mark.quick(3)

@@ -103,10 +103,6 @@ def weight_covariances(tangent, covariance) -> dict[str, Tensor]:
     return out
 
 
-def mlp(outputs: int = 3) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
-
-
 def survey(model, x, params=None):
     return tn.Tangent.survey(model.eval(), x, params or tn.matching("*"))
 
@@ -131,11 +127,11 @@ def linear_by_loops(mean: Tensor, cov: Tensor, weight: Tensor, S: Tensor | None)
     return out
 
 
-def mlp_by_loops(model, S: dict[str, Tensor], x: Tensor, diagonal: bool) -> Tensor:
-    """Output covariances (B, C, C) of linear layers with tanh between them, one sample at a time."""
+def mlp_by_loops(model, S: dict[str, Tensor], x: Tensor, diagonal: bool, of_x: Tensor | None = None) -> Tensor:
+    """Output covariances (B, C, C) of linear layers with tanh between them, one sample at a time; `of_x` is Cov[x]."""
     results, last = [], str(len(model) - 1)
-    for mean in x:
-        cov = torch.zeros(len(mean), len(mean), dtype=F64)
+    for sample, mean in enumerate(x):
+        cov = torch.zeros(len(mean), len(mean), dtype=F64) if of_x is None else of_x[sample]
         for name, module in model.named_children():
             if isinstance(module, nn.Tanh):
                 mean = mean.tanh()

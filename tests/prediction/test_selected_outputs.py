@@ -8,25 +8,8 @@ import torch
 
 import lapwing as lw
 from tests.conformance import Setup, close
+from tests.prediction.test_linear_draws import METHODS, fitted
 from tests.zoo import ZOO
-
-METHODS = {
-    "diagonal": lw.Diagonal(),
-    "kfac": lw.KFAC(),
-    "ekfac": lw.EKFAC(),
-    "full": lw.Full(),
-    "ella": lw.ELLA(rank=6, rows=12),
-    "ella_prior": lw.ELLA(rank=6, rows=12, residual="prior"),
-    "sampled_lla": lw.SampledLLA(draws=5, em_steps=0),
-    "mean_field": lw.MeanField(steps=2),
-    "some_weights": lw.SubsetOfWeights(10),
-}
-TUNED = ("mean_field", "sampled_lla")
-
-
-def fitted(method: str, name: str = "mlp", **options: object) -> tuple[Setup, lw.Posterior]:
-    setup = Setup(ZOO[name])
-    return setup, setup.fit(METHODS[method], **({"tune": None} if method in TUNED else {}), **options)
 
 
 def block(covariance: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:

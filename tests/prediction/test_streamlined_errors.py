@@ -50,6 +50,12 @@ def test_control_flow_on_data_is_named():
     refuse(Branching(), torch.ones(3, 4, dtype=F64), "torch.export cannot read the forward of Branching")
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
+def test_groups_with_correlated_weights_are_named(layer):
+    model = nn.Sequential(layer(4, 6, 2, groups=2), nn.Flatten())
+    refuse(model, torch.randn(2, 4, 3, 2, dtype=F64), "it has groups, and the posterior correlates all its weights")
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("mode", ["diagonal", "full"])
 @pytest.mark.parametrize("name", ["tied", "shared_module", "functional_reuse"])

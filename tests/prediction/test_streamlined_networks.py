@@ -13,7 +13,7 @@ from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, build, surveyed
+from tests.prediction.streamlined_oracle import F64, KINDS, build, surveyed
 from tests.quick import others_slow
 from tests.zoo import ZOO
 
@@ -63,13 +63,19 @@ def test_zoo_keeps_means_and_does_not_depend_on_the_batch(name):
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
-@pytest.mark.parametrize("name", others_slow(LAST, QUICK))
-@pytest.mark.parametrize("mode", ["full", pytest.param("diagonal", marks=pytest.mark.slow)])
-def test_last_layer_is_linearised(name, mode):
+@pytest.mark.quick(8)
+@pytest.mark.parametrize(
+    ("name", "kind", "mode"),
+    [
+        *((name, "dense block", mode) for mode in ("full", "diagonal") for name in LAST),
+        *(("mlp", kind, mode) for mode in ("full", "diagonal") for kind in KINDS if kind != "dense block"),
+    ],
+)
+def test_last_layer_is_linearised(name, kind, mode):
     case = ZOO[name]
     x = case.inputs(3, 0)
     tangent = tn.Tangent.survey(case.build(), x, tn.last_layer)
-    covariance = build(tangent, "dense block")
+    covariance = build(tangent, kind)
     expected = Linearized().latent(tangent, covariance, x, joint=False)
     found = Streamlined(mode).latent(tangent, covariance, x)
     torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-12)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from lapwing import tangent as tn
-from lapwing.errors import LapwingError
 from lapwing.network.eager import without_compiled
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
@@ -66,65 +65,31 @@ def test_mean_over_the_positions_of_one_layer_is_exact(layer, positive, kind):
     assert (found >= expected * (1 - 1e-9)).all()
 
 
-TRANSPOSED = {
-    "1d": (lambda: nn.ConvTranspose1d(3, 2, 4, stride=3, padding=1), (3, 5)),
-    "2d": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1, bias=False), (2, 3, 4)),
-    "groups": (lambda: nn.ConvTranspose2d(4, 6, (3, 2), stride=(1, 2), dilation=2, groups=2), (4, 3, 2)),
-    "3d": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=2), (2, 2, 3, 2)),
-}
-
-
-@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "dense block", "low rank"])
-@pytest.mark.parametrize("name", others_slow(TRANSPOSED, ["2d", "groups"]))
-def test_one_transposed_convolution_is_exact(name, kind):
-    torch.manual_seed(0)
-    make, shape = TRANSPOSED[name]
-    model, x = nn.Sequential(make(), nn.Flatten()).double().eval(), torch.randn(2, *shape, dtype=F64)
-    tangent = tn.Tangent.survey(model, x, tn.matching("*"))
-    covariance = build(tangent, kind)
-    if name == "groups" and kind in ("dense block", "low rank"):
-        with pytest.raises(LapwingError, match="it has groups, and the posterior correlates all its weights"):
-            Streamlined().latent(tangent, covariance, x)
-        return
-    expected = Linearized().latent(tangent, covariance, x, joint=False)
-    torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).variance, expected.variance)
-    torch.testing.assert_close(Streamlined("full").latent(tangent, covariance, x).covariance, expected.covariance)
+def one_equals_several(model, x, shape, kind="diagonal"):
+    """Asserts that equal positions in this shape give the covariances of one."""
+    results = []
+    for inputs in (x, x.expand(shape).contiguous()):
+        tangent = tn.Tangent.survey(model, inputs, tn.matching("*"))
+        torch.manual_seed(1)
+        results.append(Streamlined().latent(tangent, build(tangent, kind), inputs).covariance)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
 def test_equal_positions_are_one(kind):
     """A network of pixels that are all alike is the network of one pixel, whatever its activations."""
-    torch.manual_seed(0)
     deep = nn.Sequential(
         nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.GELU(), nn.Conv2d(6, 5, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
         nn.Flatten(), nn.Linear(5, 2),
     ).double().eval()  # fmt: skip
-    x = torch.randn(4, 3, 1, 1, dtype=F64)
-    results = []
-    for inputs in (x, x.expand(4, 3, 5, 4).contiguous()):
-        tangent = tn.Tangent.survey(deep, inputs, tn.matching("*"))
-        torch.manual_seed(1)
-        results.append(Streamlined().latent(tangent, build(tangent, kind), inputs).covariance)
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
-
-
-def one_token_equals_six(model, x):
-    """Asserts that six equal tokens give the covariances of one, x (4, 1, 3)."""
-    results = []
-    for inputs in (x, x.expand(4, 6, 3).contiguous()):
-        tangent = tn.Tangent.survey(model, inputs, tn.matching("*"))
-        torch.manual_seed(1)
-        results.append(Streamlined().latent(tangent, covariance_of(tangent), inputs).covariance)
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+    one_equals_several(deep, torch.randn(4, 3, 1, 1, dtype=F64), (4, 3, 5, 4), kind)
 
 
 def test_attention_and_residuals_of_equal_tokens_are_one():
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, activation="gelu")
     model = nn.Sequential(nn.Linear(3, 8), layer, mean_of_tokens(), nn.Linear(8, 2)).double().eval()
-    x = torch.randn(4, 1, 3, dtype=F64)
-    one_token_equals_six(model, x)
+    one_equals_several(model, torch.randn(4, 1, 3, dtype=F64), (4, 6, 3))
 
 
 # ---- nearer the linearised variances
@@ -300,9 +265,7 @@ def test_equal_positions_stay_one_in_gates_and_quotients(function):
         def forward(self, x):
             return function(self.a(x), self.b(x)).mean(1)
 
-    torch.manual_seed(0)
-    model, x = Two().double().eval(), torch.randn(4, 1, 3, dtype=F64)
-    one_token_equals_six(model, x)
+    one_equals_several(Two().double().eval(), torch.randn(4, 1, 3, dtype=F64), (4, 6, 3))
 
 
 def test_differentiable_in_inputs_where_variances_are_zero():

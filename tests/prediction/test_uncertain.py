@@ -12,7 +12,7 @@ from torch.func import jacrev
 import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.prediction.propagation import certain_latent, untreated
-from tests.prediction.streamlined_oracle import assert_within_monte_carlo_error, linear_by_loops
+from tests.prediction.streamlined_oracle import assert_within_monte_carlo_error, mlp_by_loops, weight_covariances
 
 F64 = torch.float64
 WAYS = [lw.Linearized(), lw.Streamlined(), lw.Streamlined("full"), lw.MonteCarlo(20)]
@@ -105,23 +105,9 @@ def test_full_mode_with_weights_equals_loops():
     """Equations 3 and 4, starting from Cov[x]."""
     model, x = made("mlp")
     posterior, s = fitted(model, x), psd(3, 4)
-    dense, start, blocks = posterior.covariance.to_dense(), 0, {}
-    for block in posterior.tangent.blocks:
-        part, start = slice(start, start + block.size), start + block.size
-        blocks[block.name] = dense[part, part].reshape(*block.matrix_shape[1:], *block.matrix_shape[1:])
     found = posterior.latent(lw.Uncertain(x, covariance=s), via=lw.Streamlined("full")).covariance
-    for mean, cov, expected in zip(x, s, found, strict=True):
-        for name in ("0", "2"):
-            layer = model[int(name)]
-            joined = torch.cat([layer.weight, layer.bias[:, None]], 1).detach()
-            mean = torch.cat([mean, torch.ones(1, dtype=F64)])
-            padded = torch.zeros(len(mean), len(mean), dtype=F64)
-            padded[:-1, :-1] = cov
-            cov, mean = linear_by_loops(mean, padded, joined, blocks[name]), joined @ mean
-            if name == "0":
-                mean = mean.tanh()
-                cov = (1 - mean**2)[:, None] * cov * (1 - mean**2)
-        torch.testing.assert_close(cov, expected)
+    weights = weight_covariances(posterior.tangent, posterior.covariance)
+    torch.testing.assert_close(found, mlp_by_loops(model, weights, x, diagonal=False, of_x=s))
 
 
 def test_diagonal_mode_with_certain_weights_is_a_product_of_squares():
@@ -220,7 +206,7 @@ class TestEveryWay:
         torch.testing.assert_close(found.variance[3:], found.variance[:3])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined(), lw.Streamlined("full")])
 @pytest.mark.parametrize("bayes", [False, True])
 def test_derivatives(via, bayes):

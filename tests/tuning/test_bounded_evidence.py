@@ -80,11 +80,11 @@ def test_costs_equal_predictions_made_one_by_one(name, method):
         assert found == pytest.approx(cost(candidate, loader), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize(("nats", "params"), [(0.002, lw.everything), (0.005, lw.last_layer), (0.05, lw.everything)])
+@pytest.mark.parametrize(("nats", "params"), [(0.002, lw.everything), (0.01, lw.last_layer)])
 def test_a_network_that_memorised_its_labels_is_held_to_the_bound(params, nats):
     model, loader = memorised()
     wide = lw.fit(model, loader, lw.KFAC(), params=params, tune=lw.Evidence())
-    tuned = BoundedEvidence(nats, points=161).tune(wide, Training(loader))
+    tuned = BoundedEvidence(nats, points=81).tune(wide, Training(loader))
     assert cost(wide, loader) > 3 * nats
     assert tuned.prior_precision > 3 * wide.prior_precision
     assert cost(tuned, loader) == pytest.approx(nats, rel=1e-2)
@@ -285,6 +285,7 @@ def test_the_width_holds_under_scaled_data_and_a_temperature():
         assert total(tuned, loader) == pytest.approx(expected(tuned, loader, exact), rel=0.02)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("delta", [0.01, 1.0])
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), None], ids=repr)
 def test_noise_at_a_given_prior_precision_is_about_the_best(method, delta):
@@ -396,10 +397,8 @@ def test_a_yardstick_far_above_the_width_multiplies_all_variances(times, caplog)
     assert ("All variances were multiplied by 1e+03" in caplog.text) is (times > 1.5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1000.0])
-@pytest.mark.parametrize("positions", [False, True])
-def test_error_of_a_fresh_copy(scale, positions, caplog):
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("scale", "positions"), [(1.0, False), (1000.0, True)])
+def test_error_of_a_fresh_copy(scale, positions):
     x = torch.randn(200, 3)
     y = scale * (7 + x @ torch.tensor([[1.0, 2.0], [-1.0, 0.0], [0.5, 1.0]]) + 0.1 * torch.randn(200, 2))
     model = nn.Sequential(nn.Linear(3, 10), nn.Linear(10, 2)).eval()
@@ -674,14 +673,8 @@ def test_exact_draws_are_as_wide_as_the_posterior_that_they_are_drawn_from():
     posterior = lw.fit(model, [(x, y)], DRAWS, tune=None)
     found = leave_one_out(posterior, [(x, y)]).drawn
     delta, noise = posterior.prior_precision, posterior.noise_variance
-    rows = torch.autograd.functional.jacobian(
-        lambda *w: torch.func.functional_call(model, dict(zip(dict(model.named_parameters()), w, strict=True)), x)[
-            :, 0
-        ],
-        tuple(model.parameters()),
-    )
-    kernel = torch.cat([row.flatten(1) for row in rows], 1)
-    kernel = kernel @ kernel.T / delta + noise * torch.eye(30, dtype=x.dtype)
+    rows, _ = process(model, [(x, y)], [(n, 0) for n in range(30)], 0.0)
+    kernel = rows @ rows.T / delta + noise * torch.eye(30, dtype=x.dtype)
     assert found == pytest.approx(float((1 / torch.linalg.inv(kernel).diagonal()).mean()), rel=1e-8)
 
 
