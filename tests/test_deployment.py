@@ -117,6 +117,8 @@ def assert_same(
     else:
         prediction: Any = posterior.predict(x, via=via, link=link)
         wanted = [prediction.probs] if hasattr(prediction, "probs") else [prediction.mean, prediction.variance]
+        if outputs == "scores":
+            wanted += [prediction.entropy(), prediction.mutual_information()]
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
@@ -158,11 +160,18 @@ def test_exported(name: str) -> None:
         assert_same(module(inputs(size)), posterior, inputs(size), lw.Streamlined(), "latent", 2e-6)
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_onnx(name: str, tmp_path: Path) -> None:
+ONNX = [
+    ("mlp", "prediction"),
+    ("mlp", "scores"),
+    *((name, "latent") for name in NETWORKS if name != "mlp" and not name.startswith("one")),
+]
+
+
+@pytest.mark.parametrize("case", others_slow(ONNX, ONNX[:1]), ids=str)
+def test_onnx(case: tuple[str, str], tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
+    name, outputs = case
     inputs = NETWORKS[name][1]
-    outputs = "prediction" if name == "mlp" else "latent"
     posterior, predictor = deployed(name, outputs)
     path = predictor.to_onnx(tmp_path / "network.onnx", inputs(1))
     for size in SIZES:
@@ -175,7 +184,8 @@ def test_onnx(name: str, tmp_path: Path) -> None:
             assert off.median() <= 1e-5
             assert off.max() <= 1e-3
         else:
-            assert_same(found, posterior, inputs(size), lw.Streamlined(), outputs, 1e-5)
+            tolerance = 1e-4 if outputs == "scores" else 1e-5
+            assert_same(found, posterior, inputs(size), lw.Streamlined(), outputs, tolerance)
 
 
 @pytest.mark.parametrize("name", others_slow(["mlp", "mnist_cnn", "gpt2"], ["mlp"]))
@@ -254,10 +264,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bridge": ({"method": lw.KFAC(), **LAST}, {"link": lw.LaplaceBridge()}),
     "bernoulli": ({"likelihood": lw.Bernoulli()}, {}),
     "bernoulli, probit": ({"likelihood": lw.Bernoulli()}, {"link": lw.Probit()}),
+    "scores of the last layer": (
+        {"method": lw.KFAC(), "likelihood": lw.Categorical(logit_temperature=1.5), **LAST},
+        {"via": lw.Linearized(), "outputs": "scores"},
+    ),
+    "scores of all layers": ({"method": lw.KFAC()}, {"via": lw.Scaled(lw.Streamlined(), 2.0), "outputs": "scores"}),
+    "scores of answers": (
+        {"method": lw.KFAC(), "likelihood": lw.Bernoulli(), **LAST},
+        {"via": lw.Linearized(), "outputs": "scores"},
+    ),
     "one output": ({"name": "one output", "method": lw.KFAC()}, {}),
     "one output, linearized": ({"name": "one output", "method": lw.KFAC(), **LAST}, {"via": lw.Linearized()}),
 }
-QUICK_CASES = ("last layer, kfac", "last layer, ella", "all layers, kfac", "all layers, ella", "scaled")
+QUICK_CASES = (
+    "last layer, kfac",
+    "last layer, ella",
+    "all layers, kfac",
+    "all layers, ella",
+    "scaled",
+    "scores of the last layer",
+)
 
 
 @pytest.mark.parametrize("case", others_slow(CASES, QUICK_CASES))
@@ -265,35 +291,11 @@ def test_posteriors_ways_links_and_likelihoods(case: str) -> None:
     of_fit, options = CASES[case]
     posterior, inputs = fitted(**{"name": "mlp", **of_fit})
     predictor = lw.deploy(posterior, inputs(2), **options)
+    assert options.get("outputs") != "scores" or predictor.returns == ("probabilities", "entropy", "mutual_information")
     via, outputs = options.get("via", lw.Streamlined()), options.get("outputs", "prediction")
-    tolerance = 1e-4 if isinstance(options.get("link"), lw.Quadrature) else 5e-6
+    tolerance = 1e-4 if outputs == "scores" or isinstance(options.get("link"), lw.Quadrature) else 5e-6
     for size in SIZES:
         assert_same(predictor(inputs(size)), posterior, inputs(size), via, outputs, tolerance, options.get("link"))
-
-
-@pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "onnx"])
-@pytest.mark.parametrize(
-    ("likelihood", "params", "via"),
-    [
-        (lw.Categorical(logit_temperature=1.5), lw.last_layer, lw.Linearized()),
-        pytest.param(lw.Categorical(), lw.everything, lw.Scaled(lw.Streamlined(), 2.0), marks=pytest.mark.slow),
-        pytest.param(lw.Bernoulli(), lw.last_layer, lw.Linearized(), marks=pytest.mark.slow),
-    ],
-    ids=["last layer", "all layers", "bernoulli"],
-)
-def test_scores(likelihood: Any, params: Any, via: Any, onnx: bool, tmp_path: Path) -> None:
-    """Probabilities, entropy and mutual information."""
-    posterior, inputs = fitted("mlp", lw.KFAC(), params, likelihood)
-    predictor = lw.deploy(posterior, inputs(2), via, outputs="scores")
-    assert predictor.returns == ("probabilities", "entropy", "mutual_information")
-    path = predictor.to_onnx(tmp_path / "network.onnx", inputs(2)) if onnx else Path()
-    for size in SIZES:
-        wanted: Any = posterior.predict(inputs(size), via=via)
-        found = map(torch.as_tensor, onnx_outputs(path, inputs(size))) if onnx else predictor(inputs(size))
-        values = wanted.probs, wanted.entropy(), wanted.mutual_information()
-        assert values[2].min() > 1e-4
-        for ours, theirs in zip(found, values, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_scores_are_for_labels() -> None:

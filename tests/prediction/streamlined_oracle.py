@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.func import jacrev
 
 from lapwing import tangent as tn
 from lapwing.covariance import (
@@ -59,6 +60,12 @@ def propagate(function, inputs, variances, **options):
     noisy = with_leaves(inputs, {place: Uncertain(leaves[place], v) for place, v in variances.items()})
     latent = Streamlined(**options).latent(tangent, covariance, noisy)
     return latent.mean, latent.variance - covariance.diagonal()["shift"], model
+
+
+def jacobians(model, x: Tensor) -> Tensor:
+    """J (B, n_out, n_in) sample by sample."""
+    rows = [jacrev(lambda one: model(one[None])[0])(sample).reshape(-1, sample.numel()) for sample in x]
+    return torch.stack(rows).detach()
 
 
 def psd(size: int) -> Tensor:

@@ -44,20 +44,24 @@ def cut(x, rows):
     return tuple(value[rows] for value in x) if isinstance(x, tuple) else x[rows]
 
 
-@pytest.mark.parametrize("name", others_slow(NAMES, QUICK))
-def test_zoo_keeps_means_and_does_not_depend_on_the_batch(name):
+FEATURES = [f"{name}, features" for name in ("gpt2", "mha", "mha_seq_first")]
+
+
+@pytest.mark.parametrize("label", others_slow([*NAMES, *FEATURES], (*QUICK, FEATURES[1])))
+def test_zoo_keeps_means_and_does_not_depend_on_the_batch(label):
+    name, way = label.partition(",")[0], Streamlined(attention="features" if label in FEATURES else "values")
     torch.manual_seed(1)
     case, tangent = ZOO[name], surveyed(name)
     model, x = tangent.model, case.inputs(4, 0)
     before = copy.deepcopy(getattr(model, "_orig_mod", model).state_dict())
     covariance = covariance_of(tangent)
-    latent = Streamlined().latent(tangent, covariance, x)
+    latent = way.latent(tangent, covariance, x)
     torch.testing.assert_close(latent.mean, call(model, x).detach(), rtol=1e-12, atol=1e-12)
     assert (latent.variance > 0).all()
     for rows in (slice(0, 1), slice(1, 4)):
-        part = Streamlined().latent(tangent, covariance, cut(x, rows))
+        part = way.latent(tangent, covariance, cut(x, rows))
         torch.testing.assert_close(part.covariance, latent.covariance[rows], rtol=1e-9, atol=1e-12)
-    other = Streamlined().latent(tangent, covariance, case.inputs(3, 7))
+    other = way.latent(tangent, covariance, case.inputs(3, 7))
     torch.testing.assert_close(other.mean, call(model, case.inputs(3, 7)).detach(), rtol=1e-12, atol=1e-12)
     after = getattr(model, "_orig_mod", model).state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())

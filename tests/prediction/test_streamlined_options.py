@@ -11,17 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lapwing as lw
 from lapwing import tangent as tn
-from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.errors import LapwingError
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from tests.prediction.streamlined_oracle import F64, propagate
-
-
-def diagonal_posterior(tangent, precision: float):
-    structures = {b.name: DiagonalBlock(torch.rand(b.size, dtype=F64)) for b in tangent.blocks}
-    return Blockwise(tangent.blocks, structures, torch.full((len(tangent.blocks),), precision, dtype=F64), 1.0)
-
+from tests.prediction.test_streamlined_networks import covariance_of
 
 # ---- attention
 
@@ -136,7 +130,7 @@ def test_correlated_branches_bring_variances_nearer_the_linearised_ones():
     model = nn.Sequential(nn.Linear(4, 5), *blocks, nn.Linear(5, 2)).double().eval()
     x = torch.randn(6, 4, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
-    covariance = diagonal_posterior(tangent, 1e6)
+    covariance = covariance_of(tangent, precision=1e6)
     exact = Linearized().latent(tangent, covariance, x, joint=False)
     errors = []
     for residual in ("independent", "correlated"):
@@ -164,7 +158,7 @@ def test_variances_that_overflow_are_refused(covariance):
 def test_hooks_that_come_and_go_between_predictions_count():
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval(), torch.randn(5, 3, dtype=F64)
     tangent = tn.Tangent.survey(model, x)
-    covariance = diagonal_posterior(tangent, 4.0)
+    covariance = covariance_of(tangent, precision=4.0)
     before = Streamlined().latent(tangent, covariance, x)
     handle = model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
     torch.testing.assert_close(Streamlined().latent(tangent, covariance, x).mean, model(x).detach())

@@ -12,7 +12,7 @@ from lapwing import tangent as tn
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.uncertain import Uncertain
-from tests.prediction.streamlined_oracle import F64, KINDS, Function, build, propagate
+from tests.prediction.streamlined_oracle import F64, KINDS, Function, build, jacobians, propagate
 
 
 def through(operation: nn.Module, x: Tensor, v: Tensor, **options):
@@ -20,12 +20,6 @@ def through(operation: nn.Module, x: Tensor, v: Tensor, **options):
     for parameter in operation.parameters():
         nn.init.uniform_(parameter, 0.2, 1.0)
     return propagate(operation, x, {0: v}, **options)
-
-
-def jacobians(model, x: Tensor) -> Tensor:
-    """J (B, n_out, n_in) sample by sample."""
-    rows = [jacrev(lambda one: model(one[None])[0])(sample).reshape(-1, sample.numel()) for sample in x]
-    return torch.stack(rows).detach()
 
 
 def check_independent(operation, shape: tuple[int, ...], **options) -> None:

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lapwing.prediction.streamlined import Streamlined
-from tests.prediction.streamlined_oracle import F64, surveyed
-from tests.prediction.test_streamlined_networks import covariance_of
-from tests.prediction.test_streamlined_options import propagate
-from tests.zoo import ZOO
+from tests.prediction.streamlined_oracle import F64, propagate
 
 
 class Attention(nn.Module):
@@ -68,16 +64,3 @@ def test_features_of_a_head_that_share_inputs_equal_loops(options):
     torch.testing.assert_close(found, expected.flatten(1))
     _, plain, _ = propagate(model, inputs, spreads, positions="independent")
     assert (plain - found).abs().max() > 0.01 * found.mean()
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["gpt2", "mha", "mha_seq_first"])
-def test_networks_keep_means_and_do_not_depend_on_the_batch(name):
-    tangent, x = surveyed(name), ZOO[name].inputs(4, 0)
-    covariance = covariance_of(tangent)
-    way = Streamlined(attention="features")
-    latent, plain = way.latent(tangent, covariance, x), Streamlined().latent(tangent, covariance, x)
-    torch.testing.assert_close(latent.mean, plain.mean, rtol=1e-12, atol=1e-12)
-    assert ((latent.variance / plain.variance).log().abs() < 2).all()
-    some = {k: t[:1] for k, t in x.items()} if isinstance(x, dict) else x[:1]
-    torch.testing.assert_close(way.latent(tangent, covariance, some).covariance, latent.covariance[:1])

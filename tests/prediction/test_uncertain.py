@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import jacrev
 
 import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.prediction.propagation import certain_latent, untreated
-from tests.prediction.streamlined_oracle import assert_within_monte_carlo_error, mlp_by_loops, weight_covariances
+from tests.prediction.streamlined_oracle import (
+    assert_within_monte_carlo_error,
+    jacobians,
+    mlp_by_loops,
+    weight_covariances,
+)
 
 F64 = torch.float64
 WAYS = [lw.Linearized(), lw.Streamlined(), lw.Streamlined("full"), lw.MonteCarlo(20)]
@@ -43,11 +47,6 @@ class Two(nn.Module):
 def made(name: str) -> tuple[nn.Module, Tensor]:
     make, shape = NETWORKS[name]
     return make().double().eval(), torch.randn(3, *shape, dtype=F64)
-
-
-def jacobians(model: nn.Module, x: Tensor) -> Tensor:
-    """J (B, C, n) sample by sample."""
-    return torch.stack([jacrev(lambda one: model(one[None])[0])(each).reshape(-1, each.numel()) for each in x]).detach()
 
 
 def psd(count: int, size: int) -> Tensor:

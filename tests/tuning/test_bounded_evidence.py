@@ -26,29 +26,34 @@ from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
 from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
+from tests.tuning.test_scale_factor import train
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
 
 
+def made_once(make):
+    """The function, whose results are made once for all tests and copied for each."""
+
+    @cache
+    def made(**options):
+        torch.manual_seed(0)
+        return make(**options)
+
+    def copied(**options):
+        found = copy.deepcopy(made(**options))
+        torch.manual_seed(0)
+        return found
+
+    return copied
+
+
+@made_once
 def memorised(classes=3):
     """A network that is sure of random labels, and its data in batches of 20, 10 and 10."""
-    found = copy.deepcopy(sure(classes))
-    torch.manual_seed(0)
-    return found
-
-
-@cache
-def sure(classes):
-    """The network and data of `memorised`, trained once for all tests."""
-    torch.manual_seed(0)
     x, y = torch.randn(40, 4, dtype=torch.float64), torch.randint(classes, (40,))
     model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, classes)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(300):
-        optimiser.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimiser.step()
+    train(model, lambda: cross_entropy(model(x), y), 300)
     return model.eval(), list(zip(x.split([20, 10, 10]), y.split([20, 10, 10]), strict=True))
 
 
@@ -132,25 +137,13 @@ def test_memorised_labels_that_choose_the_prior_precision_are_warned_of(classes,
         assert "memorised" not in caplog.text
 
 
+@made_once
 def overfitted(steps=300):
     """A network that fits a noisy curve too closely, its data in two batches, and other data."""
-    found = copy.deepcopy(trained(steps))
-    torch.manual_seed(0)
-    return found
-
-
-@cache
-def trained(steps):
-    """The network and data of `overfitted`, trained once for all tests."""
-    torch.manual_seed(0)
     x = torch.randn(260, 3, dtype=torch.float64)
     y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(260, 1, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        (model(x[:60]) - y[:60]).square().mean().backward()
-        optimiser.step()
+    train(model, lambda: (model(x[:60]) - y[:60]).square().mean(), steps, 0.01)
     return model.eval(), list(zip(x[:60].split(40), y[:60].split(40), strict=True)), (x[60:], y[60:])
 
 
@@ -647,11 +640,7 @@ def test_covariances_that_chose_their_own_prior_get_the_width_by_the_noise_alone
     x, new = torch.randn(60, 3, dtype=torch.float64), torch.randn(200, 3, dtype=torch.float64)
     y, targets = (z.sum(1, keepdim=True).sin() + 0.5 * torch.randn(len(z), 1, dtype=z.dtype) for z in (x, new))
     model = nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 1)).double()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(300):
-        optimiser.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimiser.step()
+    train(model, lambda: (model(x) - y).square().mean(), 300)
     model.eval()
     plain = lw.fit(model, [(x, y)], method, prior_precision=delta, tune=None)
     posterior = lw.fit(model, [(x, y)], method, prior_precision=delta)

@@ -46,8 +46,8 @@ def classification(classes=3, samples=40):
     return model, cut(x[:samples], y[:samples]), cut(x[samples:], y[samples:])
 
 
-def train(model, loss, steps=150):
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+def train(model, loss, steps=150, rate=0.02):
+    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
     for _ in range(steps):
         optimiser.zero_grad()
         loss().backward()
