@@ -13,6 +13,7 @@ from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.uncertain import Uncertain
 from tests.prediction.streamlined_oracle import F64, KINDS, Function, build, jacobians, propagate
+from tests.quick import others_slow
 
 
 def through(operation: nn.Module, x: Tensor, v: Tensor, **options):
@@ -229,10 +230,17 @@ TREATED = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick(8)
+QUICK_TREATED = [
+    ("conv 1d", "kronecker", "*"), ("conv 1d", "low rank", "*"), ("grouped conv", "kronecker", "*.weight"),
+    ("transposed 2d", "dense block", "*"), ("grouped transposed", "diagonal", "*"),
+    ("scale and shift", "diagonal", "*"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("uncertain", [False, True])
-@pytest.mark.parametrize(("name", "kind", "params"), TREATED)
-def test_treated_layer_equals_derivatives(name, kind, params, uncertain):
+@pytest.mark.parametrize("case", others_slow(TREATED, QUICK_TREATED), ids=str)
+def test_treated_layer_equals_derivatives(case, uncertain):
+    name, kind, params = case
     make, shape = LAYERS[name]
     model = nn.Sequential(make(), nn.Flatten()).double().eval()
     x, v = torch.randn(3, *shape, dtype=F64), torch.rand(3, *shape, dtype=F64) if uncertain else None
