@@ -39,12 +39,14 @@ def tiny(tmp_path, monkeypatch):
 
 def test_recomputed_results_decide(tiny, tmp_path):
     lines = []
-    slow = entry(item="Table 8", ours={"KFAC": "ella/results/none.json: nll"}, holds=("KFAC < 1",))
+    slow = entry(item="Table 8", ours={"KFAC": "ella/results/cost.json: nll"}, holds=("KFAC < 1",))
     tested = entry(item="Theorem 1", verdict="tested", ours={}, holds=(), test=("tests/a.py::good",))
+    ours = {"ViT": "../benchmarks/results/streamlined_cost.json: a"}
+    benchmark = entry(item="Table 6", ours=ours, holds=("ViT < 2",))
     skipped = entry(item="Table 7", verdict="not run: no data", ours={}, holds=())
-    assert verify.verify([entry(), slow, tested, skipped], lines.append)
+    assert verify.verify([entry(), slow, tested, skipped, benchmark], lines.append)
     assert "ella, Table 9: agrees" in lines
-    assert lines[-1] == "2 of 2 verified entries agree with the ledger; 1 take longer, 0 lack data."
+    assert lines[-1] == "2 of 2 verified entries agree with the ledger; 2 take longer, 0 lack data."
     assert not any("Table 7" in line for line in lines)
     assert tiny.__file__ == str(tmp_path / "tiny" / "one.py")
     assert not (tmp_path / "tiny" / "results").exists()  # the committed results stay as they are
