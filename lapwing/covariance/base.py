@@ -104,7 +104,7 @@ class Covariance(Stored):
 
     blocks: tuple[Block, ...]
     record_dtype: torch.dtype | None = None  # in which records must be contracted; None is the usual one
-    precision: Tensor | None = None  # prior precision δ of each block in the fit, (n_blocks,) float64, if any
+    precision: Tensor | None = None  # δ of each of `blocks`, (n_blocks,) float64; None without a prior
     full_rank: bool = False  # every direction of the weights has a positive variance
     has_prior: ClassVar[bool] = False  # the prior can be changed: ask `has_prior(covariance)`
     has_rank: ClassVar[bool] = False  # it can be restricted to leading directions: ask `has_rank(covariance)`
@@ -144,7 +144,7 @@ class Covariance(Stored):
         """Returns the covariance of one block with a matrix layout, without correlations with other layers."""
 
     def rounded(self) -> bool:
-        """Whether the rounding of sums exceeds the prior precision, and so determines the largest variances."""
+        """Whether rounding noise of the curvature exceeds `λ + δ/s` in some direction, and so decides its variance."""
         return False
 
     @property

@@ -64,7 +64,8 @@ class KroneckerBlock(Structure):
         return matrix.flatten(-3) if back else matrix
 
     def noise(self, precision: float) -> float:
-        """Compares the largest eigenvalues of all rows and columns. Eigenvalues of 0 are exact."""
+        """Returns `eps λ_max/(μ + precision)`; μ is the smallest positive maximum of a row or column of λ."""
+        # γ_j has an error of eps γ_max, largest times α_max; the same holds for α_i; eigenvalues of 0 are exact
         largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
         smallest = largest[largest > 0].amin() if largest.any() else torch.ones(())
         return float(torch.finfo(largest.dtype).eps * largest.amax() / (smallest + precision))
@@ -95,7 +96,7 @@ class KroneckerBlock(Structure):
 
     @cached_property
     def null_size(self) -> int:
-        """Number of leading input directions with equal eigenvalues: the null space of A, orthogonal to all data."""
+        """Number of leading input directions with equal λ, at least 1: the null space of A, orthogonal to all data."""
         same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
         return int(same.cumprod(0).sum())
 
@@ -146,14 +147,13 @@ class KroneckerLayer(LayerBlock):
         return term.dense() if full else term.variance()
 
     def covariances(self, mean: Tensor, variance: Tensor | None) -> EigenTerm:
-        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`: Streamlined Prediction's equation 10, exact."""
+        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`, `M = m mᵀ + variance` (Streamlined, eq. 10)."""
         assert self._inputs is not None  # tokens have no moments
         basis = self._inputs[0]
-        moment = (mean @ basis).square()
-        if variance is not None:
-            moment = moment + (
-                variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
-            )
+        moment = (mean @ basis).square()  # `(U_inᵀ M U_in)_ii` (B, I)
+        if variance is not None:  # (B, I), or covariances (B, I, I)
+            more = variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
+            moment = moment + more
         return EigenTerm(self._outputs[0], moment @ self._weights[0].T)
 
     def rotation(self) -> tuple[Tensor | None, Tensor]:

@@ -89,7 +89,7 @@ class Structure(ABC):
 def weighted(
     jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads, basis: Tensor | None = None
 ) -> Iterable[Term]:
-    """Returns `J diag(w) Jᵀ` of each sample for several w: factors if the layer has one position, else matrices.
+    """Returns the part of `J diag(w) Jᵀ` in `reads` for several w: factors if the layer has one position, or matrices.
 
     J is in the basis in which the weights are diagonal. If the layer gives the network's outputs, `basis` is U_out,
     which rotates them back; None means the identity.

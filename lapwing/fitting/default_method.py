@@ -109,10 +109,10 @@ def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tupl
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
 
-def surveyed(
+def chosen_and_checked(
     data: FitData, options: FitOptions, count: Callable[[], int], samples: int, warn: bool = True
 ) -> tuple[Method, FitShape, Prior, str | None]:
-    """Surveys the network, and checks that it fits the method, the likelihood, the tuning and the held-out data.
+    """Chooses the method, and checks that the network fits it, the likelihood, the tuning and the held-out data.
 
     Returns the method, the sizes of the fit, the prior, and the log line about a default method. `count` returns n, or
     N if only this is known, and `samples` is n, or a lower bound if counting needs a pass.

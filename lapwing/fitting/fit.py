@@ -28,7 +28,7 @@ from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Validation
 from .checkpoint import Checkpoint
 from .checks import check_memory, first_rows
-from .default_method import price, surveyed
+from .default_method import chosen_and_checked, price
 from .fingerprints import check_same_network, fingerprint_of
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -104,7 +104,7 @@ def fit(
             classifier, on them. Excludes `tune`.
         data_size: N, if the loader yields only n of N training samples. G and the log likelihood are scaled by N/n.
         weight_decay: γ, which sets `δ = N γ`.
-        temperature: τ in `Σ = (G/τ + Δ)⁻¹`. A value above 1 widens the posterior.
+        temperature: τ in `Σ = (s G + Δ)⁻¹` with `s = N/(n σ² τ)`. A value above 1 widens the posterior.
         sample_weights: whether batches are `(x, y, w)`, or dicts with the key sample_weights, with weights w (B,) of at
             least 0. A weight multiplies Λ and log p(y|f) of its sample, also when training data tune: 3 counts a sample
             three times, and 0 leaves it out. n and `data_size` count samples, not weights.
@@ -156,7 +156,7 @@ def fit(
         with file or nullcontext():
             posterior = run_and_tune(setup)
         if options.data_size is None and data.training.expected_size is None:
-            data.training.warn_of_unseen(setup.runner.shown())
+            data.training.warn_of_unseen(setup.runner.size_if_known())
         return posterior
 
 
@@ -187,8 +187,8 @@ class Setup:
 def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
     """Surveys the network, chooses the method if the user named none, and checks that all parts and the memory fit."""
     runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
-    shown = runner.shown() or batches.size(data.inputs)
-    method, shape, prior, reason = surveyed(data, options, runner.count, shown)
+    samples = runner.size_if_known() or batches.size(data.inputs)
+    method, shape, prior, reason = chosen_and_checked(data, options, runner.count, samples)
     tangent = shape.tangent
     check_memory(method, shape)
     if reason is not None:

@@ -24,7 +24,7 @@ from ..network.probe import PROBED_SAMPLES
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning
 from .checks import advice_on_memory, check_batch
-from .default_method import surveyed
+from .default_method import chosen_and_checked
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
 from .runner import Runner
@@ -162,9 +162,9 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
 
     def count() -> int:
         """Returns n, or N if n is unknown."""
-        return runner.shown() or options.data_size or runner.count()
+        return runner.size_if_known() or options.data_size or runner.count()
 
-    method, shape, _, _ = surveyed(data, options, count, count(), warn)
+    method, shape, _, _ = chosen_and_checked(data, options, count, count(), warn)
     tangent = shape.tangent
     check_batch(tangent, data.likelihood, data.inputs, data.targets)
     total, largest = _activations(tangent, data.inputs)

@@ -59,7 +59,7 @@ def posteriors_of(
         check_data_size(problem.data_size, count)
         factor *= problem.data_size / count
     whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
-    parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.prefixes.items()]
+    parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.first_parts.items()]
     if parts and factor > 1:
         parts.append(posterior(result.covariance, summary.statistics, summary.samples, 1.0))
     return whole, tuple(parts)

@@ -38,8 +38,8 @@ Stop = Callable[[Covariance, DataSummary], bool]
 class Runner:
     """Reads the data for each pass of a method. The first pass over all samples also sums likelihood statistics.
 
-    `prefixes` is the number of first parts of the data (a half, a quarter, ...) whose covariances to compute. With
-    N = `data_size`, n is not counted, because a stream may be endless.
+    `prefixes` is the number of first parts of the data (a half, a quarter, ...) whose covariances to compute. If N is
+    given (`data_size`), n is the number of samples that the first pass reads; before it, `count` reads the data.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Runner:
         self._labels: Tensor | None = None
         self._at = RunnerState()
         self._stop: Stop | None = None
-        self.prefixes: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
+        self.first_parts: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
 
     @property
     def whole(self) -> bool:
@@ -68,13 +68,13 @@ class Runner:
             self._labels = torch.cat(ranks.gathered("labels", labels))
         return self._labels
 
-    def shown(self) -> int | None:
+    def size_if_known(self) -> int | None:
         """Returns n, the number of samples, without reading the data; None if it is unknown."""
         return self._at.size or self._data.expected_size
 
     def count(self) -> int:
         """Returns n. If it is unknown, returns the number of samples read so far if N is given, or else counts them."""
-        known = self.shown()
+        known = self.size_if_known()
         if known is None and self._data_size is not None and self._at.summary.samples:
             return self._at.summary.samples
         return len(self.labels()) if known is None else known
@@ -91,8 +91,8 @@ class Runner:
         while True:
             try:
                 step = passes.send(answers.pop())
-            except StopIteration as stop:
-                result = stop.value if isinstance(stop.value, FitResult) else FitResult(stop.value)
+            except StopIteration as end:
+                result = end.value if isinstance(end.value, FitResult) else FitResult(end.value)
                 if not self._at.summary.samples and result.summary is None:
                     self._run(LikelihoodPass(problem), problem)
                 return result
@@ -113,19 +113,19 @@ class Runner:
         if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
             return self._sums(step, problem).state
         generator = problem.root.generator
-        drawn, state = generator.get_state(), None if self._stop else self._sums(step, problem).state
-        after, count = generator.get_state(), self.count()
+        state_before, state = generator.get_state(), None if self._stop else self._sums(step, problem).state
+        state_after, count = generator.get_state(), self.count()
         for samples in sorted({max(1, count >> i) for i in range(1, self._parts + 1)} - {count}):
             part = copy.copy(step)
             part.limit = samples
-            generator.set_state(drawn)  # the draws of these samples in the whole pass
+            generator.set_state(state_before)  # the draws of these samples in the whole pass
             sums = self._sums(part, problem)
             last = sums.state.mapped(torch.clone) if self._stop else State()
-            self.prefixes[samples] = part.finish(sums.state), sums.summary.statistics
-            if self._stop and self._stop(self.prefixes[samples][0], sums.summary):
+            self.first_parts[samples] = part.finish(sums.state), sums.summary.statistics
+            if self._stop and self._stop(self.first_parts[samples][0], sums.summary):
                 self._at.summary, self._at.whole = sums.summary, False
                 return last
-        generator.set_state(after)
+        generator.set_state(state_after)
         return self._sums(step, problem).state if state is None else state
 
     def _sums(self, step: Pass, problem: Problem) -> PassSums:
@@ -155,9 +155,9 @@ class Runner:
         if self._checkpoint is None:
             return at
         at = self._checkpoint.resumed(step.label, at, problem.tangent.device)
-        size, shown = at.size or at.start, self._data.known_size
-        if shown is not None and size > shown:
-            raise other_size(shown, "now", size)
+        size, known = at.size or at.start, self._data.known_size
+        if known is not None and size > known:
+            raise other_size(known, "now", size)
         if at.generator is not None:
             problem.root.generator.set_state(at.generator)
         return at

@@ -95,7 +95,7 @@ def _with_data(
     likelihood = posterior.likelihood.of_statistics(posterior.statistics)
     runner = Runner(data, checkpoint=checkpoint)
     check_same_network(tangent.model, tangent.state())
-    seed = posterior.samples  # differs from the seed for the former data
+    seed = posterior.samples  # differs from the default seed 0, and from that of an earlier update
     problem = Problem(
         tangent=tangent, likelihood=likelihood, root=FisherRoot.of(tangent, likelihood, seed + ranks.rank()),
         prior=posterior.prior, traces_wanted=bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any()),

@@ -134,7 +134,7 @@ class Outer(MatrixJacobian):
         return torch.einsum("nro,ni->roi", self.g, self.a).flatten(1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
-        """Returns `gᵀ (V_k a)` (B, R, K), for slices of V. Time O(B K O (I + R))."""
+        """Returns `g (V_k a)` (B, R, K), for slices of V. Time O(B K O (I + R))."""
         step = self.step(self.batch * self.outputs * self.a.element_size(), len(vectors))
         products = []
         for part in vectors.split(step):

@@ -1,8 +1,8 @@
 """The methods: each chooses a structure of Σ and fits it in passes over the data.
 
 It imports `posterior` and the rooms below it, never `tuning` or `fitting`. Begin with `passes.py` (the contract), then
-`diagonal.py`, the simplest method. `registry.py` lists all methods. `valla/` and `sampled_lla/` are wings: only the
-registry and `lapwing/__init__.py` import them.
+`diagonal.py`, the simplest method. `registry.py` lists the methods that `plan("all")` plans. `valla/` and
+`sampled_lla/` are wings: only the registry and `lapwing/__init__.py` import them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from .subspace import Residual, footprint_on_rows, on_basis, span_of_anchors
 
 @dataclass(frozen=True)
 class ELLA(Method):
-    """Accelerated linearised Laplace, `Σ = V (VᵀGV/τ + δI)⁻¹ Vᵀ` (Deng et al. 2022, equations 6 to 17).
+    """Accelerated linearised Laplace, `Σ = V (s VᵀGV + δI)⁻¹ Vᵀ`, s as in `KFAC` (Deng et al. 2022, eq. 6 to 17).
 
     V holds the top K right singular vectors of M sampled rows of J. With `residual="prior"` the method adds
     `δ⁻¹(I - VVᵀ)`, so directions outside the span of the rows keep the prior. If every training row is in the span, the

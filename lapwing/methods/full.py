@@ -23,7 +23,7 @@ from .subspace import orthonormal_span
 
 @dataclass(frozen=True)
 class Full(Method):
-    """Full Laplace, `Ψ = (G/τ + δI)⁻¹` over all treated weights.
+    """Full Laplace, `Ψ = (s G + Δ)⁻¹` over all treated weights, with s as in `KFAC`.
 
     The dual form uses the NC rows of `RᵀJ`. Their right singular vectors span G, so `V C Vᵀ + δ⁻¹(I - VVᵀ)` equals Ψ at
     every prior precision. It makes Full feasible for tens of thousands of weights and a few hundred samples.

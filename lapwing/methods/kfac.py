@@ -30,7 +30,7 @@ class KFAC(Method):
     """Kronecker-factored Laplace, `Σ = (s Γ ⊗ A/# + δI)⁻¹` with `s = N/(n σ² τ)`, exact in the eigenbasis.
 
     `A = Σ a aᵀ` over layer inputs (the bias is a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
-    Fisher root applied. There is no damping by √δ: δ is added to the eigenvalues `γ_j α_i` themselves.
+    Fisher root. # is the number of positions of all samples, or their total weight. There is no damping by √δ.
 
     Args:
         weight_sharing: treatment of weights that are used at several positions (convolution, tokens). "expand" treats
@@ -81,8 +81,8 @@ class KFAC(Method):
 class EKFAC(KFAC):
     """Eigenvalue-corrected KFAC: the eigenbasis of KFAC, with the true second moments of the Jacobian as eigenvalues.
 
-    `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, the best diagonal in that basis in Frobenius norm (George et al. 2018,
-    section 3). The options are those of `KFAC`.
+    `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, for each row of J as a matrix (O, I): the best diagonal in that basis in
+    Frobenius norm (George et al. 2018, section 3). The options are those of `KFAC`.
 
     Cost: two passes of C backward passes of activations each; memory O(D_in² + D_out² + P) per layer.
     """
@@ -102,12 +102,12 @@ class EKFAC(KFAC):
 
 @dataclass
 class Factors(State):
-    """Sums by block name. A block has `diagonal`, or `dense`, or A, Gamma and `count`."""
+    """Sums by block: `diagonal`, `dense`, or A, Gamma and `count`. `mirrored` or `eigen_in_place` reads A and Gamma."""
 
     diagonal: dict[str, Tensor] = field(default_factory=dict)  # `Σ J²` (P_block,)
     dense: dict[str, Tensor] = field(default_factory=dict)  # `Σ JᵀJ` (P_block, P_block)
-    A: dict[str, Tensor] = field(default_factory=dict)  # `Σ a aᵀ` (G, I, I), or its diagonal (G, I) for one-hot inputs
-    Gamma: dict[str, Tensor] = field(default_factory=dict)  # `Σ g gᵀ` (G, O, O)
+    A: dict[str, Tensor] = field(default_factory=dict)  # lower `Σ a aᵀ` (G, I, I); diagonal (G, I) if one-hot
+    Gamma: dict[str, Tensor] = field(default_factory=dict)  # lower triangle of `Σ g gᵀ` (G, O, O)
     count: dict[str, Tensor] = field(default_factory=dict)  # number of positions (1,)
     excess: dict[str, Tensor] = field(default_factory=dict)  # `Σ (w - 1)` over positions (1,) float64, if weighted
 
@@ -170,7 +170,7 @@ class _FactorPass(CurvaturePass[Factors]):
 
 
 class _SecondMoments(CurvaturePass[BlockSums]):
-    """Sums `Σ_n,r (U_outᵀ J U_in)²`, (G, O, I) for each Kronecker-factored block."""
+    """Sums `Σ_n,r (U_outᵀ J U_in)²` (G, O, I) for each Kronecker-factored block; a row of J is a matrix (O, I)."""
 
     label = "second moments in KFAC's eigenbasis"
 
@@ -197,17 +197,17 @@ class _SecondMoments(CurvaturePass[BlockSums]):
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
 
 
-def _eigenbases(state: Factors, columns: int, logits: set[str]) -> dict[str, KroneckerBlock]:
+def _eigenbases(state: Factors, rank: int, logits: set[str]) -> dict[str, KroneckerBlock]:
     """Diagonalises all factors, which are used up."""
     work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
     widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
-    return {name: _eigenbasis(state, name, columns, name in logits) for name in widest_first}
+    return {name: _eigenbasis(state, name, rank, name in logits) for name in widest_first}
 
 
-def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> KroneckerBlock:
+def _eigenbasis(state: Factors, name: str, rank: int, centred: bool) -> KroneckerBlock:
     """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # the number of positions or their total weight.
 
-    A is a sum of # squares, and Γ a sum of R # squares. For logits, Γ maps the vector of ones to 0 up to rounding. With
+    A is a sum of # squares, and Γ of `rank` # squares. For logits, Γ maps the vector of ones to 0 up to rounding. With
     a weak prior, the rounding would carry the large variance of that direction to other outputs; `centred` removes it.
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
@@ -215,7 +215,7 @@ def _eigenbasis(state: Factors, name: str, columns: int, centred: bool) -> Krone
         alpha, inputs = doubled(state.A[name]), None
     else:
         alpha, inputs = _diagonalised(state.A, name, int(count))
-    gamma, outputs = _diagonalised(state.Gamma, name, columns * int(count), centred)
+    gamma, outputs = _diagonalised(state.Gamma, name, rank * int(count), centred)
     if name in state.excess:
         tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0
         count = (doubled(count) + state.excess[name]).clamp_min(tiny)

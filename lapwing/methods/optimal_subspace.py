@@ -31,7 +31,7 @@ class OptimalSubspace(Method):
 
     U_s are the leading eigenvectors of `J_X' Ψ_approx J_X'ᵀ` on a subset X' of the inputs. If Ψ_approx is the exact
     posterior and X' are the test inputs, no other subspace of rank s has a predictive covariance closer to Full's at X'
-    (Theorem 1). The covariance uses the precision `Ψ⁻¹ = G/τ + δI` of the exact GGN (the paper's equation 19).
+    (Theorem 1). The covariance uses the precision `Ψ⁻¹ = s G + Δ` of the exact GGN (equation 19; s as in `KFAC`).
 
     Ψ_approx uses the prior precision of the fit, or 1 if that is open. Later priors keep the span.
 
@@ -82,7 +82,7 @@ class OptimalSubspace(Method):
         )
 
     def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
-        """Returns all outputs of the given inputs, or of random training inputs."""
+        """Returns all outputs at the given inputs, or at random training inputs."""
         width = problem.tangent.outputs
         if self.at is not None:
             count = batches.size(self.at)
@@ -98,9 +98,9 @@ class OptimalSubspace(Method):
         return (yield from anchors_at(problem, samples, outputs.flatten(), self.rows == "all"))
 
     def directions(self, problem: Problem, anchors: Anchors, approximate: Covariance | None) -> dict[str, Tensor]:
-        """Returns `λ^(-1/2) U_sᵀ J Ψ_approx`, from all rows in memory if they fit, else from chunks of rows.
+        """Returns s directions: `λ^(-1/2) U_sᵀ J Ψ_approx`, made orthonormal in float64 if all rows fit in memory.
 
-        The rows in memory are float64, because the leading eigenvalues of thousands of rows span many decades.
+        Eigenvalues span many decades, and Ψ may make directions near-dependent. The covariance accepts any directions.
         """
         tangent, blocks = problem.tangent, problem.tangent.blocks
         dtype = record_dtype(tangent, self.residual)

@@ -44,9 +44,9 @@ class Batch:
     weights: Tensor | None = None  # sample weights w (B,); None means ones
     likelihood: Likelihood | None = None  # its weights of targets multiply the curvature; None ignores them
     round: int = 0  # number of times that this pass has already read all data
-    _outputs: list[Tensor] = field(default_factory=list, init=False)
-    _kept: Tensor | None = field(default=None, init=False)
-    _sizes: tuple[int, ...] = field(default=(), init=False)
+    _outputs: list[Tensor] = field(default_factory=list, init=False)  # rows (N, C) of the last pass, by chunk
+    _kept: Tensor | None = field(default=None, init=False)  # mask (B, T) of the positions in them; None means all
+    _sizes: tuple[int, ...] = field(default=(), init=False)  # sizes of their positions: (T,), (H, W), ...
 
     @property
     def checked(self) -> Checked:
@@ -69,7 +69,7 @@ class Batch:
         kept = self.counted if direct and isinstance(cotangents, (FisherRoot, FisherByParts)) else None
         kept = None if kept is None else kept.flatten(1)
         for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample, kept):
-            if part.step is None:  # all outputs of these samples
+            if part.step is None:  # all positions of these samples, not one of each
                 outputs.append(record.outputs.reshape(-1, self.tangent.outputs))
             if cotangents is not None:
                 weights = self.curvature_weights(record.outputs, part, record.sizes, kept)
@@ -86,19 +86,19 @@ class Batch:
     ) -> Tensor | None:
         """Returns factors of Λ for the outputs of a part: (N, 1) or (N, C) for rows, (B, T C) for samples.
 
-        None means ones. `sizes` and `kept` are those of the records.
+        None means ones. `sizes` are the sizes of the positions, and `kept` a mask (B, T) of the recorded positions.
         """
         if self.likelihood is None and self.weights is None:
             return None
         count, targets, weights = self.targets_of_rows(sizes, kept)
-        every = self.tangent.positions.direct or count == 1
-        rows = part if every else slice(part.start * count, part.stop * count)
+        row_per_part = self.tangent.positions.direct or count == 1  # one row of targets for each entry of `part`
+        rows = part if row_per_part else slice(part.start * count, part.stop * count)
         some, flat = None if weights is None else weights[rows], outputs.reshape(-1, self.tangent.outputs)
         if self.likelihood is None:
             factors = None if some is None else some[:, None]
         else:
             factors = curvature_weights(self.likelihood, flat, targets[rows].to(outputs.device), some)
-        return factors if factors is None or every else factors.expand_as(flat).reshape_as(outputs)
+        return factors if factors is None or row_per_part else factors.expand_as(flat).reshape_as(outputs)
 
     def targets_of_rows(self, sizes: tuple[int, ...], kept: Tensor | None = None) -> tuple[int, Tensor, Tensor | None]:
         """Returns the number of positions of a sample, and targets and weights of all positions, or of `kept` ones."""
@@ -260,14 +260,14 @@ class Method(Options, ABC):
     """Whether the method fits the logit temperature, so that held-out data have nothing to choose."""
 
     accepts_further_data: ClassVar[bool] = True
-    """Whether `Posterior.update` can add data: the curvature is a sum over data on a fixed structure."""
+    """Whether `Posterior.update` can add data: Σ is made of the plain GGN sums of its structure, unlike `EKFAC`."""
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:
         """Yields passes, receives their finished states, and returns the covariance or a `FitResult`."""
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
-        """Raises if the method does not support the network or the likelihood; `lw.plan` and `passes` call it."""
+        """Raises if it does not support the network or likelihood. `lw.fit`, `lw.plan` and `check_within` call it."""
 
     def allows_early_stopping(self) -> bool:
         """Returns whether `EarlyStopping` may fit the first n samples for several n.

@@ -75,9 +75,9 @@ def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | 
 class FisherRoot:
     """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or Monte-Carlo columns for many outputs.
 
-    For outputs (B, T C) with T positions, Λ is block-diagonal over positions. A random column has independent noise at
-    every position, so `E[r rᵀ] = Λ`, and S backward passes replace T C. `positions` is T on the first batch, or 1 if
-    each position is a sample. `columns` is R on batches with T positions, and `rank` the maximum rank of a Λ.
+    For outputs (B, T C), Λ is block-diagonal over the T positions. A drawn root has `draws` columns of independent
+    noise at all positions, divided by `√draws`, so `E[root rootᵀ] = Λ`: `draws` backward passes, not T C. `positions`
+    is T on the first batch, or 1 if each is a sample. `columns` is R at T positions; `rank` limits the rank of a Λ.
     """
 
     def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator, positions: int = 1) -> None:
@@ -122,7 +122,7 @@ class FisherRoot:
 class FisherByParts:
     """Λ as a diagonal plus a second part, for sums over a layer that gives the outputs; exact for any C."""
 
-    columns = 1
+    columns = 1  # per sample, in estimates of memory: the gradients of single outputs are not formed
 
     def __init__(self, likelihood: Likelihood, outputs: int) -> None:
         self._likelihood, self.rank = likelihood, outputs
@@ -145,7 +145,7 @@ class Problem:
     traces_wanted: bool  # whether the tuning reads the lower bound of the evidence
     seed: int
     labels: Callable[[], Tensor]  # class labels (n,), -1 if targets are not labels; the first call reads the loader
-    count: Callable[[], int]  # n; reads the loader only if it has no length
+    count: Callable[[], int]  # n; without a length reads the loader, or with N given returns the samples read so far
     summary: Callable[[], DataSummary]  # sums over the samples that the passes have read; call it after the first pass
     temperature: float = 1.0  # τ
     data_size: int | None = None  # N if the user gave it

@@ -85,7 +85,7 @@ def record_dtype(tangent: Tangent, residual: Residual) -> torch.dtype:
 
 
 def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Residual) -> Basis:
-    """Returns the top right singular vectors of rows `J̃ Δ^(-1/2)` (M, P), as directions in weight space.
+    """Returns the top right singular vectors of rows `J̃ (Δ/δ_1)^(-1/2)`, J̃ (M, P), as directions in weight space.
 
     They are computed from the rows if these fit the memory budget, else from the Gram matrix of the rows, summed layer
     by layer. In the second case the basis stays implicit if K directions do not fit.
@@ -116,7 +116,7 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
 
 
 def orthonormal_span(rows: Tensor, memory: int, rank: int | None = None) -> Tensor:
-    """Returns the top right singular vectors (K, P) of rows (M, P), by one SVD if twice the budget holds it."""
+    """Returns the top right singular vectors (K, P) of rows (M, P), whole if 16 bytes per entry fit the budget."""
     return orthonormal_rows(rows, rank, whole=rows.numel() <= min(SVD_NUMBERS, memory // 16))
 
 
@@ -162,12 +162,12 @@ def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual
     tangent, size, rank = shape.tangent, shape.tangent.size, min(rank, count, shape.tangent.size)
     kept, dtype = stored_on_basis(shape, "ExplicitBasis", {"rank": rank}, residual)
     passes = shape.pass_length + 2 * count / shape.samples  # a forward and a backward pass for each row
-    chunk = shape.chunk(dtype, shape.columns * 3 * rank)
+    chunk = shape.chunk(dtype, shape.columns * 3 * rank)  # 3: `Basis.scratch_per_row`
     if _fit(count, size, dtype, tangent.memory):
         whole = count * size <= min(SVD_NUMBERS, tangent.memory // 16)
         svd = 24 * count * size if whole else rank * size * dtype.itemsize
-        span = count * size * dtype.itemsize + svd + 56 * min(count, size) ** 2
-        return Footprint(kept, max(span, kept + max(chunk, 80 * rank**2)), passes, rank)
+        span = count * size * dtype.itemsize + svd + 56 * min(count, size) ** 2  # triangle, SVD: 7 float64
+        return Footprint(kept, max(span, kept + max(chunk, 80 * rank**2)), passes, rank)  # 10 float64 (K, K)
     passes += 2 * count / shape.samples * count / tangent.chunk_length(1, dtype)  # again for each pair of chunks
     if rank * size * dtype.itemsize > tangent.memory:  # and for each chunk of data
         passes += 2 * count / min(shape.batch, tangent.chunk_length(shape.columns, dtype))

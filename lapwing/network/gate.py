@@ -120,7 +120,7 @@ def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
 def check_recording(
     model: nn.Module, inputs: Any, recording: Recording, outputs: int, late: list[Tensor] | None = None
 ) -> None:
-    """Raises unless a recorded call has C finite `outputs`, and uses the weights as the call on the first batch did.
+    """Raises unless a call has `outputs` (C or T C) finite outputs, and uses weights as on the first batch.
 
     If `late` is a list, outputs that are not finite do not raise: the list gets a mask (B,) of their samples.
     """

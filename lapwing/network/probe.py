@@ -55,8 +55,8 @@ def probe(
 ) -> tuple[tuple[Block, ...], RecordingPlan, Coverage, int]:
     """Surveys a network in eval mode on at most `PROBED_SAMPLES` samples of the first batch.
 
-    Returns the blocks, the plan that reads recordings, the coverage report, and C. `max_numbers` limits the entries of
-    a strip of positions. Raises if outputs change between calls or with the rest of the batch.
+    Returns the blocks, the plan that reads recordings, the coverage report, and C (or T C: `Tangent._at_positions`
+    divides it). `max_numbers` limits the entries of a strip. Raises if outputs change between calls or with other rows.
     """
     few = _few(model, inputs, forward)
     try:
@@ -69,7 +69,7 @@ def probe(
     samples, generator = len(outputs), torch.Generator(outputs.device).manual_seed(0)
     u = torch.randn(samples, outputs.shape[1], 3, generator=generator, dtype=outputs.dtype, device=outputs.device)
     u[1:, :, 0] = 0  # cotangent 0 is zero except at the first sample, 1 except at the last one, 2 has all samples
-    u[: samples - 1, :, 1] = 0
+    u[: samples - 1, :, 1] = 0  # with cotangents given, no gradient below is None
     noted = [use for use in recording.noted if set(use.names.values()) & set(names)]
     with _explained(model):
         gradients = [g for g in output_gradients(outputs, noted, u, differentiable=False) if g is not None]  # all
@@ -228,7 +228,7 @@ def _of_few_rows(model: nn.Module, inputs: Any, forward: Forward | None, error: 
 
 
 def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
-    """Raises unless a second call, and calls with only the first or last sample, give the same outputs."""
+    """Raises if outputs change with a second call, with a state that the network keeps, or with other samples."""
     versions = [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
         before = _generator_state(outputs.device)

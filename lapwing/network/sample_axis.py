@@ -1,9 +1,9 @@
 """Checks, once for every new shape, that the layers of a recording hold the samples where the survey found them.
 
 A network may sort its samples, leave out padded positions, or send some of them through a branch. A layer's rows then
-depend on the batch, and the survey saw only a few samples of one batch. The check sends back two cotangents whose rows
-differ by a power of two for each sample. The gradients at a layer must differ by the same powers. The exponents are the
-digits of the sample's number, so no two samples have the same exponents.
+depend on the batch, and the survey saw only a few samples of one batch. For each base-16 digit of the samples' numbers,
+the check sends back two cotangents, whose ratio at a sample is 2^(digit - 8). The gradients at a layer must have the
+same ratios. No two samples have the same digits.
 """
 
 from __future__ import annotations

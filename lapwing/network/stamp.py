@@ -24,7 +24,7 @@ SAMPLED = 8
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns name -> tensor that the outputs depend on: all parameters and all saved real or complex buffers."""
+    """Returns name -> tensor that a stamp compares: all parameters, and saved floating-point or complex buffers."""
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     met = set()  # a tied parameter counts under its first name

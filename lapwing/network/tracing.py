@@ -56,7 +56,7 @@ class RecordedUse:
     use: Use  # the layer's input, parameters and family
     names: dict[str, str]  # role -> name of the watched parameter
     edge: GradientEdge  # place of the layer's output in the graph
-    out: Tensor
+    out: Tensor  # the layer's output
     versions: tuple[int, int]  # write counters of input and output at the call
     spread: bool = False  # a table's single row of tokens was expanded over the samples
     reached: bool = True  # the outputs depend on this use: not if its output was detached, for instance
@@ -74,7 +74,7 @@ class RecordedUse:
 class Recording(NamedTuple):
     """One recorded forward pass."""
 
-    outputs: Tensor  # f (B, C), with their graph
+    outputs: Tensor  # f (B, C), or (B, T C) for T positions, with their graph
     noted: list[RecordedUse]  # the uses in order
     routed: bool  # the layout may depend on values (`ROUTING`)
     differentiated: bool  # the network computed gradients itself, which its outputs may contain
@@ -83,13 +83,13 @@ class Recording(NamedTuple):
 
 
 class Recorder(EagerMode):
-    """Function mode that records the uses of parameters. Arguments as for `run`."""
+    """Function mode that records the uses of parameters. `run` explains the arguments."""
 
     def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._watched = {id(parameter): name for name, parameter in watched.items()}
         self._stand_ins = {id(p): p.detach().requires_grad_() for p in frozen}
-        self._watched |= {id(self._stand_ins[id(p)]): self._watched[id(p)] for p in frozen}  # views of them
+        self._watched |= {id(self._stand_ins[id(p)]): self._watched[id(p)] for p in frozen}  # readers meet their views
         self._spread = spread
         self.noted: list[RecordedUse] = []
         self.routed = self.differentiated = False
@@ -257,6 +257,7 @@ def output_gradients(
 def _backward(
     outputs: Tensor, noted: Sequence[RecordedUse], u: Tensor | None, differentiable: bool, batched: bool
 ) -> list[Tensor]:
+    """Returns g (R, *out.shape) at each use, for cotangents u (R, B, C); u=None means the C outputs."""
     if u is None:
         eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
         u = eye.unsqueeze(1).expand(-1, *outputs.shape)

@@ -54,8 +54,9 @@ class Posterior(Displayed, Generic[P]):
         covariance: Σ.
         likelihood: the likelihood with its noise variance.
         prior: δ and μ0.
-        samples: n, number of training samples of the fit.
-        data_factor: N/n.
+        samples: n, number of samples in the curvature: with those of updates, or only the first ones after
+            `lw.EarlyStopping`.
+        data_factor: N/n; for `lw.SubsetOfData` n is the number of samples of the loader here.
         temperature: τ.
         method: how the posterior was made; `print(posterior.method)` shows the method and its options.
         columns: names of the columns of the frames of the fit; later frames are read in their order.
@@ -260,7 +261,7 @@ class Posterior(Displayed, Generic[P]):
                 sample; or a loader or Dataset. `lw.Uncertain(x, variance)` replaces any tensor that was measured with
                 an error.
             via: the way through the network. None means `lw.Linearized()`, with `draws=64` if there are more than
-                1 000 outputs and more than the last layer is treated.
+                1 000 outputs (of all positions) and more than the last layer is treated.
             joint: if True, keeps covariances between inputs: `.covariance` is (B, C, B, C). The memory budget does not
                 limit its size.
             progress: whether to show a bar over a loader's batches; None shows it on a terminal or in a notebook.
@@ -350,10 +351,11 @@ class Posterior(Displayed, Generic[P]):
     ) -> Posterior[P]:
         """Returns a new posterior, of the former data plus further data, at the same weights.
 
-        `G = G_1 + G_2`, and the statistics of the likelihood add too, so for Diagonal, KFAC and Full the result equals
-        one fit to all data, to rounding, unless the Fisher information is drawn (more than 1 000 outputs). The mean
-        stays: if the new data should move it, train the network further and fit again. The directions of a subspace,
-        the prior precision, the noise variance and the logit temperature stay too, even if all data would change them.
+        `G = G_1 + G_2` (KFAC's factors add, not its G), and the statistics of the likelihood add too. So for Diagonal,
+        KFAC and Full the result equals one fit to all data, to rounding, unless the Fisher information is drawn (more
+        than 1 000 outputs). The mean stays: if the new data should move it, train the network further and fit again.
+        The directions of a subspace, the prior precision, the noise variance, the logit temperature and `history` stay
+        too, even if all data would change them.
 
         Args:
             loader: only the further data, in any form that `lw.fit` accepts.

@@ -15,7 +15,7 @@ class Scale:
     """
 
     samples: float  # n, number of samples in the sums; 1 for a mean over samples
-    data_size: float  # N, number of samples of the whole data set
+    data_size: float  # N, number of samples of the whole data set; for `SubsetOfData` n N/n_loader
     temperature: float  # τ
     noise_variance: Any = None  # σ², a number or a scalar tensor; None counts as 1: there is no σ², or it is not known
 

@@ -124,7 +124,7 @@ class Linearized(Way):
             terms = (DenseTerm(added),)
             return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
         latent = _of_weights(tangent, covariance, checked, joint, selection)
-        if selection is not None:  # in the order of the recorded pass
+        if selection is not None:  # those of the recorded pass, which may break ties differently
             added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
         return latent.plus(added)
 
@@ -162,7 +162,7 @@ PASSES_PER_DRAW = 3
 
 @dataclass(frozen=True)
 class DefaultWay(Way):
-    """`Linearized()`, or `Linearized(draws=64)` for more than 1 000 outputs of a network treated beyond its last layer.
+    """`Linearized()`, or with `draws=64` for more than 1 000 outputs (of all positions) behind more than a last layer.
 
     Uncertain inputs, and networks that do not support draws, always get the exact covariance.
     """
@@ -216,7 +216,7 @@ class Selection:
         """Returns the outputs (B, k) at means (B, C): the list, or the largest first."""
         if self.listed is None:
             means = means.detach()
-            means = means.float() if means.dtype.itemsize < 4 else means  # a record orders ties in this dtype
+            means = means.float() if means.dtype.itemsize < 4 else means  # as in a record: ties break alike
             return means.topk(self.columns, -1).indices
         return torch.tensor(self.listed, device=means.device).expand(len(means), -1)
 
@@ -264,8 +264,8 @@ def _joint(
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, computed for pairs of chunks that fit the memory budget."""
     count, outputs = inputs.samples, tangent.outputs if selection is None else selection.columns
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # entries of a pair's covariances; a sum holds a few
-    length = tangent.chunk_length(selection, dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row) // 2
-    length = max(1, min(length, isqrt(block) // outputs))
+    length = tangent.chunk_length(selection, dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row)
+    length = max(1, min(length // 2, isqrt(block) // outputs))  # two records are in memory
 
     def mean(record: Record) -> Tensor:
         return record.outputs if selection is None else record.outputs.gather(1, selection.of(record.outputs))

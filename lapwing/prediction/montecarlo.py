@@ -34,7 +34,7 @@ class MonteCarlo(Way):
         draws: S, at least 2.
         seed: seed of the draws.
 
-    Cost: S forward passes, chunked under the memory budget; memory O(P) for one draw at a time.
+    Cost: S forward passes, chunked under the memory budget; memory O(P), plus S numbers for each output of each input.
 
     Example:
         >>> import lapwing as lw

@@ -45,7 +45,7 @@ class BoundedEvidence(Tuning):
         nats: maximum cost of the spread, in nats per training sample, with the default link.
         samples: maximum number of training samples that are read, in batches spread evenly over the loader, which
             should not be sorted; four times as many for a regression. A position of a classifier is a sample; a last
-            layer reads 16 times as many. At least 8 inputs are read.
+            layer whose outputs have positions reads 16 times as many. At least 8 inputs are read.
         decades: range of the search above the evidence's δ, in powers of ten.
         points: number of candidates in that range; the cost is interpolated between them.
 

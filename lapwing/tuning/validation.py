@@ -28,7 +28,7 @@ from .search import ascend, evenly
 
 log = logging.getLogger("lapwing")
 
-PARTS = evenly(-1.5, 0.5, 41)  # candidates for log10 of the noise variance of an output over its squared residual
+PARTS = evenly(-1.5, 0.5, 41)  # candidates for log10 of the noise variance of an output over its mean squared residual
 WORTHWHILE_SHIFT, SHIFTED_OUTPUTS = 0.05, 20  # minimum gain of a shift, in nats per sample; maximum number of outputs
 LARGEST_SHIFT = 30.0  # largest size of a constant, and of the logarithm of the temperature
 
@@ -133,6 +133,7 @@ class Validation(_OnHeldOutData):
         return inputs_read(posterior, SAMPLES) if self._reads_training(posterior) else 0
 
     def _reads_training(self, posterior: Posterior) -> bool:
+        """Whether λ comes from the training data."""
         return not posterior.noise_fixed and not posterior.prior.fixed
 
 
@@ -241,11 +242,10 @@ def _without_prefixes(method: str) -> LapwingError:
 def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
     """Returns the posterior with the noise ratios of the held-out data, if these surely show them, or unchanged.
 
-    The noise variance of output c has the best log density of its targets, of variance σ_c² + J_c Σ J_cᵀ. These C
-    numbers are taken if their density, minus the gain by chance `(C - 1)/N`, is better than that of one number by
-    `SURE` paired standard errors. The covariance and σ² do not change.
-
-    Outputs (B, T, C) have T C numbers if `tangent_of_samples` joins them and all samples have the same T.
+    σ_c² is the point of `PARTS` with the highest log density of targets of output c, of variance σ_c² + J_c Σ J_cᵀ.
+    These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than that of one value by
+    `SURE` paired standard errors. The covariance and σ² do not change. Outputs (B, T, C) have T C values if
+    `tangent_of_samples` joins them and all samples have the same T.
 
     Cost: a pass over the held-out data, if there are several outputs and no ratios.
     """
@@ -286,8 +286,8 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
 def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
     """Warns if a constant for each logit improves the held-out log likelihood, which no temperature can do.
 
-    Twice the gain of all samples must exceed 10 + 3 C, which chance does not reach. Outputs with positions are not
-    looked at. Cost: a forward pass.
+    The gain must exceed `WORTHWHILE_SHIFT` per sample, and twice the gain of all samples 10 + 3 C. Without a shift
+    twice the gain is about χ² with C degrees of freedom. Outputs with positions are not checked. Cost: a forward pass.
     """
     likelihood, tangent = posterior.likelihood.plain, posterior.tangent
     if likelihood.activation is None or tangent.outputs > SHIFTED_OUTPUTS or tangent.positions.several:

@@ -95,7 +95,8 @@ class Moments:
     @property
     def common(self) -> Tensor:
         """`√(ρ v)`, the standard deviations of the part that the positions of a channel share."""
-        return root(self.variance if self.correlation is None else self.correlation * self.variance)
+        assert self.correlation is not None  # callers treat independent positions otherwise
+        return root(self.correlation * self.variance)
 
     @property
     def individual(self) -> Tensor:

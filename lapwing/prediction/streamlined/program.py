@@ -169,10 +169,10 @@ class Program:
         self._casts: dict[str, Tensor] = {}
 
     def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
-        """Returns means (B, C) and B covariances, which are diagonal unless a linear layer is last.
+        """Returns means (B, C) and B covariances, or for outputs with positions means (B, T C) and B T covariances.
 
-        For outputs with positions they are means (B, T C) and B T covariances. `variances` maps indices of uncertain
-        inputs among the leaves to variances in their shape.
+        They are diagonal unless a linear layer is last, or only views and linearised element-wise functions follow it.
+        `variances` maps indices of uncertain inputs among the leaves to variances in their shape.
         """
         samples = batches.size(inputs)
         values = self.start(inputs, variances)
