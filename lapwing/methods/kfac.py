@@ -106,7 +106,7 @@ class Factors(State):
 
     diagonal: dict[str, Tensor] = field(default_factory=dict)  # `Σ J²` (P_block,)
     dense: dict[str, Tensor] = field(default_factory=dict)  # `Σ JᵀJ` (P_block, P_block)
-    A: dict[str, Tensor] = field(default_factory=dict)  # lower `Σ a aᵀ` (G, I, I); diagonal (G, I) if one-hot
+    A: dict[str, Tensor] = field(default_factory=dict)  # lower triangle of `Σ a aᵀ` (G, I, I); one-hot: diagonal (G, I)
     Gamma: dict[str, Tensor] = field(default_factory=dict)  # lower triangle of `Σ g gᵀ` (G, O, O)
     count: dict[str, Tensor] = field(default_factory=dict)  # number of positions (1,)
     excess: dict[str, Tensor] = field(default_factory=dict)  # `Σ (w - 1)` over positions (1,) float64, if weighted

@@ -165,7 +165,7 @@ def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual
     chunk = shape.chunk(dtype, shape.columns * 3 * rank)  # 3: `Basis.scratch_per_row`
     if _fit(count, size, dtype, tangent.memory):
         whole = count * size <= min(SVD_NUMBERS, tangent.memory // 16)
-        svd = 24 * count * size if whole else rank * size * dtype.itemsize
+        svd = 24 * count * size if whole else rank * size * dtype.itemsize  # 24: QR in `orthonormal_rows`
         span = count * size * dtype.itemsize + svd + 56 * min(count, size) ** 2  # triangle, SVD: 7 float64
         return Footprint(kept, max(span, kept + max(chunk, 80 * rank**2)), passes, rank)  # 10 float64 (K, K)
     passes += 2 * count / shape.samples * count / tangent.chunk_length(1, dtype)  # again for each pair of chunks
