@@ -198,6 +198,14 @@ COLOURS = {
 }  # fmt: skip
 
 
+LABELS = {
+    "relative_error": "relative error of the covariance",
+    "trace": "trace of the covariance",
+    "nll": "NLL (nats per sample)",
+}
+"""Measure -> label of an axis."""
+
+
 def draw(results: Mapping[str, Any]) -> None:
     """Draws every measure over s for the tasks of all experiments; above with λ = 1, below with λ tuned."""
     tasks: dict[str, Any] = dict(results["tasks"])
@@ -218,7 +226,9 @@ def draw(results: Mapping[str, Any]) -> None:
                 else:
                     axis.set_axis_off()
         drawing.legend_below(figure, 6)
-        axes[0][0].set_ylabel(measure)
+        for line in axes:
+            line[0].set_ylabel(LABELS[measure])
+        figure.suptitle("prior precision 1 above, tuned below; means and standard errors of two seeds", fontsize=11)
         drawing.save(figure, __file__, measure, sources)
 
 

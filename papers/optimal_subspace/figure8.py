@@ -14,6 +14,7 @@ from papers.common import drawing
 from papers.common.data import batched
 from papers.common.networks import mlp
 from papers.common.results import Rows
+from papers.common.scores import averaged
 from papers.common.tables import grid, shown
 from papers.common.training import Recipe, seeded
 from papers.optimal_subspace.comparison import COLOURS, Task, compare_subspaces
@@ -90,33 +91,45 @@ def best_spread(squares: Tensor, noise: float) -> float:
     return max(0.0, float(squares.mean()) - noise)
 
 
+def differences(results: Mapping[str, Any], noise: str) -> dict[str, Any]:
+    """Returns the NLL minus that of full Laplace for the same seed: method -> s -> mean and standard error."""
+    found = []
+    for run in results["runs"].values():
+        nll = run["nll"][noise]
+        methods = {way: ranks for way, ranks in nll.items() if way in COLOURS and way != "full"}
+        methods["network"] = {"0": nll["MAP"]}
+        found.append({way: {s: value - nll["full"] for s, value in ranks.items()} for way, ranks in methods.items()})
+    return averaged(found)
+
+
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the NLL at some s at both noise levels."""
-    found = results["table"][""]["nll"]
-    rows = {}
-    for way in (*LOW_RANK, *SUBSETS):
-        counts = ("10", "100", "200") if way in LOW_RANK else ("10", "100", "1000")
-        rows[way] = [shown(found[noise][way][s], 2) for noise in ("estimated", "true") for s in counts]
-    for way in ("full", "MAP"):
-        rows[way] = [shown(found["estimated"][way], 2), "", "", shown(found["true"][way], 2)]
+    """Returns the differences to full Laplace at some s at both noise levels."""
+    rows: dict[str, list[str]] = {}
+    for noise in ("estimated", "true"):
+        for way, ranks in differences(results, noise).items():
+            counts = {"network": ["0"]}.get(way, ["10", "100", "1000" if way in SUBSETS else "200"])
+            cells = [shown(ranks[s], 3) for s in counts]
+            rows[way] = rows.get(way, []) + cells + [""] * (3 - len(cells))
     columns = [
         f"{noise} noise, s = {s}" for noise in ("estimated", "true") for s in ("10", "100", "200 (subsets: 1 000)")
     ]
-    return {"nll": grid(columns, rows)}
+    return {"difference": grid(columns, rows)}
 
 
 def draw(results: Mapping[str, Any]) -> None:
-    """Draws the NLL over s at both noise levels, means and standard errors of the seeds."""
-    found = results["table"][""]["nll"]
+    """Draws the differences to full Laplace over s at both noise levels, means and standard errors of the seeds."""
     figure, ((*axes,),) = drawing.panels(1, 2, (10, 4))
     for axis, noise in zip(axes, ("estimated", "true"), strict=True):
-        for way, ranks in found[noise].items():
-            if way in COLOURS and way != "full":
-                means, errors = ([row[part] for row in ranks.values()] for part in ("mean", "standard_error"))
-                style = "--" if way.startswith("subset") else "-"
-                axis.errorbar([int(s) for s in ranks], means, errors, fmt=f".{style}", color=COLOURS[way], label=way)
-        for way, style in (("full", ":"), ("MAP", "-.")):
-            axis.axhline(found[noise][way]["mean"], color="#222222", linestyle=style, label=way)
-        axis.set(xscale="log", xlabel="s", ylabel="NLL", title=f"{noise} noise")
+        for way, ranks in differences(results, noise).items():
+            means, errors = ([row[part] for row in ranks.values()] for part in ("mean", "standard_error"))
+            if way == "network":
+                axis.axhline(means[0], color="#222222", linestyle="-.", label=way)
+                continue
+            style = "--" if way.startswith("subset") else "-"
+            axis.errorbar([int(s) for s in ranks], means, errors, fmt=f".{style}", color=COLOURS[way], label=way)
+        axis.axhline(0, color="#222222", linestyle=":", label="full")
+        axis.set(xscale="log", xlabel="s", title=f"{noise} noise")
+    axes[0].set_ylabel("NLL minus that of full Laplace (nats)")
+    figure.suptitle(f"means and standard errors of {len(results['runs'])} seeds", fontsize=10)
     drawing.legend_below(figure, 5)
     drawing.save(figure, __file__)

@@ -67,5 +67,7 @@ def test_pictures_are_drawn_from_the_results(monkeypatch):
 
     monkeypatch.setattr(drawing, "save", save)
     for paper, name in EXPERIMENTS:
-        command.draw(importlib.import_module(f"papers.{paper}.{name}"))
+        experiment = importlib.import_module(f"papers.{paper}.{name}")
+        if results.path_of(str(experiment.__file__)).exists():  # some experiments have not been run
+            command.draw(experiment)
     assert set(drawn) == {f"{path.parts[-3]}/{path.stem}" for path in command.HOME.glob("*/figures/*.png")}
