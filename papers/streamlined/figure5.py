@@ -343,6 +343,7 @@ def draw_tables(runs: Mapping[str, Any]) -> None:
         for axis, (candidate, values) in zip(line, found["curves"].items(), strict=True):
             plots.sensitivity_bars(torch.tensor(values), found["features"], axis)
             axis.set_title(f"{run.partition(',')[0]}, {candidate}", fontsize=9)
+    figure.suptitle("seed 0; means of the test rows, lines: quartiles", fontsize=10)
     drawing.save(figure, __file__, "figure5_tables")
 
 

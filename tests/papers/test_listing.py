@@ -12,6 +12,8 @@ from papers import __main__ as command
 from papers.common import drawing, results
 
 EXPERIMENTS = [(paper, name) for paper in command.papers() for name in command.experiments(paper)]
+WITHOUT_CURVES = {"streamlined/figure5", "streamlined/figure5_tables"}
+"""Pictures of one experiment, whose results do not have the maps and bars yet."""
 
 
 def test_every_paper_and_experiment_has_a_line():
@@ -48,7 +50,7 @@ def test_a_run_writes_results_and_draws(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("picture", sorted(command.HOME.glob("*/figures/*.png")), ids=lambda path: path.name)
 def test_no_picture_is_older_than_its_results(picture):
     found = drawing.sources(picture)
-    if picture.stem in ("figure5", "figure5_tables") and picture.parts[-3] == "streamlined":
+    if f"{picture.parts[-3]}/{picture.stem}" in WITHOUT_CURVES:
         pytest.xfail("the maps of these two pictures are not in the results yet")
     assert found
     for file, digest in found.items():
@@ -68,6 +70,8 @@ def test_pictures_are_drawn_from_the_results(monkeypatch):
     monkeypatch.setattr(drawing, "save", save)
     for paper, name in EXPERIMENTS:
         experiment = importlib.import_module(f"papers.{paper}.{name}")
-        if results.path_of(str(experiment.__file__)).exists():  # some experiments have not been run
+        was_run = results.path_of(str(experiment.__file__)).exists()
+        if was_run and f"{paper}/{name}" not in WITHOUT_CURVES:
             command.draw(experiment)
-    assert set(drawn) == {f"{path.parts[-3]}/{path.stem}" for path in command.HOME.glob("*/figures/*.png")}
+    pictures = {f"{path.parts[-3]}/{path.stem}" for path in command.HOME.glob("*/figures/*.png")}
+    assert set(drawn) == pictures - WITHOUT_CURVES
