@@ -23,10 +23,11 @@ FAST = {"seeds": (0,)}
 
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
-    """Returns each method's divergence from full LLA, and the standard deviations of both."""
+    """Returns both divergences of each method from full LLA, and the standard deviations of both."""
     rows = Rows(__file__, {"grid": GRID[:, 0].tolist(), "gaps": GAPS})
     for seed in seeds:
         _add(rows, seed)
+    rows.facts["KL(LLA || method)"] = {name: from_lla(rows.runs, name) for name in methods()}
     return rows.all()
 
 
@@ -202,6 +203,5 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     rows = {}
     for name, row in results["table"][""].items():
         if name != "LLA":
-            forward = from_lla(results["runs"], name)["mean"]
-            rows[name] = [f"{forward:.2g}", f"{row['kl']['mean']:.2g}", f"{row['ratio']['mean']:.2f}"]
+            rows[name] = [f"{results['KL(LLA || method)'][name]['mean']:.2g}", f"{row['kl']['mean']:.2g}", f"{row['ratio']['mean']:.2f}"]
     return {"divergence": grid(["KL(LLA ‖ method)", "KL(method ‖ LLA)", "ratio of standard deviations"], rows)}
