@@ -11,22 +11,45 @@ from papers.together.comparison import BASE
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns gains by way, the scores of each network through linearised prediction, and the costs."""
+    """Returns gains by way and as fitted, the scores of each network through linearised prediction, and the costs."""
     found = {f"gains, {way}": gains(results, way) for way in methods.WAYS}
+    found["gains as fitted"] = as_fitted(results["table"])
     found |= {name: scores(rows) for name, rows in results["table"].items()}
     return {**found, "costs": costs(results["table"])}
 
 
 def gains(results: Mapping[str, Any], way: str) -> str:
-    """Returns how much lower a method's NLL is than that of the network at one number; ± over networks or samples."""
+    """Returns how much lower a method's NLL is than that of the network at one number; ± over networks or samples.
+
+    A dagger marks a factor of the covariance at the lower edge of its range, which leaves hardly any spread.
+    """
     tasks = list(results["table"])
     lines = {}
     for method in methods.names(trains=True, regression=True):
         name = method if method in methods.NETWORKS else f"{method}, {way}"
         cells = [_gain(results, task, name) for task in tasks]
         if any(cells) and method not in (BASE, methods.NETWORKS[0]):
-            lines[method] = cells
+            lines[shown_name(method)] = cells
     return grid(tasks, lines)
+
+
+def as_fitted(table: Mapping[str, Any]) -> str:
+    """Returns gains through linearised prediction without the two held-out numbers, over the network at one number."""
+    lines = {}
+    for method in methods.names(trains=True, regression=True):
+        cells = []
+        for rows in table.values():
+            row = rows.get(method if method in methods.NETWORKS else f"{method}, GLM", {})
+            base = rows[BASE]["validated"]["nll"]["mean"]
+            cells.append(f"{base - row['fitted']['nll']['mean']:.3f}" if "fitted" in row else "")
+        if any(cells) and method != BASE:
+            lines[shown_name(method)] = cells
+    return grid(list(table), lines)
+
+
+def shown_name(method: str) -> str:
+    """Returns the name of a method in the tables: held-out data choose two numbers of every row."""
+    return method.replace("no held-out data", "fitted without held-out data")
 
 
 def _gain(results: Mapping[str, Any], task: str, name: str) -> str:
@@ -35,7 +58,8 @@ def _gain(results: Mapping[str, Any], task: str, name: str) -> str:
     if found is None:
         return "refused" if name in results["table"][task] else ""
     error = found["standard_error"] or row.get("gain error", {}).get("mean", 0.0)
-    return shown({"mean": found["mean"], "standard_error": error})
+    factors = [rows.get(name, {}).get("factor", 1) for run, rows in results["runs"].items() if run.startswith(task)]
+    return shown({"mean": found["mean"], "standard_error": error}) + " †" * (min(factors) < 1.01 * methods.FACTORS[0])
 
 
 MEASURES = {"nll": 3, "ece": 3, "accuracy": 3, "auroc": 3, "rmse": 3, "coverage 0.9": 3}
@@ -52,7 +76,7 @@ def scores(rows: Mapping[str, Any]) -> str:
         if "validated" in row:
             plain = method == methods.NETWORKS[0]
             found = row["fitted" if plain else "validated"]
-            lines[method] = [shown(found.get(name), MEASURES[name]) for name in measures]
+            lines[shown_name(method)] = [shown(found.get(name), MEASURES[name]) for name in measures]
     return grid([name.upper() if name in ("nll", "ece", "auroc", "rmse") else name for name in measures], lines)
 
 
@@ -71,7 +95,7 @@ def costs(table: Mapping[str, Any]) -> str:
             fit = "trains two" if method == methods.NETWORKS[2] and one else _rounded(one, "fit passes")
             cells += [fit, *(_rounded(row, "passes") for row in found), _rounded(one, "bytes")]
         if any(cells):
-            lines[method] = cells
+            lines[shown_name(method)] = cells
     return grid(columns, lines)
 
 

@@ -120,21 +120,26 @@ def test_full_lla_is_at_distance_zero_from_itself(monkeypatch):
 
 
 def test_tables_of_the_page():
-    """Gains have the error over networks, or of one network the error over test samples."""
+    """Gains have the error over networks, or of one network the error over test samples, and a mark without spread."""
 
     def rows(*values: float) -> dict[str, dict[str, float]]:
         return {"nll": averaged(values), "coverage 0.9": averaged([0.9] * len(values))}
 
     base = {"temperature or noise": {"validated": rows(1.0, 1.2), "passes": averaged([1.0, 1.0])}}
+    plain = "KFAC, no held-out data, GLM"
     found = {
         "table": {
             "two": {**base, "KFAC, GLM": {"validated": rows(0.8, 0.8), "passes": averaged([9.0, 11.0])}},
-            "one": {**base, "KFAC, GLM": {"validated": rows(0.9), "gain error": averaged([0.05])}},
+            "one": {**base, "KFAC, GLM": {"validated": rows(0.9), "gain error": averaged([0.05])},
+                    plain: {"fitted": rows(1.3)}},
         },
+        "runs": {"two, seed 0": {"KFAC, GLM": {"factor": 1.0}}, "two, seed 1": {"KFAC, GLM": {"factor": 1e-3}},
+                 "one, seed 0": {"KFAC, GLM": {"factor": 0.1}}},
         "gains": {"two": {"KFAC, GLM": averaged([0.2, 0.4])}, "one": {"KFAC, GLM": averaged([0.1])}},
-    }
+    }  # fmt: skip
     made = comparison_pages.tables(found)
-    assert "| KFAC | 0.300 ± 0.100 | 0.100 ± 0.050 |" in made["gains, GLM"]
+    assert "| KFAC | 0.300 ± 0.100 † | 0.100 ± 0.050 |" in made["gains, GLM"]
+    assert "| KFAC, fitted without held-out data |  | -0.200 |" in made["gains as fitted"]
     assert "| KFAC | 0.800 | 0.900 |" in made["two"]
     assert "| KFAC |  | 10 |" in made["costs"]
 
