@@ -131,7 +131,11 @@ def curve(posterior: lw.Posterior) -> list[float]:
     return [round(value, 5) for value in posterior.latent(GRID).std[:, 0].tolist()]
 
 
-def methods(counts: Sequence[int] = (5, 10, 20, 50)) -> dict[str, tuple[lw.Method, Any]]:
+COUNTS = (5, 10, 20, 50)
+"""Numbers of inducing points M, or of rows and directions of ELLA."""
+
+
+def methods(counts: Sequence[int] = COUNTS) -> dict[str, tuple[lw.Method, Any]]:
     """Returns what Figures 1 and 3 compare: KFAC, diagonal, last layer, ELLA of M rows and directions, VaLLA."""
     found: dict[str, tuple[lw.Method, Any]] = {
         "KFAC": (lw.KFAC(), lw.everything),
@@ -147,29 +151,26 @@ def methods(counts: Sequence[int] = (5, 10, 20, 50)) -> dict[str, tuple[lw.Metho
 
 
 def draw(results: Mapping[str, Any]) -> None:
-    """Draws two standard deviations of f, full LLA's dotted, and the KL divergence over M."""
+    """Draws two standard deviations of f, full LLA's dotted, and both divergences over M."""
     run = results["runs"]["seed 0"]
-    shown = ["diagonal", "KFAC", "last layer"]
-    shown += [f"{name}, M = {count}" for name in ("VaLLA", "ELLA") for count in (5, 10, 20, 50)]
-    figure, axes = drawing.panels(3, 4, (14, 8))
-    order = [axes[0][0], axes[0][1], axes[0][2], *axes[1], *axes[2]]
-    for axis, name in zip(order, shown, strict=True):
-        if name not in run:
-            continue
+    names = ["diagonal", "KFAC", "last layer"]
+    names += [f"{name}, M = {count}" for name in ("VaLLA", "ELLA") for count in COUNTS]
+    figure, axes = drawing.panels(3, 4, (14, 9))
+    for axis, name in zip([*axes[0][:3], *axes[1], *axes[2]], names, strict=True):
         bands(axis, results["grid"], run["LLA"], run[name]["curve of std"])
-        axis.set(ylim=(-4, 4), title=name)
-    over = axes[0][3]
-    for name, style in (("VaLLA", "-"), ("VaLLA, k-means", "--"), ("ELLA", "-"), ("ELLA with residual", "--")):
-        stem, _, kind = name.partition(", ")
-        points = []
-        for count in (5, 10, 20, 50):
-            row = results["table"][""].get(f"{stem}, M = {count}" + (f", {kind}" if kind else ""))
-            if row:
-                points.append((count, max(row["kl"]["mean"], 1e-8)))
-        if points:
-            over.plot(*zip(*points, strict=True), f".{style}", label=name, color="#9467bd" if "ELLA" in name else "k")
-    over.set(yscale="log", xlabel="M", ylabel="nats", title="KL(method ‖ LLA), means of the seeds")
-    over.legend(frameon=False, fontsize=8)
+        axis.set(ylim=(-4, 4), title=f"{name}, seed 0", xlabel="x", ylabel="y")
+    opposite = {name: row.get("kl") for name, row in results["table"][""].items()}
+    for found, style, kind in (
+        (results["KL(LLA || method)"], "o-", "KL(LLA ‖ method)"), (opposite, "s--", "KL(method ‖ LLA)"),
+    ):  # fmt: skip
+        for name, colour in (("VaLLA", "#000000"), ("ELLA", "#9467bd"), ("ELLA with residual", "#ff7f0e")):
+            rows = [found[f"{name}, M = {count}"] for count in COUNTS]
+            means, errors = ([row[key] for row in rows] for key in ("mean", "standard_error"))
+            label = f"{name}: {kind}"
+            axes[0][3].errorbar(COUNTS, means, errors, fmt=style, label=label, color=colour, markersize=3, capsize=2)
+    seeds = len(results["runs"])
+    axes[0][3].set(yscale="log", ylim=(1e-6, 1e4), xlabel="M", ylabel="nats", title=f"divergences, {seeds} seeds")
+    drawing.legend_below(figure, 3)
     drawing.save(figure, __file__)
 
 

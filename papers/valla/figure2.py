@@ -69,7 +69,8 @@ def draw(results: Mapping[str, Any]) -> None:
     for axis, name in zip(axes, names, strict=True):
         bands(axis, results["grid"], own, fits[name]["curve of std"])
         axis.plot(own["curve of validation x"], own["curve of validation y"], ".", color="#ff7f0e", markersize=3)
-        axis.set(ylim=(-3, 3), title=f"{name}\nδ = {fits[name]['prior_precision']:.3g}")
+        axis.set(ylim=(-3, 3), xlabel="x", title=f"{name}, seed 0\nδ = {fits[name]['prior_precision']:.3g}")
+    axes[0].set_ylabel("y")
     drawing.save(figure, __file__)
 
 

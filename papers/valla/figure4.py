@@ -242,27 +242,27 @@ def published_row(task: TableTask, seed: int, steps: int = 600, stopped: bool = 
 
 
 COLOURS = {
-    "network": "#555555", "MAP": "#555555", "MAP, noise tuned": "#aaaaaa", "diagonal": "#1f77b4", "KFAC": "#d62728",
-    "last layer": "#2ca02c", "last layer, KFAC": "#98df8a", "ELLA": "#9467bd", "sampled LLA": "#bcbd22",
-    "VaLLA 100": "#000000", "VaLLA 100, natural gradient": "#ff7f0e",
+    "network": "#555555", "network, noise tuned": "#aaaaaa", "diagonal": "#1f77b4", "KFAC": "#d62728",
+    "last layer": "#2ca02c", "ELLA": "#9467bd", "sampled LLA": "#bcbd22", "VaLLA 100": "#000000",
+    "VaLLA 100, natural gradient": "#ff7f0e",
 }  # fmt: skip
 
 
 def draw(results: Mapping[str, Any]) -> None:
     """Draws P(y in the central interval) over its probability."""
     levels, table = results["levels"], results["table"]
-    figure, ((*axes,),) = drawing.panels(1, len(table), (3.3 * len(table), 3.6), sharey=True)
+    figure, ((*axes,),) = drawing.panels(1, len(table), (3.3 * len(table), 3.8), sharey=True)
     for axis, (name, rows) in zip(axes, table.items(), strict=True):
-        for label, row in rows.items():
-            parts = row if label == "network" else {label: row.get("validation", row)}
-            for part, values in parts.items():
-                if part in COLOURS and "curve" in values:
-                    curve = [values["curve"][str(i)]["mean"] for i in range(len(levels))]
-                    axis.plot(levels, curve, color=COLOURS[part], label=part, linewidth=1.2)
+        lines = {label: row.get("validation", row) for label, row in rows.items()}
+        lines |= {"network": rows["network"]["MAP"], "network, noise tuned": rows["network"]["MAP, noise tuned"]}
+        for label, values in lines.items():
+            if label in COLOURS and "curve" in values:
+                curve = [values["curve"][str(i)]["mean"] for i in range(len(levels))]
+                axis.plot(levels, curve, color=COLOURS[label], label=label, linewidth=1.2)
         axis.plot([0, 1], [0, 1], ":", color="#222222")
-        axis.set(title=name, xlabel="α")
+        axis.set(title=name, xlabel="probability α of the interval")
     drawing.legend_below(figure, 5)
-    axes[0].set_ylabel("share of targets inside")
+    axes[0].set_ylabel("share of targets inside, two seeds")
     drawing.save(figure, __file__)
 
 

@@ -230,9 +230,9 @@ def draw(results: Mapping[str, Any]) -> None:
             if "seconds" in values:
                 spent[label] = values["seconds"]["mean"]
         line[2].barh(list(spent), list(spent.values()), color=[COLOURS[label] for label in spent])
-        line[2].set(xscale="log", title=f"{name}: seconds")
-        line[0].set(title=f"{name}: NLL", xlabel="angle")
-        line[1].set(title=f"{name}: ECE", xlabel="angle")
+        line[2].set(xscale="log", xlabel="fit, seconds, two seeds", title=name)
+        line[0].set(title=name, xlabel="rotation, degrees", ylabel="NLL, mean of two seeds")
+        line[1].set(title=name, xlabel="rotation, degrees", ylabel="ECE, mean of two seeds")
         line[0].legend(frameon=False, fontsize=7)
     drawing.save(figure, __file__)
 

@@ -154,10 +154,10 @@ def draw(results: Mapping[str, Any]) -> None:
         )  # fmt: skip
         for box in boxes["boxes"]:
             box.set_facecolor(f"C{i}")
-        axis.plot([], [], "s", color=f"C{i}", label=name)
+        axis.plot([], [], "s", color=f"C{i}", label="network" if name == "MAP" else name)
     severities = list(next(iter(run.values()))["corrupted"])
     axis.set_xticks([j * (len(names) + 1) + (len(names) - 1) / 2 for j in range(len(severities))], severities)
-    axis.set(xlabel="severity", ylabel="NLL")
+    axis.set(xlabel="strength of the corruption", ylabel="NLL of a kind, seed 0")
     axis.legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
 
