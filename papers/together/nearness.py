@@ -154,10 +154,10 @@ def _draw_lines(table: Mapping[str, Any], name: str, xlabel: str, single: Sequen
                     )  # fmt: skip
                 if label in single:
                     break
-        axis.set(xscale="log", yscale="log", title=task, xlabel=xlabel)
-        for each in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-            each("{x:g}")
-        axis.tick_params(axis="x", which="both", labelsize=7)
+        axis.set(xscale="log", yscale="log", title=f"{task}, mean of three seeds", xlabel=xlabel)
+        axis.set_xticks(SIZES if name else (20, 30, 50, 100, 150), minor=False)
+        axis.minorticks_off()
+        axis.xaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("KL(full LLA || method), nats")
     drawing.legend_below(figure, 4)
     drawing.save(figure, __file__, name)
