@@ -26,9 +26,10 @@ MYPY_ERROR = re.compile(r"^(.+?):(\d+): error: (.*)", re.MULTILINE)
 OTHERS = (
     "BertConfig(", "ViTConfig(", "num_labels=", "get_test_dataloader(", "DataLoader(train, batch_size=16",
     ".posterior_ ", ".module_", "digits.data", "wine.data", "wine.target", "precision.grad.",
-    "FlooredDiagonal.footprint = ", "axis.front(self.inputs", "SplitConformalRegressor(", "BinaryClassificationController(",
+    "FlooredDiagonal.footprint = ", "axis.front(self.inputs", "SplitConformalRegressor(",
+    "BinaryClassificationController(",
 )  # fmt: skip
-"""Parts of lines in pages with errors about transformers, scikit-learn, MAPIE or torch, or in code that no user types."""
+"""Parts of lines in pages with errors about other libraries, or in code that no user types."""
 Errors = dict[tuple[str, int], str]
 """File and line -> message."""
 
