@@ -76,24 +76,33 @@ def files(entry: ledger.Entry) -> list[str]:
 
 
 def passing(names: set[str]) -> set[str]:
-    """Runs tests by pytest, "file::name", slow ones included; returns those that pass, a class if all of it does."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-n", "0", "--no-header", "-p", "no:cacheprovider"]
+    """Runs tests by pytest, "file::name", slow ones included; returns those that pass, a class if all of it does.
 
-    def run(known: set[str]) -> subprocess.CompletedProcess[str]:
-        words = [*command, *sorted(known)]
-        return subprocess.run(words, cwd=HOME.parent, capture_output=True, text=True, check=False)
+    Each file has a process of its own, which gives its memory back.
+    """
+    found = set()
+    for file in sorted({name.partition("::")[0] for name in names}):
+        of_file = {name for name in names if name.startswith(f"{file}::")}
+        outcomes, error = _pytest(of_file)
+        if unknown := {name for name in of_file if f"{name}\n" in error}:  # pytest runs nothing if a name is unknown
+            outcomes, _ = _pytest(of_file - unknown) if of_file - unknown else ({}, "")
+        for name in of_file - unknown:
+            of_name = [
+                state for test, state in outcomes.items() if test == name or test.startswith((f"{name}[", f"{name}::"))
+            ]
+            if of_name and set(of_name) <= {"PASSED", "XFAIL"}:
+                found.add(name)
+    return found
 
-    done = run(names)
-    if unknown := {name for name in names if f"{name}\n" in done.stderr}:  # pytest runs nothing if a name is unknown
-        done = run(names - unknown) if names - unknown else done
-    lines = [line.partition(" ") for line in done.stdout.splitlines()]
-    passed = [test for outcome, _, test in lines if outcome == "PASSED"]
-    failed = [test.partition(" - ")[0] for outcome, _, test in lines if outcome in ("FAILED", "ERROR")]
 
-    def covered(name: str, tests: Sequence[str]) -> bool:
-        return any(test == name or test.startswith((f"{name}[", f"{name}::")) for test in tests)
-
-    return {name for name in names if covered(name, passed) and not covered(name, failed)}
+def _pytest(names: set[str]) -> tuple[dict[str, str], str]:
+    """Returns test -> outcome, and what pytest wrote as errors."""
+    options = ["-q", "-rA", "-n", "0", "--no-header", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *sorted(names)]
+    done = subprocess.run(command, cwd=HOME.parent, capture_output=True, text=True, check=False)
+    pairs = (line.split(" ", 1) for line in done.stdout.splitlines() if "::" in line)
+    states = ("PASSED", "FAILED", "ERROR", "XFAIL")
+    return {test.partition(" - ")[0]: state for state, test in pairs if state in states}, done.stderr
 
 
 def _outcome(entry: ledger.Entry, folder: Path, states: dict[str, str], passed: set[str]) -> tuple[str, list[str]]:
