@@ -172,23 +172,25 @@ def layer_by_derivatives(model, tangent, covariance, x: Tensor, v: Tensor | None
     """Variances of an output that is linear in the input and in the treated weights, sample by sample."""
     names = [name for block in tangent.blocks for name in block.parameters]
     Sigma = covariance.to_dense()
+
+    def outputs(inputs, flat):
+        parts = tn.split(tangent.blocks, cut(tangent.blocks, flat))
+        return functional_call(model, {name: parts[name] for name in names}, (inputs,))
+
+    size = x[0].numel()
+    units = torch.cat([torch.zeros(1, size), torch.eye(size)]).to(x).reshape(-1, *x[0].shape)
+    without = outputs(units, torch.zeros(len(Sigma)).to(x))
+    changes = [outputs(units, weight) - without for weight in torch.eye(len(Sigma)).to(x)]
+    crossed = torch.stack([(found[1:] - found[0]).T for found in changes], 1).detach()  # (n, P, inputs): bilinear
     rows = []
     for place, sample in enumerate(x):
-
-        def call(one, flat):
-            parts = tn.split(tangent.blocks, cut(tangent.blocks, flat))
-            return functional_call(model, {name: parts[name] for name in names}, (one[None],))[0]
-
         flat = torch.cat([tangent.mean()[block.name] for block in tangent.blocks])
-        J = jacrev(call, 1)(sample, flat)
+        J, Jx = (jacrev(outputs, argument)(sample[None], flat)[0] for argument in (1, 0))
         variance = torch.einsum("ni,ij,nj->n", J, Sigma, J)
         if v is not None:
-            Jx = jacrev(call, 0)(sample, flat).reshape(len(J), -1)
-            crossed = jacrev(jacrev(call, 1), 0)(sample, flat).reshape(len(J), len(flat), -1)
             spread = v[place].flatten()
-            variance = (
-                variance + Jx.square() @ spread + torch.einsum("npi,pq,nqi,i->n", crossed, Sigma, crossed, spread)
-            )
+            of_both = torch.einsum("npi,pq,nqi,i->n", crossed, Sigma, crossed, spread)
+            variance = variance + Jx.reshape(len(J), -1).square() @ spread + of_both
         rows.append(variance.detach())
     return torch.stack(rows)
 
