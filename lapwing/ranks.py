@@ -153,7 +153,7 @@ def sent(label: str, value: T, source: int = 0) -> T:
 
 
 def on_first(label: str, compute: Callable[[], T]) -> T:
-    """Returns what rank 0 computes. An exception in `compute` ends the fit on all ranks."""
+    """Returns the result that rank 0 computes. An exception in `compute` ends the fit on all ranks."""
     value: Any = None if rank() else compute()
     return sent(label, value)
 

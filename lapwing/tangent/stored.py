@@ -58,7 +58,7 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
 
 
 def _remedy(name: str, parameters: Mapping[str, Any]) -> str:
-    """Returns what to write if the network has no parameter of this name and shape: often only a wrapper differs."""
+    """Returns a line to write if the network has no parameter of this name and shape: often only a wrapper differs."""
     if f"module.{name}" in parameters:
         return "The fit was made without the wrapper: pass model.module."
     if name.removeprefix("module.") in parameters and name.startswith("module."):

@@ -98,7 +98,7 @@ class FullProgram:
         return 4 * self._program.largest**2 * self._program.dtype.itemsize
 
     def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
-        """Returns what `Program.run` returns, with covariances. Uncertain inputs may have covariances (B, n, n)."""
+        """Returns the result of `Program.run`, with covariances. Uncertain inputs may have covariances (B, n, n)."""
         program, samples = self._program, batches.size(inputs)
         start = program.start(inputs, variances)
         values = {name: mean_of(value) for name, value in start.items()}
