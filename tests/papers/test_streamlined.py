@@ -11,7 +11,7 @@ import lapwing as lw
 from papers.common import data
 from papers.common.networks import mlp
 from papers.common.training import Recipe
-from papers.streamlined import baselines, nearness, table1, table2
+from papers.streamlined import baselines, figure13, nearness, table1, table2, table17
 from papers.streamlined.figure8 import ANGLES, rotations
 from papers.streamlined.ivon import IVON
 
@@ -147,3 +147,30 @@ def test_one_noise_variance_against_its_formula():
     density = torch.distributions.Normal(model(parts[2][0]), noise**0.5).log_prob(parts[2][1])
     assert found["noise of validation residuals"]["nlpd"] == pytest.approx(-float(density.mean()), rel=1e-5)
     assert found["noise of training residuals"]["noise"] < noise * 3
+
+
+def test_draws_and_scores_of_a_posterior_by_ivon():
+    """IVON learns the table; groups of draws and factors give the NLPD of `predict`."""
+    task = small_task()
+    posterior = figure13.ivon(task, "SERVO", 0, steps=300)
+    x, y = task.data.test
+    with torch.no_grad():
+        assert float((posterior.model(x) - y).square().mean()) < 0.5 * float(y.var())
+    found = figure13.over_draws(posterior, task, counts=(5, 10), repeats=2)
+    whole = posterior.predict(x, via=lw.MonteCarlo(10)).log_prob(y)
+    assert found["10"] == pytest.approx(-float(whole.mean()), rel=1e-4)
+    assert found["10"] < found["5"]  # by Jensen's inequality: the mean of two halves against the whole
+    row = figure13.scores(posterior, task)["streamlined"]
+    way = lw.Scaled(lw.Streamlined(covariance="full"), row["factor"])
+    assert row["scaled nlpd"] == pytest.approx(-float(posterior.predict(x, via=way).log_prob(y).mean()), rel=1e-3)
+
+
+def test_times_are_in_forward_passes():
+    model = mlp(3, 4, 10, activation=nn.ReLU).eval()
+    found = table17.times(model, torch.randn(20, 3), lw.everything, 50, 0.01)
+    assert found["network"]["passes"] == 1
+    assert found["sampling"]["passes"] > 10
+    assert found["GLM"]["passes"] == pytest.approx(found["GLM"]["milliseconds"] / found["network"]["milliseconds"])
+    assert set(found) == {
+        "network", "sampling", "GLM", "streamlined, covariances", "streamlined", "streamlined, deployed",
+    }  # fmt: skip
