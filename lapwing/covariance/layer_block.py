@@ -48,6 +48,9 @@ class DiagonalLayer(LayerBlock):
         (weights,) = self._weights
         return push_diagonal(weights, mean, variance, full)
 
+    def covariances(self, mean: Tensor, variance: Tensor | None) -> EigenTerm:
+        return EigenTerm(None, self.push(mean, variance, False))  # the outputs are independent
+
     def rotation(self) -> tuple[None, Tensor]:
         return None, self._weights
 

@@ -150,9 +150,9 @@ def _observing(
 ) -> tuple[Observe, tuple[str, ...], int]:
     """Returns a function from moments to results, the results' names, and the number of kinds of moments it reads."""
     if outputs == "latent":
-        return (lambda mean, plain: (mean, plain * factor)), ("mean", "variance"), 1
+        return (lambda latent: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1
     ones = torch.ones(1, size)
-    chosen = likelihood.choose_link(_latent(ones, ones), link)
+    chosen = likelihood.choose_link(Latent(ones, ()), link)
     if not chosen.closed_form:
         closed = [f"link={kind.__name__}()" for kind in likelihood.links if kind.closed_form]
         raise LapwingError(
@@ -163,8 +163,8 @@ def _observing(
     scored = outputs == "scores"
     matrix = likelihood.reads_covariance(Quadrature() if scored else chosen)  # mutual information reads the same
 
-    def summary(mean: Tensor, *moments: Tensor) -> dict[str, Tensor]:
-        prediction = likelihood.predict(_latent(mean, *(part * factor for part in moments)), chosen)
+    def summary(latent: Latent) -> dict[str, Tensor]:
+        prediction = likelihood.predict(latent.scaled(factor), chosen)
         if not scored:
             return prediction.summary()
         if not isinstance(prediction, (BernoulliPrediction, ClassPrediction)) or (matrix and size > CLASSES):
@@ -177,15 +177,10 @@ def _observing(
 
     with torch.enable_grad():
         centred = ones.clone().requires_grad_()
-        example = summary(ones, ones, centred, *([torch.eye(size)[None]] if matrix else []))
+        term = DenseTerm(torch.eye(size)[None], centred) if matrix else MarginalTerm(ones, centred)
+        example = summary(Latent(ones, (term,)))
         reads = any(value.requires_grad for value in example.values())
-    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), 3 if matrix else 1 + reads
-
-
-def _latent(mean: Tensor, variance: Tensor, centred: Tensor | None = None, matrix: Tensor | None = None) -> Latent:
-    """Returns a latent with these moments."""
-    centred = variance if centred is None else centred
-    return Latent(mean, (MarginalTerm(variance, centred) if matrix is None else DenseTerm(matrix, centred),))
+    return (lambda latent: tuple(summary(latent).values())), tuple(example), 3 if matrix else 1 + reads
 
 
 __all__ = ["Predictor", "deploy"]

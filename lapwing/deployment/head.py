@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..covariance import LayerBlock
-from ..covariance.terms import EigenTerm, FactoredTerm, Term
+from ..covariance import Latent, LayerBlock
+from ..covariance.terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, Term
 from ..errors import LapwingError
 from ..prediction.streamlined.moments import Value, mean_of, total_of, variance_of
 from ..prediction.streamlined.operations import Kind, is_a
@@ -106,9 +106,6 @@ def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, kinds: int) -> T
     """Returns the moments (N, R) of `W a` at rows a."""
     if kinds == 1:
         return covariance.push(rows, None, False)
-    rotation = covariance.rotation()
-    if rotation is not None and rotation[0] is None:  # diagonal: the outputs are independent
-        return moments_of(EigenTerm(None, covariance.push(rows, None, False)), kinds)
     parts = rows.split(max(1, _NUMBERS // outputs**2))
     return torch.cat([moments_of(covariance.covariances(part, None), kinds) for part in parts])
 
@@ -131,12 +128,17 @@ def _rotation(covariance: LayerBlock, w: Tensor, bias: bool, kinds: int) -> tupl
 
 def moments_of(term: Term, kinds: int) -> Tensor:
     """Returns the variances (N, O) of N covariances; with 2 kinds also centred variances, with 3 the covariances."""
-    parts = [term.variance()]
-    if kinds > 1:
-        parts.append(term.centred_variance())
-    if kinds > 2:
-        parts.append(term.dense().flatten(1))
-    return torch.cat(parts, -1)
+    read = term.variance, term.centred_variance, lambda: term.dense().flatten(1)
+    return torch.cat([moments() for moments in read[:kinds]], -1)
+
+
+def latent_of(mean: Tensor, moments: Tensor) -> Latent:
+    """Returns the latent with means (B, C) and the moments (B, R) that `moments_of` lists."""
+    size = mean.shape[-1]
+    plain, centred, matrix = moments.tensor_split([size, 2 * size], -1)
+    whole = moments.shape[-1] > 2 * size
+    term = DenseTerm(matrix.unflatten(-1, (size, size)), centred) if whole else MarginalTerm(plain, centred)
+    return Latent(mean, (term,))
 
 
 def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, where: str) -> tuple[Tensor, Tensor]:

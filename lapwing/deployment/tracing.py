@@ -12,7 +12,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from ..covariance import Covariance
+from ..covariance import Covariance, Latent
 from ..covariance.terms import DenseTerm, EigenTerm
 from ..data import batches
 from ..errors import LapwingError
@@ -27,12 +27,11 @@ from ..prediction.streamlined.program import Program, build
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
-from .head import moments_of, read_head, squares_of_weights
+from .head import latent_of, moments_of, read_head, squares_of_weights
 
 aten = torch.ops.aten
 
-Observe = Callable[..., tuple[Tensor, ...]]
-"""Means (B, C), and those of `moments_of` that it reads, with covariances (B, C, C) -> results."""
+Observe = Callable[[Latent], tuple[Tensor, ...]]
 
 
 Traced = tuple[fx.GraphModule, Any, tuple[dict[int, str], ...]]
@@ -50,8 +49,8 @@ def trace(
 ) -> Traced:
     """Exports the moments at the outputs as calls on tensors, which need rules or slopes in closed form.
 
-    `observe` maps the means and the first `kinds` of the moments that `moments_of` lists to results. With
-    `linearised` only the last layer may be uncertain, as for `Linearized`.
+    `observe` maps a latent with the first `kinds` of the moments that `moments_of` lists to results. With `linearised`
+    only the last layer may be uncertain, as for `Linearized`.
     """
     inputs = _with_distinct_lengths(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs, tangent.device)))
     with torch.no_grad(), without_compiled():
@@ -145,7 +144,7 @@ class Run(nn.Module):
     """The module that is exported: the steps of a program. A last layer needs no C x C matrix.
 
     The program runs once at an example, which fills its constants. Values that do not depend on the inputs are stored.
-    `observe` gets moments of this dtype. `complete` is whether the program computes the covariances of the outputs.
+    `observe` gets a latent of this dtype. `complete` is whether the program computes the covariances of the outputs.
     """
 
     def __init__(
@@ -185,12 +184,7 @@ class Run(nn.Module):
             for step in self.end[1:]:
                 mean = run_call(step.node, {**values, step.uncertain[0]: mean}, program.dtype)
             moments = moments.expand(mean.shape[0], -1)
-        outputs = mean.shape[-1]
-        plain = moments[:, : 2 * outputs].clamp_min(0).split(outputs, -1)
-        parts = [mean, *plain]
-        if self.kinds > 2:
-            parts.append(moments[:, 2 * outputs :].unflatten(-1, (outputs, outputs)))
-        return self.observe(*(part.to(self.dtype) for part in parts))
+        return self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)))
 
 
 def _end(program: Program) -> tuple[Step, ...]:
@@ -209,7 +203,7 @@ def _whole(output: Moments, kinds: int, logits: Logits | None) -> tuple[Tensor, 
     mean, variance = output.mean, term.variance()
     mask = possible(mean).to(variance)
     share = mask / mask.sum(-1, keepdim=True)
-    rows = variance * share if matrix is None else (matrix @ share[..., None])[..., 0]
+    rows = term.times(share)
     parts = [variance, mask * (variance - 2 * rows + (rows * share).sum(-1, keepdim=True))]
     if kinds > 2:  # the others follow the average
         move = torch.diag_embed(mask) + (1 - mask)[..., None] * share[:, None]

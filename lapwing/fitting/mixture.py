@@ -32,6 +32,11 @@ log = logging.getLogger("lapwing")
 FACTORS = evenly(-1.0, 1.0, 41)
 """Candidates for log10 of the factor that `validation=` chooses."""
 
+SEVERAL = Rule(
+    lambda given: isinstance(given, (list, tuple)) and len(given) > 1 and all(isinstance(m, Posterior) for m in given),
+    "a list of at least two posteriors",
+)
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Mixture(Displayed, Generic[P]):
@@ -56,10 +61,10 @@ class Mixture(Displayed, Generic[P]):
         """
         if isinstance(x, (DataLoader, Iterator)):
             x = list(kept_batches(x))
-        return mixed([member.predict(x, *args, **options) for member in self.members])
+        return mixed(tuple(member.predict(x, *args, **options) for member in self.members))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes each member by `Posterior.save` to a file in a new folder: `member-0.safetensors` and so on.
+        """Writes the members by `Posterior.save` to a new folder: `member-0.safetensors` and so on.
 
         `lw.mixture([lw.load(f"{folder}/member-{n}.safetensors", model) for n, model in enumerate(models)])` reads them.
 
@@ -79,12 +84,12 @@ class Mixture(Displayed, Generic[P]):
 
 @outside_modes
 def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixture[P]:
-    """Makes an ensemble of posteriors, which predicts the mean of their predictive distributions.
+    """Returns an ensemble of posteriors, which predicts the mean of their distributions: `p(y|x) = 1/M Σ_m p_m(y|x)`.
 
-    `p(y|x) = 1/M Σ_m p_m(y|x)`. Calibrated members make an underconfident mixture, because their disagreement adds to
-    the uncertainty of each. With `validation=` one factor between 0.1 and 10 multiplies the logit temperatures of all
-    members, also given ones. It maximises the log likelihood of the mixture on held-out data. For regressions it
-    multiplies the covariances of y, or only the noise variances if a method has no prior.
+    Calibrated members make an underconfident mixture, because their disagreement adds to the uncertainty of each. With
+    `validation=` one factor between 0.1 and 10 multiplies the logit temperatures of all members, also given ones. It
+    maximises the log likelihood of the mixture on held-out data. For regressions it multiplies the covariances of y, or
+    only the noise variances if a method has no prior.
 
     A plain network can be a member. For a classifier write `lw.fit(model, held_out, lw.TemperatureScaling())`; for a
     regression `lw.fit(model, loader, lw.Diagonal(), prior_precision=1e9)`, whose weights have next to no spread.
@@ -92,9 +97,6 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
     Args:
         posteriors: at least two, with `lw.Categorical()`, `lw.Bernoulli()` or `lw.Gaussian()` and equal outputs.
         validation: held-out data in any form that `lw.fit` accepts; None keeps the members as they are.
-
-    Returns:
-        A mixture with `.predict(x)` and `.save(folder)`, which `lw.compare` accepts.
 
     Raises:
         LapwingError: if the posteriors are not at least two that fit together, or if the held-out data are invalid.
@@ -111,8 +113,7 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
         >>> ensemble.predict(x).between_members().shape
         torch.Size([64])
     """
-    rule = Rule(_are_several, "a list of at least two posteriors")
-    check_argument("lw.mixture", "posteriors", posteriors, rule, "[lw.fit(model, loader) for model in models]")
+    check_argument("lw.mixture", "posteriors", posteriors, SEVERAL, "[lw.fit(model, loader) for model in models]")
     kinds = [_kind(member) for member in posteriors]
     if len({*kinds}) > 1 or not kinds[0].startswith(("categorical", "bernoulli", "gaussian")):
         raise LapwingError(
@@ -124,16 +125,12 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
     check_data(validation, "lw.mixture")
     held_out = list(Data.of(validation, posteriors[0].model, posteriors[0].columns))
     # p(y) of the mixture is the mean of p_m(y); if y are class probabilities, the score is a lower bound
-    scores = torch.cat([sample_scores([member], _candidates, held_out) for member in posteriors])  # (M, K, 1, N)
+    candidates = lambda member: [_changed(member, 10**exponent) for exponent in FACTORS]  # noqa: E731
+    scores = torch.cat([sample_scores([member], candidates, held_out) for member in posteriors])  # (M, K, 1, N)
     row = scores.double().logsumexp(0).mean(-1).flatten().nan_to_num(-torch.inf)
     factor = 10 ** refined(FACTORS, row.tolist(), int(row.argmax()))
     log.info("Held-out data multiply the temperature of the mixture by %.3g", factor)
     return Mixture(tuple(_changed(member, factor) for member in posteriors))
-
-
-def _are_several(posteriors: Any) -> bool:
-    several = isinstance(posteriors, (list, tuple)) and len(posteriors) > 1
-    return several and all(isinstance(member, Posterior) for member in posteriors)
 
 
 def _kind(member: Posterior) -> str:
@@ -142,10 +139,6 @@ def _kind(member: Posterior) -> str:
     outputs = f"{tangent.outputs} outputs{' at each position' if tangent.positions.several else ''}"
     columns = "".join(f", columns {names}" for names in member.columns)
     return f"{member.likelihood.name} likelihoods of {outputs}{columns} on {tangent.device}"
-
-
-def _candidates(member: Posterior) -> list[Posterior]:
-    return [_changed(member, 10**exponent) for exponent in FACTORS]
 
 
 def _changed(member: Posterior[P], factor: float) -> Posterior[P]:

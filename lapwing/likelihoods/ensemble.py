@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +21,14 @@ from .categorical import ClassPrediction
 from .links import SampledLink
 from .mixtures import MixturePrediction
 from .prediction_at_positions import PredictionAtPositions
-from .predictions import Prediction
 from .regression import RegressionPrediction
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class _Ensemble:
-    """An ensemble of classifiers. `field` names the log probabilities or log odds of a prediction."""
+    """An ensemble of classifiers, whose latent holds one draw for each member."""
 
-    field: ClassVar[str]
-    members: tuple[Any, ...]
-
-    def __init__(self, members: Sequence[Any]) -> None:
-        latent = LatentDraws(torch.stack([getattr(member, self.field) for member in members]))
-        given = {item.name: getattr(members[0], item.name) for item in fields(members[0])}
-        super().__init__(**given | {self.field: getattr(SampledLink(), self.field)(latent), "latent": latent})
-        object.__setattr__(self, "members", tuple(members))
+    members: tuple[Any, ...] = ()
 
     def between_members(self) -> Tensor:
         """Returns the entropy minus the mean entropy of the members, (B,) in nats: how much they disagree."""
@@ -51,48 +43,24 @@ class _Ensemble:
         return self.between_members() + self.within_members(*args, **options)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class ClassMixture(_Ensemble, ClassPrediction):
     """The mean of the class probabilities of an ensemble."""
 
-    field = "log_probs"
 
-
+@dataclass(frozen=True, eq=False, repr=False)
 class BernoulliMixture(_Ensemble, BernoulliPrediction):
     """The mean of the probabilities of yes of an ensemble. The outputs are assumed independent."""
 
-    field = "log_odds"
 
-
+@dataclass(frozen=True, eq=False)
 class RegressionMixture(MixturePrediction):
     """The mixture of the predictions of an ensemble of regressions.
 
     The variance is the sum of `aleatoric_variance`, `variance_within_members` and `variance_between_members`.
     """
 
-    members: tuple[RegressionPrediction, ...]
-
-    def __init__(self, members: Sequence[RegressionPrediction]) -> None:
-        if any(is_selected(member.latent) for member in members):
-            raise LapwingError(
-                "The members of a mixture may select different outputs by lw.Linearized(outputs=...). Leave outputs= "
-                "out: write mixture.predict(x)."
-            )
-        object.__setattr__(self, "members", tuple(members))
-
-    @cached_property
-    def components(self) -> dist.Distribution:
-        """The Gaussians of the members with batch shape (B, M), or of their weight draws."""
-        parts: list[Any] = [member.distribution() for member in self.members]
-        if isinstance(parts[0], dist.MixtureSameFamily):  # S weight draws
-            mean, std = (
-                torch.cat([getattr(part.component_distribution, name) for part in parts], 1)
-                for name in ("mean", "stddev")
-            )
-            return dist.Independent(dist.Normal(mean, std), 1)
-        mean, std = (torch.stack([getattr(one, name) for one in self.members], 1) for name in ("mean", "std"))
-        if mean.shape[-1] == 1:
-            return dist.Independent(dist.Normal(mean, std), 1)
-        return dist.MultivariateNormal(mean, torch.stack([part.covariance_matrix for part in parts], 1))
+    members: tuple[RegressionPrediction, ...] = ()
 
     @property
     def latent(self) -> LatentDraws:
@@ -125,16 +93,34 @@ class RegressionMixture(MixturePrediction):
         return logs.logsumexp(0) - math.log(len(logs))
 
 
-MIXTURES: dict[type, Any] = {
-    ClassPrediction: ClassMixture, BernoulliPrediction: BernoulliMixture, RegressionPrediction: RegressionMixture,
-}  # fmt: skip
-"""Class of the members' predictions -> class of their mixture."""
-
-
-def mixed(members: Sequence[Prediction]) -> Any:
+def mixed(members: tuple[Any, ...]) -> Any:
     """Returns the equal mixture of predictions of the same inputs, in their shape if they have positions."""
     first = members[0]
     if isinstance(first, PredictionAtPositions):
-        rows = mixed([member.rows for member in members])  # type: ignore[attr-defined]
+        rows = mixed(tuple(member.rows for member in members))
         return PredictionAtPositions(rows, replace(first.latent, rows=rows.latent))
-    return next(mixture for kind, mixture in MIXTURES.items() if isinstance(first, kind))(members)
+    if isinstance(first, RegressionPrediction):
+        return RegressionMixture(_gaussians(members), members)
+    if isinstance(first, ClassPrediction):
+        latent = LatentDraws(torch.stack([member.log_probs for member in members]))
+        return ClassMixture(SampledLink().log_probs(latent), latent, first.link, first.ignore_index, members=members)
+    latent = LatentDraws(torch.stack([member.log_odds for member in members]))
+    odds = SampledLink().log_odds(latent)
+    return BernoulliMixture(odds, latent, first.link, first.soft_targets, first.missing, members)
+
+
+def _gaussians(members: Sequence[RegressionPrediction]) -> dist.Distribution:
+    """Returns the Gaussians of the members, of batch shape (B, M), or those of all their weight draws."""
+    if any(is_selected(member.latent) for member in members):
+        raise LapwingError(
+            "The members of a mixture may select different outputs by lw.Linearized(outputs=...). Leave outputs= "
+            "out: write mixture.predict(x)."
+        )
+    parts: list[Any] = [member.distribution() for member in members]
+    join: Any = torch.stack
+    if isinstance(parts[0], dist.MixtureSameFamily):  # of S weight draws
+        parts, join = [part.component_distribution for part in parts], torch.cat
+    mean = join([part.mean for part in parts], 1)
+    if isinstance(parts[0], dist.Independent):
+        return dist.Independent(dist.Normal(mean, join([part.stddev for part in parts], 1)), 1)
+    return dist.MultivariateNormal(mean, scale_tril=join([part.scale_tril for part in parts], 1))

@@ -76,7 +76,7 @@ def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
         values = (weights * ((1.0 + d) * torch.log1p(d) - d)).sum(-1) * p.squeeze(-1)
         return values * (variance / (variance + _LEAST_VARIANCE))
 
-    return _elementwise(of, mean, variance, nodes)
+    return in_chunks(of, nodes, mean, variance)
 
 
 def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
@@ -86,7 +86,7 @@ def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tens
         f, weights = rule(mean, variance, 1.0, nodes)
         return torch.logsumexp(F.logsigmoid(f) + weights, -1)
 
-    return _elementwise(of, mean, variance, nodes)
+    return in_chunks(of, nodes, mean, variance)
 
 
 def log_odds(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
@@ -160,13 +160,9 @@ def sigmoid_entropy(logits: Tensor) -> Tensor:
     return F.softplus(-size) + size * torch.sigmoid(-size)
 
 
-def _elementwise(function: Callable[[Tensor, Tensor], Tensor], mean: Tensor, variance: Tensor, nodes: int) -> Tensor:
-    """Applies an elementwise function of means and variances, in float64."""
-    return in_chunks(function, nodes, doubled(mean).flatten(), doubled(variance).flatten()).reshape(mean.shape)
-
-
 def in_chunks(function: Callable[..., Tensor], nodes: int, *values: Tensor) -> Tensor:
-    """Applies a function of float64 tensors to chunks of their rows with at most `_CHUNK_NUMBERS` nodes."""
+    """Applies a function, in float64, to chunks of the rows of tensors with at most `_CHUNK_NUMBERS` nodes."""
+    values = tuple(map(doubled, values))
     if torch.compiler.is_compiling():  # chunks would fix the batch size of an exported program
         return function(*values)
     length = max(1, _CHUNK_NUMBERS // (nodes * max(1, values[0][:1].numel())))
