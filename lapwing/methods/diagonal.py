@@ -18,6 +18,8 @@ class Diagonal(Method):
     Cost: one pass of C backward passes of activations; memory O(P).
     """
 
+    accepts_further_data = True
+
     def passes(self, problem: Problem) -> Passes:
         return (yield from run_curvature_pass(SquaredSums(problem)))
 

@@ -37,6 +37,7 @@ class ELLA(Method):
     collect the inputs of the rows, and to sum the curvature by C backward passes per sample.
     """
 
+    accepts_further_data = True
     rank: int = option(20, at_least(1))
     rows: int | Literal["all"] = option(200, at_least(1))
     residual: Residual = None

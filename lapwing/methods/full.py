@@ -38,6 +38,7 @@ class Full(Method):
     O(NC P), time O((NC)² P) once.
     """
 
+    accepts_further_data = True
     form: Literal["auto", "primal", "dual"] = "auto"
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:

@@ -45,6 +45,7 @@ class KFAC(Method):
     layer, O(D_in²) per position, or O(D_in n) for a layer with one position if the fit had far fewer samples n.
     """
 
+    accepts_further_data = True
     weight_sharing: Literal["expand", "reduce"] = "expand"
     uncovered: Literal["diagonal", "dense"] = "diagonal"
 

@@ -48,6 +48,7 @@ class OptimalSubspace(Method):
     O(K P), plus the memory of Ψ_approx, plus one memory budget for rows.
     """
 
+    accepts_further_data = True
     rank: int = option(20, at_least(1))
     curvature: Method | Literal["prior"] = option(KFAC(), instance_of("a method", Method), write="lw.KFAC()")
     rows: int | Literal["all"] = option(1000, at_least(1))

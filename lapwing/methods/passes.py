@@ -259,8 +259,8 @@ class Method(Options, ABC):
     chooses_temperature: ClassVar[bool] = False
     """Whether the method fits the logit temperature, so that held-out data have nothing to choose."""
 
-    accepts_further_data: ClassVar[bool] = True
-    """Whether `Posterior.update` can add data: Σ is made of the plain GGN sums of its structure, unlike `EKFAC`."""
+    accepts_further_data: ClassVar[bool] = False
+    """Whether `Posterior.update` can add data. True only if Σ is made of plain GGN sums, unlike that of `EKFAC`."""
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:

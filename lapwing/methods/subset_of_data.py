@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,8 +42,6 @@ class SubsetOfData(Method):
     O(P³) if n C > P. If that exceeds the budget, the directions stay implicit: two passes, memory O((n C)²), n C more
     backward passes for each chunk of a prediction, and a saved posterior holds the inputs of the chosen points.
     """
-
-    accepts_further_data: ClassVar[bool] = False
 
     size: int = option(500, at_least(1))
     sampling: Literal["uniform", "balanced"] = "uniform"

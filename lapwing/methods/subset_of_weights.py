@@ -56,6 +56,7 @@ class SubsetOfWeights(Method):
     equations 13, 16 and 19 with unit vectors for P; the subset methods of its section 5.
     """
 
+    accepts_further_data = True
     size: int = field(metadata=required(at_least(1), "100"))
     by: Literal["diagonal", "magnitude", "random"] | Posterior = option(
         "diagonal",

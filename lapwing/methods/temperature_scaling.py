@@ -63,7 +63,6 @@ class TemperatureScaling(Method):
     treats_last_layer: ClassVar[bool] = True
     can_change_prior: ClassVar[bool] = False
     chooses_temperature: ClassVar[bool] = True
-    accepts_further_data: ClassVar[bool] = False
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         if likelihood.logit_temperature is None:

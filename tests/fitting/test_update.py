@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
+from lapwing.covariance import Blockwise, DiagonalBlock
+from lapwing.methods import Passes, Problem
 from tests.conformance import close
 from tests.zoo import ZOO
 
@@ -142,6 +145,25 @@ def test_curvatures_that_do_not_add_are_refused(method: lw.Method, name: str) ->
     posterior = lw.fit(model, first, method, prior_precision=1.0)
     with pytest.raises(lw.LapwingError, match=f"{name} is not a sum|times the data of its fit"):
         posterior.update(second)
+
+
+@dataclass(frozen=True)
+class Halved(lw.Method):
+    """A method of a user, without class attributes: its sums are half of the GGN's."""
+
+    def passes(self, problem: Problem) -> Passes:
+        covariance = yield from lw.Diagonal().passes(problem)
+        halves = {name: DiagonalBlock(block.eigenvalues / 2) for name, block in covariance.structures.items()}
+        return Blockwise(covariance.blocks, halves, problem.precision, problem.scale.of_curvature)
+
+
+def test_a_method_of_a_user_is_refused_unless_it_declares_plain_sums(tmp_path: Path) -> None:
+    model, first, second, _ = parts("mlp")
+    posterior = lw.fit(model, first, Halved(), prior_precision=1.0)
+    posterior.save(tmp_path / "p.safetensors")
+    for one in (posterior, lw.load(tmp_path / "p.safetensors", model)):
+        with pytest.raises(lw.LapwingError, match="curvature of Halved is not a sum over data"):
+            one.update(second)
 
 
 def test_what_an_update_refuses() -> None:

@@ -74,7 +74,6 @@ class MeanField(Method):
     """
 
     can_change_prior: ClassVar[bool] = False
-    accepts_further_data: ClassVar[bool] = False
     steps: int = option(300, at_least(1))
     learning_rate: float = option(1e-4, positive())
     std_rate: float = option(1e-2, positive())

@@ -89,7 +89,6 @@ class SampledLLA(Method):
     """
 
     can_change_prior: ClassVar[bool] = False
-    accepts_further_data: ClassVar[bool] = False
     draws: int = option(32, at_least(1))
     solver: ConjugateGradients = option(
         ConjugateGradients(),

@@ -107,8 +107,6 @@ class VaLLA(Method):
         torch.Size([64, 1])
     """
 
-    accepts_further_data: ClassVar[bool] = False
-
     inducing_points: int | InducingPoints = option(
         100, at_least(1).or_else(instance_of("lw.InducingPoints", InducingPoints))
     )
