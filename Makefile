@@ -12,6 +12,9 @@ export LAPWING_DATA := $(abspath ../shared/data)
 endif
 endif
 
+# bytecode is kept, also where the environment says no: without it every process of the tests rewrites and compiles all files
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow test-gpu test-integrations test-oldest lint bench papers verify docs release-check
 
 demo: .venv/installed

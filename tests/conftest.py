@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+try:
+    import resource
+except ModuleNotFoundError:  # on Windows
+    resource = None
 
 torch.set_num_threads(1)
 
@@ -43,6 +51,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of garbage collections: it lives as long as the process."""
     gc.freeze()
+
+
+PEAKS: list[float] = []
+"""Peak resident memory of each worker, in GiB."""
+
+
+def peak() -> float:
+    """Returns the peak resident memory of this process, or of its largest child, in GiB."""
+    who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return max(resource.getrusage(each).ru_maxrss for each in who) * unit / 2**30
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if resource and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = peak()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    PEAKS.append(getattr(node, "workeroutput", {}).get("peak", math.nan))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the peak memory, so that a test that needs too much is noticed."""
+    peaks = PEAKS or ([peak()] if resource else [])
+    terminalreporter.write_line(f"peak resident memory, in GiB: {', '.join(f'{each:.1f}' for each in peaks)}")
 
 
 @pytest.fixture(autouse=True)

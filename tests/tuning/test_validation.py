@@ -14,6 +14,7 @@ import lapwing.tuning.choice as choice
 from lapwing.tuning.choice import WIDER, best_of, widest_of_equals
 from lapwing.tuning.held_out import at_precision, sample_scores, width_scores
 from tests.conformance import covering
+from tests.data.test_loaders import Refilling
 from tests.quick import others_slow
 from tests.zoo import ZOO
 
@@ -411,6 +412,24 @@ def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, 
         torch.testing.assert_close(drawn.aleatoric_variance, steps.aleatoric_variance, rtol=1e-12, atol=0)
     assert steps.sample(3).shape == (3, 100, *shape)
     assert lw.scale_factor(posteriors[1], (x[250:400], whole[250:400])).factor > 0
+
+
+@pytest.mark.parametrize(("method", "dtype"), [(None, torch.float32), (lw.KFAC(), torch.bfloat16)], ids=str)
+def test_forecasts_of_either_shape_from_a_loader_that_fills_the_same_tensors(method, dtype):
+    """Targets (B, 6) and (B, 6, 1) behind a frozen layer give the same widths, also for one sample."""
+    torch.manual_seed(0)
+    x = torch.randn(66, 3).to(dtype)
+    rows = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 6)).to(dtype).eval()
+    rows[0].requires_grad_(False)
+    steps = torch.nn.Sequential(rows, torch.nn.Unflatten(1, (6, 1))).eval()
+    y = rows(x).detach().float() + torch.tensor([0.1, 0.1, 0.2, 0.4, 0.8, 0.8]) * torch.randn(66, 6)
+    widths = []
+    for model, targets in ((rows, y), (steps, y[..., None])):
+        loader, held_out = Refilling(x[:18], targets[:18]), Refilling(x[18:], targets[18:])
+        posterior = lw.fit(model, loader, method, likelihood="gaussian", validation=held_out)
+        assert len(posterior.likelihood.noise_ratios) == 6
+        widths.append(torch.cat([posterior.predict(x[:n]).std for n in (5, 1)]).flatten(1))
+    assert torch.equal(*widths)
 
 
 def test_a_number_of_positions_that_varies_keeps_one_noise_for_each_output():
