@@ -194,8 +194,10 @@ COLOURS = {
     "full": "#222222", "optimal": "#000000", "low rank, GGN": "#8c564b", "low rank, KFAC": "#d62728",
     "low rank, EKFAC": "#ff9896", "low rank, diagonal": "#1f77b4", "low rank, prior": "#2ca02c",
     "subset, magnitude": "#9467bd", "subset, diagonal": "#17becf", "subset, SWAG": "#bcbd22",
-    "subset, random": "#7f7f7f",
+    "subset, random": "#7f7f7f", "network": "#222222", "one temperature": "#e377c2", "one noise variance": "#e377c2",
 }  # fmt: skip
+CONSTANT = {"full": ":", "network": "-.", "one temperature": "--", "one noise variance": "--"}
+"""Row that does not depend on s -> style of its line."""
 
 
 LABELS = {
@@ -221,7 +223,7 @@ def draw(results: Mapping[str, Any]) -> None:
         for column, task in enumerate(shown):
             for axis, name in zip(axes[:, column], (task, task + TUNED), strict=True):
                 if name in tasks:
-                    _curves(axis, tasks[name], measure)
+                    curves(axis, tasks[name], measure)
                     axis.set_title(name, fontsize=10)
                 else:
                     axis.set_axis_off()
@@ -232,12 +234,12 @@ def draw(results: Mapping[str, Any]) -> None:
         drawing.save(figure, __file__, measure, sources)
 
 
-def _curves(axis: Any, ways: dict[str, Any], measure: str) -> None:
+def curves(axis: Any, ways: Mapping[str, Any], measure: str) -> None:
     """Draws one measure of every way over s."""
     for way, ranks in ways.items():
-        if way == "full":
+        if way in CONSTANT:
             if measure in ranks:
-                axis.axhline(ranks[measure]["mean"], color="#222222", linestyle=":", label="full")
+                axis.axhline(ranks[measure]["mean"], color=COLOURS[way], linestyle=CONSTANT[way], label=way)
             continue
         points = [(int(rank), *row[measure].values()) for rank, row in ranks.items() if measure in row]
         if points:
@@ -264,7 +266,7 @@ def table(tasks: Mapping[str, Any], names: Sequence[str], measure: str, ranks: S
         cells = []
         for name in names:
             of = tasks[name].get(way, {})
-            at = [of] * len(ranks) if way == "full" else [of.get(str(rank), {}) for rank in ranks]
+            at = [of] * len(ranks) if way in CONSTANT else [of.get(str(rank), {}) for rank in ranks]
             cells += [shown(row.get(measure), digits) for row in at]
         if any(cells):
             rows[way] = cells

@@ -70,13 +70,14 @@ def simulated(seed: int) -> dict[str, Any]:
             way: ranks["nll"] if way == "full" else {str(rank): row["nll"] for rank, row in ranks.items()}
             for way, ranks in methods.items()
         }
-        found[name]["MAP"] = _nll(squares["test"], variance, 0.0)
+        found[name]["MAP"] = gaussian_nll(squares["test"], variance)
         best = best_spread(squares["test"], variance)
-        found[name]["best constant spread"] = {"variance": best, "nll": _nll(squares["test"], variance, best)}
+        found[name]["best constant spread"] = {"variance": best, "nll": gaussian_nll(squares["test"], variance, best)}
     return found
 
 
-def _nll(squares: Tensor, noise: float, spread: float) -> float:
+def gaussian_nll(squares: Tensor, noise: float, spread: float = 0.0) -> float:
+    """Returns the NLL of Gaussian predictions with squared errors `squares` and variance `noise + spread`."""
     variance = noise + spread
     return float(squares.mean() / (2 * variance) + math.log(2 * math.pi * variance) / 2)
 

@@ -1,4 +1,4 @@
-"""Experiments of optimal subspaces: the simulation of appendix F, and weights that no input moves."""
+"""Experiments of optimal subspaces: the simulation of appendix F, weights that no input moves, subsets up to P."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from papers.optimal_subspace import figure6, figure8
+from papers.optimal_subspace import figure6, figure8, table1, table2
 
 
 @pytest.mark.parametrize("noise", [0.2, 3.0], ids=["below the error", "above the error"])
@@ -27,7 +27,7 @@ def test_dead_weights_of_a_network_with_a_dead_unit(monkeypatch):
     with torch.no_grad():
         model[0].bias[1] = -100.0
     x = torch.randn(20, 2)
-    monkeypatch.setattr(figure6, "network", lambda *_: (model, x, torch.randn(20, 1)))
+    monkeypatch.setattr(figure6, "network", lambda *_: (model, (x, torch.randn(20, 1)), None))
     largest = [torch.zeros_like(weight) for weight in model.parameters()]
     for row in x:
         for size, gradient in zip(largest, torch.autograd.grad(model(row).sum(), model.parameters()), strict=True):
@@ -35,3 +35,36 @@ def test_dead_weights_of_a_network_with_a_dead_unit(monkeypatch):
     share = float((torch.cat([size.flatten() for size in largest]) == 0).double().mean())
     assert figure6.dead_weights("wine", False, 0)["dead"] == pytest.approx(share)
     assert share >= 4 / 13
+
+
+def test_errors_of_subsets_are_those_of_dense_covariances():
+    generator = torch.Generator().manual_seed(0)
+    at, rows = (torch.randn(count, 9, generator=generator, dtype=torch.float64) for count in (4, 6))
+
+    def covariance(size):
+        some, curvature = at[:, :size], rows[:, :size].T @ rows[:, :size]
+        return some @ torch.linalg.inv(curvature + torch.eye(size)) @ some.T
+
+    found = table2.subset_errors(at, rows, (2, 5, 9))
+    for size in (2, 5, 9):
+        error = (covariance(size) - covariance(9)).norm() / covariance(9).norm()
+        assert found[str(size)]["relative_error"] == pytest.approx(float(error), abs=1e-12)
+
+
+def test_the_network_of_table_2_applies_one_convolution_twice():
+    model = table2.PublishedCNN().eval()
+    x = torch.randn(2, 1, 28, 28)
+    assert sum(weight.numel() for weight in model.parameters()) == 12_458
+    h = x
+    for convolution in (model.first, model.twice, model.twice):  # ReLU before pooling, as in the authors' program
+        h = torch.max_pool2d(convolution(h).relu(), 2)
+    assert torch.allclose(model(x), model.last(h.flatten(1)), atol=1e-6)
+
+
+def test_the_rate_warms_up_and_decays():
+    """Table 1 for energy: up to a tenth of 1 500 epochs the rate rises, from a half on it falls to 0."""
+    factor = table1.warm_up_and_decay(1500, 0.1, 0.5)
+    assert factor(0) == pytest.approx(1 / 150)
+    assert factor(149) == factor(749) == 1
+    assert factor(1125) == pytest.approx(0.5)
+    assert factor(1499) == pytest.approx(1 / 750)

@@ -13,7 +13,7 @@ from papers.common.cifar import Cifar
 from papers.common.data import Pictures, Table, batched
 from papers.common.measures import cqm
 from papers.common.training import Recipe
-from papers.valla import cost, figure4, figure5, published
+from papers.valla import cost, figure4, figure5, published, published_images
 from papers.valla.table1 import CifarTask
 from papers.valla.training import trained
 
@@ -78,7 +78,8 @@ def test_rows_of_the_resnet_table_at_a_small_network():
 
 def test_rows_of_the_published_fit(monkeypatch):
     """A small table and small images go through every row; the published fit says how it ended."""
-    monkeypatch.setattr(published, "STEPS", 6)
+    fit = published.published_fit
+    monkeypatch.setattr(published, "published_fit", lambda val: fit(val, steps=6))
     monkeypatch.setattr(published, "EVERY", 2)
     x = torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
     y = x.sum(1, keepdim=True).sin() + 0.3 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
@@ -94,11 +95,11 @@ def test_rows_of_the_published_fit(monkeypatch):
 
 
 def test_rows_of_images_of_the_published_fit(monkeypatch):
-    monkeypatch.setattr(published, "STEPS", 2)
+    monkeypatch.setattr(published_images, "STEPS", 2)
     x, y = torch.randn(120, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(120) % 10
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10)).eval()
     loader = batched(x, y, 40)
-    rows = published.ImageRows(figure5.ImageTask(model, Pictures(loader, loader, loader, 3 * x), x, y), 0)
+    rows = published_images.ImageRows(figure5.ImageTask(model, Pictures(loader, loader, loader, 3 * x), x, y), 0)
     found = rows.published()
     assert set(found) >= {"textbook probit", "Monte Carlo", "steps"}
     one, own = rows.one_temperature(), rows.network(1.0)

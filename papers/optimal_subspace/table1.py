@@ -1,0 +1,119 @@
+"""Table 1, and Figures 1 and 7 by its settings: full batches, raw targets, a rate that warms up and decays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+import lapwing as lw
+from papers.common import drawing
+from papers.common.data import Part, batched, rows_and_targets
+from papers.common.networks import mlp
+from papers.common.results import Rows
+from papers.common.training import kept, seeded, train
+from papers.optimal_subspace.comparison import LABELS, WAYS_TUNED, Task, compare_subspaces, curves, swag_from, table
+from papers.optimal_subspace.figure1 import TABLES
+from papers.optimal_subspace.figure8 import gaussian_nll
+
+PHASES = {"wine": (0.3, 0.3), "energy": (0.1, 0.5), "naval": (0.3, 0.5), "california": (0.3, 0.5)}
+"""The paper's Table 1: shares of the epochs at which the rate stops to rise, and at which it starts to fall."""
+RANKS = (10, 50, 100, 200, 500, 1000)
+SHOWN = {"wine": 1279, "energy": 614, "naval": 1500, "california": 1500}
+"""Most training rows that posteriors sum over: all rows of the two small tables."""
+SEEDS = {"wine": 5, "energy": 5, "naval": 2, "california": 2}
+"""Number of seeds of each table."""
+
+
+def run(seeds: Mapping[str, int] = SEEDS) -> dict[str, Any]:
+    """Returns the measures of every way by s at λ = 1, and the NLL of the network at two noise variances."""
+    rows = Rows(__file__, {"rows of the curvature": SHOWN})
+    for name, count in seeds.items():
+        for seed in range(count):
+            rows.add(f"{name}, seed {seed}", "λ = 1", measures, name, seed)
+    return rows.all()
+
+
+def network(name: str, raw: bool, seed: int) -> tuple[nn.Module, Part, Part]:
+    """Returns the 128-128 MLP, trained by full batches, and the rows that trained it and the others, a fifth.
+
+    Args:
+        name: one of `TABLES`.
+        raw: whether the inputs are as they are in the file, and not standardised.
+        seed: of the split and the network.
+    """
+    options = TABLES[name]
+    x, y = rows_and_targets(options["file"])
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    x, y, cut = x[order].float(), y[order].reshape(-1, 1).float(), len(x) * 8 // 10
+    x = x[:, x[:cut].std(0) > 0]  # two columns of naval are constant
+    if not raw:
+        x = (x - x[:cut].mean(0)) / x[:cut].std(0)
+    fitted = x[:cut], y[:cut]
+    with seeded(seed):
+        model = nn.Sequential(*list(mlp(x.shape[1], 128, 128, 1, activation=nn.ReLU))[1:])
+
+    def make() -> nn.Module:
+        optimiser = torch.optim.Adam(model.parameters(), options["rate"] * cut / 256)
+        batches, factor = repeat(slice(None), options["epochs"]), warm_up_and_decay(options["epochs"], *PHASES[name])
+        return train(model, fitted, batches, optimiser, nn.functional.mse_loss, factor)
+
+    return kept(model, f"full_batches_{name}{'_raw' * raw}_{seed}", make), fitted, (x[cut:], y[cut:])
+
+
+def warm_up_and_decay(steps: int, warm: float, decay: float) -> Callable[[int], float]:
+    """Returns step -> factor of the learning rate. It rises up to a share of the steps, and falls from another on."""
+    return lambda step: min(1.0, (step + 1) / (warm * steps), (steps - step) / ((1 - decay) * steps))
+
+
+def measures(name: str, seed: int) -> dict[str, Any]:
+    """Returns the measures of every way for one network, at half of the other rows, at most 200.
+
+    "one noise variance" is the network with the mean squared error of the other half as noise variance.
+    """
+    model, (x, y), (x_other, y_other) = network(name, False, seed)
+    count = min(200, len(x_other) // 2)
+    with torch.no_grad():
+        noise = float((model(x) - y).square().mean())
+        squares = (model(x_other) - y_other).double().square()
+    swag = swag_from(model, batched(x, y, 256), nn.functional.mse_loss, learning_rate=0.001, snapshots=20)
+    shown = SHOWN[name]
+    task = Task(model, batched(x[:shown], y[:shown], 250), len(x), lw.Gaussian(noise), swag)
+    inputs = {"test": (x_other[:count], y_other[:count])}
+    found = compare_subspaces(task, inputs, RANKS, 1.0, seed, WAYS_TUNED)["test"]
+    found["network"] = {"nll": gaussian_nll(squares[:count], noise)}
+    found["one noise variance"] = {"nll": gaussian_nll(squares[:count], float(squares[count:].mean()))}
+    return {**found, "noise variance": noise, "test error": float(squares[:count].mean())}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns relative errors and NLL."""
+    tasks = _tasks(results)
+    return {
+        "relative error": table(tasks, list(tasks), "relative_error", (100, 500)),
+        "nll": table(tasks, list(tasks), "nll", (100, 500), 2),
+    }
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws relative error and NLL over s, means and standard errors of the seeds."""
+    tasks = _tasks(results)
+    figure, axes = drawing.panels(2, len(tasks), (3.2 * len(tasks), 6.4))
+    for line, measure in zip(axes, ("relative_error", "nll"), strict=True):
+        for axis, (name, ways) in zip(line, tasks.items(), strict=True):
+            curves(axis, ways, measure)
+            count = sum(run.startswith(f"{name},") for run in results["runs"])
+            axis.set_title(f"{name}, {count} seeds", fontsize=10)
+        line[0].set_ylabel(LABELS[measure])
+    drawing.legend_below(figure, 5)
+    drawing.save(figure, __file__)
+
+
+def _tasks(results: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: {way: of for way, of in rows["λ = 1"].items() if "mean" not in of}
+        for name, rows in results["table"].items()
+    }

@@ -1,0 +1,192 @@
+"""Table 2, and Figures 2, 5 and 7 by its settings on MNIST: 12 458 weights, one convolution twice, 20 epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.tangent import Tangent
+from papers.common import drawing
+from papers.common.data import Images, batched, images, random_rows
+from papers.common.measures import relative_error
+from papers.common.results import Rows, once
+from papers.common.training import kept, seeded, shuffled, train
+from papers.optimal_subspace.comparison import COLOURS, LABELS, Task, compare_subspaces, curves, swag_from, table
+from papers.optimal_subspace.table1 import warm_up_and_decay
+
+EPOCHS, RATE, PHASES = 20, 0.004, (0.1, 0.3)
+"""The paper's Table 2 for MNIST."""
+WAYS = ("low rank, KFAC", "low rank, diagonal", "low rank, prior", "subset, magnitude", "subset, diagonal")
+RANKS = (10, 50, 100, 200, 500, 1000)
+LONG = (1000, 3000, 6000, 9000, 11_000, 12_458)
+"""s of Figure 5."""
+SHOWN, TESTED, VALIDATING = 400, 100, 1000
+"""Training images that posteriors sum over, test images X, and other test images that choose the temperature."""
+
+
+def run(seeds: Sequence[int] = (0,)) -> dict[str, Any]:
+    """Returns the measures of every way by s at λ = 1, the errors of subsets for s up to P, and the network's NLL."""
+    rows = Rows(__file__, {"epochs": EPOCHS, "images of the curvature": SHOWN})
+    for seed in seeds:
+        task = once(lambda seed=seed: Mnist(seed))  # type: ignore[misc]
+        rows.add(f"mnist, seed {seed}", "network", lambda task: task().network(), task)
+        rows.add(f"mnist, seed {seed}", "λ = 1", lambda task: task().measures(), task)
+        rows.add(f"mnist, seed {seed}", "subsets to P", lambda task: task().long_subsets(), task)
+    return rows.all()
+
+
+class PublishedCNN(nn.Module):
+    """The network of the authors' program for MNIST: 3 x 3 convolutions, ReLU and pooling, one convolution twice.
+
+    Inputs (B, 1, 28, 28) in [-1, 1], outputs (B, 10); 12 458 weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 32, 3, padding=1)
+        self.twice = nn.Conv2d(32, 32, 3, padding=1)
+        self.last = nn.Linear(288, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits (B, 10)."""
+        for convolution in (self.first, self.twice, self.twice):
+            x = F.relu(F.max_pool2d(convolution(x), 2))
+        return self.last(x.flatten(1))
+
+
+class Mnist:
+    """The trained network, SWAG from 20 more snapshots of SGD, and the images of the measures.
+
+    Attributes:
+        task: network and training images.
+        x: test images.
+        y: their labels.
+        validation: other test images that choose the temperature.
+        seed: of network and images.
+    """
+
+    def __init__(self, seed: int) -> None:
+        data, self.seed = images("mnist"), seed
+        data = Images(2 * data.x_train - 1, data.y_train, 2 * data.x_test - 1, data.y_test)
+        with seeded(seed):
+            model = PublishedCNN().to(memory_format=torch.channels_last)
+        model = kept(model, f"mnist_twice_{seed}", lambda: fit(model, data, seed))
+        some = random_rows(data.x_train, 256 * 100, seed)
+        swag = swag_from(model, batched(data.x_train[some], data.y_train[some], 256), F.cross_entropy, 0.01, 20)
+        picked, order = random_rows(data.x_train, SHOWN, seed), random_rows(data.x_test, TESTED + VALIDATING, seed)
+        shown = batched(data.x_train[picked], data.y_train[picked])
+        self.task = Task(model, shown, len(data.x_train), lw.Categorical(), swag)
+        self.x, self.y = data.x_test[order[:TESTED]], data.y_test[order[:TESTED]]
+        self.validation = batched(data.x_test[order[TESTED:]], data.y_test[order[TESTED:]])
+        self.rest = data.x_test, data.y_test
+
+    def network(self) -> dict[str, float]:
+        """Returns the accuracy on all test images, the temperature, and the NLL at X with and without it."""
+        temperature = lw.fit(self.task.model, self.validation, lw.TemperatureScaling()).logit_temperature
+        assert isinstance(temperature, float)
+        with torch.no_grad():
+            x, y = self.rest
+            right = sum(float((self.task.model(a).argmax(1) == b).sum()) for a, b in batched(x, y, 500))
+            logits = self.task.model(self.x)
+        plain, scaled = (float(F.cross_entropy(logits / t, self.y)) for t in (1.0, temperature))
+        return {"accuracy": right / len(y), "temperature": temperature, "nll": plain, "nll, one temperature": scaled}
+
+    def measures(self) -> dict[str, Any]:
+        """Returns the measures of every way by s at λ = 1."""
+        return compare_subspaces(self.task, {"test": (self.x, self.y)}, RANKS, 1.0, self.seed, WAYS)["test"]
+
+    def long_subsets(self) -> dict[str, Any]:
+        """Returns the relative errors of subsets of weights for s up to P at λ = 1, way -> s -> error."""
+        model, train = self.task.model, torch.cat([x for x, _ in self.task.train])
+        tangent = Tangent.survey(model, self.x)
+        with torch.no_grad():
+            p = model(train).softmax(1).double()
+        root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]  # R Rᵀ = diag(p) - p pᵀ
+        rows = (root.mT @ jacobian(tangent, train)).flatten(0, 1) * (self.task.data_size / len(train)) ** 0.5
+        at = jacobian(tangent, self.x).flatten(0, 1)
+        squares, magnitudes = rows.square().sum(0), torch.cat(list(tangent.mean().values())).abs()
+        assert self.task.swag is not None
+        variances = torch.cat(list(self.task.swag.covariance.diagonal().values()))
+        scores = {"magnitude": magnitudes, "diagonal": -squares, "SWAG": variances}
+        found = {}
+        for way, score in scores.items():
+            order = score.argsort(descending=True, stable=True)
+            found[f"subset, {way}"] = subset_errors(at[:, order], rows[:, order], LONG)
+        return found
+
+
+def fit(model: nn.Module, data: Images, seed: int) -> nn.Module:
+    """Trains the network by the settings of Table 2."""
+    steps = EPOCHS * -(-len(data.x_train) // 256)
+    batches = islice(shuffled(len(data.x_train), 256, torch.Generator().manual_seed(seed)), steps)
+    optimiser = torch.optim.Adam(model.parameters(), RATE)
+    factor = warm_up_and_decay(steps, *PHASES)
+    forward = lambda x: model(x.contiguous(memory_format=torch.channels_last))  # noqa: E731  # 1.6 times as fast
+    return train(model, (data.x_train, data.y_train), batches, optimiser, factor=factor, forward=forward)
+
+
+def jacobian(tangent: Tangent, x: Tensor) -> Tensor:
+    """Returns J (B, C, P), float64."""
+    return torch.cat([record.rows() for _, record in tangent.records(x)]).double()
+
+
+def subset_errors(at: Tensor, rows: Tensor, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Returns the relative errors (equation 20) of the subsets of the first s weights, at a prior precision of 1.
+
+    With the columns S of the chosen weights, the covariance is `J_S (I + R_SᵀR_S)⁻¹ J_Sᵀ`, which equals
+    `J_S J_Sᵀ - J_S R_Sᵀ (I + R_S R_Sᵀ)⁻¹ R_S J_Sᵀ`. All subsets together cost one pass over the columns.
+
+    Args:
+        at: Jacobian at the test inputs (n C, P), the first chosen weights first.
+        rows: rows R of the GGN `RᵀR` (m, P), in the same order.
+        sizes: s, rising; the last one is P.
+    """
+    inner, mixed, gram = at.new_zeros(len(at), len(at)), at.new_zeros(len(at), len(rows)), torch.eye(len(rows)).double()
+    covariances, first = [], 0
+    for size in sizes:
+        part, data = at[:, first:size], rows[:, first:size]
+        inner, mixed, gram, first = inner + part @ part.T, mixed + part @ data.T, gram + data @ data.T, size
+        whitened = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), mixed.T, upper=False)
+        covariances.append(inner - whitened.T @ whitened)
+    errors = (float(relative_error(covariance, covariances[-1])) for covariance in covariances)
+    return {str(size): {"relative_error": error} for size, error in zip(sizes, errors, strict=True)}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns relative errors and NLL, and the relative errors of subsets for s up to P."""
+    tasks, long = _tasks(results), {"mnist": results["table"]["mnist"]["subsets to P"]}
+    return {
+        "relative error": table(tasks, ["mnist"], "relative_error", RANKS),
+        "nll": table(tasks, ["mnist"], "nll", RANKS, 2),
+        "subsets to P": table(long, ["mnist"], "relative_error", LONG),
+    }
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws relative error and NLL over s, and the relative errors of subsets for s up to P."""
+    figure, ((*axes,),) = drawing.panels(1, 3, (12, 4))
+    for axis, measure in zip(axes, ("relative_error", "nll"), strict=False):
+        curves(axis, _tasks(results)["mnist"], measure)
+        axis.set_ylabel(LABELS[measure])
+    for way, errors in results["table"]["mnist"]["subsets to P"].items():
+        points = [(int(size), error["relative_error"]["mean"]) for size, error in errors.items()]
+        axes[2].plot(*zip(*points, strict=True), ".--", color=COLOURS[way])
+    axes[2].set(xlabel="s", ylabel=LABELS["relative_error"], title="subsets for s up to P")
+    seeds = len(results["runs"])
+    figure.suptitle(f"MNIST, 12 458 weights, λ = 1, {seeds} seed{'s' * (seeds > 1)}", fontsize=10)
+    drawing.legend_below(figure, 5)
+    drawing.save(figure, __file__)
+
+
+def _tasks(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the measures with rows of the network, as `table` and `curves` read them."""
+    found = results["table"]["mnist"]
+    constant = {"network": {"nll": found["network"]["nll"]}}
+    constant["one temperature"] = {"nll": found["network"]["nll, one temperature"]}
+    return {"mnist": {**found["λ = 1"], **constant}}
