@@ -71,6 +71,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (POSTERIOR.latent, {"x": X}),
     (POSTERIOR.predict, {"x": X}),
     (POSTERIOR.sample, {"n": 1}),
+    (POSTERIOR.of, {"function": lambda f, *_: f(X)}),
     (POSTERIOR.with_prior, {"prior_precision": 1.0}),
     (POSTERIOR.save, {"path": "nowhere/at/all"}),
     (POSTERIOR.log_marginal_likelihood, {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic
@@ -23,7 +23,8 @@ from ..network.entry import full_precision, outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp
 from ..options import SEED, check_argument, instance_of, integer, positive
-from ..prediction import DefaultWay, Way
+from ..prediction import DefaultWay, Quantity, Way
+from ..prediction.quantities import quantity
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
@@ -311,6 +312,46 @@ class Posterior(Displayed, Generic[P]):
         rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
         check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
         return predicted(self.likelihood, self.latent(x, via, progress=progress), link, generator)
+
+    @warns_once
+    @outside_modes
+    @memory_errors("The quantity", "Return fewer numbers, or pass the inputs as a loader of smaller batches.")
+    def of(self, function: Callable[..., Tensor], data: Any = None, observed: bool = False) -> Quantity:
+        """Returns any numbers that are computed from the network, with their error: totals, slopes, single weights.
+
+        `q(θ) ≈ q(θ̂) + g (θ - θ̂)` has the covariance `g Σ gᵀ`, where g (q, P) is the gradient of the q numbers.
+
+        Args:
+            function: `function(f)` returns a tensor, which is read as q numbers. `f(x)` is the network, for one batch
+                of inputs as in `latent`, and `f.weight["fc.weight"]` is a weight; one that is not treated has no error.
+                With data it is `function(f, batch)`, for each batch as the loader yields it.
+            data: a loader, or arrays as in `lw.fit`; the result is the sum over its batches.
+            observed: whether to add the noise of the targets, `d diag(σ²) dᵀ` with the derivative d of the numbers by
+                the outputs: the error of the numbers computed from future targets y. Each row of each call `f(x)` has
+                noise of its own. Numbers without y, such as slopes and weights, have none.
+
+        Returns:
+            `.mean .std` (q,), `.covariance` (q, q), `.interval(0.9)`, `.sample(n)` (n, q).
+
+        Raises:
+            LapwingError: if the result has no gradient, if `observed` and y is not `f(x)` plus noise (classes, counts),
+                or if the weights have changed since the fit.
+
+        Cost: q backward passes and q products with Σ, for any number of rows; memory O(q P) and one batch.
+
+        Source: the delta method; MacKay 1992 for single outputs (A practical Bayesian framework, section 4.1).
+
+        Example:
+            >>> import torch, lapwing as lw
+            >>> x, y = torch.randn(50, 2), torch.randn(50, 1)
+            >>> posterior = lw.fit(torch.nn.Linear(2, 1).eval(), (x, y))
+            >>> total = posterior.of(lambda f: f(x).sum(0), observed=True)
+            >>> total.std.shape, posterior.of(lambda f: f.weight["weight"]).covariance.shape
+            (torch.Size([1]), torch.Size([2, 2]))
+        """
+        self._check_network()
+        check_flag("of", "observed", observed)
+        return quantity(self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns)
 
     @outside_modes
     def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:

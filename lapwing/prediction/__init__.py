@@ -9,7 +9,8 @@ from __future__ import annotations
 from .linearized import DefaultWay, Linearized
 from .montecarlo import MonteCarlo
 from .propagation import propagate
+from .quantities import Quantity
 from .uncertain import Uncertain
 from .way import Scaled, Way
 
-__all__ = ["DefaultWay", "Linearized", "MonteCarlo", "Scaled", "Uncertain", "Way", "propagate"]
+__all__ = ["DefaultWay", "Linearized", "MonteCarlo", "Quantity", "Scaled", "Uncertain", "Way", "propagate"]

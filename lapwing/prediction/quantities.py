@@ -1,0 +1,189 @@
+"""Quantities: any numbers that are computed from a network, with the covariance that uncertain weights give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..covariance import Covariance, Latent
+from ..covariance.latent_at_positions import LatentAtPositions
+from ..covariance.terms import FactoredTerm
+from ..data import batches
+from ..data.frames import Columns, as_inputs, as_loader, ordered
+from ..display import Displayed
+from ..errors import LapwingError, shown
+from ..likelihoods import Likelihood
+from ..likelihoods.prediction_at_positions import predicted
+from ..likelihoods.predictions import tails_of
+from ..linalg import check_draws, check_memory, is_finite, psd_root, row_products, seeded, total
+from ..network.eager import native, own_parameters, parameters_of
+from ..network.positions import Places
+from ..tangent import Tangent, join
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Quantity(Displayed):
+    """`N(mean, covariance)` of q numbers that are computed from a network. `Posterior.of` makes it.
+
+    Attributes:
+        mean: the numbers at the trained weights, (q,).
+        covariance: their covariance, (q, q).
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviations, (q,)."""
+        return self.covariance.diagonal().clamp_min(0).sqrt()
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Returns the lower and upper end of the central interval of each number, each (q,); the level is in (0, 1)."""
+        half = NormalDist().inv_cdf(tails_of(level)[1]) * self.std
+        return self.mean - half, self.mean + half
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws the numbers jointly, (n, q). None for the generator means seed 0."""
+        check_draws("sample", "n", n, len(self.mean))
+        like: Any = {"dtype": self.mean.dtype, "device": self.mean.device}
+        noise = torch.randn(n, len(self.mean), generator=seeded(generator, self.mean.device), **like)
+        return self.mean + noise @ psd_root(self.covariance).T
+
+    def __repr__(self) -> str:
+        pairs = [f"{m:.4g} ± {s:.2g}" for m, s in zip(self.mean[:4].tolist(), self.std[:4].tolist(), strict=True)]
+        return f"Quantity({', '.join(pairs)}{', ...' if len(self.mean) > 4 else ''})"
+
+
+class NamedWeights(dict[str, Tensor]):
+    """Name -> weight of a network. An unknown name raises a LapwingError."""
+
+    def __missing__(self, name: Any) -> Tensor:
+        near = (get_close_matches(name, self) if isinstance(name, str) else []) or list(self)
+        raise LapwingError(f"The network has no weight {shown(name)}. Write f.weight[{near[0]!r}].")
+
+
+class NetworkFunction:
+    """A network as a function of its weights: the argument f of the function that `Posterior.of` gets.
+
+    `f(x)` returns the outputs, in their own shape, for one batch of inputs. `f.weight` maps names to weights. Both are
+    differentiable in the weights, and `f(x)` also in x, as often as the network is.
+    """
+
+    def __init__(self, tangent: Tangent, columns: Columns) -> None:
+        self._tangent, self._columns, named = tangent, columns, parameters_of(tangent.model)
+        self.treated = {name: w.detach().to(tangent.dtype).requires_grad_() for name, w in tangent.parameters.items()}
+        others = {name: w.detach() for name, w in named.items() if name not in self.treated and w.is_floating_point()}
+        self.others = {name: weight.requires_grad_() for name, weight in others.items()}
+        self.weight = NamedWeights(native({**self.treated, **self.others}, own_parameters(tangent.model)))
+        self.calls: list[tuple[Tensor, Places]] = []  # the outputs (B T, C) of each call
+
+    def __call__(self, x: Any) -> Tensor:
+        tangent = self._tangent
+        inputs = ordered(x, self._columns)
+        inputs = inputs if isinstance(inputs, Tensor) else as_inputs(inputs, tangent.model)
+        if batches.is_loader(inputs):
+            raise LapwingError(
+                f"f(x) takes one batch of inputs, not {shown(x)}. Write posterior.of(lambda f, batch: "
+                "f(batch[0]).sum(0), loader), which adds up the batches."
+            )
+        inputs = batches.inputs_of(inputs) if isinstance(inputs, Mapping) else inputs
+        checked = tangent.check(batches.plain(inputs, tangent.device))
+        values = {name: self.treated[name].to(value.dtype) for name, value in tangent.parameters.items()}
+        rows = tangent.call_with(values, checked.inputs).to(tangent.dtype).reshape(-1, tangent.outputs)
+        batches.check_outputs(rows.detach(), "these inputs")
+        self.calls.append((rows, tangent.places_of(checked.inputs)))
+        return self.calls[-1][1].whole(rows)
+
+
+def quantity(
+    tangent: Tangent,
+    covariance: Covariance,
+    likelihood: Likelihood,
+    function: Callable[..., Tensor],
+    data: Any,
+    observed: bool,
+    columns: Columns,
+) -> Quantity:
+    """Returns the numbers of a function with the covariance `g Σ gᵀ`: see `Posterior.of`."""
+    if not callable(function) or isinstance(function, (type, nn.Module)):
+        raise LapwingError(
+            f"posterior.of({shown(function)}) needs a function of the network. Write posterior.of(lambda f: "
+            "f(x).sum(0))."
+        )
+    if observed and (likelihood.noise_variance is None or not likelihood.one_output_per_target):
+        raise LapwingError(
+            f"observed=True adds the noise of y = f(x) + noise, and the {likelihood.name} likelihood has no such "
+            "noise. Leave out observed=True, which gives the error of numbers that are computed from f(x)."
+        )
+    mean: Any = None
+    gradient: dict[str, Tensor] = {}
+    noise: Any = 0.0
+    loader = None if data is None else as_loader(ordered(data, columns), tangent.model)
+    if loader is not None:
+        batches.check_loader(loader, "posterior.of")
+    for arguments in [()] if loader is None else ((batches.plain(batch, tangent.device),) for batch in loader):
+        f = NetworkFunction(tangent, columns)
+        with torch.enable_grad():
+            numbers = _numbers(function(f, *arguments), mean, tangent)
+            outputs = [rows for rows, _ in f.calls] if observed else []
+            slopes = _gradients(numbers, [*f.treated.values(), *outputs], list(f.others.values()))
+        for name, part in join(tangent.blocks, dict(zip(f.treated, slopes, strict=False))).items():
+            part = part.to(covariance.device, covariance.dtype)
+            gradient[name] = gradient[name] + part if name in gradient else part
+        for by_outputs, call in zip(slopes[len(f.treated) :], f.calls, strict=False):
+            root = (by_outputs * noise_of(likelihood, *call).sqrt()).flatten(1)
+            noise = noise + row_products(root, root)
+        mean = numbers.detach() if mean is None else mean + numbers.detach()
+    if mean is None:
+        raise LapwingError("The data of posterior.of yield no batch. Check the dataset's length.")
+    products = covariance.mv(gradient)
+    matrix = total(row_products(gradient[name], products[name]) for name in gradient).to(mean.device)
+    return Quantity(mean, ((matrix + matrix.T) / 2 + noise).to(mean.dtype))
+
+
+def noise_of(likelihood: Likelihood, rows: Tensor, places: Places) -> Tensor:
+    """Returns the variance of y at certain outputs f (B T, C): the noise, or `p (1 - p)` of class probabilities."""
+    latent: Any = Latent(rows.detach(), (FactoredTerm(torch.zeros_like(rows.detach())[..., None]),))
+    prediction: Any = predicted(likelihood, LatentAtPositions(latent, places) if places.sizes else latent, None, None)
+    prediction = prediction.rows if places.sizes else prediction
+    if hasattr(prediction, "aleatoric_variance"):
+        return prediction.aleatoric_variance
+    return prediction.probs * (1 - prediction.probs)
+
+
+def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
+    """Returns the result of the function as q numbers. Raises unless they have gradients, and q is that of `before`."""
+    if not isinstance(result, Tensor) or not result.is_floating_point() or not result.requires_grad:
+        raise LapwingError(
+            f"The function of posterior.of returned {batches.describe(result)} without a gradient. Return a tensor "
+            "that is computed from f(x) or f.weight[...], without detach(), item(), NumPy, argmax and comparisons."
+        )
+    numbers = result.reshape(-1).to(tangent.dtype)
+    if before is not None and len(numbers) != len(before):
+        raise LapwingError(
+            f"The function of posterior.of returned {len(before)} numbers for one batch and {len(numbers)} for the "
+            "next. Return the same number for each batch, such as f(batch[0]).sum(0): lapwing adds up the batches."
+        )
+    if not is_finite(numbers.detach()):
+        raise LapwingError("The function of posterior.of returned NaN or infinite numbers. Return finite ones.")
+    check_memory(f"posterior.of for {len(numbers)} numbers", len(numbers), tangent.size)
+    return numbers
+
+
+def _gradients(numbers: Tensor, wanted: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the gradients (q, *shape) of q numbers by some tensors. Raises if they depend on none, nor on others."""
+    every = [*wanted, *others]
+    found = [torch.autograd.grad(number, every, retain_graph=True, allow_unused=True) for number in numbers]
+    if all(part is None for row in found for part in row):
+        raise LapwingError(
+            "The result of the function of posterior.of does not depend on f. Call f(x) instead of the network itself."
+        )
+    columns = zip(wanted, zip(*found, strict=True), strict=False)
+    return [torch.stack([x.new_zeros(x.shape) if g is None else g for g in parts]) for x, parts in columns]

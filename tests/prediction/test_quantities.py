@@ -1,0 +1,219 @@
+"""`posterior.of`: numbers that are computed from a network, against joint latents, dense oracles and draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import lapwing as lw
+from lapwing.tangent import split
+from tests.conformance import close
+
+F64 = torch.float64
+METHODS = [
+    lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(rank=5, rows=20),
+    lw.ELLA(rank=5, rows=20, residual="prior"), lw.OptimalSubspace(rank=4), lw.SubsetOfWeights(size=6),
+    lw.SubsetOfData(size=7), lw.VaLLA(inducing_points=4), lw.SampledLLA(draws=5), "mean field", "swag",
+]  # fmt: skip
+
+
+def network(dtype: torch.dtype = F64, outputs: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs)).to(dtype).eval()
+
+
+def data(count: int = 12, outputs: int = 2, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 2, generator=generator, dtype=F64)
+    return x, x.sum(1, keepdim=True).sin().expand(-1, outputs) + 0.1
+
+
+def fitted(method: Any = None, model: nn.Module | None = None, **options: Any) -> lw.Posterior:
+    model = network() if model is None else model
+    x, y = data(outputs=model[-1].out_features)
+    x, y = (part.to(next(model.parameters()).dtype) for part in (x, y))
+    likelihood = lw.Gaussian(0.1)
+    if method == "mean field":
+        variances = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+        return lw.MeanField.from_variances(model, variances, (x, y), likelihood=likelihood)
+    if method == "swag":
+        snapshots = lw.SWAG.collector(model)
+        for _ in range(3):
+            for value in model.parameters():
+                value.data.add_(0.1 * torch.randn_like(value))
+            snapshots.snapshot()
+        return lw.SWAG.from_snapshots(snapshots, (x, y), likelihood=likelihood)
+    return lw.fit(model, (x, y), method or lw.Full(), likelihood=likelihood, prior_precision=2.0, **options)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=[str(method).partition("(s")[0] for method in METHODS])
+def test_every_structure(method: Any) -> None:
+    """Linear functions have the covariance of the joint latent, and a weight its marginal variance."""
+    posterior, x = fitted(method), data(6, seed=2)[0]
+    weights = torch.randn(3, 6, 2, dtype=F64)
+    found = posterior.of(lambda f: torch.einsum("qbc,bc->q", weights, f(x)))
+    joint = posterior.latent(x, joint=True)
+    close(found.mean, torch.einsum("qbc,bc->q", weights, joint.mean))
+    close(found.covariance, torch.einsum("qbc,bcde,rde->qr", weights, joint.covariance, weights), 1e-8)
+    for name, wanted in split(posterior.tangent.blocks, posterior.covariance.diagonal()).items():
+        found = posterior.of(lambda f, name=name: f.weight[name])
+        close(found.std.square(), wanted.flatten(), 1e-8)
+        close(found.mean, posterior.model.get_parameter(name).detach().flatten())
+
+
+def test_slopes_are_those_of_draws() -> None:
+    posterior = fitted(lw.KFAC(), network(outputs=1))
+    x = torch.linspace(-1, 1, 8, dtype=F64).reshape(4, 2)
+
+    def slopes(f: Any) -> Tensor:
+        at = x.clone().requires_grad_()
+        return torch.autograd.grad(f(at).sum(), at, create_graph=True)[0]
+
+    found = posterior.of(slopes)
+    weights = {name: value.detach().requires_grad_() for name, value in posterior.model.named_parameters()}
+    each = slopes(lambda at: functional_call(posterior.model, weights, at)).flatten()
+    rows = [torch.autograd.grad(slope, list(weights.values()), retain_graph=True, allow_unused=True) for slope in each]
+    draws: Any = 0
+    for name, values, gradients in zip(weights, posterior.sample(4000).values(), zip(*rows, strict=True), strict=True):
+        if gradients[0] is not None:  # the last bias does not move a slope
+            moved = values - weights[name].detach()
+            draws = draws + moved.flatten(1) @ torch.stack(gradients).flatten(1).T
+    torch.testing.assert_close(draws.std(0), found.std, rtol=0.03, atol=0)
+    close(posterior.of(slopes, observed=True).covariance, found.covariance)  # a slope of f has no noise of y
+
+
+def test_a_crossing_by_the_implicit_function_theorem() -> None:
+    """At f(t) = c the theorem gives dt = -df / f'(t), which is one Newton step with a gradient from the solution."""
+    posterior = fitted(model=network(outputs=1))
+    direction, t = torch.tensor([[1.0, -0.5]], dtype=F64), torch.tensor(0.3, dtype=F64)
+    level = posterior.model(t * direction).item()
+
+    def crossing(f: Any) -> Tensor:
+        at = t.clone().requires_grad_()
+        value = f(at * direction).squeeze()
+        return at.detach() - (value - level) / torch.autograd.grad(value, at, retain_graph=True)[0]
+
+    found, at = posterior.of(crossing), t.clone().requires_grad_()
+    slope = torch.autograd.grad(posterior.model(at * direction).sum(), at)[0]
+    close(found.mean, t[None])
+    close(found.std, posterior.latent(t * direction).std[0] / slope.abs())
+
+
+def test_a_loader_adds_up_its_batches() -> None:
+    posterior, (x, y) = fitted(), data(9)
+    whole = posterior.of(lambda f: f(x).square().sum(0), observed=True)
+    for loader in ([(x[:5], y[:5]), (x[5:], y[5:])], (x, y), (x.numpy(), y.numpy())):
+        found = posterior.of(lambda f, batch: f(batch[0]).square().sum(0), loader, observed=True)
+        close(found.mean, whole.mean)
+        close(found.covariance, whole.covariance)
+
+
+@pytest.mark.parametrize("ratios", [None, (0.5, 3.0)])
+def test_observed_adds_the_noise_of_each_target(ratios: Any) -> None:
+    x, y = data()
+    posterior = lw.fit(network(), (x, y), lw.KFAC(), likelihood=lw.Gaussian(0.2, noise_ratios=ratios))
+    certain, noisy = (posterior.of(lambda f: f(x).exp().sum(0), observed=on) for on in (False, True))
+    noise = 0.2 * torch.tensor(ratios or (1.0, 1.0), dtype=F64)
+    close(noisy.covariance - certain.covariance, (noise * posterior.model(x).detach().exp().square().sum(0)).diag())
+    prediction = posterior.predict(x[:1])
+    close(posterior.of(lambda f: f(x[:1]), observed=True).std, prediction.std[0])
+    close(
+        posterior.of(lambda f: f(x[:1])).interval(0.8)[1], (prediction.mean + 1.2815515655 * prediction.latent.std)[0]
+    )
+
+
+def test_untreated_weights_have_no_error() -> None:
+    posterior, x = fitted(params=lw.last_layer), data(4, seed=3)[0]
+    found = posterior.of(lambda f: f.weight["0.weight"])
+    assert not found.std.any()
+    close(posterior.of(lambda f: f(x)).covariance, posterior.latent(x, joint=True).covariance.reshape(8, 8))
+    mixed = posterior.of(lambda f: f.weight["0.bias"].sum() + f(x).sum())
+    close(mixed.covariance, posterior.of(lambda f: f(x).sum()).covariance)
+
+
+class TwoInputs(nn.Module):
+    """Two inputs, and a layer that writes in place behind a batch norm with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.last(torch.cat([self.norm(self.first(x)).relu_(), t], 1))
+
+
+def test_several_inputs_and_buffers() -> None:
+    torch.manual_seed(0)
+    model, (x, y), t = TwoInputs().double().eval(), data(), torch.randn(12, 1, dtype=F64)
+    posterior = lw.fit(model, ((x, t), y), lw.KFAC(), likelihood=lw.Gaussian(0.1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = posterior.of(lambda f: f((x, t)).sum(0))
+    close(found.covariance, posterior.latent((x, t), joint=True).covariance.sum((0, 2)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module.training for module in model.modules())
+
+
+def test_outputs_with_positions_have_their_own_shape() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, padding=1)).double().eval()
+    x = torch.randn(4, 1, 3, 4, dtype=F64)
+    posterior = lw.fit(model, (x, torch.randn(4, 2, 3, 4, dtype=F64)), lw.KFAC(), likelihood=lw.Gaussian(0.3))
+    latent = posterior.latent(x[:1])
+    found = posterior.of(lambda f: f(x[:1]), observed=True)
+    close(found.mean, latent.mean.flatten())
+    close(found.covariance.diagonal(), latent.variance.flatten() + 0.3)
+    pooled = posterior.of(lambda f: f(x).mean((2, 3)).sum(0))
+    close(pooled.mean, model(x).detach().mean((2, 3)).sum(0))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
+    posterior, x = fitted(lw.KFAC(), network(dtype)), data(6, seed=2)[0].to(dtype)
+    found = posterior.of(lambda f: f(x).sum(0))
+    assert found.mean.dtype == found.covariance.dtype == torch.float32
+    close(found.covariance, posterior.latent(x, joint=True).covariance.sum((0, 2)), tolerance)
+
+
+def test_draws_have_the_covariance() -> None:
+    posterior, x = fitted(), data(2)[0]
+    found = posterior.of(lambda f: f(x))
+    draws = found.sample(20_000)
+    assert draws.shape == (20_000, 4)
+    close(torch.cov(draws.T), found.covariance, 0.03)
+    assert torch.equal(draws, found.sample(20_000))
+    assert "Quantity(" in repr(found)
+
+
+def test_inference_mode_and_no_grad() -> None:
+    posterior, x = fitted(), data(2)[0]
+    wanted = posterior.of(lambda f: f(x)).covariance
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            close(posterior.of(lambda f: f(x)).covariance, wanted)
+
+
+def test_refusals() -> None:
+    posterior, (x, y) = fitted(), data()
+    classes = lw.fit(network(outputs=3), (x, torch.arange(12) % 3), lw.KFAC())
+    cases: list[tuple[Any, str]] = [
+        (lambda: posterior.of(x), "lambda f: f"),
+        (lambda: posterior.of(lambda f: f(x).detach()), "without a gradient.*detach"),
+        (lambda: posterior.of(lambda f: f(x).argmax(1)), "without a gradient.*argmax"),
+        (lambda: posterior.of(lambda f: 1.0), "without a gradient"),
+        (lambda: posterior.of(lambda f: posterior.model(x)), "does not depend on f.*f\\(x\\)"),
+        (lambda: posterior.of(lambda f: f.weight["0.wait"]), r"no weight '0.wait'.*f.weight\['0.weight'\]"),
+        (lambda: posterior.of(lambda f: f([(x, y)])), "f, batch: f\\(batch\\[0\\]\\)"),
+        (lambda: posterior.of(lambda f, batch: f(batch[0]), [(x, y), (x[:3], y[:3])]), "24 numbers .* 6"),
+        (lambda: posterior.of(lambda f, batch: f(batch), []), "no batch"),
+        (lambda: posterior.of(lambda f: f(x).sum() / 0), "NaN or infinite"),
+        (lambda: posterior.of(lambda f: f(x * torch.nan)), "NaN or infinite"),
+        (lambda: classes.of(lambda f: f(x), observed=True), "categorical.*Leave out observed"),
+        (lambda: posterior.of(lambda f: f(x), observed=1), "neither True nor False"),
+    ]
+    for call, message in cases:
+        with pytest.raises(lw.LapwingError, match=message):
+            call()
