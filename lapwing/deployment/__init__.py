@@ -109,8 +109,8 @@ def _check_way(posterior: Posterior, x: Any, via: Way) -> None:
         if variance > WARN_FACTOR * linearised:
             log.warning(
                 "Streamlined variances are %.1e times the linearised ones: products of uncertain weights and inputs, "
-                "which linearisation leaves out, exceed it. Write via=lw.scale_factor(posterior, loader, "
-                "lw.Streamlined()). Or deploy linearised predictions of the last layer: lw.fit(model, loader, "
+                "which linearisation leaves out, exceed it. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), "
+                "to=lw.Linearized()). Or deploy linearised predictions of the last layer: lw.fit(model, loader, "
                 "lw.KFAC(), params=lw.last_layer).",
                 float(variance / linearised.clamp_min(torch.finfo(linearised.dtype).tiny)),
             )

@@ -1,4 +1,4 @@
-"""`lw.scale_factor`: one factor for the covariance of the outputs, by held-out data or by the bound of the evidence."""
+"""`lw.scale_factor`: one factor for the covariance of the outputs, by held-out data, the evidence, or another way."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ def scale_factor(
     loader: Any,
     via: Way = Linearized(),  # noqa: B008 (frozen)
     *,
+    to: Way | None = None,
     by: Literal["validation", "evidence"] = "validation",
     link: Link | None = None,
     decades: tuple[float, float] = (-6.0, 3.0),
     points: int = 37,
 ) -> Scaled:
     """Chooses the factor s of a way's covariance, `f(x) ~ N(m, s V)`, and returns the scaled way.
+
+    With `to=`, s gives the way the mean variance of another way, `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, and needs no
+    targets: `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x.
 
     With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. With
     `by="evidence"`, s maximises the lower bound of the evidence for `q_s = N(θ̂, s Σ)` over training data,
@@ -54,8 +58,10 @@ def scale_factor(
 
     Args:
         posterior: posterior of the fit.
-        loader: (inputs, targets) batches of held-out data; for the evidence, the training data or a random part.
+        loader: (inputs, targets) batches of held-out data; for the evidence, the training data or a random part; with
+            `to=`, a batch of inputs.
         via: way to scale.
+        to: way whose variances s fits, such as `Linearized()`; None fits s to targets.
         by: "validation" or "evidence".
         link: link from latents to predictions; None means the default link. For the evidence, the link computes
             expectations (`Likelihood.log_power_mean` at α = 0).
@@ -67,10 +73,12 @@ def scale_factor(
 
     Raises:
         LapwingError: if the loader is empty, the link does not fit or ignores the factor (LaplaceBridge), or an option
-            is out of range; for the evidence also if the covariance has no prior or has directions of variance 0.
+            is out of range or has no effect; for the evidence also if the covariance has no prior or has directions of
+            variance 0.
 
     Cost: one pass of the way over the loader; memory of its means and variances, or O(C²) per sample if the link reads
-    covariances; then about 70 evaluations of the link or, for the evidence, of expectations.
+    covariances; then about 70 evaluations of the link or, for the evidence, of expectations. With `to=`, one prediction
+    by either way.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4 (posterior approximations), without
     an equation there; the bound is the usual bound of variational inference (their section 2).
@@ -83,6 +91,13 @@ def scale_factor(
         >>> posterior.predict(x, via=way).probs.shape
         torch.Size([64, 3])
     """
+    if to is not None and isinstance(posterior, Posterior):
+        if (by, link, decades, points) != ("validation", None, (-6.0, 3.0), 37):
+            raise LapwingError(
+                "lw.scale_factor(to=...) compares variances without targets, so by=, link=, decades= and points= have "
+                "no effect. Write lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())."
+            )
+        return _as_wide(posterior, loader, via, to)
     data = Data(loader, getattr(posterior, "model", None), columns=getattr(posterior, "columns", ()))
     loader = data.loader
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
@@ -122,6 +137,17 @@ def scale_factor(
             via, exponent, by, "narrower" if exponent == low else "wider", low - 3, high + 3,
         )  # fmt: skip
     return Scaled(via, 10**exponent)
+
+
+def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
+    """Returns a way times the factor that gives it the mean variance of another way at these inputs."""
+    wanted, found = (doubled(posterior.latent(x, way).variance) for way in (to, via))
+    if wanted.shape != found.shape:
+        raise LapwingError(
+            f"lw.scale_factor compares the variances of all outputs: to={to} has {tuple(wanted.shape)} of them, and "
+            f"via={via} {tuple(found.shape)}. Write to=lw.Linearized(), or to=lw.Linearized(draws=64) for very many."
+        )
+    return Scaled(via, float(wanted.sum() / found.sum()))
 
 
 def _latents(

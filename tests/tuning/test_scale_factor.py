@@ -227,6 +227,32 @@ def test_structures_of_less_than_full_rank_have_no_bound(method):
     assert lw.scale_factor(posterior, held_out, lw.Linearized()).factor > 0
 
 
+# ---- to another way
+
+
+@pytest.mark.parametrize("via", [lw.Streamlined(), lw.Scaled(lw.Linearized(), 0.3)], ids=repr)
+def test_the_factor_to_another_way_gives_its_mean_variance(via):
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=1.0)
+    x = held_out[0][0]
+    found = lw.scale_factor(posterior, x, via, to=lw.Linearized())
+    wanted, narrow = posterior.latent(x).variance, posterior.latent(x, via).variance
+    assert found.factor == pytest.approx(float(wanted.mean() / narrow.mean()), rel=1e-12)
+    torch.testing.assert_close(posterior.latent(x, found).variance.mean(), wanted.mean())
+    assert lw.scale_factor(posterior, [x[:9], x[9:]], via, to=lw.Linearized()).factor == pytest.approx(found.factor)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"by": "evidence"}, "have no effect"), ({"to": lw.Linearized(outputs=2)}, "variances of all outputs")],
+)
+def test_what_has_no_effect_on_the_factor_to_another_way_is_refused(options, words):
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=1.0)
+    with pytest.raises(LapwingError, match=words):
+        lw.scale_factor(posterior, held_out[0][0], lw.Streamlined(), **{"to": lw.Linearized(), **options})
+
+
 # ---- ends of the range, bad input
 
 
