@@ -18,11 +18,10 @@ from papers.common.measures import relative_error
 from papers.common.results import Rows, once
 from papers.common.training import kept, seeded, shuffled, train
 from papers.optimal_subspace.comparison import COLOURS, LABELS, Task, compare_subspaces, curves, swag_from, table
-from papers.optimal_subspace.table1 import warm_up_and_decay
+from papers.optimal_subspace.table1 import WAYS, warm_up_and_decay
 
 EPOCHS, RATE, PHASES = 20, 0.004, (0.1, 0.3)
 """The paper's Table 2 for MNIST."""
-WAYS = ("low rank, KFAC", "low rank, diagonal", "low rank, prior", "subset, magnitude", "subset, diagonal")
 RANKS = (10, 50, 100, 200, 500, 1000)
 LONG = (1000, 3000, 6000, 9000, 11_000, 12_458)
 """s of Figure 5."""

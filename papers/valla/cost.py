@@ -181,7 +181,7 @@ def runs_at_all(name: str, points: int = 100, batch: int = 20) -> dict[str, floa
 def draw(results: Mapping[str, Any]) -> None:
     """Draws the seconds of one fit over the number of training points."""
     rows = results["runs"]["fit over N"]
-    figure, ((axis,),) = drawing.panels(1, 1, (5, 3.4))
+    figure, ((axis,),) = drawing.panels(1, 1, (5, 4.2))
     curves: dict[str, list[tuple[int, float]]] = {}
     for name, row in rows.items():
         method, _, count = name.rpartition(", N = ")
@@ -189,7 +189,7 @@ def draw(results: Mapping[str, Any]) -> None:
     for method, points in curves.items():
         axis.plot(*zip(*sorted(points), strict=True), ".-", label=method)
     axis.set(xscale="log", yscale="log", xlabel="N", ylabel="processor seconds of a fit", title="one fit each, seed 0")
-    axis.legend(frameon=False, fontsize=8)
+    drawing.legend_below(figure, 2)
     drawing.save(figure, __file__)
 
 
