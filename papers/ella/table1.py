@@ -352,30 +352,19 @@ class OneSpan:
         temperatures: Sequence[float] = (1.0,),
         residual: bool = False,
     ) -> dict[str, Any]:
-        """Returns test scores at the n, δ and T of lowest validation NLL; `fixed` gives δ for each n."""
-        loss, delta, temperature, n = self.chosen(counts, rank, fixed, temperatures, residual)
-        at = ella_latent(self.test, self.curvatures[n][:rank, :rank], delta, residual=residual)
-        return {
-            "n": n, "prior precision": delta, "T": temperature, "validation nll": loss,
-            **scored(at, self.labels[1], temperature),
-        }  # fmt: skip
-
-    def chosen(
-        self,
-        counts: Sequence[int],
-        rank: int = 20,
-        fixed: Callable[[int], float] | None = None,
-        temperatures: Sequence[float] = (1.0,),
-        residual: bool = False,
-    ) -> tuple[float, float, float, int]:
-        """Returns the lowest validation NLL, and the δ, T and n that have it (section 5.2)."""
+        """Returns test scores at the n, δ and T of lowest validation NLL (section 5.2); `fixed` gives δ for each n."""
         found = []
         for n in counts:
             curvature = self.curvatures[n][:rank, :rank]
             latent = partial(ella_latent, self.val, curvature, residual=residual)
             deltas = DELTAS if fixed is None else (fixed(n),)
             found.append((*best_point(latent, self.labels[0], temperatures, deltas), n))
-        return min(found)
+        loss, delta, temperature, n = min(found)
+        at = ella_latent(self.test, self.curvatures[n][:rank, :rank], delta, residual=residual)
+        return {
+            "n": n, "prior precision": delta, "T": temperature, "validation nll": loss,
+            **scored(at, self.labels[1], temperature),
+        }  # fmt: skip
 
 
 def draw(results: Mapping[str, Any]) -> None:
