@@ -101,7 +101,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         if len(self.noise_ratios) != like.shape[-1]:
             raise LapwingError(
                 f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
-                f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs."
+                f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs. (Those that "
+                "validation= chose for each position serve predictions and lw.scale_factor(..., by='validation').)"
             )
         return like.new_tensor(self.noise_ratios)
 

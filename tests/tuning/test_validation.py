@@ -441,5 +441,7 @@ def test_a_number_of_positions_that_varies_keeps_one_noise_for_each_output():
     assert len(posterior.likelihood.noise_ratios) == 2
     assert posterior.predict(x[:5, :3]).variance.shape == (5, 3, 2)
     fixed = lw.fit(model, (x[:100], y[:100]), likelihood="gaussian", validation=held_out[:1])
+    with pytest.raises(lw.LapwingError, match=r"noise variances of 12 outputs, .* by='validation'"):
+        lw.scale_factor(fixed, held_out[:1], by="evidence")
     with pytest.raises(lw.LapwingError, match=r"noise of 12 outputs of a sample, .* 3 positions of 2 outputs"):
         fixed.predict(x[:5, :3])
