@@ -416,14 +416,10 @@ class Noisy(nn.Module):
         return self.linear(self.noise(x))
 
 
-@pytest.mark.parametrize(
-    ("noise", "named"),
-    [(lambda x: F.dropout(x, 0.2, training=True), "dropout"), (lambda x: x + 1e-4 * torch.rand(4), "rand")],
-)
-def test_noise_in_forward(noise: Callable[[Tensor], Tensor], named: str) -> None:
+@pytest.mark.parametrize("noise", [lambda x: F.dropout(x, 0.2, training=True), lambda x: x + 1e-4 * torch.rand(4)])
+def test_noise_in_forward(noise: Callable[[Tensor], Tensor]) -> None:
     model = Noisy(noise).eval()
-    message = refused(lambda: fit([(X, Y)], model), "Noisy", "on the same batch", "differ", "eval()", "noise")
-    assert f"calls {named}" in message
+    refused(lambda: fit([(X, Y)], model), "Noisy", "on the same batch", "differ", "eval()", "noise", "self.training")
     refused(lambda: lw.coverage(model, X), "on the same batch")
 
 

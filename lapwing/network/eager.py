@@ -160,22 +160,6 @@ class EagerMode(TorchFunctionMode):
         return args
 
 
-class RandomCalls(EagerMode):
-    """Collects the names of called functions that draw from the global generator of the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions: list[str] = []
-
-    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs the function, and keeps its name if the state of the generator changes."""
-        name, before = getattr(function, "__name__", "").strip("_"), torch.get_rng_state()
-        out = function(*args, **kwargs)
-        if name not in self.functions and not torch.equal(before, torch.get_rng_state()):
-            self.functions.append(name)
-        return out
-
-
 @contextlib.contextmanager
 def without_compiled() -> Iterator[None]:
     """Runs the block under the lock, with compiled modules run eagerly. Fast if the process never compiled."""

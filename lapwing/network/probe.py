@@ -22,7 +22,7 @@ from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
 from .calling import CallRefused, call, state_kept
-from .eager import RandomCalls, real, without_compiled
+from .eager import real, without_compiled
 from .functional import FirstCall, first_call
 from .output_layers import output_layers
 from .recording_plan import Coverage, RecordingPlan, backward_share, planned
@@ -251,13 +251,10 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
                 "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 "
                 "in forward()."
             )
-        with torch.no_grad(), RandomCalls() as draws:
-            call(model, inputs, forward)
-        named = f"; it calls {', '.join(draws.functions)}" if draws.functions else ""
         raise LapwingError(
             f"Two calls of {type(model).__name__} on the same batch give outputs that differ by "
-            f"{float(difference):.2g}{named}. Call model.eval(), and turn off sampling, noise and augmentation inside "
-            "forward()."
+            f"{float(difference):.2g}. Call model.eval(), and turn off sampling, noise and augmentation inside "
+            "forward(): write F.dropout(x, training=self.training) instead of F.dropout(x)."
         )
     with without_compiled():
         kept = state_kept(model, inputs, forward, tolerance)
