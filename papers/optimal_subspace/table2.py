@@ -74,7 +74,7 @@ class Mnist:
         data, self.seed = images("mnist"), seed
         data = Images(2 * data.x_train - 1, data.y_train, 2 * data.x_test - 1, data.y_test)
         with seeded(seed):
-            model = PublishedCNN().to(memory_format=torch.channels_last)
+            model = PublishedCNN().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model = kept(model, f"mnist_twice_{seed}", lambda: fit(model, data, seed))
         some = random_rows(data.x_train, 256 * 100, seed)
         swag = swag_from(model, batched(data.x_train[some], data.y_train[some], 256), F.cross_entropy, 0.01, 20)
