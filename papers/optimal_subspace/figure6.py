@@ -1,7 +1,7 @@
 """Figure 6 and Table 6: weights that no training input moves, in networks that are trained as in Table 1.
 
 A weight is dead if its gradient is 0 at every training input. The paper's text has standardised inputs; the authors'
-program has them for all tables but wine. All tables are trained on both.
+program has them for all tables but wine, which is trained on both.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from papers.common.tables import grid, shown
 from papers.optimal_subspace.figure1 import PUBLISHED, TABLES
 from papers.optimal_subspace.table1 import network
 
-INPUTS = ("standardised", "raw")
-
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns the share of dead weights by table and by the scale of the inputs."""
     rows = Rows(__file__, {"published": PUBLISHED["dead parameters"]})
     for seed in seeds:
         for name in TABLES:
-            for inputs in INPUTS:
+            for inputs in ("standardised", "raw") if name == "wine" else ("standardised",):
                 rows.add(f"{name}, seed {seed}", inputs, dead_weights, name, inputs == "raw", seed)
     return rows.all()
 
@@ -67,30 +65,32 @@ def dead_weights(name: str, raw: bool, seed: int) -> dict[str, Any]:
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the shares of dead weights beside the paper's."""
-    kinds = {"dead": "dead", "nearly dead": "below 1e-6", "active at most inputs": "active at most inputs"}
     rows = {}
     for name, found in results["table"].items():
-        shares = [shown(found[inputs][kind], 1, 100) for kind in kinds for inputs in INPUTS]
-        errors = [shown(found[inputs]["relative error of the training rows"], 2) for inputs in INPUTS]
-        rows[name] = [f"{100 * results['published'][name]:.0f}", *shares, *errors]
-    columns = [f"{label}, %, {inputs}" for label in kinds.values() for inputs in INPUTS]
-    return {"dead": grid(["published, %", *columns, *(f"error / std, {inputs}" for inputs in INPUTS)], rows)}
+        for inputs, row in found.items():
+            shares = [shown(row[kind], 1, 100) for kind in ("dead", "nearly dead", "active at most inputs")]
+            error = shown(row["relative error of the training rows"], 2)
+            rows[f"{name}, {inputs} inputs"] = [f"{100 * results['published'][name]:.0f}", *shares, error]
+    columns = ("published, dead, %", "dead, %", "at most 1e-6, %", "active at most inputs, %", "error / std")
+    return {"dead": grid(columns, rows)}
 
 
 def draw(results: Mapping[str, Any]) -> None:
     """Draws at how many inputs each weight is active, and its sensitivity; one line per seed."""
-    figure, axes = drawing.panels(2, 2, (10, 6), sharex=True)
-    for column, inputs in enumerate(INPUTS):
-        for i, name in enumerate(results["table"]):
-            runs = [rows[inputs] for run, rows in results["runs"].items() if run.startswith(f"{name},")]
-            for j, row in enumerate(runs):
-                for axis, curve in zip(axes[:, column], ("activity", "sensitivities"), strict=True):
-                    values = row[f"curve of {curve}"]
-                    shares = [k / (len(values) - 1) for k in range(len(values))]
-                    axis.plot(shares, values, color=f"C{i}", alpha=0.6, linewidth=1, label=name if j == 0 else None)
-        axes[0, column].set(title=f"{inputs} inputs", ylim=(0, 1))
-        axes[1, column].set(yscale="log", ylim=(1e-8, 1), xlabel="share of the weights, the most sensitive first")
-    axes[0, 0].set_ylabel("share of inputs with a gradient")
-    axes[1, 0].set_ylabel("mean size of the gradient, largest = 1")
-    axes[0, 1].legend(frameon=False, fontsize=8)
+    figure, ((*axes,),) = drawing.panels(1, 2, (10, 3.8))
+    groups = [(name, inputs) for name, found in results["table"].items() for inputs in found]
+    for i, (name, inputs) in enumerate(groups):
+        runs = [rows[inputs] for run, rows in results["runs"].items() if run.startswith(f"{name},") and inputs in rows]
+        for j, row in enumerate(runs):
+            for axis, curve in zip(axes, ("activity", "sensitivities"), strict=True):
+                values = row[f"curve of {curve}"]
+                shares = [k / (len(values) - 1) for k in range(len(values))]
+                label = f"{name}, {inputs} inputs" if j == 0 else None
+                axis.plot(shares, values, color=f"C{i}", alpha=0.6, linewidth=1, label=label)
+    seeds = len({run.rpartition(" ")[2] for run in results["runs"]})
+    figure.suptitle(f"{seeds} seed{'s' * (seeds > 1)}; the most sensitive weights first", fontsize=10)
+    axes[0].set(ylim=(0, 1.02), xlabel="share of the weights", ylabel="share of inputs with a gradient")
+    axes[1].set(yscale="log", ylim=(1e-8, 2), xlabel="share of the weights")
+    axes[1].set_ylabel("mean size of the gradient, largest = 1")
+    drawing.legend_below(figure, 3)
     drawing.save(figure, __file__)
