@@ -14,10 +14,12 @@ from .fitting import fit, mixture, plan
 from .likelihoods import (
     Bernoulli,
     Categorical,
+    FromDistribution,
     Gaussian,
     HeteroscedasticGaussian,
     LaplaceBridge,
     Likelihood,
+    Ordinal,
     Poisson,
     Probit,
     Quadrature,
@@ -77,11 +79,11 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Bernoulli", "BoundedEvidence", "Categorical", "ClosedForm",
-    "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "Full", "Gaussian", "HeteroscedasticGaussian",
-    "InducingPoints", "LaplaceBridge", "LapwingError", "Likelihood", "Linearized", "MeanField", "Method",
-    "MonteCarlo", "NaturalGradient", "OptimalSubspace", "Poisson", "Posterior", "Probit", "Quadrature",
-    "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined", "SubsetOfData", "SubsetOfWeights",
-    "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare", "coverage", "deploy",
-    "evaluation", "everything", "fit", "last_layer", "load", "matching", "mixture", "plan", "propagate", "scale_factor",
-    "versions",
+    "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "FromDistribution", "Full", "Gaussian",
+    "HeteroscedasticGaussian", "InducingPoints", "LaplaceBridge", "LapwingError", "Likelihood", "Linearized",
+    "MeanField", "Method", "MonteCarlo", "NaturalGradient", "OptimalSubspace", "Ordinal", "Poisson", "Posterior",
+    "Probit", "Quadrature", "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined", "SubsetOfData",
+    "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare",
+    "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load", "matching", "mixture", "plan",
+    "propagate", "scale_factor", "versions",
 ]  # fmt: skip

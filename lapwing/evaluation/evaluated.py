@@ -121,8 +121,9 @@ class Evaluated:
         row = {
             column: float(metric(*(values[name] for name in names)))
             for column, (metric, names) in METRICS.items()
-            if set(names) <= set(values)
+            if set(names) <= set(values) and not (column == "CRPS" and "crps" in values)
         }
+        row |= {"CRPS": float(doubled(values["crps"]).nanmean())} if "crps" in values else {}
         row |= _errors_of_labels(values) if "places" in values else {}
         for name in self.foreign:
             row |= self._detection(name)

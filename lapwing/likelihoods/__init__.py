@@ -9,11 +9,13 @@ from __future__ import annotations
 from .base import Likelihood, NoiselessLikelihood, apply_weights, curvature_weights
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
+from .from_distribution import FamilyLikelihood, FromDistribution
 from .gaussian import Gaussian, RegressionPrediction
 from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
 from .logits import LogitLikelihood
 from .mixtures import MixturePrediction
+from .ordinal import Ordinal
 from .poisson import CountPrediction, Poisson
 from .predictions import DiscretePrediction, P, Prediction, RealPrediction
 from .registry import register_likelihood, resolve
@@ -21,9 +23,9 @@ from .targets import aligned_targets, check_real_targets
 
 __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
-    "CountPrediction", "DiscretePrediction", "ExactLink", "Gaussian", "HeteroscedasticGaussian",
-    "HeteroscedasticPrediction", "LaplaceBridge", "Likelihood", "Link", "LogitLikelihood",
-    "MixturePrediction", "NoiselessLikelihood", "P", "Poisson", "Prediction", "Probit", "Quadrature", "RealPrediction",
-    "RegressionPrediction", "SampledLink", "aligned_targets", "apply_weights", "check_real_targets",
-    "curvature_weights", "latent_draws", "register_likelihood", "resolve",
+    "CountPrediction", "DiscretePrediction", "ExactLink", "FamilyLikelihood", "FromDistribution", "Gaussian",
+    "HeteroscedasticGaussian", "HeteroscedasticPrediction", "LaplaceBridge", "Likelihood", "Link",
+    "LogitLikelihood", "MixturePrediction", "NoiselessLikelihood", "Ordinal", "P", "Poisson", "Prediction",
+    "Probit", "Quadrature", "RealPrediction", "RegressionPrediction", "SampledLink", "aligned_targets",
+    "apply_weights", "check_real_targets", "curvature_weights", "latent_draws", "register_likelihood", "resolve",
 ]  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +16,17 @@ from torch import distributions as dist
 
 from ..data.frames import as_targets
 from ..errors import LapwingError, shown
-from ..linalg import check_draws, seeded
+from ..linalg import check_draws, seeded, seeded_torch
 from .predictions import RealPrediction, tails_of
 
 NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
+
+MIXTURE_DRAWS = 4096
+"""Number of draws of y for quantiles and scores, or a quarter of it for more than 1 000 numbers."""
+
+MOMENT_DRAWS = 64
+"""Number of draws of y from each component if the family has no mean or variance."""
 
 _HALVINGS = 60  # after 53 the bracket is as narrow as float64 rounding
 
@@ -116,32 +125,66 @@ class MixturePrediction(RealPrediction):
 
     @property
     def mean(self) -> Tensor:
-        return self.components.mean.mean(1)
+        return self._moments[0].mean(1)
 
     @property
     def aleatoric_variance(self) -> Tensor:
         """Mean over draws of the variance of y, (B, ...)."""
-        return self.components.variance.mean(1)
+        return self._moments[1].mean(1)
 
     @property
     def epistemic_variance(self) -> Tensor:
         """Variance over draws of the mean of y, (B, ...)."""
-        return self.components.mean.var(1, correction=0)
+        return self._moments[0].var(1, correction=0)
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        """Means and variances of the components, (B, S, ...)."""
+        try:
+            return self.components.mean, self.components.variance
+        except NotImplementedError:  # such as a TransformedDistribution: from draws of y
+            y = self._sampled(self.components, MOMENT_DRAWS)
+            return y.mean(0), y.var(0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the central interval of each output, by bisection of the mixture's distribution function.
 
         If the family has none, or an infinite variance, or a support that ends near the mean, draws of y replace it.
+        The ends of discrete y are values that belong to the interval.
         """
         tails = tails_of(level)
         try:
             low, high = map(self._quantile, tails)
         except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
-            count = math.ceil(4096 / self.components.batch_shape[1])
-            y = self._sampled(self.components, count)  # (n, B, S, ...): n of each component
-            ends = self.mean.new_tensor(tails)
-            low, high = torch.quantile(y.movedim(2, 1).flatten(0, 1).to(self.mean), ends, dim=0)
+            low, high = map(self._quantile_of_draws, tails)
         return low, high
+
+    def crps(self, targets: Tensor) -> Tensor:
+        """Returns the CRPS `E|Y - y| - 1/2 E|Y - Y'| = ∫ (F(t) - 1[t ≥ y])² dt` from draws, (B, ...), in y's unit."""
+        y, draws = self._checked(targets), self._sorted
+        count = len(draws)
+        ranks = torch.arange(1 - count, count, 2, dtype=draws.dtype, device=draws.device)
+        return (draws - y).abs().mean(0) - torch.tensordot(ranks, draws, 1) / (count * (count - 1))
+
+    def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        """Returns also "crps", NaN for missing targets."""
+        return super().for_metrics(targets) | {"crps": self.crps(targets)}
+
+    @cached_property
+    def _sorted(self) -> Tensor:
+        """Draws of y, (N, B, ...), as many of each component, in rising order."""
+        count = MIXTURE_DRAWS if self.mean.numel() <= 1000 else MIXTURE_DRAWS // 4
+        return self._of_components(count).sort(0).values
+
+    def _of_components(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Returns at least `count` draws of y, (N, B, ...), as many of each component."""
+        y = self._sampled(self.components, math.ceil(count / self.components.batch_shape[1]), generator)
+        return y.movedim(2, 1).flatten(0, 1)  # (n, B, S, ...)
+
+    def _quantile_of_draws(self, probability: float) -> Tensor:
+        place = probability * (len(self._sorted) - 1)
+        low, high = self._sorted[math.floor(place)], self._sorted[math.ceil(place)]
+        return high if self._is_discrete() else low + (place - math.floor(place)) * (high - low)
 
     def _is_discrete(self) -> bool:
         try:
@@ -170,28 +213,60 @@ class MixturePrediction(RealPrediction):
         return high
 
     def log_prob(self, targets: Tensor) -> Tensor:
+        """Returns the log density of the targets, (B,); -inf outside the support."""
+        y = self._checked(targets).unsqueeze(1)
+        with validation(False):
+            logs = self.components.log_prob(y)
+        try:
+            support: Any = self.components.support
+            logs = torch.where(support.check(y), logs, -torch.inf)
+        except NotImplementedError:  # the family defines no support
+            pass
+        return logs.nan_to_num(-torch.inf, torch.inf, -torch.inf).logsumexp(1) - math.log(logs.shape[1])
+
+    def _checked(self, targets: Tensor) -> Tensor:
+        """Returns the targets in the shape of the mean; raises if they have another size."""
         targets = as_targets(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
             raise LapwingError(
-                f"MixturePrediction.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
+                f"{type(self).__name__}.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
                 f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
             )
-        return self.distribution().log_prob(targets.reshape(self.mean.shape))
+        return targets.reshape(self.mean.shape)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws y, (n, B, ...); `torch.distributions` has no generator argument, so a fork of torch's is seeded."""
-        check_draws("sample", "n", n, self.components.mean[..., 0].numel())
-        return self._sampled(self.distribution(), n, generator)
+        """Draws y, (n, B, ...): n of equally many draws from each component, in random order."""
+        check_draws("sample", "n", n, self.mean.numel())
+        generator = seeded(generator, self.mean.device)
+        y = self._of_components(n, generator)
+        return y[torch.randperm(len(y), generator=generator, device=y.device)[:n]]
 
     def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws n times from a distribution, with a seed from the generator."""
-        device = self.components.mean.device
+        device = _device_of(family)
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(int(seed))
+        with seeded_torch(int(seed), device):
             return family.sample((n,))
 
     def distribution(self) -> dist.MixtureSameFamily:
         """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
-        weights = torch.zeros(self.components.batch_shape, device=self.components.mean.device)
+        weights = torch.zeros(self.components.batch_shape, device=_device_of(self.components))
         return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)
+
+
+@contextmanager
+def validation(on: bool) -> Iterator[None]:
+    """Turns torch's checks of parameters and values of distributions on or off within a block."""
+    before = dist.Distribution._validate_args
+    dist.Distribution.set_default_validate_args(on)
+    try:
+        yield
+    finally:
+        dist.Distribution.set_default_validate_args(before)
+
+
+def _device_of(family: dist.Distribution) -> torch.device:
+    """Returns the device of the first parameter of a distribution, which may wrap others."""
+    parts = vars(family).values()
+    found = (part.device for part in parts if isinstance(part, Tensor))
+    return next(found, None) or _device_of(next(part for part in parts if isinstance(part, dist.Distribution)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
@@ -15,9 +16,10 @@ from ..covariance import AnyLatent, has_factor, is_selected
 from ..data.frames import as_targets
 from ..linalg import check_draws, cholesky, seeded
 from .links import at_least_float32
-from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile
+from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, tails_of
 from .targets import aligned_targets, check_real_targets
+from .transformed import TransformedPrediction
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,6 +98,15 @@ class RegressionPrediction(RealPrediction):
         normal = dist.MultivariateNormal(torch.zeros_like(residual), scale_tril=factor, validate_args=False)
         holes = 0.5 * (targets.isnan() * (2.0 * math.pi * self._noise).log()).sum(-1)
         return (normal.log_prob(residual) + holes).to(mean.dtype)
+
+    def transformed(self, function: Callable[[Tensor], Tensor]) -> TransformedPrediction:
+        draws, mean, noise = self._draws(), self.mean, self._noise
+        if draws is not None:
+            return TransformedPrediction(
+                self, function, (draws, noise, draws.new_full((len(draws), 1, 1), 1 / len(draws)))
+            )
+        z, weights = normal_nodes(mean.double())
+        return TransformedPrediction(self, function, (mean + self.epistemic_variance.sqrt() * z, noise, weights))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""

@@ -5,7 +5,7 @@ Begin with `values.py`, which chooses the device of float64 tensors.
 
 from __future__ import annotations
 
-from .draws import check_draws, check_memory, generator_on, seeded
+from .draws import check_draws, check_memory, generator_on, seeded, seeded_torch
 from .eigen import eigen_in_place, is_reduced, symmetric_eigen
 from .factorisations import RANK_CUT, cholesky, orthonormal_rows, psd_root
 from .sums import add_squares, mirrored, row_products, total
@@ -24,6 +24,6 @@ from .values import (
 __all__ = [
     "RANK_CUT", "RESOLVED", "SLICE_NUMBERS", "accumulation_dtype", "add_squares", "check_draws", "check_memory",
     "cholesky", "double_device", "doubled", "eigen_in_place", "generator_on", "is_finite", "is_reduced", "mirrored",
-    "nonnegative", "orthonormal_rows", "placed", "possible", "psd_root", "row_products", "seeded", "symmetric_eigen",
-    "total",
+    "nonnegative", "orthonormal_rows", "placed", "possible", "psd_root", "row_products", "seeded", "seeded_torch",
+    "symmetric_eigen", "total",
 ]  # fmt: skip

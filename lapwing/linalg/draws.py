@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral
 
 import torch
@@ -45,3 +47,15 @@ def generator_on(device: torch.device, generator: torch.Generator) -> torch.Gene
         return generator
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)
     return torch.Generator(device).manual_seed(int(seed))
+
+
+@contextmanager
+def seeded_torch(seed: int, device: torch.device) -> Iterator[None]:
+    """Seeds torch's own generators on the CPU and the device in a block, for functions without a generator argument."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed all devices
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

@@ -137,8 +137,8 @@ def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood:
     """Returns the user's likelihood, or else the one that the file names, with σ², T and the options of the file."""
     if likelihood is None and saved["name"] not in REGISTERED:
         raise LapwingError(
-            f"The likelihood {saved['name']!r} of {path} is not registered. Import the module that registers it, or "
-            "pass an instance: lw.load(path, model, likelihood=...)."
+            f"The likelihood {saved['name']!r} of {path} is not registered. Import the module that registers it. If it "
+            "has a function or tensors, which a file cannot hold, write lw.load(path, model, likelihood=likelihood)."
         )
     likelihood = likelihood or resolve(saved["name"])
     if likelihood.name != saved["name"]:

@@ -1,0 +1,195 @@
+"""Any distribution of the target: likelihoods from a function that returns a distribution of `torch.distributions`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch import distributions as dist
+
+from ..covariance import AnyLatent
+from ..errors import LapwingError, shown
+from ..linalg import doubled, seeded_torch, symmetric_eigen
+from ..options import Rule, at_least, option, required
+from .base import NoiselessLikelihood
+from .categorical import ClassPrediction
+from .links import Link, at_least_float32, latent_draws
+from .mixtures import MixturePrediction, validation
+from .predictions import P
+from .targets import check_labels, check_real_targets
+
+LARGEST_SUPPORT = 64
+"""Maximum number of values of a finite support for which Λ is an exact sum over the values."""
+
+
+@dataclass(frozen=True)
+class FamilyLikelihood(NoiselessLikelihood[P]):
+    """`y ~ family(f)`, a distribution of `torch.distributions`, for outputs f (..., C); abstract.
+
+    The Fisher information is the second moment of the score under the distribution itself, so it needs no second
+    derivatives. Λ (C, C) is formed first. So a pass over the data takes C backward passes for any number of draws.
+    """
+
+    one_output_per_target: ClassVar[bool] = False
+    draws = 64  # without an annotation, so that a subclass may make it a field
+
+    @abstractmethod
+    def family(self, outputs: Tensor) -> dist.Distribution:
+        """Returns the distribution of y at outputs (..., C), with batch shape (...), or (..., K) for K targets."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raises if the distribution has another shape or invalid parameters, or if targets are outside its support."""
+        name, outputs = type(self).__name__, outputs.detach()[None]  # (1, B, C): `family` must accept (..., C)
+        family: Any = self._family(outputs, validate=True)
+        if isinstance(family, dist.Categorical):
+            check_labels(name, family.logits.shape[1:], outputs.device, targets)
+            return
+        shape = family.batch_shape + family.event_shape
+        check_real_targets(name, torch.Size((*shape, 1)[1:3]), outputs.device, targets)
+        try:
+            with validation(True):
+                family.log_prob(targets.reshape(shape).to(outputs))
+        except ValueError as error:
+            raise LapwingError(
+                f"{name}: {_first_part(error)}. Correct the targets, or choose another family."
+            ) from error
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns `log p(y|f)`, summed over the K targets of an input, (B,)."""
+        outputs = at_least_float32(outputs)
+        family = self._family(outputs)
+        with validation(False):
+            logs = family.log_prob(targets.reshape(family.batch_shape + family.event_shape).to(outputs))
+        return logs.reshape(len(outputs), -1).sum(-1)
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """Returns the root `U √λ` of `Λ = U λ Uᵀ`, (B, C, C)."""
+        values, vectors = symmetric_eigen(self.fisher_information(outputs))
+        return (vectors * values.sqrt().unsqueeze(-2)).to(outputs)
+
+    def fisher_information(self, outputs: Tensor) -> Tensor:
+        """Returns `Λ = E[s sᵀ]`, `s = ∇_f log p(y|f)`, (B, C, C) in float64, at outputs (B, C).
+
+        The mean is exact for a finite support, otherwise over `draws` draws of y. They depend only on the outputs:
+        equal outputs give equal results. A score that is not finite, at an end of the support, counts as 0.
+        """
+        outputs = doubled(outputs.detach())
+        values, weights = self._values(outputs)
+        information = outputs.new_zeros(*outputs.shape, outputs.shape[-1])
+        with torch.enable_grad(), validation(False):
+            leaf = outputs.expand(len(values), *outputs.shape).clone().requires_grad_()  # (n, B, C)
+            logs = self._family(leaf).log_prob(values)
+            logs, weights = (part.reshape(*leaf.shape[:2], -1) for part in (logs, weights.expand_as(logs)))  # (n, B, K)
+            for log, weight in zip(logs.unbind(-1), weights.unbind(-1), strict=True):  # targets are independent
+                (score,) = torch.autograd.grad(log.sum(), leaf, retain_graph=True)
+                score = torch.where(score.isfinite(), score, 0.0)
+                information += torch.einsum("nb,nbi,nbj->bij", weight, score, score)
+        return information
+
+    def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
+        """Returns the mixture of `family(f)` over draws f of the latent: class probabilities for a Categorical."""
+        draws = latent_draws(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1)  # (B, S, C)
+        family: Any = self._family(draws)
+        if isinstance(family, dist.Categorical):
+            return ClassPrediction.mixture(family.probs)  # type: ignore[return-value]
+        several = len(family.batch_shape) == 3
+        return MixturePrediction(dist.Independent(family, 1) if several else family)  # type: ignore[return-value]
+
+    def _family(self, outputs: Tensor, validate: bool = False) -> dist.Distribution:
+        """Returns the distribution at outputs (..., C); raises if its shape is wrong.
+
+        Parameters are validated only on request, since draws of the latent may overflow them.
+        """
+        try:
+            with validation(validate):
+                family: Any = self.family(outputs)
+        except (IndexError, TypeError, ValueError) as error:
+            if isinstance(error, LapwingError):
+                raise
+            raise LapwingError(
+                f"{self!r} fails at outputs of shape {tuple(outputs.shape)}: {_first_part(error)}. Map outputs (..., "
+                "C) to parameters in their range, for example by f[..., 0].exp() for a positive one."
+            ) from error
+        lead, shape = outputs.shape[:-1], torch.Size()
+        if isinstance(family, dist.Distribution):
+            shape = family.batch_shape + family.event_shape
+            most = len(lead) + (not isinstance(family, dist.Categorical))
+            if len(shape) <= most and shape[: len(lead)] == family.batch_shape[: len(lead)] == lead:
+                return family
+        raise LapwingError(
+            f"{self!r} gives {shown(family)} of shape {tuple(shape)} for outputs of shape {tuple(outputs.shape)}. "
+            f"Return a torch.distributions object of batch shape {tuple(lead)}, or with one more dimension for several "
+            "targets (not for a Categorical): index the outputs by f[..., 0]."
+        )
+
+    def _values(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns values of y, (n, B, ...), and their weights: all values with their probabilities, or draws."""
+        family = self._family(outputs)
+        try:
+            if family.has_enumerate_support and len(family.enumerate_support(expand=False)) <= LARGEST_SUPPORT:
+                values = family.enumerate_support()
+                return values, family.log_prob(values).exp()
+        except NotImplementedError:  # for example a Binomial with different numbers of trials
+            pass
+        try:
+            with seeded_torch(int(outputs.sum().view(torch.int64)) % 2**62, outputs.device):
+                return family.sample((self.draws,)), outputs.new_full((), 1.0 / self.draws)
+        except RuntimeError:
+            self._family(outputs, validate=True)  # raises if the parameters are invalid
+            raise
+
+
+@dataclass(frozen=True, repr=False)
+class FromDistribution(FamilyLikelihood[Any]):
+    """`y ~ function(f)`, any distribution of `torch.distributions` with parameters from outputs f (..., C).
+
+    Train the network with the loss `-likelihood.log_prob(model(x), y).mean()`. Targets are (B,) if the distribution has
+    the batch shape (...), or (B, K) if it has the batch shape (..., K), of K targets that are independent given f.
+
+    Predictions are mixtures of `function(f)` over 512 draws f of the latent. Intervals come from the distribution
+    function if the family has one, otherwise from draws of y. A Categorical gives class probabilities.
+
+    Args:
+        function: function from outputs (..., C) to a distribution of batch shape (...) or (..., K).
+        draws: number of draws of y per sample for the Fisher information `Λ = E[∇log p ∇log pᵀ]`, which has a relative
+            standard error of about `√(2/draws)`; the errors of samples average out. A support of at most 64 values is
+            summed exactly.
+
+    A file cannot store the function. Write `lw.load(path, model, likelihood=likelihood)`.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> likelihood = lw.FromDistribution(lambda f: torch.distributions.Gamma(f[..., 0].exp(), f[..., 1].exp()))
+        >>> x, y = torch.randn(50, 3), torch.rand(50) + 0.1
+        >>> posterior = lw.fit(torch.nn.Linear(3, 2).eval(), (x, y), likelihood=likelihood)
+        >>> low, high = posterior.predict(x).interval(0.9)
+        >>> low.shape, bool((low > 0).all())
+        (torch.Size([50]), True)
+    """
+
+    function: Callable[[Tensor], dist.Distribution] = field(
+        metadata=required(
+            Rule(callable, "a function from outputs (..., C) to a distribution"),
+            "lambda f: torch.distributions.Poisson(f[..., 0].exp())",
+        )
+    )
+    draws: int = option(64, at_least(1))
+    name: ClassVar[str] = "distribution"
+
+    def __repr__(self) -> str:
+        """One line with the name of the function."""
+        return (
+            f"FromDistribution({getattr(self.function, '__name__', type(self.function).__name__)}, draws={self.draws})"
+        )
+
+    def family(self, outputs: Tensor) -> dist.Distribution:
+        return self.function(outputs)
+
+
+def _first_part(error: Exception) -> str:
+    """Returns a message of torch without the values that it lists."""
+    return str(error).split(", but found")[0]

@@ -1,0 +1,315 @@
+"""Likelihoods from `torch.distributions`: Fisher information, predictions, files; ordered classes; transformed y."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import distributions as dist
+from torch.special import polygamma
+
+import lapwing as lw
+from lapwing.covariance import LatentDraws
+from lapwing.likelihoods import Gaussian
+from tests.likelihoods.fakes import random_latent
+
+F64 = torch.float64
+EULER = 0.5772156649015329
+A, B = 0.4, -0.3  # the outputs
+RISE = math.pi**2 / 6 + (1 - EULER) ** 2
+
+
+def trigamma(x):
+    return float(polygamma(1, torch.tensor(x, dtype=F64)))
+
+
+def gamma_information(a, b):
+    return [[a * a * trigamma(a), -a], [-a, a]]
+
+
+def beta_information(a, b):
+    both = trigamma(a + b)
+    return [[a * a * (trigamma(a) - both), -a * b * both], [-a * b * both, b * b * (trigamma(b) - both)]]
+
+
+a, b, p = math.exp(A), math.exp(B), 1 / (1 + math.exp(-A))
+two = torch.tensor([A, B], dtype=F64).softmax(0)
+EXACT = {
+    "bernoulli": (lambda f: dist.Bernoulli(logits=f[..., 0]), [[p * (1 - p), 0], [0, 0]]),
+    "binomial": (lambda f: dist.Binomial(10, logits=f[..., 0]), [[10 * p * (1 - p), 0], [0, 0]]),
+    "categorical": (lambda f: dist.Categorical(logits=f), (two.diag() - two.outer(two)).tolist()),
+}
+DRAWN = {
+    "poisson": (lambda f: dist.Poisson(f[..., 0].exp()), [[a, 0], [0, 0]]),
+    "exponential": (lambda f: dist.Exponential(f[..., 0].exp()), [[1, 0], [0, 0]]),
+    "geometric": (lambda f: dist.Geometric(logits=f[..., 0]), [[1 - p, 0], [0, 0]]),
+    "negative binomial": (lambda f: dist.NegativeBinomial(3.0, logits=f[..., 0]), [[3 * p, 0], [0, 0]]),
+    "gamma": (lambda f: dist.Gamma(f[..., 0].exp(), f[..., 1].exp()), gamma_information(a, b)),
+    "beta": (lambda f: dist.Beta(f[..., 0].exp(), f[..., 1].exp()), beta_information(a, b)),
+    "normal": (lambda f: dist.Normal(f[..., 0], f[..., 1].exp()), [[1 / b**2, 0], [0, 2]]),
+    "lognormal": (lambda f: dist.LogNormal(f[..., 0], f[..., 1].exp()), [[1 / b**2, 0], [0, 2]]),
+    "laplace": (lambda f: dist.Laplace(f[..., 0], f[..., 1].exp()), [[1 / b**2, 0], [0, 1]]),
+    "cauchy": (lambda f: dist.Cauchy(f[..., 0], f[..., 1].exp()), [[0.5 / b**2, 0], [0, 0.5]]),
+    "student": (lambda f: dist.StudentT(5.0, f[..., 0], f[..., 1].exp()), [[0.75 / b**2, 0], [0, 1.25]]),
+    "gumbel": (
+        lambda f: dist.Gumbel(f[..., 0], f[..., 1].exp()),
+        [[1 / b**2, (EULER - 1) / b], [(EULER - 1) / b, RISE]],
+    ),
+    "weibull": (
+        lambda f: dist.Weibull(f[..., 0].exp(), f[..., 1].exp()),
+        [[b**2, b * (EULER - 1)], [b * (EULER - 1), RISE]],
+    ),
+    "multivariate": (lambda f: dist.MultivariateNormal(f, torch.eye(2, dtype=f.dtype)), [[1, 0], [0, 1]]),
+}
+GAMMA = lw.FromDistribution(DRAWN["gamma"][0])
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_information_of_a_finite_support_is_exact(name):
+    function, wanted = EXACT[name]
+    root = lw.FromDistribution(function).fisher_root(torch.tensor([[A, B]], dtype=F64).expand(2, 2))
+    torch.testing.assert_close(root @ root.mT, torch.tensor(wanted, dtype=F64).expand(2, 2, 2), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_information_of_other_families_has_only_sampling_error(name):
+    function, wanted = DRAWN[name]
+    outputs = torch.tensor([[A, B]], dtype=F64).expand(60, 2)
+    found = lw.FromDistribution(function, draws=1000).fisher_information(outputs)
+    wanted = torch.tensor(wanted, dtype=F64)
+    error = found.std(0) / 60**0.5
+    assert ((found.mean(0) - wanted).abs() <= 4.5 * error + 1e-12).all(), (found.mean(0), wanted)
+    assert (error <= 0.02 * wanted.abs().max()).all()  # so that the first line could fail
+
+
+def test_independent_targets_have_a_block_each_and_one_column_for_each_output():
+    function = lambda f: dist.Gamma(f[..., ::2].exp(), f[..., 1::2].exp())  # noqa: E731
+    outputs = torch.tensor([[A, B, A, B]], dtype=F64)
+    for draws in (1, 500):
+        root = lw.FromDistribution(function, draws=draws).fisher_root(outputs)
+        assert root.shape == (1, 4, 4)  # a pass takes as many backward passes for any number of draws
+        information = (root @ root.mT)[0]
+        assert not information[:2, 2:].any()
+    torch.testing.assert_close(information[:2, :2], torch.tensor(gamma_information(a, b), dtype=F64), rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("name", [*DRAWN, *EXACT])
+@pytest.mark.parametrize(("dtype", "size"), [(F64, 300.0), (torch.float32, 40.0)])
+def test_information_at_extreme_outputs_is_finite(name, dtype, size):
+    function = (DRAWN | EXACT)[name][0]
+    if name in ("poisson", "negative binomial", "geometric"):
+        size = 20.0 if name == "poisson" else 12.0  # torch draws no larger counts
+    outputs = torch.tensor([[-size, 0.0], [0.0, -size], [size, 0.0], [0.0, size]], dtype=dtype)
+    root = lw.FromDistribution(function).fisher_root(outputs)
+    assert root.dtype == dtype
+    assert root.isfinite().all()
+
+
+# ---- predictions
+
+
+def test_a_normal_predicts_as_the_gaussian_likelihood():
+    latent = random_latent(batch=6, size=1)
+    mine = lw.FromDistribution(lambda f: dist.Normal(f, 0.7)).predict(latent, lw.SampledLink(20000))
+    wanted = Gaussian(noise_variance=0.49).predict(latent)
+    y = wanted.sample(1)[0]
+    for name in ("mean", "std", "epistemic_variance"):
+        torch.testing.assert_close(getattr(mine, name), getattr(wanted, name), rtol=0.04, atol=0.03)
+    torch.testing.assert_close(mine.aleatoric_variance, wanted.aleatoric_variance)
+    torch.testing.assert_close(mine.log_prob(y), wanted.log_prob(y), rtol=0, atol=0.06)
+    torch.testing.assert_close(mine.interval(0.9), wanted.interval(0.9), rtol=0.03, atol=0.05)
+    scores = torch.stack(
+        [lw.evaluation.metrics.crps_gaussian(*row) for row in zip(wanted.mean, wanted.std, y, strict=True)]
+    )
+    torch.testing.assert_close(mine.crps(y)[:, 0].double(), scores, rtol=0.08, atol=0.02)
+
+
+def test_a_family_without_moments_has_those_of_draws():
+    latent = random_latent(batch=5, size=1)
+    narrow = lambda f: dist.Normal(0.2 * f[..., 0], 0.5)  # noqa: E731
+    plain = lw.FromDistribution(lambda f: dist.LogNormal(narrow(f).loc, 0.5)).predict(latent)
+    moved = lambda f: dist.TransformedDistribution(narrow(f), [dist.SigmoidTransform(), dist.AffineTransform(0.0, 3.0)])  # noqa: E731
+    prediction = lw.FromDistribution(moved).predict(latent)
+    draws = prediction.sample(20000)
+    torch.testing.assert_close(prediction.mean, draws.mean(0), rtol=0.02, atol=0)
+    torch.testing.assert_close(prediction.std, draws.std(0), rtol=0.04, atol=0)
+    low, high = plain.interval(0.9)
+    assert (((plain.sample(20000) >= low) & (plain.sample(20000) <= high)).double().mean(0) - 0.9).abs().max() < 0.02
+
+
+def test_intervals_of_counts_are_whole():
+    latent = random_latent(batch=60, size=1)
+    prediction = lw.FromDistribution(lambda f: dist.NegativeBinomial(4.0, logits=f[..., 0])).predict(latent)
+    low, high = prediction.interval(0.9)
+    assert torch.equal(low, low.round())
+    y = prediction.sample(2000)
+    assert ((y < low).double().mean() <= 0.06).all()
+    assert ((y > high).double().mean() <= 0.06).all()
+    assert prediction.log_prob(-torch.ones(60)).isneginf().all()  # outside the support
+
+
+# ---- fits
+
+
+def fitted(likelihood, y, outputs=2, positions=False, **options):
+    torch.manual_seed(0)
+    x = torch.randn(len(y), *((5,) if positions else ()), 3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, outputs)).eval()
+    return lw.fit(model, [(x, y)], likelihood=likelihood, progress=False, **options), x
+
+
+def test_fit_tuning_evidence_comparison_and_file(tmp_path):
+    y = dist.Gamma(2.0, 1.0).sample((60,))
+    state = torch.get_rng_state()
+    posterior, x = fitted(GAMMA, y, tune=lw.Evidence())
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    held_out = lw.fit(posterior.model, [(x[:40], y[:40])], likelihood=GAMMA, validation=[(x[40:], y[40:])])
+    prediction = held_out.predict(x)
+    prediction.interval(0.9), prediction.mean, prediction.crps(y)
+    assert torch.equal(state, torch.get_rng_state())  # the user's draws stay
+    assert math.isfinite(posterior.log_marginal_likelihood())
+    table = lw.compare({"mine": posterior}, [(x, y)])
+    assert table["mine"]["CRPS"] == pytest.approx(float(posterior.predict(x).crps(y).mean()))
+    posterior.save(tmp_path / "gamma.safetensors")
+    with pytest.raises(lw.LapwingError, match=r"lw.load\(path, model, likelihood=likelihood\)"):
+        lw.load(tmp_path / "gamma.safetensors", posterior.model)
+    again = lw.load(tmp_path / "gamma.safetensors", posterior.model, likelihood=GAMMA)
+    assert torch.equal(again.predict(x).mean, posterior.predict(x).mean)
+
+
+def test_the_curvature_is_that_of_the_gaussian_likelihood():
+    y = torch.randn(40, 1)
+    mine, x = fitted(lw.FromDistribution(lambda f: dist.Normal(f[..., :1], 1.0), draws=4000), y, method=lw.Full(),
+                     prior_precision=1.0)  # fmt: skip
+    narrow = lambda model, x: model(x)[..., :1]  # noqa: E731
+    wanted = lw.fit(mine.model, [(x, y)], lw.Full(), likelihood=Gaussian(1.0), prior_precision=1.0, forward=narrow)
+    torch.testing.assert_close(mine.latent(x).variance[:, :1], wanted.latent(x).variance, rtol=0.03, atol=0)
+
+
+def test_several_positions():
+    y = dist.Gamma(2.0, 1.0).sample((20, 5))
+    posterior, x = fitted(GAMMA, y, positions=True)
+    prediction = posterior.predict(x)
+    assert prediction.mean.shape == prediction.interval()[0].shape == prediction.log_prob(y).shape == (20, 5)
+    assert lw.compare({"mine": posterior}, [(x, y)])["mine"]["90 % interval"] > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda f: dist.Gamma(f[:, 0].exp(), f[:, 1].exp()), r"fails at outputs.*f\[..., 0\]"),
+        (lambda f: dist.Normal(f[..., 0], -f[..., 1].exp()), r"parameter scale.*f\[..., 0\].exp\(\)"),
+        (lambda f: f, r"Return a torch.distributions object"),
+        (lambda f: dist.Normal(f.mean(0), 1.0), r"of shape \(1, 2\).*Return a torch"),
+        (lambda f: dist.Categorical(logits=f.unsqueeze(-1)), "not for a Categorical"),
+    ],
+)
+def test_functions_that_do_not_fit_are_refused(function, match):
+    with pytest.raises(lw.LapwingError, match=match):
+        fitted(lw.FromDistribution(function), torch.ones(20))
+
+
+def test_targets_and_options_that_do_not_fit_are_refused():
+    with pytest.raises(
+        lw.LapwingError, match="FromDistribution: Expected value.*within the support.*Correct the targets"
+    ):
+        fitted(GAMMA, torch.ones(20).index_fill(0, torch.tensor(3), -1.0))
+    with pytest.raises(lw.LapwingError, match="function must be a function from outputs"):
+        lw.FromDistribution(dist.Normal(0.0, 1.0))
+    with pytest.raises(lw.LapwingError, match="labels 0 to 1"):
+        fitted(lw.FromDistribution(EXACT["categorical"][0]), torch.arange(20) % 3)
+
+
+# ---- ordered classes
+
+
+@pytest.mark.parametrize("thresholds", [None, [-1.0, 0.2, 1.5]])
+def test_ordinal_probabilities_and_information(thresholds):
+    likelihood = lw.Ordinal(thresholds)
+    f = torch.tensor([[0.3, -1.0, 0.5], [4.0, 2.0, -3.0]], dtype=F64)[:, : 3 if thresholds is None else 1]
+    if thresholds is None:
+        above = f[:, :1] - torch.cat([torch.zeros(2, 1), torch.nn.functional.softplus(f[:, 1:])], 1).cumsum(1)
+    else:
+        above = f - torch.tensor(thresholds, dtype=F64)
+    ends = torch.ones(2, 1, dtype=F64), torch.zeros(2, 1, dtype=F64)
+    wanted = -torch.cat([ends[0], above.sigmoid(), ends[1]], 1).diff()
+    for y in range(4):
+        torch.testing.assert_close(likelihood.log_prob(f, torch.tensor([y, y])).exp(), wanted[:, y])
+    hessian = torch.zeros(2, f.shape[1], f.shape[1], dtype=F64)  # -E[∂² log p]
+    for y in range(4):
+        for i in range(2):
+            one = lambda g, i=i, y=y: likelihood.log_prob(g[None], torch.tensor([y]))[0]  # noqa: E731
+            hessian[i] -= wanted[i, y] * torch.autograd.functional.hessian(one, f[i])
+    root = likelihood.fisher_root(f)
+    torch.testing.assert_close(root @ root.mT, hessian)
+    assert likelihood.log_prob(1000 * f, torch.tensor([3, 0])).isfinite().all()
+
+
+def test_ordinal_fits_predicts_and_is_saved(tmp_path):
+    y = torch.arange(40) % 4
+    posterior, x = fitted("ordinal", y, outputs=3, validation=None)
+    prediction = posterior.predict(x)
+    torch.testing.assert_close(prediction.probs.sum(1), torch.ones(40))
+    assert "ECE" in lw.compare({"mine": posterior}, [(x, y)]).columns
+    cut, _ = fitted(lw.Ordinal((-1, 0, 1)), y, outputs=1)
+    cut.save(tmp_path / "cut.safetensors")
+    assert lw.load(tmp_path / "cut.safetensors", cut.model).likelihood == lw.Ordinal([-1.0, 0.0, 1.0])
+    with pytest.raises(lw.LapwingError, match="labels 0 to 3"):
+        fitted("ordinal", y + 1, outputs=3)
+    with pytest.raises(lw.LapwingError, match="one output of the network"):
+        fitted(lw.Ordinal([-1.0, 1.0]), y, outputs=3)
+    with pytest.raises(lw.LapwingError, match="a list of rising numbers"):
+        lw.Ordinal([1.0, 0.0])
+
+
+# ---- functions of y
+
+
+def test_exp_of_a_gaussian_is_a_lognormal():
+    prediction = Gaussian(noise_variance=0.2).predict(random_latent(batch=4, size=1))
+    moved = prediction.transformed(torch.exp)
+    wanted = dist.LogNormal(prediction.mean, prediction.std)
+    torch.testing.assert_close(moved.mean, wanted.mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(moved.variance, wanted.variance, rtol=1e-3, atol=0)
+    given = dist.LogNormal(prediction.mean, prediction.epistemic_variance.sqrt())  # of exp(f), times exp(σ²/2)
+    torch.testing.assert_close(moved.epistemic_variance, given.variance * math.exp(0.2), rtol=1e-3, atol=0)
+    torch.testing.assert_close(moved.interval(0.8)[1], prediction.interval(0.8)[1].exp())
+    y = wanted.sample()
+    torch.testing.assert_close(moved.log_prob(y), wanted.log_prob(y).sum(-1))
+    torch.testing.assert_close(moved.distribution().log_prob(y), moved.log_prob(y))
+    assert moved.log_prob(-y).isneginf().all()  # beyond the range of exp
+    torch.testing.assert_close(moved.sample(3), prediction.sample(3).exp())
+    torch.testing.assert_close(prediction.scaled(1.0, 2.0).transformed(torch.exp).interval()[0],
+                               prediction.scaled(1.0, 2.0).interval()[0].exp())  # fmt: skip
+
+
+def test_a_falling_function_several_outputs_and_missing_targets():
+    prediction = Gaussian(noise_variance=0.2, missing=True).predict(random_latent(batch=4, size=3))
+    moved = prediction.transformed(lambda y: -(y + 0.1 * y**3))
+    low, high = moved.interval(0.9)
+    assert (low < high).all()
+    z = prediction.sample(1)[0]
+    slopes = (1 + 0.3 * z**2).log()
+    torch.testing.assert_close(moved.log_prob(-(z + 0.1 * z**3)), prediction.log_prob(z) - slopes.sum(-1))
+    z[:, 1], slopes[:, 1] = torch.nan, 0.0
+    torch.testing.assert_close(moved.log_prob(-(z + 0.1 * z**3)), prediction.log_prob(z) - slopes.sum(-1))
+
+
+def test_moments_under_weight_draws_are_those_of_samples():
+    draws = 0.3 * random_latent(batch=4, size=2).sample(30)
+    prediction = Gaussian(noise_variance=0.1).predict(LatentDraws(draws))
+    moved = prediction.transformed(torch.asinh)
+    draws = moved.sample(20000)
+    torch.testing.assert_close(moved.mean, draws.mean(0), rtol=0.02, atol=0.06)
+    torch.testing.assert_close(moved.std, draws.std(0), rtol=0.06, atol=0)
+
+
+def test_functions_that_are_not_monotone_are_refused():
+    prediction = Gaussian(noise_variance=0.2).predict(random_latent(batch=4, size=1))
+    for function in (torch.cos, torch.log, torch.sum, lambda y: 0.0 * y):
+        with pytest.raises(lw.LapwingError, match="is not monotone"):
+            prediction.transformed(function)
+    with pytest.raises(lw.LapwingError, match=r"function\(prediction.sample"):
+        lw.Poisson().predict(random_latent(size=1)).transformed(torch.exp)
