@@ -91,7 +91,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 NEEDED: dict[Any, dict[str, Any]] = {
     lw.SubsetOfWeights: {"size": 3}, lw.Uncertain: {"value": X}, lw.Validation: {"loader": [(X, Y)]},
     lw.EarlyStopping: {"loader": [(X, Y)]}, lw.Scaled: {"via": lw.Linearized(), "factor": 1.0},
-    lw.InducingPoints: {"inputs": X},
+    lw.InducingPoints: {"inputs": X}, lw.FromDistribution: {"function": torch.distributions.Poisson},
 }  # fmt: skip
 PATHS = {"path", "folder", "checkpoint"}
 """Arguments of which messages show the text."""

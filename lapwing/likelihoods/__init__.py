@@ -9,13 +9,12 @@ from __future__ import annotations
 from .base import Likelihood, NoiselessLikelihood, apply_weights, curvature_weights
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
-from .from_distribution import FamilyLikelihood, FromDistribution
+from .from_distribution import FamilyLikelihood, FromDistribution, Ordinal
 from .gaussian import Gaussian, RegressionPrediction
 from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
 from .logits import LogitLikelihood
 from .mixtures import MixturePrediction
-from .ordinal import Ordinal
 from .poisson import CountPrediction, Poisson
 from .predictions import DiscretePrediction, P, Prediction, RealPrediction
 from .registry import register_likelihood, resolve

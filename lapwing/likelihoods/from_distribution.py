@@ -1,4 +1,4 @@
-"""Any distribution of the target: likelihoods from a function that returns a distribution of `torch.distributions`."""
+"""Any distribution of the target: likelihoods from a distribution of `torch.distributions`, and ordered classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch import distributions as dist
+from torch.nn import functional as F
 
 from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
@@ -20,6 +21,7 @@ from .categorical import ClassPrediction
 from .links import Link, at_least_float32, latent_draws
 from .mixtures import MixturePrediction, validation
 from .predictions import P
+from .registry import register_likelihood
 from .targets import check_labels, check_real_targets
 
 LARGEST_SUPPORT = 64
@@ -43,7 +45,10 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises if the distribution has another shape or invalid parameters, or if targets are outside its support."""
-        name, outputs = type(self).__name__, outputs.detach()[None]  # (1, B, C): `family` must accept (..., C)
+        name, outputs = (
+            type(self).__name__,
+            at_least_float32(outputs.detach())[None],
+        )  # (1, B, C): `family` must accept (..., C)
         family: Any = self._family(outputs, validate=True)
         if isinstance(family, dist.Categorical):
             check_labels(name, family.logits.shape[1:], outputs.device, targets)
@@ -55,7 +60,7 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
                 family.log_prob(targets.reshape(shape).to(outputs))
         except ValueError as error:
             raise LapwingError(
-                f"{name}: {_first_part(error)}. Correct the targets, or choose another family."
+                f"{name}: {str(error).split(', but found')[0]}. Correct the targets, or choose another family."
             ) from error
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -67,28 +72,24 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         return logs.reshape(len(outputs), -1).sum(-1)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns the root `U √λ` of `Λ = U λ Uᵀ`, (B, C, C)."""
-        values, vectors = symmetric_eigen(self.fisher_information(outputs))
-        return (vectors * values.sqrt().unsqueeze(-2)).to(outputs)
-
-    def fisher_information(self, outputs: Tensor) -> Tensor:
-        """Returns `Λ = E[s sᵀ]`, `s = ∇_f log p(y|f)`, (B, C, C) in float64, at outputs (B, C).
+        """Returns the root `U √λ` of `Λ = E[s sᵀ] = U λ Uᵀ`, `s = ∇_f log p(y|f)`, (B, C, C).
 
         The mean is exact for a finite support, otherwise over `draws` draws of y. They depend only on the outputs:
         equal outputs give equal results. A score that is not finite, at an end of the support, counts as 0.
         """
-        outputs = doubled(outputs.detach())
-        values, weights = self._values(outputs)
-        information = outputs.new_zeros(*outputs.shape, outputs.shape[-1])
+        wide = doubled(outputs.detach())
+        values, weights = self._values(wide)
+        information = wide.new_zeros(*wide.shape, wide.shape[-1])
         with torch.enable_grad(), validation(False):
-            leaf = outputs.expand(len(values), *outputs.shape).clone().requires_grad_()  # (n, B, C)
+            leaf = wide.expand(len(values), *wide.shape).clone().requires_grad_()  # (n, B, C)
             logs = self._family(leaf).log_prob(values)
             logs, weights = (part.reshape(*leaf.shape[:2], -1) for part in (logs, weights.expand_as(logs)))  # (n, B, K)
             for log, weight in zip(logs.unbind(-1), weights.unbind(-1), strict=True):  # targets are independent
                 (score,) = torch.autograd.grad(log.sum(), leaf, retain_graph=True)
                 score = torch.where(score.isfinite(), score, 0.0)
                 information += torch.einsum("nb,nbi,nbj->bij", weight, score, score)
-        return information
+        eigenvalues, vectors = symmetric_eigen(information)
+        return (vectors * eigenvalues.sqrt().unsqueeze(-2)).to(outputs)
 
     def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
         """Returns the mixture of `family(f)` over draws f of the latent: class probabilities for a Categorical."""
@@ -111,8 +112,8 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
             if isinstance(error, LapwingError):
                 raise
             raise LapwingError(
-                f"{self!r} fails at outputs of shape {tuple(outputs.shape)}: {_first_part(error)}. Map outputs (..., "
-                "C) to parameters in their range, for example by f[..., 0].exp() for a positive one."
+                f"{self!r} fails at outputs of shape {tuple(outputs.shape)}: {str(error).split(', but found')[0]}. Map "
+                "outputs (..., C) to parameters in their range, for example by f[..., 0].exp() for a positive one."
             ) from error
         lead, shape = outputs.shape[:-1], torch.Size()
         if isinstance(family, dist.Distribution):
@@ -150,16 +151,13 @@ class FromDistribution(FamilyLikelihood[Any]):
     Train the network with the loss `-likelihood.log_prob(model(x), y).mean()`. Targets are (B,) if the distribution has
     the batch shape (...), or (B, K) if it has the batch shape (..., K), of K targets that are independent given f.
 
-    Predictions are mixtures of `function(f)` over 512 draws f of the latent. Intervals come from the distribution
-    function if the family has one, otherwise from draws of y. A Categorical gives class probabilities.
+    Predictions are mixtures of `function(f)` over 512 draws f of the latent. A Categorical gives class probabilities.
+    A file cannot store the function: write `lw.load(path, model, likelihood=likelihood)`.
 
     Args:
         function: function from outputs (..., C) to a distribution of batch shape (...) or (..., K).
-        draws: number of draws of y per sample for the Fisher information `Λ = E[∇log p ∇log pᵀ]`, which has a relative
-            standard error of about `√(2/draws)`; the errors of samples average out. A support of at most 64 values is
-            summed exactly.
-
-    A file cannot store the function. Write `lw.load(path, model, likelihood=likelihood)`.
+        draws: number of draws of y per sample for the Fisher information `Λ = E[∇log p ∇log pᵀ]`. A support of at
+            most 64 values is summed exactly instead.
 
     Example:
         >>> import torch, lapwing as lw
@@ -172,10 +170,7 @@ class FromDistribution(FamilyLikelihood[Any]):
     """
 
     function: Callable[[Tensor], dist.Distribution] = field(
-        metadata=required(
-            Rule(callable, "a function from outputs (..., C) to a distribution"),
-            "lambda f: torch.distributions.Poisson(f[..., 0].exp())",
-        )
+        metadata=required(Rule(callable, "a function from outputs to a distribution"), "torch.distributions.Poisson")
     )
     draws: int = option(64, at_least(1))
     name: ClassVar[str] = "distribution"
@@ -190,6 +185,27 @@ class FromDistribution(FamilyLikelihood[Any]):
         return self.function(outputs)
 
 
-def _first_part(error: Exception) -> str:
-    """Returns a message of torch without the values that it lists."""
-    return str(error).split(", but found")[0]
+@register_likelihood
+@dataclass(frozen=True)
+class Ordinal(FamilyLikelihood[ClassPrediction]):
+    """Ordered classes 0 < 1 < ... < C - 1 by cumulative logits: `P(y > k) = σ(θ_k)` for k = 0 to C - 2.
+
+    The network has C - 1 outputs f, of any values: `θ_0 = f_0` and `θ_k = θ_{k-1} - softplus(f_k)`, which falls in k.
+    Train it with the loss `-lw.Ordinal().log_prob(model(x), y).mean()`. Targets are integers (B,). Predictions are
+    class probabilities, and Λ is exact. Source: McCullagh 1980, section 2.
+
+    Example:
+        >>> import torch
+        >>> Ordinal().log_prob(torch.zeros(3, 2), torch.tensor([0, 2, 1])).shape  # three classes
+        torch.Size([3])
+    """
+
+    name: ClassVar[str] = "ordinal"
+
+    def family(self, outputs: Tensor) -> dist.Categorical:
+        """Returns the Categorical; `P(y = k) = σ(θ_{k-1}) σ(-θ_k) (1 - exp(-g_k))` for gaps `g_k = θ_{k-1} - θ_k`."""
+        gaps = F.softplus(outputs[..., 1:])
+        above = outputs[..., :1] - F.pad(gaps.cumsum(-1), (1, 0))
+        middle = F.logsigmoid(above[..., :-1]) + F.logsigmoid(-above[..., 1:]) + (-torch.expm1(-gaps)).log()
+        first, last = F.logsigmoid(-above[..., :1]), F.logsigmoid(above[..., -1:])
+        return dist.Categorical(logits=torch.cat([first, middle, last], -1))

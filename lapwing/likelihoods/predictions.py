@@ -182,11 +182,10 @@ class RealPrediction(Prediction):
         return ScaledPrediction(self, shift, scale)
 
     def transformed(self, function: Callable[[Tensor], Tensor]) -> RealPrediction:
-        """Returns the prediction of `function(y)`, for a network trained on transformed targets, such as logarithms.
+        """Returns the prediction of a monotone function of each y: `transformed(torch.exp)` after a fit to log y.
 
-        Write `prediction.transformed(torch.exp)` after a fit to log y; the function is monotone in each output. It is
-        for `lw.Gaussian()`, also after `scaled`. Intervals map exactly, mean and variances are integrals over 65 x 65
-        nodes (or over all weight draws), and `log_prob` has the Jacobian.
+        For `lw.Gaussian()`, also after `scaled`. Intervals map exactly, mean and variances are integrals over 65 nodes
+        of f (or weight draws) and 65 of the noise, and `log_prob` has the Jacobian.
         """
         raise LapwingError(
             f"transformed() is for predictions of lw.Gaussian(), not for {type(self).__name__}. Use draws: "
