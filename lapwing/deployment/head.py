@@ -73,9 +73,10 @@ def _flat(x: Tensor) -> Tensor:
 def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, kinds: int) -> Head | None:
     """Returns the last layer of a program, or None if it has several positions per sample or other weights.
 
+    It is also None if the inputs of the layer are correlated: then the program computes C x C matrices.
     `values` are the values before the layer at an example of B `samples`. `kinds` are those of `moments_of`.
     """
-    if not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
+    if program.way.features is not None or not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
         return None
     read = {name: program.cast(name, values[name]) for name in step.sources}
     layer = Layer.of(program.sites[step.node.name], arguments_of(step.node, read, program.dtype))

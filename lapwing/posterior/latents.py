@@ -49,6 +49,16 @@ def latent_of(
     return kind.concatenate(parts).with_checks()
 
 
+def first_inputs(tangent: Tangent, x: Any) -> Any:
+    """Returns the values of a batch of inputs, or of the first batch of a loader, as tensors on the device."""
+    x = x if isinstance(x, Tensor) else as_inputs(x, tangent.model)
+    if batches.is_loader(x):
+        batch = _inputs_of(next(iter(x)), tangent)
+    else:
+        batch = batches.inputs_of(x) if isinstance(x, Mapping) else x
+    return prepared(batch, tangent.device)[1]
+
+
 @contextlib.contextmanager
 def _explained(x: Any) -> Iterator[None]:
     """Adds the remedy to an error if x is a list of tensors, which may be several inputs that a DataLoader joined."""

@@ -6,7 +6,7 @@ A way leads from a Gaussian over the weights to the latent distribution of the o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..covariance import AnyLatent, Covariance
@@ -28,6 +28,10 @@ class Way(Options, ABC):
             inputs: B samples.
             joint: whether to keep covariances across inputs.
         """
+
+    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Any) -> Way:
+        """Returns the way with what it estimates at some inputs, such as correlations; here the way itself."""
+        return self
 
     def width(self, outputs: int) -> int:
         """Returns the number of outputs that the latent has of C: all, unless the way selects some."""
@@ -73,6 +77,10 @@ class Scaled(Way):
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the latent of the other way, scaled."""
         return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)
+
+    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Any) -> Scaled:
+        """Returns the other way as fitted, with the same factor."""
+        return replace(self, via=self.via.fitted(tangent, covariance, inputs))
 
     def width(self, outputs: int) -> int:
         """Returns the number of outputs of the other way."""

@@ -8,7 +8,7 @@ is the table of operations, which `rules/` fills. The folder imports `covariance
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,9 +24,12 @@ from ...network.entry import outside_modes
 from ...network.logits import logits_of
 from ...network.refusals import check_layers
 from ...network.tracing import wants_gradient
+from ...options import instance_of, option
 from ...tangent import Tangent
 from ..uncertain import leaves_of, separate
 from ..way import Way
+from .features import correlation_of
+from .moments import FeatureCorrelation
 
 if TYPE_CHECKING:
     from .full import FullProgram
@@ -74,6 +77,8 @@ class Streamlined(Way):
             averages over many positions too small. Full mode ignores it. Positions are always independent after
             embeddings, softmaxes, maxima over a dimension and sums of products of two uncertain tensors, for a layer
             that has them flattened into its inputs, and in networks that merge samples between other dimensions.
+        features: correlation of the inputs of a last linear layer, in "diagonal" mode. `lw.scale_factor(posterior, x,
+            lw.Streamlined(), to=lw.Linearized())` estimates it. None: these inputs are independent of each other.
 
     Cost: one forward pass with moments, after about a second for the first batch of a network. "diagonal", in products
     of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
@@ -104,6 +109,9 @@ class Streamlined(Way):
     attention: Literal["values", "scores", "features"] = "values"
     activations: Literal["linear", "moments"] = "linear"
     positions: Literal["independent", "correlated"] = "correlated"
+    features: FeatureCorrelation | None = option(
+        None, instance_of("made by lw.scale_factor(..., to=)", FeatureCorrelation), repr=False
+    )
 
     def __post_init__(self) -> None:
         """Checks that the options go together."""
@@ -165,6 +173,16 @@ class Streamlined(Way):
             latent = latent.without_impossible()
         positions = tangent.places_of(inputs)
         return LatentAtPositions(latent, positions) if positions.sizes else latent
+
+    @outside_modes
+    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Any) -> Streamlined:
+        """Returns the way with the correlation of the features before the last layer, from draws at these inputs."""
+        if self.covariance == "full" or tangent.positions.several:
+            return self
+        with torch.no_grad():
+            with without_compiled():
+                program = self.program(tangent, covariance, inputs)
+            return replace(self, features=correlation_of(tangent, covariance, program, inputs))
 
     def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...]) -> int:
         """Returns the number of samples that fit the memory budget, at least one. Full covariances of one must fit."""

@@ -5,11 +5,12 @@ covariance `√(ρ_t v_t) √(ρ_t' v_t')`, with variances v and ρ in [0, 1]. A
 positions has the right variance,
 
     ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T
-        = Σ_ii' ā_i ā_i' Cov[W_ji, W_ji'] + Σ_c (Σ_k W_jck)² (mean_t √(ρ_ct v_ct))² + Σ_ck W_jck² mean_t e_ct / T,
+        = Σ_ii' ā_i ā_i' Cov[W_ji, W_ji'] + Σ_c (Σ_k W_jck)² (mean_t √(ρ_ct v_ct))² + Σ_c w_jcᵀ M w_jc mean_t e_ct,
 
-with `e = (1 - ρ) v` and ā the mean of its inputs over positions. The contribution of the weights is exact, and costs
-one more position. A function of one tensor keeps ρ. A sum has the mean of ρ over its sides, weighted by their
-variances. Averages and attention act on `√(ρ v)` as on a mean, and on e as on independent entries.
+with `e = (1 - ρ) v` and ā the mean of its inputs over positions. M (K, K) has the inputs that two kernel entries share,
+over T²; it is I/T if patches do not overlap. The contribution of the weights is exact, and costs one more position. A
+function of one tensor keeps ρ. A sum has the mean of ρ over its sides, weighted by their variances. Averages and
+attention act on `√(ρ v)` as on a mean, and on e as on independent entries.
 """
 
 from __future__ import annotations
@@ -109,6 +110,14 @@ class Moments:
         return None if self.correlation is None else self.correlation.expand_as(self.variance)
 
 
+@dataclass(frozen=True, eq=False)
+class FeatureCorrelation:
+    """The correlation `R = F Fᵀ + diag(r)` of the n inputs of a last layer: F (n, K) as `factor`, r (n,) as `rest`."""
+
+    factor: Tensor
+    rest: Tensor
+
+
 Value = Any
 """A certain value (a tensor, a number, a tuple of them), `Moments`, or a tuple with some `Moments`."""
 
@@ -135,19 +144,15 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
     return (part / whole.clamp_min(_SMALLEST_VARIANCE)).clamp_max(1)
 
 
-def layer_correlation(
-    variance: Tensor, pooled: Tensor, individual: Tensor | None, layout: Layout, samples: int, channel: int
-) -> Tensor:
-    """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled + individual/T`, in [0, 1].
+def layer_correlation(variance: Tensor, pooled: Tensor, layout: Layout, samples: int, channel: int) -> Tensor:
+    """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled`, in [0, 1].
 
-    v are the variances of a layer's outputs. `pooled` (B, n) are the variances of their means over the T positions, by
-    the part that the positions share. `individual` (B, n) are the mean variances of the independent parts, if any.
+    v are the variances of a layer's outputs, and `pooled` (B, n) the variances of their means over the T positions.
     """
     count = variance.numel() // pooled.numel()  # T
     alone = layout.mean(variance, samples, channel) / count
     amplitude = layout.mean(root(variance), samples, channel).square()
-    excess = pooled - alone if individual is None else pooled + individual / count - alone
-    return ratio(excess.clamp_min(0), amplitude - alone)
+    return ratio((pooled - alone).clamp_min(0), amplitude - alone)
 
 
 def sum_correlation(

@@ -238,7 +238,7 @@ class Program:
         if not is_a(node, Kind.LINEAR):
             return None
         site = self.sites[node.name]
-        return linear_with_covariances(site, arguments_of(node, read, self.dtype), samples)
+        return linear_with_covariances(site, arguments_of(node, read, self.dtype), samples, self.way.features)
 
     def cast(self, name: str, value: Value) -> Value:
         """Returns a certain value in the dtype of the moments; tensors of the network are converted once."""
@@ -249,6 +249,13 @@ class Program:
         if name not in self._casts:
             self._casts[name] = value.to(self.dtype)
         return self._casts[name]
+
+    @property
+    def features(self) -> str | None:
+        """The name of the uncertain inputs of a last layer with covariances, or None if there is no such layer."""
+        layers = (step for step in self.schedule.steps if step.node.name in self.ends and step.fused is None)
+        sources = (name for step in layers if is_a(step.node, Kind.LINEAR) for name in step.uncertain)
+        return next((name for name in sources if name not in self.treated), None)
 
     @property
     def largest(self) -> int:

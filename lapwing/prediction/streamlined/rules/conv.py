@@ -51,16 +51,13 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
     if layout is None:
         return Moments(h, total)
     pooled: list[Tensor] = []
-    individual = None
     if isinstance(x, Moments):
         groups, cover = arguments["groups"], _cover(site, arguments, mean, h.shape[2:])
-        counted = site.constant(
-            "counted", lambda: (_outputs_first(site, second, groups) * _inside(cover)).flatten(2).sum(-1)
-        )  # (O, C)
-        individual = _by_groups(layout.mean(x.individual, site.samples, 1), counted, groups)
+        kernels = _outputs_first(site, w, groups)
+        spreads = None if spread is None else _outputs_first(site, spread, groups)
+        averaged = site.constant("averaged", lambda: _averaged(cover, kernels, spreads))  # (O, C)
+        pooled.append(_by_groups(layout.mean(x.individual, site.samples, 1), averaged, groups))
         if x.correlation is not None:
-            kernels = _outputs_first(site, w, groups)
-            spreads = None if spread is None else _outputs_first(site, spread, groups)
             inherited = site.constant("inherited", lambda: _inherited(cover, kernels, spreads))  # (O, C)
             pooled.append(_by_groups(layout.mean(x.common, site.samples, 1).square(), inherited, groups))
     if spread is not None:
@@ -71,8 +68,22 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
         pooled.append(shift.expand(h.shape[0], -1))
     if not pooled:
         return Moments(h, total)
-    rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, 1)  # (B, O)
+    rho = layer_correlation(total, total_of(pooled), layout, site.samples, 1)  # (B, O)
     return Moments(h, total, layout.spread(rho, total, 1))
+
+
+def _averaged(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:
+    """Returns the variance (O, C) of the mean over positions, for inputs that are independent with variance 1.
+
+    That is `Σ_kk' W_jck W_jck' M_kk' + Σ_k Var[W_jck] M_kk`, where `M_kk' = Σ_s c_ks c_k's` for the weight c_ks of
+    input s in the mean at kernel entry k: neighbouring patches share inputs.
+    """
+    overlap = cover[0].new_ones(1, 1)
+    for matrix in cover:
+        overlap = torch.kron(overlap, matrix @ matrix.mT)  # (K, K)
+    flat = w.flatten(2)  # (O, C, K)
+    total = ((flat @ overlap) * flat).sum(-1)
+    return total if spread is None else total + spread.flatten(2) @ overlap.diagonal()
 
 
 def _inherited(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:

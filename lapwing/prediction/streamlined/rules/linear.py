@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ....covariance.terms import DenseTerm, EigenTerm, Term
-from ..moments import Moments, Value, layer_correlation, mean_of, total_of, variance_of
+from ..moments import FeatureCorrelation, Moments, Value, layer_correlation, mean_of, root, total_of, variance_of
 from ..operations import Kind, Operation, aten, numbered, register_aten
 from ..sites import Site, Treated
 from .arithmetic import contracted, contracted_label
@@ -116,15 +116,21 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
         pooled.append(layout.mean(x.common, site.samples).square() @ layer.second())
     if not pooled:
         return Moments(h, total, None, start)
-    individual = layout.mean(x.individual, site.samples) @ layer.second() if isinstance(x, Moments) else None
-    rho = layer_correlation(total, total_of(pooled), individual, layout, site.samples, -1)  # (B, O)
+    if isinstance(x, Moments):
+        count = total.numel() // pooled[0].numel()  # T
+        pooled.append(layout.mean(x.individual, site.samples) @ layer.second() / count)
+    rho = layer_correlation(total, total_of(pooled), layout, site.samples, -1)  # (B, O)
     return Moments(h, total, layout.spread(rho, total), start)
 
 
-def linear_with_covariances(site: Site, arguments: dict[str, Any], samples: int) -> Moments | None:
+def linear_with_covariances(
+    site: Site, arguments: dict[str, Any], samples: int, features: FeatureCorrelation | None = None
+) -> Moments | None:
     """Returns the outputs of a linear layer with their covariances, or None if it has several positions per sample.
 
-    Cov[h] = W diag(v) Wᵀ + Σ_ii' (m mᵀ + diag v)_ii' Cov[W_ji, W_j'i']
+        Cov[h] = W diag(√v) R diag(√v) Wᵀ + Σ_ii' (m mᵀ + diag v)_ii' Cov[W_ji, W_j'i']
+
+    R is the correlation of the inputs, the identity if `features` is None.
     """
     layer = Layer.of(site, arguments)
     if not has_one_position(layer, samples):
@@ -134,8 +140,14 @@ def linear_with_covariances(site: Site, arguments: dict[str, Any], samples: int)
     terms: list[Term] = []
     if variance is not None:
         variance = variance.reshape(samples, -1)
-        through = (w * variance[:, None, :]) @ w.mT  # (B, O, O)
-        terms.append(DenseTerm(through, variance @ (w - w.mean(0)).square().mT))
+        alone = variance
+        if features is not None:
+            factor = (w * root(variance)[:, None, :]) @ features.factor.to(w)  # (B, O, K)
+            centred = (factor - factor.mean(1, keepdim=True)).square().sum(-1)
+            terms.append(DenseTerm(factor @ factor.mT, centred))
+            alone = variance * features.rest.to(w)
+        through = (w * alone[:, None, :]) @ w.mT  # (B, O, O)
+        terms.append(DenseTerm(through, alone @ (w - w.mean(0)).square().mT))
     if layer.treated is not None:
         spread = F.pad(variance, (0, 1)) if variance is not None and layer.bias_is_shared else variance
         terms.append(layer.treated.covariance.covariances(layer.rows(mean), spread))

@@ -1,0 +1,108 @@
+"""Streamlined prediction at its level: noise that patches share, correlated features before the last layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.prediction.streamlined import features
+from tests.quick import others_slow
+
+
+class MeanOfConvolution(nn.Module):
+    """The mean over the positions of a convolution with positive kernels."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        for weight in layer.parameters():
+            weight.data.abs_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).mean((2, 3))
+
+
+LAYERS = {
+    "plain": nn.Conv2d(2, 3, 3, padding=1), "strided": nn.Conv2d(2, 3, 3, stride=2, padding=1),
+    "dilated groups": nn.Conv2d(2, 4, 2, dilation=2, groups=2), "transposed": nn.ConvTranspose2d(2, 3, 3, stride=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", others_slow(LAYERS, ("strided", "transposed")))
+def test_the_mean_over_positions_counts_the_inputs_that_patches_share(kind: str) -> None:
+    """Independent noise of one variance at every pixel: the exact variance of the mean is that of the linear map."""
+    model = MeanOfConvolution(LAYERS[kind]).double().eval()
+    x = lw.Uncertain(torch.randn(2, 2, 7, 6).double(), 0.3)
+    found, exact = (lw.propagate(model, x, via=via).variance for via in (lw.Streamlined(), lw.Linearized()))
+    torch.testing.assert_close(found, exact)
+
+
+@pytest.fixture
+def fitted() -> tuple[lw.Posterior, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.ReLU(),
+        nn.Conv2d(4, 5, 3),
+        nn.Tanh(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(5, 3),
+    )
+    x = torch.randn(8, 1, 7, 7).double()
+    return lw.fit(model.double().eval(), [(x, torch.arange(8) % 3)], lw.Diagonal(), prior_precision=20.0), x
+
+
+@pytest.mark.slow
+def test_the_correlation_is_that_of_the_features(fitted: tuple[lw.Posterior, Tensor], monkeypatch) -> None:
+    """Against dense Jacobians of the features, within the error of 400 draws."""
+    posterior, x = fitted
+    monkeypatch.setattr(features, "DRAWS", 400)
+    found = lw.Streamlined().fitted(posterior.tangent, posterior.covariance, x).features
+    body, weights = posterior.model[:-1], {n: w for n, w in posterior.tangent.parameters.items() if n[0] != "6"}
+    jacobian = torch.func.jacrev(lambda values: torch.func.functional_call(body, values, (x,)))(weights)
+    covariance = posterior.covariance.layer_block
+    spread = {n: covariance(n[0]).rotation()[1] for n in weights if n.endswith("weight")}  # (1, O, I + 1) with the bias
+    total = 0
+    for name, variances in spread.items():
+        kernel, bias = variances[0, :, :-1].flatten(), variances[0, :, -1]
+        for part, v in ((name, kernel), (name.replace("weight", "bias"), bias)):
+            rows = jacobian[part].flatten(2)
+            total = total + (rows * v) @ rows.mT
+    total = (total / total.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]).sum(0)
+    sizes = total.diagonal().sqrt()
+    torch.testing.assert_close(
+        found.factor @ found.factor.T + found.rest.diag(), total / sizes / sizes[:, None], rtol=0, atol=0.2
+    )
+
+
+def test_the_last_layer_uses_the_correlation_in_predictions_and_deployed(fitted: tuple[lw.Posterior, Tensor]) -> None:
+    posterior, x = fitted
+    way = lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())
+    torch.testing.assert_close(posterior.latent(x, way).variance.mean(), posterior.latent(x).variance.mean())
+    none = features.FeatureCorrelation(torch.zeros(5, 1).double(), torch.ones(5).double())
+    plain, alone = (posterior.latent(x, lw.Streamlined(features=found)) for found in (None, none))
+    torch.testing.assert_close(alone.covariance, plain.covariance)
+    latent = posterior.latent(x, way)
+    mean, variance = lw.deploy(posterior, x, via=way, outputs="latent")(x[:3])
+    torch.testing.assert_close(variance, latent.variance[:3])
+    torch.testing.assert_close(mean, latent.mean[:3])
+
+
+def test_the_covariance_of_a_last_layer_with_correlated_inputs() -> None:
+    """`W diag(√v) R diag(√v) Wᵀ` at the inputs' noise v, by hand; the trained weights of the layer are certain."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double().eval()
+    factor = torch.randn(4, 2).double()
+    rest = 0.5 * torch.rand(4).double()
+    x, noise = torch.randn(5, 4).double(), torch.rand(5, 4).double()
+    way = lw.Streamlined(features=features.FeatureCorrelation(factor, rest))
+    latent = lw.propagate(model, lw.Uncertain(x, noise), via=way)
+    v = noise @ model[0].weight.square().T
+    half = model[1].weight * v.sqrt()[:, None]
+    wanted = half @ (factor @ factor.T + rest.diag()) @ half.mT
+    torch.testing.assert_close(latent.covariance, wanted)
+    centre = torch.eye(3).double() - 1 / 3
+    torch.testing.assert_close(latent.centred_variance, (centre @ wanted @ centre).diagonal(dim1=1, dim2=2))
