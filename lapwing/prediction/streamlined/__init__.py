@@ -181,7 +181,7 @@ class Streamlined(Way):
             return self
         with torch.no_grad():
             with without_compiled():
-                program = self.program(tangent, covariance, inputs)
+                program: Any = self.program(tangent, covariance, inputs)
             return replace(self, features=correlation_of(tangent, covariance, program, inputs))
 
     def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...]) -> int:

@@ -37,6 +37,8 @@ def correlation_of(
 
     Cost: about 50 forward passes of the inputs.
     """
+    if program.features is None:
+        return None
     graph, source = program.graph, program.features
 
     def features(model: nn.Module, inputs: Any) -> Tensor:
@@ -47,8 +49,6 @@ def correlation_of(
                 break
         return values[source].reshape(batches.size(inputs), -1)
 
-    if source is None:
-        return None
     width = features(tangent.model, batches.take(inputs, slice(0, 1))).shape[1]
     trunk, rows = replace(tangent, forward=features, outputs=width), []
     for seed, (_, some) in enumerate(batches.chunks(inputs, TOGETHER)):
