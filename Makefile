@@ -38,7 +38,7 @@ test-integrations: .venv/installed
 # tests of some rooms with the oldest versions that pyproject.toml declares, in an environment of their own: PYTHON=python3.10
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[eval]" pytest pytest-xdist hypothesis scipy transformers
+	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[eval]" pytest pytest-xdist scipy transformers
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/linalg tests/covariance tests/fitting tests/likelihoods tests/posterior tests/prediction tests/evaluation
 
 bench: .venv/installed
