@@ -73,7 +73,7 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "validation of a regression": (1, lambda held_out: {"method": lw.KFAC(), "validation": held_out}),
     "no tuning": (1, lambda held_out: {"method": lw.KFAC(), "tune": None}),
 }  # fmt: skip
-FEW = ["default", "KFAC of a regression", "ELLA", "weights", "validation"]
+FEW = ["default", "KFAC of a regression", "ELLA"]
 
 
 def numbers(posterior: lw.Posterior) -> dict[str, Any]:

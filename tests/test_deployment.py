@@ -276,14 +276,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one output": ({"name": "one output", "method": lw.KFAC()}, {}),
     "one output, linearized": ({"name": "one output", "method": lw.KFAC(), **LAST}, {"via": lw.Linearized()}),
 }
-QUICK_CASES = (
-    "last layer, kfac",
-    "last layer, ella",
-    "all layers, kfac",
-    "all layers, ella",
-    "scaled",
-    "scores of the last layer",
-)
+QUICK_CASES = "last layer, kfac", "all layers, ella", "scaled", "scores of the last layer"
 
 
 @pytest.mark.parametrize("case", others_slow(CASES, QUICK_CASES))
@@ -357,13 +350,12 @@ def test_moving_to_another_device() -> None:
 
 
 def test_its_dtype_stays() -> None:
-    posterior, inputs = fitted("mlp")
-    predictor = lw.deploy(posterior, inputs(2))
+    predictor, inputs = deployed("mlp", "latent")[1], NETWORKS["mlp"][1]
     wanted = predictor(inputs(3))
     for change in (predictor.double, predictor.half, lambda: nn.Sequential(predictor).to(torch.bfloat16)):
         with pytest.raises(lw.LapwingError, match="cannot be turned into"):
             change()
-    assert torch.equal(predictor.float().to("cpu", torch.float32)(inputs(3)), wanted)
+    assert all(map(torch.equal, predictor.float().to("cpu", torch.float32)(inputs(3)), wanted))
 
 
 @pytest.mark.slow
@@ -398,8 +390,7 @@ def test_predictions_and_deployments_warn_once(caplog: pytest.LogCaptureFixture)
 
 
 def test_inputs_of_another_form() -> None:
-    posterior, inputs = fitted("mlp")
-    predictor = lw.deploy(posterior, inputs(4))
+    (posterior, predictor), inputs = deployed("mlp", "latent"), NETWORKS["mlp"][1]
     for x in (torch.randn(3, 6), inputs(3).double(), (inputs(3),), {"x": inputs(3)}, torch.randn(5), inputs(3)[:0]):
         with pytest.raises(lw.LapwingError, match=r"another form than the inputs Tensor \(batch, 5\) float32"):
             predictor(x)

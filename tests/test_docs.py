@@ -38,6 +38,7 @@ MODULES = ["lapwing", *sorted(module.name for module in pkgutil.walk_packages(la
 WITH_EXAMPLES = [
     name for name in MODULES if ">>>" in Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
 ]
+SLOW_EXAMPLES = {"lapwing.deployment", "lapwing.evaluation.sensitivity"}
 PYTHON = re.compile(r"(?:<!-- needs ([\w. ]+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
@@ -108,7 +109,7 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("name", others_slow(WITH_EXAMPLES, set(WITH_EXAMPLES) - {"lapwing.evaluation.sensitivity"}))
+@pytest.mark.parametrize("name", others_slow(WITH_EXAMPLES, set(WITH_EXAMPLES) - SLOW_EXAMPLES))
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs={"torch": torch, "lw": lapwing}, optionflags=doctest.ELLIPSIS)

@@ -47,7 +47,7 @@ USES: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", USES)
 def test_a_missing_extra_is_one_sentence_and_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use, package, group = USES[name]

@@ -163,7 +163,7 @@ def at_edge(name: str, edge: str, kind: str, params: str, delta: float, caplog: 
     return "right" if 0.95 < low <= high < 1.05 else "warned" if warned else f"{low:.3g} to {high:.3g}"
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", [lw.Full("primal"), lw.Full("dual"), DUAL["ella"]], ids=str)
 @pytest.mark.parametrize("params", PARAMS)
 def test_a_shift_of_all_logits_has_no_curvature(method: lw.Method, params: str) -> None:
@@ -259,7 +259,7 @@ def test_numbers_that_float32_cannot_express_are_refused(bad: float) -> None:
     assert double.predict(x.double()).variance.isfinite().all()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "method",
     others_slow(

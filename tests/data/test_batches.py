@@ -175,7 +175,7 @@ class Streaming(IterableDataset):
         return zip(self.x, self.y, strict=True)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Full(), lw.ELLA(rank=4, rows="all")], ids=str)
 def test_loaders_and_batch_sizes_do_not_matter(method: lw.Method) -> None:
     case = ZOO["mlp"]
@@ -198,7 +198,7 @@ def test_loaders_and_batch_sizes_do_not_matter(method: lw.Method) -> None:
         same(lw.fit(model, loader, method, **options), whole, x)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name", ["mlp", "cnn_bn_inplace", "mha_seq_first", "embedding_bag_of_tokens", "conv1d", "lstm"]
 )

@@ -79,7 +79,7 @@ def forms(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", list(forms(np.ones((1, 3)), np.ones(1, int))))
 def test_every_form_fits_as_its_tensors(form: str, arrays: tuple[np.ndarray, np.ndarray]) -> None:
     x, y = arrays

@@ -82,7 +82,7 @@ def interrupted(model: nn.Module, batches: list[Any], path: Path, *after: int, *
     return lw.fit(model, Loader(batches), checkpoint=path, **{"every": 1, **options})
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", [*METHODS, *STEPS], ids=str)
 def test_every_method_goes_on_to_the_same_posterior(method: lw.Method, tmp_path: Path) -> None:
     model, every = pieces()
@@ -114,7 +114,7 @@ TUNINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", TUNINGS.values(), ids=TUNINGS.keys())
 def test_every_tuning_goes_on_to_the_same_posterior(options: dict[str, Any], tmp_path: Path) -> None:
     model, every = pieces()

@@ -83,7 +83,7 @@ def compared(model, data, method, **options):
     return planned, kept(posterior), live.peak
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_kept_bytes_are_exact_and_peaks_near(name, method):
@@ -221,7 +221,7 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
         lw.fit(wide, data, lw.KFAC(), memory=2**24)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("outputs", [1, 8])
 @pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last_layer"])
 def test_peaks_of_few_and_more_outputs(params, outputs):

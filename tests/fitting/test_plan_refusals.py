@@ -87,7 +87,7 @@ def test_a_prior_of_the_methods_own_leaves_early_stopping_out(method):
     assert refused(mlp(), labelled(), method, tune=lw.EarlyStopping(HELD_OUT)) == ""
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [lw.SubsetOfWeights(30), lw.Full("dual"), lw.ELLA(5, 20)], ids=repr)
 def test_subspaces_have_ranks(method):
     for tune in (lw.EarlyStopping(HELD_OUT, ranks=(2,)), lw.Evidence(rank_gap=1.0)):

@@ -102,7 +102,7 @@ def jacobian(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
     return torch.cat([parts[name].flatten(2) for name in names], -1).detach()
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.Full()])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -146,7 +146,7 @@ def test_a_last_layer_is_that_of_single_positions(method):
     assert mine.log_marginal_likelihood() == pytest.approx(single.log_marginal_likelihood(), rel=1e-9)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything])
 @pytest.mark.parametrize("name", ["transformer", "3x3"])
 def test_subspaces_of_all_rows_or_weights_are_the_whole(name, params):
@@ -305,7 +305,7 @@ def test_too_many_positions_for_all_weights_are_sampled(caplog):
     assert lw.fit(model, [(x, y)]).predict(x).probs.shape == (2, CLASSES, 19, 18)  # the last layer
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence(), None])
 @pytest.mark.parametrize("method", [None, lw.KFAC()])
 def test_tunings_and_held_out_data(method, tune):

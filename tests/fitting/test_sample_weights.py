@@ -56,7 +56,7 @@ def check_same(given, wanted, x, tolerance=1e-7):
         assert given.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=tolerance)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ["mlp", "bilinear", "cnn_bn_inplace", "gpt2", "tied", "transposed_conv"])
 @pytest.mark.parametrize("method", [pytest.param(value, id=key) for key, value in METHODS.items()])
 def test_a_weight_is_a_number_of_copies(name, method):
@@ -65,7 +65,7 @@ def test_a_weight_is_a_number_of_copies(name, method):
     check_same(given, wanted, problem.test)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.Diagonal()], ids=repr)
 @pytest.mark.parametrize("name", ["mlp", "deep_linear", "mlp_scalar"])
 @pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence()], ids=repr)
@@ -159,7 +159,7 @@ def test_bad_weights_are_refused(w, message):
     assert all(value.grad is None for value in model.parameters())
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.KFAC(weight_sharing="reduce")], ids=repr)
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 def test_further_data_with_weights(name, method, tmp_path):

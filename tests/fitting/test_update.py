@@ -38,7 +38,7 @@ def same(posterior: lw.Posterior, expected: lw.Posterior, x: Any) -> None:
     assert posterior.log_marginal_likelihood() == pytest.approx(expected.log_marginal_likelihood(), rel=1e-10)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", ADDING)
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "tied"])
 def test_an_update_equals_one_fit_to_both_parts(name: str, method: str, tmp_path: Path) -> None:

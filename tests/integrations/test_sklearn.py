@@ -125,7 +125,7 @@ def test_pipelines_searches_clones_and_files(data) -> None:
     assert again.module is not estimator.module
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("epochs", [0, 20])
 @pytest.mark.parametrize("method", [None, lw.KFAC(), lw.Diagonal()])
 @pytest.mark.parametrize(("kind", "outputs"), [(LaplaceClassifier, 3), (LaplaceClassifier, 1), (LaplaceRegressor, 1)])

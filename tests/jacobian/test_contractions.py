@@ -163,7 +163,7 @@ def summed(form) -> torch.Tensor:
     return torch.einsum("nrtgo,ntgi->nrgoi", g, a).flatten(2)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("slice_bytes", [2**24, 3000, 1])
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, bool]] = {
 """Name -> layer, shape of a sample, the family that covers its parameters, and whether it has a matrix."""
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_autograds(name):
     if name == "instance-norm-tracked" and torch.__version__ < "2.7":

@@ -45,7 +45,7 @@ def with_budget(tangent: tn.Tangent, inputs: Any, cotangents: Any, part: float) 
     return replace(tangent, memory=int(8 * part * heaviest(tangent.record(inputs, cotangents))))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "part"),
     [pytest.param(name, 0.4, marks=SLOW if name in LONG else []) for name in NETWORKS]
@@ -157,7 +157,7 @@ def check_small_records(
     return small
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @covering(
     ["mlp", "cnn_bn_inplace", "attention", "tied", "embedding_bag_of_tokens"], ["cnn_bn_inplace"], METHODS, "kfac"
 )

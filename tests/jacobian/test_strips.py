@@ -75,7 +75,7 @@ def test_windows_give_the_patches_of_their_positions(
         assert torch.equal(unfold(seen, kernel, stride, rest, dilation), at(whole, box, 1).flatten(1, len(grid)))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "most"), [*((name, 3) for name in NETWORKS), ("grouped_strided_conv", 1), ("embedding_bag_of_tokens", 1)]
 )
@@ -153,7 +153,7 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @covering(LARGE, ["text"], METHODS, "kfac")
 def test_posteriors_with_a_budget_below_one_sample(
     name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ def integrated(latent, nodes=40):
     )
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 def test_sampled_link_is_unbiased(size, scale):
@@ -232,6 +232,7 @@ def of_three_classes(excluded=0, value=0.0, moves=False):
     return forward
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("held_out", [False, True])
 @pytest.mark.parametrize(("excluded", "value", "moves"), [(12, -1e4, False), (96, -math.inf, False), (12, -1e9, True)])
 def test_classes_that_cannot_be_change_no_probability(excluded, value, moves, held_out):

@@ -116,7 +116,7 @@ def test_class_weights_are_sample_weights(method):
     close(by_class.latent(x).covariance, by_sample.latent(x).covariance, 1e-7)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("fit", [lw.VariationalBound(2), lw.AlphaDivergence(steps=2)], ids=["bound", "alpha"])
 @EVERY
 def test_moving_points_take_every_loss(likelihood, y, fit):
@@ -188,7 +188,7 @@ def test_missing_targets_have_the_dense_curvature_and_density():
         torch.testing.assert_close(mixed[n], one.logsumexp(0) - torch.tensor(5.0).log())
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [None, lw.KFAC(), lw.Diagonal()], ids=repr)
 def test_one_missing_target_is_a_sample_left_out(method):
     """In the tuning too: δ, σ² and the width by leaving out, and the choice by held-out data."""

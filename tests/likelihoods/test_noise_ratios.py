@@ -82,7 +82,7 @@ def test_draws_have_the_noise_of_their_output(latent):
     torch.testing.assert_close(whole.variance.flatten(), prediction.variance.flatten())
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.SampledLLA(4)], ids=repr)
 @pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence(), "validation"], ids=repr)
 def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):

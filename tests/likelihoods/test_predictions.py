@@ -58,7 +58,7 @@ def test_labels_are_drawn_with_their_probabilities(likelihood):
     torch.testing.assert_close(labels.double().mean(0), prediction.probs, atol=0.0125, rtol=0)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("draws", [False, True], ids=["gaussian latent", "weight draws"])
 @pytest.mark.parametrize(
     ("likelihood", "targets"),

@@ -132,7 +132,7 @@ def twice():
     return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(SIZE, 3)).double().eval(), (SIZE,)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.KFAC(weight_sharing="reduce"), lw.EKFAC()], ids=str)
 @pytest.mark.parametrize("samples", [1, 3, 7])
 @pytest.mark.parametrize("make", [mlp, dead, convolution, twice], ids=lambda make: make.__name__)

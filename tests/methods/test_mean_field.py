@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES)
 def test_draws_of_one_layer_have_the_moments_of_shared_weights(case):
     """The outputs of a sample, all positions together, have the mean and covariance `J diag(σ²) Jᵀ`."""

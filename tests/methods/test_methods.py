@@ -432,7 +432,7 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     assert curvature.isfinite().all()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", [*FEW, "attention"])
 def test_ekfac_is_never_further_from_the_ggn_than_kfac(name, sharing):

@@ -152,7 +152,7 @@ def test_picked_positions_are_unbiased():
     assert (total / 1000 - counted.double()).abs().max() < 0.15
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("some", [100, 3])
 @pytest.mark.parametrize("fit", [lw.VariationalBound(steps=3), "alpha"])
 def test_moving_points_at_positions(fit, some, monkeypatch, tmp_path):
@@ -334,7 +334,7 @@ def test_constructed_posteriors_accept_positions():
 # --- streamlined -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["tagger", "transformer", "1x1", "3x3", "transposed"])
 def test_streamlined_moments_of_a_last_layer_are_the_linearised_ones(name):
     model, loader, x = case(name)

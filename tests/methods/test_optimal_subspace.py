@@ -28,7 +28,7 @@ def full_precision(problem) -> Tensor:
     return problem.G + 2.0 * torch.eye(len(problem.G)).double()
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "curvature"),
     [*((name, CURVATURES[0]) for name in NETWORKS), *(("tied", curvature) for curvature in CURVATURES[1:])],
@@ -46,7 +46,7 @@ def test_formula(name, curvature):
         close(fitted.covariance.to_dense(), dense(J, approximate, precision, rank), 1e-7)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_theorem_1_gives_the_eckart_young_truncation(name):
     problem = setup(name)

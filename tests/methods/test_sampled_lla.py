@@ -65,7 +65,7 @@ def solved(problem: Setup, count: int, delta: Tensor | float = 2.0, factor: floa
 # --- draws -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "count"),
     [*((name, 5) for name in NETWORKS), ("mlp", 1)],  # one vector of three outputs: forward mode
@@ -94,7 +94,7 @@ def test_temperature_data_size_and_prior(name):
     assert fitted.prior_precision == by_name
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "preconditioner",
     [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.ELLA(rank=5, rows=8, residual="prior"), lw.Full()],

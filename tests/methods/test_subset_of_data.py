@@ -105,7 +105,7 @@ def test_data_size_of_a_subset_is_that_of_all_its_data(name):
         assert mine.log_marginal_likelihood() == pytest.approx(theirs.log_marginal_likelihood(), rel=1e-8)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
 @pytest.mark.parametrize("delta", [0.01, 2.0])
 def test_orders(name, delta):

@@ -35,7 +35,7 @@ def nystrom_error(J: Tensor, rows: Tensor) -> Tensor:
 # --- ELLA, section 4 -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "delta"), [("mlp", 0.05), ("conv1d", 2.0), ("cnn_bn_inplace", 0.05), ("tied", 2.0)])
 def test_ella_theorem_1(name, delta):
     """`‖Σ' - Σ‖ <= σ₀⁴ c_Λ E' + σ₀²` with K = M; and with the residual `‖T - Σ‖ <= 2 σ₀⁴ c_Λ ‖J‖ √E'`.
@@ -97,7 +97,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "family"), [*(("mlp", family) for family in FAMILIES), ("cnn_bn_inplace", "ELLA"), ("tied", "ELLA")]
 )

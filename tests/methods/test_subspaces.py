@@ -63,7 +63,7 @@ class TestChoiceOfRows:
         assert torch.equal(found, choose(10**12, 500, torch.Generator().manual_seed(3)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("grouped_strided_conv", "gpt2") else n for n in FEW]
 )

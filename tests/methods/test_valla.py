@@ -135,7 +135,7 @@ def test_titsias():
     assert fitted.log_marginal_likelihood(lower_bound=True) == pytest.approx(float(bound), rel=1e-9)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
 def test_between_ella_and_the_prior(name):
     """`ELLA ≼ VaLLA ≼ prior` on the same rows, and nested points bring VaLLA closer to Full in trace."""

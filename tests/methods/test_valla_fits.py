@@ -206,7 +206,7 @@ def test_the_bound_finds_precision_and_noise():
 
 def test_by_the_divergence_what_is_given_is_kept_and_the_rest_is_found():
     model, x, y = toy()
-    fit = lw.VaLLA(5, fit=lw.AlphaDivergence(steps=30, learning_rate=0.05))
+    fit = lw.VaLLA(5, fit=lw.AlphaDivergence(steps=3, learning_rate=0.05))
     free = lw.fit(model, [(x, y)], fit)
     assert free.prior_precision != 1.0
     assert free.noise_variance != pytest.approx(float((model(x) - y).detach().square().mean()))
@@ -292,7 +292,7 @@ def test_divergence_raises(fit):
 # --- everything else -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "fit"),
     [
@@ -319,14 +319,14 @@ def test_networks(name, fit, tmp_path):
     close(loaded.covariance.to_dense(), sigma, 1e-10)
 
 
-def test_a_small_budget_gives_the_same():
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("fit", MOVING[:2], ids=str)
+def test_a_small_budget_gives_the_same(fit, monkeypatch):
     """Chunks of two samples: the same points, gradient by gradient."""
     case = setup("mlp")
-    for fit in MOVING[:2]:
-        whole = case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
-            close(case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense(), whole, 1e-6)
+    whole = case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense()
+    monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
+    close(case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense(), whole, 1e-6)
 
 
 @pytest.mark.parametrize("fit", [lw.AlphaDivergence(steps=2), lw.VariationalBound(steps=2)], ids=str)

@@ -39,7 +39,7 @@ def problem(name: str) -> tuple[nn.Module, Tensor, list[tuple[Tensor, Tensor]]]:
     return NETWORKS[name]().eval(), x[:5], [(x, torch.randint(3, (24,)))]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("method", METHODS)
 def test_autocast_is_for_the_network_alone(name: str, method: str) -> None:

@@ -189,7 +189,7 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
     return fitting
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("drawn", [False, True], ids=["exact", "drawn"])
 @pytest.mark.parametrize(
     "method", [lw.KFAC(), lw.Diagonal(), lw.EKFAC(), lw.ELLA(rank=3, rows=6), lw.VaLLA(3)], ids=repr
@@ -300,7 +300,7 @@ WITHOUT_DOUBLE: dict[str, lw.Method | None] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "kind",
     others_slow(

@@ -219,7 +219,7 @@ WORK: dict[str, Callable[[nn.Module, Tensor, Any], Any]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", WORK)
 def test_other_threads_see_the_trained_network(name: str) -> None:
     model, x, loader = _attending()

@@ -97,7 +97,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("way", WAYS)

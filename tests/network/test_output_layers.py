@@ -239,7 +239,7 @@ VALUED = (
 )  # fmt: skip
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", VALUED)
 def test_variances_are_the_dense_ones_and_follow_the_input(name: str) -> None:

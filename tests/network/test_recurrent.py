@@ -104,7 +104,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rows_are_autograds_and_outputs_are_torchs(name):
     torch.manual_seed(0)

@@ -186,7 +186,7 @@ def truth(model: nn.Module, tangent: Tangent, inputs: Any) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_those_of_one_sample_at_a_time(name: str) -> None:
     model, first, then = made(name)
@@ -196,7 +196,7 @@ def test_rows_are_those_of_one_sample_at_a_time(name: str) -> None:
         torch.testing.assert_close(found, truth(model, tangent, inputs), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @covering(
     CASES, ["packed", "steps"],
     {"kfac": lw.KFAC(), "ekfac": lw.EKFAC(), "diagonal": lw.Diagonal(), "full": lw.Full(), "ella": lw.ELLA(9, 12)},
@@ -271,7 +271,7 @@ def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPa
     assert len(looked) == 5
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("samples", [2, 16, 17, 70])
 def test_any_two_samples_that_change_places_are_seen(samples: int) -> None:
     class Swapped(Net):
@@ -367,7 +367,7 @@ class Twice(Net):
         return self.head(out.sum(1))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", [Unpadded, Twice])
 @pytest.mark.parametrize("case", ["float64", "bfloat16", "frozen layer", "frozen head"])
 def test_edges_of_samples_taken_one_by_one(kind: type[Net], case: str) -> None:

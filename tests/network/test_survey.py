@@ -98,7 +98,7 @@ def contract(tangent: Tangent, x: Any) -> dict[str, Tensor]:
     return totals
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_chunks_shrink_with_the_budget(name: str) -> None:
     model, x = built(name, 4)
@@ -110,7 +110,7 @@ def test_chunks_shrink_with_the_budget(name: str) -> None:
     assert tangent.chunk_length(scratch_per_sample=10**12) == 1
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "samples"), [*((name, 40) for name in NETWORKS), ("mlp", 150), ("sequence", 150)])
 def test_the_peak_stays_within_twice_the_budget(name: str, samples: int) -> None:
     model, x = built(name, samples)

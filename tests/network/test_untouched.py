@@ -108,7 +108,7 @@ def batch(case: Case, samples: int, seed: int = 0) -> Any:
     return conformance.pack(case.inputs(samples, seed), case.targets(samples, seed))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_success_leaves_model_and_torch_as_they_were(name: str) -> None:
     case = ZOO[name]
@@ -133,7 +133,7 @@ def test_success_leaves_model_and_torch_as_they_were(name: str) -> None:
     )
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "encoder_layer", "gpt2", "lstm", "custom_parameter"])
 def test_a_forward_that_raises_on_any_call(name: str) -> None:
     case = ZOO[name]
@@ -194,7 +194,7 @@ def test_inputs_and_targets_are_not_written() -> None:
     assert x.grad is None
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "mha", "lstm", "gpt2", "custom_parameter", "compiled"])
 def test_inference_mode_changes_nothing(name: str) -> None:
     """`torch.inference_mode()` around fit, load or predict, and tensors made in it."""
@@ -330,7 +330,7 @@ class Part(nn.Module):
         return torch.tanh(self.inner(x))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("how", ["wrapped", "in place", "forward"])
 @pytest.mark.parametrize("name", ["linear", "encoder"])
 def test_compiled_parts_run_eagerly_and_are_not_compiled_again(name: str, how: str) -> None:

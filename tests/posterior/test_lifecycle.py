@@ -84,7 +84,7 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("key", ROUND_TRIPS)
 def test_round_trip_of_every_option(key: str, tmp_path: Path) -> None:
     name, options = ROUND_TRIPS[key]
@@ -127,7 +127,7 @@ def test_load_does_not_run_the_network(tmp_path: Path) -> None:
 
 
 # --- seeds and immutability ------------------------------------------------------------------------------------------
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_same_seed_same_answer(method: lw.Method) -> None:
     model, x, y, loader = data("mlp")
@@ -149,7 +149,7 @@ def test_same_seed_same_answer(method: lw.Method) -> None:
     assert not torch.equal(p, r)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_with_prior_leaves_the_old_one_unchanged(method: lw.Method) -> None:
     model, x, y, loader = data("mlp")
@@ -334,7 +334,7 @@ def test_a_method_without_passes_still_gets_the_likelihood() -> None:
 
 
 # --- parameters that the forward pass does not use -------------------------------------------------------------------
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> None:
     _, x, y, _ = data("mlp")

@@ -18,7 +18,7 @@ METHODS = {
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @covering(
     ["mlp", "mlp_scalar", "grouped_strided_conv", "tied", "embedding_bag_of_tokens", "prelu"],
     ["mlp_scalar", "tied"], METHODS, "kfac",
@@ -74,7 +74,7 @@ def test_monte_carlo_runs_the_network_under_the_drawn_weights():
 # --- differentiable in x ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @covering(["mlp", "grouped_strided_conv", "cnn_bn_inplace", "prelu", "attention"], ["prelu"], METHODS, "kfac")
 def test_moments_are_differentiable_in_x(name, method):
     problem = setup(name)
@@ -116,7 +116,7 @@ def test_predictions_are_differentiable_in_x():
 # --- loaders ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @covering(["mlp", "squeezed", "grouped_strided_conv", "bilinear", "prelu"], ["prelu"], METHODS, "kfac")
 def test_loaders_predict_as_tensors_do(name, method):
     problem = setup(name)
@@ -130,7 +130,7 @@ def test_loaders_predict_as_tensors_do(name, method):
     close(latent.covariance, fitted.latent(problem.x).covariance, 1e-9)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @every_method
 def test_texts_of_other_lengths_share_a_loader(method):
     """One batch of single tokens beside longer ones: other positions, other factors."""
@@ -150,7 +150,7 @@ def test_texts_of_other_lengths_share_a_loader(method):
 # --- lower precision -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @covering(["mlp", "cnn_bn_inplace", "attention"], ["mlp"], METHODS, "kfac")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 0.15)])
 def test_lower_precision_is_close(name, dtype, tolerance, method):

@@ -56,7 +56,7 @@ def test_groups_with_correlated_weights_are_named(layer):
     refuse(model, torch.randn(2, 4, 3, 2, dtype=F64), "it has groups, and the posterior correlates all its weights")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mode", ["diagonal", "full"])
 @pytest.mark.parametrize("name", ["tied", "shared_module", "functional_reuse"])
 def test_shared_weights_are_named(name, mode):

@@ -119,7 +119,7 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operation_without_treated_weights_equals_its_squared_jacobian(name):
     torch.manual_seed(3)
@@ -257,7 +257,7 @@ def test_treated_layer_equals_derivatives(case, uncertain):
         torch.testing.assert_close(full.covariance, exact.covariance)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("params", ["*", "*.weight", "*.bias"])
 @pytest.mark.parametrize("kind", ["diagonal", "dense block"])
 @pytest.mark.parametrize("norm", ["layer", "batch", "group", "rms"])

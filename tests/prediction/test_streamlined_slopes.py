@@ -85,7 +85,7 @@ WITHOUT_SLOPE: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [*FUNCTIONS, *WITHOUT_SLOPE])
 def test_variances_are_those_of_forward_mode(name: str) -> None:
     torch.manual_seed(3)

@@ -70,7 +70,7 @@ def certain(model: nn.Module):
 @pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined("full")], ids=["linearized", "full"])
 @pytest.mark.parametrize("name", NETWORKS)
 class TestCertainWeights:
-    @pytest.mark.quick(4)
+    @pytest.mark.quick(2)
     def test_covariances(self, name, via):
         model, x = made(name)
         v, s = torch.rand_like(x), psd(3, x[0].numel())
@@ -183,7 +183,7 @@ class TestEveryWay:
             posterior.predict([noisy, noisy], via=via).probs[8:], posterior.predict(noisy, via=via).probs
         )
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick(1)
     def test_chunks_change_nothing(self, via):
         model, x = made("mlp")
         posterior = fitted(model, x)
@@ -269,7 +269,7 @@ def test_a_network_that_detaches_its_inputs_is_refused():
     model, noisy = Detaching().double().eval(), lw.Uncertain(torch.randn(4, 3, dtype=F64), 0.1)
     with pytest.raises(lw.LapwingError, match=r"No gradient leads .* of Detaching to its uncertain inputs.*detach\(\)"):
         lw.propagate(model, noisy)
-    drawn = lw.propagate(model, noisy, lw.MonteCarlo(draws=4000)).variance
+    drawn = lw.propagate(model, noisy, lw.MonteCarlo(draws=1000)).variance
     wanted = 0.1 * model.layer.weight.square().sum(1).detach()
     torch.testing.assert_close(drawn, wanted.expand(4, 2), rtol=0.2, atol=0.0)
 

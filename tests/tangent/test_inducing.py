@@ -35,7 +35,7 @@ def moved(anchors: Anchors, leaves: list[Tensor]) -> Anchors:
     return replace(anchors, inputs=(nesting.unflatten(leaves, nest),))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "small"),
     [*((name, True) for name in (*NETWORKS, "tied", "gpt2", "embedding_bag_of_tokens", "lstm")), ("mlp", False)],
@@ -52,7 +52,7 @@ def test_blocks_equal_the_oracle(name, small):
     close(found.outputs, oracle.outputs(problem.model, problem.test))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "small"),
     [*((name, True) for name in NETWORKS[:-1]), ("mlp", False), pytest.param("vit", True, marks=pytest.mark.slow)],

@@ -68,13 +68,10 @@ def cost(posterior, loader):
     return sum(lost) / len(lost)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        *(("mlp", method) for method in METHODS),
-        ("cnn_bn_inplace", METHODS[1]),
-        pytest.param("gpt2", METHODS[1], marks=pytest.mark.slow),
-    ],
+    [*(("mlp", method) for method in METHODS), ("cnn_bn_inplace", METHODS[1]), ("gpt2", METHODS[1])],
 )
 def test_costs_equal_predictions_made_one_by_one(name, method):
     case = ZOO[name]
@@ -278,7 +275,7 @@ def test_the_width_holds_under_scaled_data_and_a_temperature():
         assert total(tuned, loader) == pytest.approx(expected(tuned, loader, exact), rel=0.02)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("delta", [0.01, 1.0])
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), None], ids=repr)
 def test_noise_at_a_given_prior_precision_is_about_the_best(method, delta):
@@ -498,7 +495,7 @@ def test_outputs_of_a_map_have_a_small_kernel(outputs, rows):
     assert found.outputs_per_pair == outputs / (rows / 20)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("outputs", "most", "twice"), [(1, 1000, 0), (2, 1000, 0), (3, 1000, 9), (3, 45, 0), (3, 60, 0)]
 )
@@ -554,7 +551,8 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
     assert found.variance == pytest.approx(sum(variances) / len(pairs), rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], [torch.float32]))
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", [{}, {"prior_precision": 1.0}, {"params": lw.last_layer}, {"method": lw.Full()}])
 def test_an_offset_of_the_targets_changes_no_width(given, dtype):
     x = torch.randn(150, 3, dtype=dtype)

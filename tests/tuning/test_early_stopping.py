@@ -25,7 +25,7 @@ class Keep(Tuning):
         return posterior
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "mlp_scalar"])
 def test_prefixes_are_fits_on_the_first_samples(name, method):

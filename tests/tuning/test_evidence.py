@@ -257,7 +257,7 @@ def test_tuned_precision_is_a_maximum(name, method, per_layer):
     assert_tuned(fitted, per_layer, noise=False)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @every(METHODS)
 @pytest.mark.parametrize(("name", "per_layer"), [pytest.param("conv1d", False, marks=SLOW), ("deep_linear", True)])
 def test_tuned_precision_and_noise_are_a_maximum(name, method, per_layer):

@@ -118,7 +118,7 @@ def test_ways_nest_and_say_what_they_are():
 # ---- by validation
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("via", WAYS, ids=repr)
 @pytest.mark.parametrize("outputs", others_slow([1, 2], [2]))
 def test_no_other_factor_predicts_held_out_targets_better(via, outputs):
