@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .environment import versions
 from .errors import LapwingError
-from .fitting import fit, mixture, plan
+from .fitting import Novelty, fit, mixture, novelty, plan
 from .likelihoods import (
     Bernoulli,
     Categorical,
@@ -81,9 +81,9 @@ __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Bernoulli", "BoundedEvidence", "Categorical", "ClosedForm",
     "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "FromDistribution", "Full", "Gaussian",
     "HeteroscedasticGaussian", "InducingPoints", "LaplaceBridge", "LapwingError", "Likelihood", "Linearized",
-    "MeanField", "Method", "MonteCarlo", "NaturalGradient", "OptimalSubspace", "Ordinal", "Poisson", "Posterior",
-    "Probit", "Quadrature", "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined", "SubsetOfData",
-    "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound", "compare",
-    "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load", "matching", "mixture", "plan",
-    "propagate", "scale_factor", "versions",
+    "MeanField", "Method", "MonteCarlo", "NaturalGradient", "Novelty", "OptimalSubspace", "Ordinal", "Poisson",
+    "Posterior", "Probit", "Quadrature", "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined",
+    "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound",
+    "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load", "matching", "mixture",
+    "novelty", "plan", "propagate", "scale_factor", "versions",
 ]  # fmt: skip

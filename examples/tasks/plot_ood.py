@@ -47,32 +47,53 @@ model.eval()
 # -----------
 
 posterior = lw.fit(model, loader, validation=DataLoader(held_out, batch_size=300))
-known = posterior.predict(test[:][0])
-unknown = posterior.predict(temple)
+detector = lw.novelty(model, loader)
+x_test, y_test = test[:]
 
 # %%
-# The scores of digits and of patches of a temple. AUROC is the probability that a patch has the larger score.
+# Two reasons to doubt an answer
+# ------------------------------
+# Mutual information (MI) says how far the weights leave the answer open. Novelty says how far the features of an input
+# are from those of the training data. Each dot is an input: test digits, those of them that the network gets wrong, and
+# patches of a photograph.
 
-figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-plots.ood_scores(known, unknown, axes[0]).set_title("mutual information")
-plots.ood_scores(known, unknown, axes[1], score="entropy").set_title("entropy")
+prediction, strange = posterior.predict(x_test), posterior.predict(temple)
+wrong = prediction.classes != y_test
+figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+for name, mine, inputs, style in (
+    ("test digits", prediction.mutual_information(), x_test, {"s": 10, "color": "#4477aa", "alpha": 0.6}),
+    ("patches of a temple", strange.mutual_information(), temple, {"s": 8, "color": "#ee6677", "alpha": 0.3}),
+    ("wrong answers", prediction.mutual_information()[wrong], x_test[wrong], {"s": 60, "color": "k", "marker": "x"}),
+):
+    axes[0].scatter(detector(inputs), mine, label=name, **style)
+axes[0].set(xlabel="novelty: unlike anything seen", ylabel="mutual information, nats: undecided", yscale="log")
+axes[0].legend()
+plots.ood_scores(detector(x_test), detector(temple), axes[1], score="novelty").set_title("digits against patches")
 plt.show()
 
 # %%
 # Which score?
 # ------------
-# It depends on the data. Here entropy is better for both photographs. For a CNN on Fashion-MNIST against MNIST mutual
-# information is far better (the table of the README). ``lw.compare`` has both scores, for as many sets as you name,
-# next to the network and temperature scaling.
+# Each finds the patches; which one is best depends on the photograph. For wrong answers MI and entropy are better than
+# novelty: most of these digits are like others that were seen, and the network is undecided. ``lw.compare`` has all
+# scores, for as many sets as you name, next to the network and temperature scaling.
 
-print(lw.compare({"lapwing": posterior}, DataLoader(test, batch_size=300), {"temple": temple, "flower": flower}))
+sets = {"temple": temple, "flower": flower}
+print(lw.compare({"lapwing": posterior}, DataLoader(test, batch_size=300), sets, score=detector))
+
+
+def auroc(score):
+    """Returns the probability that a wrong answer has a larger score than a right one."""
+    return (score[wrong][:, None] > score[~wrong]).double().mean().item()
+
+
+print(f"wrong answers: AUROC {auroc(prediction.mutual_information()):.2f} by MI, {auroc(prediction.entropy()):.2f} by "
+      f"entropy, {auroc(detector(x_test)):.2f} by novelty")  # fmt: skip
 
 # %%
 # When not to
 # -----------
 #
-# - **Large networks whose features separate everything already,** such as a ResNet-20 on CIFAR-10: entropy ranks
-#   better there. Compare both on inputs of the kind that you fear.
-# - **A detector as the goal itself.** Detectors on the features before the last layer need no probabilities. For grey
-#   CIFAR-10 images three of pytorch-ood are better than mutual information: see docs/ood.md.
-# - **Texts.** Of twelve text networks five rank OOD texts at least as well as the network alone.
+# - **Novelty for wrong answers.** A digit between 4 and 9 is not novel. Reject such answers by their entropy.
+# - **One score for all data.** On a ResNet-20 for CIFAR-10 the entropy is better than MI. docs/ood.md compares scores
+#   on images and on texts, next to five detectors of pytorch-ood. Test them on inputs of the kind that you fear.

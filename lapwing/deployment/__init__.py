@@ -19,9 +19,11 @@ from ..data import batches
 from ..data.frames import with_tensors
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
+from ..fitting import Novelty
 from ..likelihoods import BernoulliPrediction, ClassPrediction, Likelihood, Link, Quadrature
 from ..likelihoods.classwise import CLASSES
 from ..network.entry import outside_modes
+from ..options import check_argument, instance_of
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Way
 from ..prediction.streamlined import Streamlined
@@ -45,6 +47,7 @@ def deploy(
     via: Way = Streamlined(),  # noqa: B008 (frozen)
     outputs: Literal["prediction", "scores", "latent"] = "prediction",
     link: Link | None = None,
+    novelty: Novelty | None = None,
 ) -> Predictor:
     """Returns a network with its error bars as a module of plain calls: `predictor(x)` is `posterior.predict(x, via)`.
 
@@ -61,6 +64,7 @@ def deploy(
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
+        novelty: detector of `lw.novelty` for the same network. Its score (B,) is the last output, named "novelty".
 
     Raises:
         LapwingError: for a way, link or structure of inputs that cannot be deployed.
@@ -92,13 +96,15 @@ def deploy(
         )
     streamlined, factor, linearised = _exported_way(via)
     check_choice("lw.deploy", "outputs", outputs, ("prediction", "scores", "latent"))
+    rule = instance_of("a detector", Novelty, type(None))
+    check_argument("lw.deploy", "novelty", novelty, rule, "lw.novelty(model, loader)")
     x = with_tensors(batches.inputs_of(x) if isinstance(x, Mapping) else x, posterior.tangent.model)
     names, keys = _named(x)
     _check_way(posterior, batches.take(x, slice(0, 2)), via)
     observe, returns, kinds = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     example = batches.take(dict(x) if keys else x, slice(0, _SAMPLES))
-    traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised)
-    return Predictor(traced, names, keys, returns)
+    traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty)
+    return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"))
 
 
 def _check_way(posterior: Posterior, x: Any, via: Way) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from ..covariance import Covariance, Latent
 from ..covariance.terms import DenseTerm, EigenTerm
 from ..data import batches
 from ..errors import LapwingError
+from ..fitting.novelty import Novelty, features_of
 from ..linalg import possible
 from ..network.eager import without_compiled
 from ..network.logits import Logits, logits_of
 from ..prediction.streamlined import Streamlined
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
-from ..prediction.streamlined.moments import Moments
+from ..prediction.streamlined.moments import Moments, mean_of
 from ..prediction.streamlined.operations import Kind, is_a, operation_of
 from ..prediction.streamlined.program import Program, build
 from ..prediction.streamlined.schedule import Step
@@ -46,11 +47,12 @@ def trace(
     observe: Observe,
     kinds: int,
     linearised: bool,
+    novelty: Novelty | None = None,
 ) -> Traced:
     """Exports the moments at the outputs as calls on tensors, which need rules or slopes in closed form.
 
     `observe` maps a latent with the first `kinds` of the moments that `moments_of` lists to results. With `linearised`
-    only the last layer may be uncertain, as for `Linearized`.
+    only the last layer may be uncertain, as for `Linearized`. The score of `novelty` is one more result.
     """
     inputs = _with_distinct_lengths(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs, tangent.device)))
     with torch.no_grad(), without_compiled():
@@ -58,7 +60,7 @@ def trace(
         if not graph.accepts(batches.take(inputs, slice(0, 1))):
             raise _one_size(tangent)
         program = _program(tangent, covariance, graph, via, inputs)
-        run = Run(program, inputs, observe, kinds, tangent.dtype, logits_of(tangent.forward))
+        run = Run(program, inputs, observe, kinds, tangent.dtype, logits_of(tangent.forward), novelty)
         if linearised:
             _check_last_layer(program, run, tangent)
         with quiet():
@@ -148,8 +150,9 @@ class Run(nn.Module):
     """
 
     def __init__(
-        self, program: Program, inputs: Any, observe: Observe, kinds: int, dtype: torch.dtype, logits: Logits | None
-    ) -> None:
+        self, program: Program, inputs: Any, observe: Observe, kinds: int, dtype: torch.dtype, logits: Logits | None,
+        novelty: Novelty | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         samples, fixed = batches.size(inputs), dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
@@ -167,6 +170,7 @@ class Run(nn.Module):
                 steps.append(step)
         self.program, self.observe, self.kinds, self.dtype, self.logits = program, observe, kinds, dtype, logits
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
+        self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
         self.complete = head is not None or values[program.graph.output].covariance is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -184,7 +188,21 @@ class Run(nn.Module):
             for step in self.end[1:]:
                 mean = run_call(step.node, {**values, step.uncertain[0]: mean}, program.dtype)
             moments = moments.expand(mean.shape[0], -1)
-        return self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)))
+        results = self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)))
+        if self.novelty is None:
+            return results
+        features = mean_of(program.cast(self.features, values[self.features]))
+        return (*results, self.novelty.score(features).to(self.dtype))
+
+
+def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Any) -> str:
+    """Returns the name of the value that equals the features of a detector."""
+    wanted = features_of(novelty.tangent, inputs)
+    for name, value in values.items():
+        mean = mean_of(value) if isinstance(value, (Tensor, Moments)) else None
+        if mean is not None and mean.shape == wanted.shape and torch.allclose(mean.to(wanted), wanted, 1e-3, 1e-4):
+            return name
+    raise LapwingError("No exported tensor has the features of novelty=. Deploy without it, and call detector(x) too.")
 
 
 def _end(program: Program) -> tuple[Step, ...]:

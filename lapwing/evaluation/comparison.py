@@ -18,13 +18,13 @@ from ..data.data import Data
 from ..data.frames import as_inputs, ordered
 from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, extra, shown
-from ..fitting import Mixture
+from ..fitting import Mixture, Novelty
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, check_argument, number
 from ..posterior import Posterior
 from ..prediction import Way
 from .candidates import Candidate, posteriors_in, rows_of
-from .evaluated import MEANS, SCORES, Evaluated, Predictions, by_halves, evaluated
+from .evaluated import MEANS, SCORES, Evaluated, Predictions, by_halves, evaluated, with_novelty
 from .report import detectors, pictures, svg
 
 Score = Literal["mutual_information", "entropy", "confidence"]
@@ -159,7 +159,7 @@ def compare(
     loader: Any,
     foreign: Mapping[str, Any] | None = None,
     *,
-    score: Score = "mutual_information",
+    score: Score | Novelty = "mutual_information",
     fit_seconds: Mapping[str, float] | None = None,
     repeats: int = 3,
     sample_weights: bool = False,
@@ -185,6 +185,7 @@ def compare(
             and "name: AUROC by entropy": how well mutual information and entropy separate it from the held-out inputs.
         score: the score of "name: FPR95" and "name: AUPR": "mutual_information", "entropy", or "confidence" for 1 minus
             the largest probability. A regression has the first two, of Gaussian outputs with the predicted variances.
+            A detector of `lw.novelty` adds "name: AUROC by novelty", the same in all rows, since it reads only inputs.
         fit_seconds: name -> seconds of the fit, for the column "fit s".
         repeats: number of timings of each batch; the fastest counts.
         sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`. The weights are ignored: every sample
@@ -218,17 +219,21 @@ def compare(
     batches.check_loader(data.loader, "compare")
     sets = _foreign_sets(foreign, data, network)
     candidates, base = rows_of(posteriors, data)
+    label = "mutual_information" if isinstance(score, Novelty) else score
     rows: dict[str, Evaluated] = {}
     notes = ["The weights of samples are ignored: every sample counts once."] if sample_weights else []
     for name, candidate in candidates.items():
         own = Data(loader, network, sample_weights, columns=candidate.columns)
         inputs = {key: as_inputs(ordered(value, own.columns), network) for key, value in sets.items()}
-        rows[name] = evaluated(candidate, tracked(own, name), inputs, repeats, score, (fit_seconds or {}).get(name))
+        rows[name] = evaluated(candidate, tracked(own, name), inputs, repeats, label, (fit_seconds or {}).get(name))
         if name == base and candidate.likelihood and (half := by_halves(rows[name], candidate.likelihood)):
             title, run, note = half
             if title not in posteriors:
                 rows[title] = run
                 notes.append(note)
+    if isinstance(score, Novelty):
+        known, outside = score(data).cpu(), {key: score(value).cpu() for key, value in sets.items()}
+        rows = {name: with_novelty(row, known, outside) for name, row in rows.items()}
     return _table(rows, notes, sets)
 
 
@@ -288,7 +293,7 @@ def _lead(rows: dict[str, Evaluated]) -> str:
     return f"{text}, so the data cannot tell them apart." if gap <= error else f"{text}."
 
 
-def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
+def _check(posteriors: Any, score: Any, repeats: Any, fit_seconds: Any) -> None:
     if not isinstance(posteriors, Mapping) or not posteriors or not all(isinstance(name, str) for name in posteriors):
         raise LapwingError(
             f"The posteriors of compare are {batches.describe(posteriors)}. Pass a dict of at least one, by name: "
@@ -302,7 +307,8 @@ def _check(posteriors: Any, score: str, repeats: Any, fit_seconds: Any) -> None:
                 f"The candidate {shown(name)} of compare is {batches.describe(candidate)}. Pass a posterior, a pair "
                 "(posterior, way) or a network."
             )
-    check_choice("compare", "score", score, tuple(SCORES))
+    if not isinstance(score, Novelty):
+        check_choice("compare", "score", score, tuple(SCORES)[:-1])
     check_argument("compare", "repeats", repeats, at_least(1), "10")
     check_argument("compare", "fit_seconds", fit_seconds, SECONDS, '{"KFAC": 1.5}')
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +24,8 @@ from ..tuning.search import golden_section
 from . import metrics
 from .candidates import Row, without_spread
 
-SCORES = {"mutual_information": "MI", "entropy": "entropy", "confidence": "confidence"}
-"""Option `score` -> its name in a column."""
+SCORES = {"mutual_information": "MI", "entropy": "entropy", "confidence": "confidence", "novelty": "novelty"}
+"""Score -> its name in a column. The last one is of a detector, and the others are labels of `score`."""
 METRICS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "accuracy": (metrics.accuracy, ("probs", "labels")),
     "RMSE": (metrics.rmse, ("mean", "y")),
@@ -339,6 +339,12 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
         "The samples of each half chose the number for the other half."
     )
     return name, Evaluated(values, known, foreign, network.score), note
+
+
+def with_novelty(row: Evaluated, known: Tensor, foreign: Mapping[str, Tensor]) -> Evaluated:
+    """Returns a row with the novelty of the held-out inputs and of each out-of-distribution set."""
+    sets = {name: scores | {"novelty": foreign[name]} for name, scores in row.foreign.items()}
+    return replace(row, score="novelty", known=row.known | {"novelty": known}, foreign=sets)
 
 
 def _as_rows(part: Any, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,14 +1,15 @@
 """`lw.fit`: it reads the arguments, runs the method's passes over the data, and tunes what is open.
 
 It imports `tuning`, `methods` and what is below them. Begin with `fit.py`, then `runner.py`; of plans with `plan.py`;
-of ensembles with `mixture.py`.
+of ensembles with `mixture.py`, and of detectors with `novelty.py`.
 """
 
 from __future__ import annotations
 
 from .fit import fit
 from .mixture import Mixture, mixture
+from .novelty import Novelty, novelty
 from .plan import Plan, Plans, plan
 from .update import updated
 
-__all__ = ["Mixture", "Plan", "Plans", "fit", "mixture", "plan", "updated"]
+__all__ = ["Mixture", "Novelty", "Plan", "Plans", "fit", "mixture", "novelty", "plan", "updated"]

@@ -112,7 +112,7 @@ def _rebuilt(
             "defines it before lw.load, or install a newer version of lapwing-torch."
         )
     tangent = from_json(header["tangent"], model, forward, memory)
-    _check_same(path, tangent, part("weights/"), header["dtypes"])
+    check_same(path, tangent, part("weights/"), header["dtypes"])
     check_contents(tangent, tensors, header)
     device = tangent.device
     covariance = COVARIANCES[kind].from_tensors(
@@ -152,7 +152,7 @@ def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood:
     return replace(likelihood, **options) if options else likelihood  # type: ignore[type-var]
 
 
-def _check_same(
+def check_same(
     path: str | os.PathLike[str], tangent: Tangent, prints: dict[str, Tensor], dtypes: dict[str, str]
 ) -> None:
     """Raises if a parameter or buffer of the network, treated or not, differs from the fit."""

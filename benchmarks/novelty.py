@@ -1,0 +1,88 @@
+"""What novelty and the uncertainty of a posterior find: unlike anything seen, or seen but undecided.
+
+    python -m benchmarks.novelty [fashion] [cifar10] [texts]    # needs the data sets that LAPWING_DATA names
+
+*foreign* is the AUROC of out-of-distribution inputs against test inputs, for each set. *errors* is the AUROC of test
+inputs that the network classifies wrongly against the others. Image networks and sets are those of
+`benchmarks.ood`. *texts* are the six text networks of `benchmarks.defaults`, with texts of another data set. All
+detectors and posteriors are fitted to the training data; `validation=` has the held-out data.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.defaults.networks import CELLS
+from benchmarks.measure import RESULTS, write
+from benchmarks.ood import REPEATS, SEED, Task, cifar10, fashion, of_posterior
+from lapwing.evaluation.metrics import auroc
+from papers.common.data import batched
+from papers.common.scores import averaged
+
+
+def by_parts(score: Any, x: Tensor) -> Tensor:
+    """Returns the scores of inputs, batch by batch."""
+    return torch.cat([score(part) for part in x.split(100)])
+
+
+def report(
+    models: list[nn.Module], loader: Any, held_out: Any, inputs: Mapping[str, Tensor], y: Tensor, **options: Any
+) -> dict[str, Any]:
+    """Returns score -> AUROC of each out-of-distribution set and of the network's errors; test inputs come first."""
+    posterior = lw.fit(models[0], loader, validation=held_out, progress=False, **options)
+    found = {place: of_posterior(posterior, x) for place, x in inputs.items()}
+    for by in ("mahalanobis", "knn"):
+        detector = lw.novelty(models[0], loader, by)  # type: ignore[arg-type]
+        for place, x in inputs.items():
+            found[place][f"novelty, {by}"] = by_parts(detector, x)
+    known, *strange = found.values()
+    wrong = by_parts(models[0], next(iter(inputs.values()))).argmax(1) != y
+    rows = {}
+    for score in [*known][1:]:
+        rows[score] = {f"foreign {place}": float(auroc(known[score], other[score]))
+                       for place, other in zip([*inputs][1:], strange, strict=True)}  # fmt: skip
+        rows[score]["errors"] = float(auroc(known[score][~wrong], known[score][wrong]))
+        print(score, rows[score], flush=True)
+    return rows
+
+
+def texts(name: str) -> Task:
+    """Returns a text network of the grid, trained, with its data."""
+    cell = next(cell for cell in CELLS if cell.name == name)
+    data = cell.data(SEED)
+    assert data.foreign is not None
+    inputs = {"test": data.test[0], "other texts": data.foreign}
+    return [cell.trained(data, SEED)], batched(*data.train), data.val, inputs, data.test[1]
+
+
+TASKS = {
+    "fashion": [partial(fashion, SEED + repeat, 1) for repeat in range(REPEATS)],
+    "cifar10": [cifar10],
+    "texts": [partial(texts, cell.name) for cell in CELLS if cell.family == "texts"],
+}
+
+
+def main(names: list[str]) -> None:
+    """Runs the named tasks, or all. Writes means, standard errors and each run."""
+    torch.set_num_threads(1)
+    path = RESULTS / "novelty.json"
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    for name in names or [*TASKS]:
+        runs: list[dict[str, Any]] = []
+        for task in TASKS[name]:
+            with torch.no_grad():
+                runs.append(report(*task(), **({"data_size": 50_000} if name == "cifar10" else {})))
+            results[name] = {"rows": averaged(runs), "runs": runs}
+            print(write("novelty", results, SEED), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,173 @@
+"""`lw.novelty`: a detector of inputs that are unlike the training data, by the features that reach the last layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..data import batches
+from ..data.batches import Forward
+from ..data.data import Data
+from ..data.frames import as_inputs
+from ..data.loaders import checked_batches
+from ..errors import LapwingError, check_choice
+from ..linalg import doubled
+from ..network.entry import outside_modes
+from ..network.stamp import Stamp, fingerprint
+from ..posterior.files import read_safetensors, write_safetensors
+from ..posterior.loading import check_same
+from ..tangent import Tangent, last_layer
+from ..tangent.stored import from_json, to_json
+
+NEIGHBOURS = 50  # number k of the neighbour whose distance counts: the choice of Sun et al. 2022 for CIFAR-10
+RIDGE = 1e-6  # share of the mean variance of the features that is added to covariances, which may be singular
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Novelty:
+    """A detector that `lw.novelty` makes: `detector(x)` (B,) is larger for stranger inputs of a batch or a loader."""
+
+    by: Literal["mahalanobis", "knn"]
+    tangent: Tangent  # the network, which must keep its weights, and its last layer
+    tensors: dict[str, Tensor]  # the numbers that the score reads
+    stamp: Stamp
+
+    @outside_modes
+    def __call__(self, x: Any) -> Tensor:
+        changed = self.stamp.changed(self.tangent.state())
+        if changed is not None:
+            raise LapwingError(
+                f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
+            )
+        x = as_inputs(x, self.tangent.model)
+        parts = map(batches.inputs_of, x) if batches.is_loader(x) else [x]
+        return torch.cat([self.score(features_of(self.tangent, part)) for part in parts])
+
+    def score(self, features: Tensor) -> Tensor:
+        """Returns the novelty (B,) of features (B, D)."""
+        if self.by == "knn":
+            rows = self.tensors["rows"]
+            cosines = (F.normalize(features.to(rows)) @ rows.T).topk(min(NEIGHBOURS, len(rows))).values
+            return (2 - 2 * cosines[:, -1]).clamp_min(0.0).sqrt()
+        moved = features.to(self.tensors["mean"]) - self.tensors["mean"]
+        squares = (moved @ self.tensors["rotation"]).square().sum(1)
+        return squares - (moved @ self.tensors["slopes"] - self.tensors["offsets"]).amax(1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the detector (not the network) to one safetensors file."""
+        state, tangent = self.tangent.state(), self.tangent
+        dtypes = {name: str(value.dtype) for name, value in state.items()}
+        header = {"tangent": to_json(tangent), "forward": tangent.users_forward is not None, "dtypes": dtypes}
+        tensors = {f"novelty/{name}": value for name, value in self.tensors.items()}
+        tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
+        write_safetensors(path, tensors, {"novelty": self.by, **header})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module, *, forward: Forward | None = None) -> Novelty:
+        """Reads a detector that `save` wrote, with `forward` as in its fit; raises if the network has other weights."""
+        tensors, header = read_safetensors(path)
+        if "novelty" not in header or header["forward"] != (forward is not None):
+            line = f"lw.Novelty.load(path, model{', forward=forward' if header.get('forward') else ''})"
+            raise LapwingError(f"The file {path} holds no detector, or one of another forward=. Write {line}.")
+        tangent, device = from_json(header["tangent"], model, forward, None), next(model.parameters()).device
+        parts = {name.removeprefix("weights/"): value for name, value in tensors.items() if "weights/" in name[:8]}
+        check_same(path, tangent, parts, header["dtypes"])
+        kept = {name[8:]: value.to(device) for name, value in tensors.items() if name.startswith("novelty/")}
+        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.state()))
+
+
+@outside_modes
+def novelty(
+    model: nn.Module, loader: Any, by: Literal["mahalanobis", "knn"] = "mahalanobis", *, forward: Forward | None = None
+) -> Novelty:
+    """Fits a detector of inputs that are unlike the training data. It needs no posterior.
+
+    z are the features of an input: what reaches the last layer, averaged over positions. This layer must be linear or a
+    convolution. Mutual information says *seen, but undecided*; novelty says *unlike anything seen*.
+
+    - "mahalanobis": `min_c (z-μ_c)ᵀ Σ⁻¹ (z-μ_c) - (z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`, the relative Mahalanobis distance, with the
+      class means μ_c, their pooled covariance Σ, and mean and covariance of all features. Without classes only
+      `(z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`. Integer or bool labels (B,) are classes.
+    - "knn": the distance of `z/|z|` to its 50th nearest neighbour in the training data.
+
+    Args:
+        model: the trained network, in eval mode.
+        loader: training data, in any form that `lw.fit` accepts.
+        by: the score.
+        forward: as in `lw.fit`.
+
+    Cost: one pass over the data; memory O(D² + C D), or all features with "knn". A score costs a forward pass.
+
+    Source: Ren et al. 2021, A Simple Fix to Mahalanobis Distance, equation 2; Sun et al. 2022, Out-of-Distribution
+    Detection with Deep Nearest Neighbors, section 3.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x, y = torch.randn(60, 4), torch.arange(60) % 3
+        >>> detector = lw.novelty(torch.nn.Linear(4, 3).eval(), (x, y))
+        >>> detector(x).shape
+        torch.Size([60])
+    """
+    check_choice("lw.novelty", "by", by, ("mahalanobis", "knn"))
+    data = Data(loader, model)
+    inputs, targets = batches.split(data.first)
+    tangent = Tangent.survey(model, inputs, last_layer, forward, targets=targets)
+    pairs = ((features_of(tangent, inputs), targets) for inputs, targets, _ in checked_batches(tangent.model, data))
+    tensors = {"rows": torch.cat([F.normalize(rows) for rows, _ in pairs])} if by == "knn" else _mahalanobis(pairs)
+    return Novelty(by, tangent, tensors, Stamp.of(tangent.state()))
+
+
+def features_of(tangent: Tangent, inputs: Any) -> Tensor:
+    """Returns the features (B, D): the inputs of the last layers, averaged over positions and joined."""
+    parts = []
+    for _, chunk in tangent.check(batches.plain(inputs, tangent.device)).chunks(tangent.chunk_length(1)):
+        recording, uses = tangent.recording(chunk)
+        found: dict[int, Tensor] = {}  # layers that read the same features count once
+        for i, axis, _ in (use for every in uses.values() for use in every):
+            use = recording.noted[i].use
+            if use.features is not None:
+                rows = axis.front(use.inputs.detach().movedim(use.features, -1), chunk.samples)
+                found[id(use.inputs)] = rows.reshape(chunk.samples, -1, rows.shape[-1]).mean(1)
+        if not found:
+            raise LapwingError(
+                f"The last layer, {', '.join(tangent.parameters)}, is neither linear nor a convolution. Let the "
+                "network end in torch.nn.Linear, whose inputs are the features."
+            )
+        parts.append(torch.cat(list(found.values()), 1))
+    return torch.cat(parts)
+
+
+def _mahalanobis(pairs: Iterable[tuple[Tensor, Any]]) -> dict[str, Tensor]:
+    """Returns the numbers of the relative Mahalanobis distance, from batches of features and targets.
+
+    `Σ_0 = Σ + M W Mᵀ` with the means M (D, C) relative to μ_0, and the shares W of the classes. So for `S = Σ⁻¹ M` the
+    distance is `|Rᵀ(z-μ_0)|² - max_c [2 s_cᵀ(z-μ_0) - s_cᵀ m_c]`, with `R Rᵀ = Σ⁻¹ - Σ_0⁻¹ = S (W⁻¹ + Mᵀ S)⁻¹ Sᵀ`.
+    """
+    sums: dict[int, Tensor] = {}
+    squares: Any = 0.0
+    for features, targets in pairs:
+        rows, labels = doubled(features), torch.zeros(len(features), dtype=torch.long)
+        if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.numel() == len(rows):
+            labels = targets.flatten().long().to(rows.device)
+        for label in labels.unique().tolist():
+            part = F.pad(rows[labels == label], (0, 1), value=1.0)  # the last entry counts samples
+            sums[label] = sums.get(label, 0.0) + part.sum(0)
+        squares = squares + rows.T @ rows
+    totals, counts = torch.stack(list(sums.values())).tensor_split([-1], 1)
+    shares, mean, squares = (counts / counts.sum())[:, 0], totals.sum(0) / counts.sum(), squares / counts.sum()
+    moved = (totals / counts - mean).T  # M (D, C)
+    covariance = squares - mean[:, None] * mean  # Σ_0
+    variance = (covariance + RIDGE * squares).diagonal().mean().clamp_min(1e-300)  # above rounding
+    within = covariance - (moved * shares) @ moved.T + RIDGE * variance * torch.eye(len(mean)).to(mean)
+    root = torch.linalg.cholesky(within)
+    slopes = torch.cholesky_solve(moved, root)  # S (D, C)
+    inner = torch.linalg.cholesky(shares.reciprocal().diag() + moved.T @ slopes)
+    rotation = torch.linalg.solve_triangular(inner, slopes.T, upper=False).T
+    rotation = torch.linalg.inv(root).T if len(sums) == 1 else rotation  # then only the distance of all features
+    return {"mean": mean, "rotation": rotation, "slopes": 2 * slopes, "offsets": (moved * slopes).sum(0)}
