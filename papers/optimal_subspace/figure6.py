@@ -83,14 +83,15 @@ def draw(results: Mapping[str, Any]) -> None:
         runs = [rows[inputs] for run, rows in results["runs"].items() if run.startswith(f"{name},") and inputs in rows]
         for j, row in enumerate(runs):
             for axis, curve in zip(axes, ("activity", "sensitivities"), strict=True):
-                values = row[f"curve of {curve}"]
+                values = sorted(row[f"curve of {curve}"], reverse=True)
                 shares = [k / (len(values) - 1) for k in range(len(values))]
                 label = f"{name}, {inputs} inputs" if j == 0 else None
                 axis.plot(shares, values, color=f"C{i}", alpha=0.6, linewidth=1, label=label)
     seeds = len({run.rpartition(" ")[2] for run in results["runs"]})
-    figure.suptitle(f"{seeds} seed{'s' * (seeds > 1)}; the most sensitive weights first", fontsize=10)
-    axes[0].set(ylim=(0, 1.02), xlabel="share of the weights", ylabel="share of inputs with a gradient")
-    axes[1].set(yscale="log", ylim=(1e-8, 2), xlabel="share of the weights")
-    axes[1].set_ylabel("mean size of the gradient, largest = 1")
+    figure.suptitle(f"{seeds} seed{'s' * (seeds > 1)}", fontsize=10)
+    axes[0].set(ylim=(0, 1.02), xlabel="share of the weights, most active first")
+    axes[0].set_ylabel("share of inputs with a gradient")
+    axes[1].set(yscale="log", ylim=(1e-8, 2), xlabel="share of the weights, most sensitive first")
+    axes[1].set_ylabel("mean |gradient|, largest = 1")
     drawing.legend_below(figure, 3)
     drawing.save(figure, __file__)
