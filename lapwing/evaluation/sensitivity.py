@@ -31,7 +31,7 @@ _LARGEST = math.log(1e20)
 
 @dataclass(frozen=True, eq=False)
 class Sensitivities:
-    """The result of `sensitivity` at B inputs.
+    """The result of `sensitivity` at B inputs, after the last step within the rule. Samples are independent.
 
     Attributes:
         values: `min_j σ_j / σ_i` in (0, 1], in the shape of the inputs: 1 for the input of each sample that tolerates
@@ -76,21 +76,16 @@ def sensitivity(
 
         ℓ(v) = λ NLPD(y | N(x, diag v)) - H(N(x, diag v)),    gradient steps on log v, until NLPD rises by `rise`
 
-    For a linear network with weights w_i the sensitivities are `|w_i| / max_j |w_j|`. The variance of an input that the
-    network ignores grows by `e^rate` in each step, because nothing limits it.
-
-    The paper has λ = 1. Then the entropies of many inputs outweigh the loss, and the variances are still nearly equal
-    when the rule stops them. By default λ is chosen in each step and sample: with `p_i = v_i ∂NLPD/∂v_i` it is
-    `3/8 |Σ p| / Σ p²`. The NLPD then grows at a quarter of its speed at λ = 0, and the noise moves to the inputs where
-    it costs little.
+    For a linear network with weights w_i the sensitivities are `|w_i| / max_j |w_j|`. With the paper's λ = 1 the
+    entropies of many inputs outweigh the loss, and the variances are still nearly equal at the end. So the default is
+    `λ = 3/8 |Σ p| / Σ p²` in each step and sample, with `p_i = v_i ∂NLPD/∂v_i`.
 
     Args:
         candidate: a posterior, or a network, whose weights then have no uncertainty.
         inputs: B samples; or several inputs, one of them an `lw.Uncertain` with the variances of the start.
         targets: y; None means the predictions of the candidate.
-        via: way through the network. `Linearized()` is exact to first order. `Streamlined("full")`, for small networks,
-            adds products of uncertain weights and inputs. `Streamlined()` is the cheapest; it can underestimate the
-            noise of deep networks.
+        via: way through the network. `Streamlined()` is cheaper than `Linearized()`, and can underestimate the noise of
+            deep networks.
         likelihood: only for a network, such as "categorical" or `lw.Gaussian(noise_variance)`; None infers it from the
             targets.
         rise: maximum change of the NLPD of a sample, in nats.
@@ -99,9 +94,6 @@ def sensitivity(
         rate: step on log v.
         steps: maximum number of steps.
         forward: for a network: `forward(model, inputs)`; None calls `model(x)`.
-
-    Returns:
-        Sensitivities and variances in the shape of x, from the last step within the rule. Samples are independent.
 
     Raises:
         LapwingError: if a number is out of range, a network has no likelihood, or several inputs are uncertain.
@@ -127,55 +119,68 @@ def sensitivity(
     if isinstance(targets, Tensor):
         batches.check_dense(targets, "A tensor of the targets")
     predict = _predictor(candidate, likelihood, via, targets, forward)
-    model = candidate.model if isinstance(candidate, Posterior) else candidate
-    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    given = Uncertain(inputs, variance) if isinstance(inputs, Tensor) else inputs
-    values, spreads = separate(given if parameter is None else placed(given, parameter.device))
-    place, start = next(iter(spreads.items()), (0, torch.zeros(0)))
+    values, place, start = _start(candidate, inputs, variance)
     x = leaves_of(values)[place]
-    if len(spreads) != 1 or start.shape != x.shape or not start.numel() or not bool((start > 0).all()):
-        raise LapwingError(
-            f"The inputs {batches.describe(inputs)} hold {len(spreads)} uncertain ones. Pass samples as one tensor, or "
-            "with one of several replaced by lw.Uncertain(x, 1e-5), whose variances are positive."
-        )
 
     def predicted(log_v: Tensor) -> Prediction:
         return predict(with_leaves(values, {place: Uncertain(x, log_v.exp())}))
 
-    log_v = start.detach().log()
     if targets is None:
         with torch.no_grad():
-            targets = predicted(log_v).point
+            targets = predicted(start.log()).point
     y = batches.plain(targets)
+    log_v, stopped, taken, history = _widened(
+        lambda log_v: -predicted(log_v).log_prob(y), start.log(), rise, weight, rate, steps
+    )
+    smallest = log_v.flatten(1).amin(1).reshape(-1, *[1] * (x.ndim - 1))
+    return Sensitivities(((smallest - log_v) / 2).exp(), log_v.exp(), x.detach(), stopped, taken, history)
+
+
+def _start(candidate: Posterior | nn.Module, inputs: Any, variance: float) -> tuple[Any, int, Tensor]:
+    """Returns the inputs, the place of the uncertain one among their leaves, and its variances at the start."""
+    model = candidate.model if isinstance(candidate, Posterior) else candidate
+    parameter = next(model.parameters(), None)
+    given = Uncertain(inputs, variance) if isinstance(inputs, Tensor) else inputs
+    values, spreads = separate(given if parameter is None else placed(given, parameter.device))
+    place, start = next(iter(spreads.items()), (0, torch.zeros(0)))
+    shape = leaves_of(values)[place].shape
+    if len(spreads) != 1 or start.shape != shape or not start.numel() or not bool((start > 0).all()):
+        raise LapwingError(
+            f"The inputs {batches.describe(inputs)} hold {len(spreads)} uncertain ones. Pass samples as one tensor, or "
+            "with one of several replaced by lw.Uncertain(x, 1e-5), whose variances are positive."
+        )
+    return values, place, start.detach()
+
+
+def _widened(
+    nlpd_at: Callable[[Tensor], Tensor], log_v: Tensor, rise: float, weight: float | None, rate: float, steps: int
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Returns log v after the last step within the rule, whether it stopped each sample, the steps, and the history."""
 
     def slope_at(log_v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the NLPD (B,) and its slopes `v ∂NLPD/∂v` (B, n)."""
         with torch.enable_grad():
             at = log_v.detach().requires_grad_()
-            nlpd = -predicted(at).log_prob(y)
+            nlpd = nlpd_at(at)
             (slope,) = torch.autograd.grad(nlpd.sum(), at)
         return nlpd.detach(), slope.flatten(1).nan_to_num(0.0)
 
     nlpd, pull = slope_at(log_v)
-    first, taken = nlpd, torch.zeros(len(x), dtype=torch.long, device=x.device)
-    active = torch.ones(len(x), dtype=torch.bool, device=x.device)
+    first, taken, active = nlpd, torch.zeros_like(nlpd, dtype=torch.long), torch.ones_like(nlpd, dtype=torch.bool)
     history = [(nlpd, _entropy(log_v))]
     for _ in range(steps):
         moved = 1 - (_adaptive_pull(pull) if weight is None else 2 * weight * pull)
-        trial = (log_v + rate * moved.clamp(-4.0, 4.0).reshape(x.shape)).clamp_max(_LARGEST)
+        trial = (log_v + rate * moved.clamp(-4.0, 4.0).reshape(log_v.shape)).clamp_max(_LARGEST)
         risen, slope = slope_at(trial)
         active = active & ((risen - first).abs() <= rise)
-        where = active.reshape(-1, *[1] * (x.ndim - 1))
-        log_v = torch.where(where, trial, log_v)
+        log_v = torch.where(active.reshape(-1, *[1] * (log_v.ndim - 1)), trial, log_v)
         nlpd, pull = torch.where(active, risen, nlpd), torch.where(active[:, None], slope, pull)
         taken = taken + active
         history.append((nlpd, _entropy(log_v)))
         if not active.any():
             break
-    smallest = log_v.flatten(1).amin(1).reshape(-1, *[1] * (x.ndim - 1))
     nlpds, entropies = (torch.stack(part) for part in zip(*history, strict=True))
-    curves = {"nlpd": nlpds, "entropy": entropies}
-    return Sensitivities(((smallest - log_v) / 2).exp(), log_v.exp(), x.detach(), ~active, taken, curves)
+    return log_v, ~active, taken, {"nlpd": nlpds, "entropy": entropies}
 
 
 def _adaptive_pull(pull: Tensor) -> Tensor:
