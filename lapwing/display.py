@@ -58,7 +58,7 @@ def warns_once(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
 
 def _is_new(record: logging.LogRecord) -> bool:
-    """Whether a record is no warning, or one that was not logged for the network."""
+    """Whether a record is not a warning, or is a warning that was not yet logged for the network."""
     model = _NETWORK.get()
     if model is None or record.levelno != logging.WARNING:
         return True

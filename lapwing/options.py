@@ -167,7 +167,7 @@ def _is_required(item: Field[Any]) -> bool:
 
 
 def labels_of(kind: type, name: str) -> tuple[Any, ...]:
-    """Returns the values that the annotation of an option lists: those of its `Literal`, or True and False."""
+    """Returns the values that the annotation of an option lists: the labels of its `Literal`, or True and False."""
     for owner in kind.__mro__:
         annotation = vars(owner).get("__annotations__", {}).get(name)
         if isinstance(annotation, str):

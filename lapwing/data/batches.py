@@ -52,8 +52,8 @@ def check_dense(x: Tensor, subject: str) -> None:
     eight_bits = x.is_quantized or (x.is_floating_point() and x.dtype.itemsize == 1)
     if x.is_nested or x.is_meta or x.layout != torch.strided or eight_bits:
         raise LapwingError(
-            f"{subject}, {describe(x)} with layout {x.layout} on {x.device}, is no dense tensor of ordinary numbers. "
-            "Pass one: x.to_dense() of a sparse tensor, x.to_padded_tensor(0.0) of a nested one, x.float() of 8 bits."
+            f"{subject}, {describe(x)} with layout {x.layout} on {x.device}, is not a plain dense tensor. Pass "
+            "one: x.to_dense() of a sparse tensor, x.to_padded_tensor(0.0) of a nested one, x.float() of 8 bits."
         )
 
 

@@ -22,7 +22,7 @@ BATCH = 100
 
 
 def as_loader(data: Any, network: Any) -> Any:
-    """Returns a loader for training or held-out data, or raises a LapwingError if they are no data.
+    """Returns a loader for training or held-out data, or raises a LapwingError if they cannot be used.
 
     - A tuple `(x, y)` or `(x_1, ..., x_k, y)`, or a dict with one of the label keys, of tensors, arrays or frames, is
       one data set. It is cut into batches, in order.

@@ -74,7 +74,7 @@ def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: 
     """Returns the last layer of a program, or None if it has several positions per sample or other weights.
 
     It is also None if the inputs of the layer are correlated: then the program computes C x C matrices.
-    `values` are the values before the layer at an example of B `samples`. `kinds` are those of `moments_of`.
+    `values` are the values before the layer at an example of B `samples`. `kinds` is as in `moments_of`.
     """
     if program.way.features is not None or not is_a(step.node, Kind.LINEAR) or step.node.name not in program.sites:
         return None

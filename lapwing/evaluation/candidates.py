@@ -30,7 +30,7 @@ from ..prediction import Way
 Candidate = Posterior | Mixture | nn.Module | tuple[Posterior | Mixture, Way]
 
 NETWORK = "network"
-"""Name of the row of the network alone, if it is no candidate."""
+"""Name of the row of the network alone, unless it is a candidate."""
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ def _check(posteriors: Any, score: Any, repeats: Any, fit_seconds: Any) -> None:
 
 
 def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any]:
-    """Returns name -> out-of-distribution inputs, or refuses what is no dict of them."""
+    """Returns name -> out-of-distribution inputs. Raises unless they are such a dict."""
     if foreign is None:
         return {}
     held_out = next((batches.split(batch)[0] for batch in data), None)

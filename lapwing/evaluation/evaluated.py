@@ -64,8 +64,8 @@ Scores = dict[str, Tensor]
 class Predictions:
     """What one row of a comparison predicted, as NumPy arrays, for pictures and tests of your own.
 
-    N is the number of samples or positions, n the number of labels or known targets. Of more than 20 000 entries, each
-    array holds every second, third, ... one. Arrays that do not apply are None.
+    N is the number of samples or positions, n the number of labels or known targets. If there are more than 20 000
+    entries, each array holds every second, third, ... one. Arrays that do not apply are None.
 
     Attributes:
         log_prob: log probability or density of the targets (N,), in nats.

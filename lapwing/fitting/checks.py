@@ -79,7 +79,7 @@ def check_memory(method: Method, shape: FitShape) -> None:
 
 
 def advice_on_memory(method: Method, footprint: Footprint, shape: FitShape) -> str | None:
-    """Returns what does not fit into memory and what to use instead, or None if everything fits.
+    """Returns a sentence on the memory that is missing and what to use instead, or None if everything fits.
 
     On a CPU all memory that this process may use counts, since other processes may give theirs back. On a GPU the free
     memory counts.

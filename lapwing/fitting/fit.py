@@ -81,21 +81,18 @@ def fit(
         loader: training data: an iterable of (inputs, targets) batches that can be read several times, a pair (x, y) of
             tensors, NumPy arrays or pandas frames, or a map-style Dataset. Pairs and data sets are cut into batches of
             100, in order. Arrays of floats get the dtype of the weights; tensors keep theirs.
-        method: method of the fit, which decides the structure of Σ. None chooses one, and the log names it with its
-            passes and bytes. A regression gets `Full` over all trained weights if that is cheap, KFAC over all of them
-            if they are at most a million, and otherwise KFAC over the last layer. A classifier gets KFAC over the last
-            layer. A last layer with more than 1 000 outputs gets Diagonal. If the last layer is frozen and other layers
-            are trained, as with adapters, KFAC treats those. With `params`, None means KFAC.
-        likelihood: "categorical", "gaussian" or an instance. None infers it from the dtype of the targets, and raises
-            if the targets are labels stored as floats.
+        method: structure of Σ and how to fit it. None chooses, and logs its choice: for a regression `Full` over all
+            trained weights if that is cheap, KFAC over all up to a million, else KFAC over the last layer; for a
+            classifier KFAC over the last layer. A last layer with more than 1 000 outputs gets Diagonal, a frozen one
+            KFAC over the trained layers. With `params`, None means KFAC.
+        likelihood: "categorical", "gaussian" or an instance. None infers it from the dtype of the targets.
         params: parameters to treat. None means all trained ones if `method` is given.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}. None tunes it.
         prior_mean: μ0: a number for all weights, or {parameter: tensor}, with 0 for the rest.
-        prior: former posterior, for continual learning: `Σ⁻¹ = s G(new data) + Σ_former⁻¹`. `model` is then a copy of
-            its network that was trained further with `posterior.penalty(model)` in the loss. The former posterior
-            decides all options except `sample_weights`, `forward`, `memory`, `checkpoint`, `every` and `progress`. The
-            sum is exact for Full and Diagonal; for KFAC the factors add, an approximation (Ritter, Botev and Barber
-            2018).
+        prior: former posterior, for continual learning: `Σ⁻¹ = s G(new data) + Σ_former⁻¹`; for KFAC the factors add,
+            an approximation (Ritter, Botev and Barber 2018). `model` is then a copy of its network that was trained
+            further with `posterior.penalty(model)` in the loss. The former posterior decides all options except
+            `sample_weights`, `forward`, `memory`, `checkpoint`, `every` and `progress`.
         tune: how to tune δ and σ² if they are not given. `BoundedEvidence()`, `Evidence()` and, for a regression,
             `Refit()` need no held-out data; `Validation(loader)` and `EarlyStopping(loader)` do. None means δ = 1 and
             σ² the mean squared residual.
@@ -106,18 +103,15 @@ def fit(
         weight_decay: γ, which sets `δ = N γ`.
         temperature: τ in `Σ = (s G + Δ)⁻¹` with `s = N/(n σ² τ)`. A value above 1 widens the posterior.
         sample_weights: whether batches are `(x, y, w)`, or dicts with the key sample_weights, with weights w (B,) of at
-            least 0. A weight multiplies Λ and log p(y|f) of its sample, also when training data tune: 3 counts a sample
-            three times, and 0 leaves it out. n and `data_size` count samples, not weights.
+            least 0. A weight multiplies Λ and log p(y|f) of its sample: 3 counts it three times, and 0 leaves it out. n
+            and `data_size` count samples, not weights.
         forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are not the right call.
-        memory: memory budget in bytes; None means 1 GiB. A fit uses up to twice this, plus the posterior and the
-            activations. Single layers are never cut: a Kronecker factor of n inputs needs 12 n² bytes while it is
-            decomposed in float64, plus 16 n² for LAPACK. Tuning needs one number per candidate and weight.
+        memory: memory budget in bytes; None means 1 GiB. A fit uses up to twice this, plus the posterior, the
+            activations, and 28 n² bytes to decompose the Kronecker factor of a layer with n inputs.
         seed: seed of all random choices.
-        checkpoint: path of a file from which a killed fit continues: call `lw.fit` again with the same arguments, and a
-            loader that repeats its order. The posterior is the same; on the same device and with as many threads it is
-            bit-identical. The file is written after each pass, and within passes that sum over data once a minute or
-            every `every` batches. Until the fit ends, it keeps copies of finished states in the memory of the CPU.
-            Then it removes the file, so save the posterior.
+        checkpoint: path of a file from which a killed fit continues, to the same posterior: call `lw.fit` again with
+            the same arguments, and a loader that repeats its order. The file is written after each pass, and within
+            passes that sum over data once a minute or every `every` batches. The end of the fit removes it.
         every: number of batches between two writes of the checkpoint within a pass; None writes once a minute.
         progress: whether to show a bar; None shows it on a terminal and in a notebook.
 
@@ -224,7 +218,7 @@ def run_and_tune(setup: Setup) -> Posterior:
 
 
 def _stop(setup: Setup) -> Stop | None:
-    """Returns what ends the curvature's pass, or None if the tuning needs the curvature of all data."""
+    """Returns the check that ends the curvature's pass, or None if the tuning needs the curvature of all data."""
     if not isinstance(setup.data.tune, EarlyStopping) or setup.data.tune.stop != "first fall":
         return None
     falls = setup.data.tune.falls()

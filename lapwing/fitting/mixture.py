@@ -134,7 +134,7 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
 
 
 def _kind(member: Posterior) -> str:
-    """Returns all that members must have in common, as text."""
+    """Returns the properties that all members must share, as text."""
     tangent = member.tangent
     outputs = f"{tangent.outputs} outputs{' at each position' if tangent.positions.several else ''}"
     columns = "".join(f", columns {names}" for names in member.columns)

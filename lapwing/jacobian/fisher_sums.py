@@ -9,7 +9,7 @@ from .outer import Outer
 
 
 class FisherSums:
-    """Sums of `Λ ⊗ a aᵀ` over samples, for a layer that gives the outputs. It is no Jacobian and has no rows.
+    """Sums of `Λ ⊗ a aᵀ` over samples, for a layer that gives the outputs. It is not a Jacobian and has no rows.
 
     Λ has a diagonal (B, O), and off the diagonal `-v vᵀ` for v (B, O), or 0: O numbers per sample instead of O².
     """

@@ -63,7 +63,7 @@ class Weighting:
 
 
 def _squares(rows: Tensor, weights: Tensor, reads: Reads) -> Tensor:
-    """Returns squares of J and H J times w (p, n): (2, B, R, n), or those of H J summed over cotangents (B, n)."""
+    """Returns squares of J and H J times w (p, n): (2, B, R, n), or squares of H J summed over cotangents (B, n)."""
     centred = rows - rows.mean(1, keepdim=True)
     if reads == "scale":
         return centred.square_().sum(1) @ weights
@@ -177,7 +177,7 @@ class BlockJacobian(ABC):
                 yield rows[:, :, index[first:stop] - part.start]
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
-        """Returns the sum of this Jacobian and those of other uses of the same weights."""
+        """Returns the sum of this Jacobian and the Jacobians of other uses of the same weights."""
         return SumOfUses([self, *other_uses])
 
     def gram(self, other: BlockJacobian) -> Tensor:

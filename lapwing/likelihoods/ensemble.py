@@ -110,7 +110,7 @@ def mixed(members: tuple[Any, ...]) -> Any:
 
 
 def _gaussians(members: Sequence[RegressionPrediction]) -> dist.Distribution:
-    """Returns the Gaussians of the members, of batch shape (B, M), or those of all their weight draws."""
+    """Returns the Gaussians of the members, with batch shape (B, M), or one Gaussian for each of their weight draws."""
     if any(is_selected(member.latent) for member in members):
         raise LapwingError(
             "The members of a mixture may select different outputs by lw.Linearized(outputs=...). Leave outputs= "

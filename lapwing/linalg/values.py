@@ -58,7 +58,7 @@ def possible(logits: Tensor, dim: int = -1) -> Tensor:
     that one: a mask adds a number of another size, and a network that is very sure has large logits everywhere.
     """
     largest = logits.amax(dim, keepdim=True)
-    return ~(largest - logits > (20.0 * largest.abs()).clamp_min(500.0))  # NaN is no such class
+    return ~(largest - logits > (20.0 * largest.abs()).clamp_min(500.0))  # NaN is not such a class
 
 
 def nonnegative(values: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ INPUT_TYPES = "Tensor", "list", "tuple", "dict", "NoneType", "str"
 """Types of inputs and of their parts, whose missing attributes are the fault of the loader."""
 
 _DIFFERENTIATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Networks that take gradients in their forward pass, such as those of forces: they run under `enable_grad`."""
+"""Networks that take gradients in their forward pass, for example to get forces. They run under `enable_grad`."""
 
 
 class OutputsWithPositions(LapwingError):

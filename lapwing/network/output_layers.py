@@ -3,7 +3,7 @@
 They are read off the graph of one more run. A node that has no weights, such as a pooling, passes on the layers that
 its inputs come from. A node that multiplies by weights is a layer. Norms, activations and one learned number count as
 constants. A product of two tensors that come from different layers, such as a gate, has no last layer. If the network
-takes a gradient itself, such as a force, the last layer is that of the function that it differentiates.
+takes a gradient itself, such as a force, the last layer is the last one of the function that it differentiates.
 
 What is computed from weights and constants is a weight, such as a low-rank product. But data may reach the network
 past torch: rows looked up by number, NumPy, texts that become tokens in the forward. So tensors that are multiplied by
@@ -45,7 +45,7 @@ SUMMED_FIRST = frozenset(("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmu
 """Nodes that add their first input to a product of the others."""
 
 ELEMENTWISE = frozenset(("Mul", "Div", "Pow", "Lerp", "Addcmul", "Addcdiv"))
-"""Nodes that multiply entry by entry. One learned number is then a scale; several numbers are no layer of their own."""
+"""Nodes that multiply entry by entry. One learned number is then a scale; several are not a layer of their own."""
 
 RESCALING = frozenset(("NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm", "PreluKernel"))
 """Norms and activations that `torch.vmap` runs, unseen by the recording. Their weights count as constants too."""

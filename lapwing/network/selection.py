@@ -41,7 +41,7 @@ class LastLayer:
     `x @ W.T + b`, weights under a weight or spectral norm (every parameter that the weight is made of), prototypes. If
     the outputs add or join several layers, such as two towers, all of them are treated. Biases that are added later
     belong to the layer. A weight that is tied to an embedding counts in both uses. If the network takes gradients
-    itself, such as forces, the last layer is that of the energy.
+    itself, such as forces, the last layer is the last one of the energy.
 
     Fixed functions may follow (log-softmax, softplus, clamping, pooling, slicing, a scale): the Jacobian goes through
     them. Norms, activations and one learned number, such as a temperature, may follow too and count as constants.

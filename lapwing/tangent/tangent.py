@@ -227,7 +227,7 @@ class Tangent:
         return self.positions.places(batches.size(inputs), sizes)
 
     def width_of(self, inputs: Any) -> int:
-        """Returns the number of outputs per input: C, or T C. Cost: that of `places_of`."""
+        """Returns the number of outputs per input: C, or T C. It costs as much as `places_of`."""
         return self.outputs * self.places_of(inputs).count
 
     def record(
@@ -239,8 +239,8 @@ class Tangent:
     ) -> Record:
         """Records one chunk of B samples. The record is differentiable in the inputs if they require gradients.
 
-        The cotangents are u (B, C, R), a function of the outputs that returns u, or None for the C outputs. `dtype` is
-        that of the contractions (None: the accumulation dtype); `late` is as in `check_recording`.
+        The cotangents are u (B, C, R), a function of the outputs that returns u, or None for the C outputs. The
+        contractions have this `dtype` (None: the accumulation dtype); `late` is as in `check_recording`.
 
         Cost: one forward and R backward passes. Memory O(R) times the activations.
         """

@@ -72,7 +72,7 @@ def best_of(
 
     Values that the user gave are kept. Each point of a grid over log10 δ uses the best second number: for classifiers T
     out of `temperatures` (() keeps T), for regressions the factor c of the covariance of y, see `width_scores`. The
-    best point is refined by the parabola through its neighbours. `tolerance` is that of `Validation`; `product` is
+    best point is refined by the parabola through its neighbours. `tolerance` is as in `Validation`; `product` is
     `λ = δσ²` by the training data, kept unless another λ is surely better.
     """
     first = posteriors[0]
@@ -253,8 +253,8 @@ def surely_better(scores: Tensor, reference: Tensor, errors: float) -> bool:
 def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
     """Returns the index of the widest candidate whose score is within some paired standard errors of the best one.
 
-    Candidates (points, N) go from the widest spread to the narrowest. Of those so wide that all predict the same, the
-    narrowest is returned.
+    Candidates (points, N) go from the widest spread to the narrowest. If several are so wide that they predict the
+    same, the narrowest of them is returned.
     """
 
     def saturated(place: int) -> bool:

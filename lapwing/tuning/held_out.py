@@ -35,7 +35,7 @@ def sample_scores(
 ) -> Tensor:
     """Returns the log likelihood of each held-out sample that counts, (posteriors, candidates, temperatures, N).
 
-    Samples are those of `contracted`. `temperatures` holds values of log10 T; () uses only the likelihood's own T.
+    Samples are as in `contracted`. `temperatures` holds values of log10 T; () uses only the likelihood's own T.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
     divisors = [10**exponent for exponent in temperatures]
@@ -69,7 +69,7 @@ def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[Tensor, float]:
     """Returns the costs of the posteriors' spread, `Σ_n w_n [log p(y_n|f_n) - log p(y_n|N(f_n, V_n))]`, and `Σ_n w_n`.
 
-    Samples are those of `contracted` that count.
+    Samples are as in `contracted`, without those that do not count.
     """
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, certain, every = None, torch.empty(0), torch.empty(0)
@@ -122,7 +122,7 @@ def contracted(
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
     """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights.
 
-    Samples are those of `tangent_of_samples`. `reads` is None if the default link of the likelihood reads the latents.
+    Samples are as in `tangent_of_samples`. `reads` is None if the default link of the likelihood reads the latents.
     """
     first = posteriors[0]
     tangent = tangent_of_samples(first)

@@ -21,7 +21,7 @@ OUTPUTS = 16  # maximum number of outputs, which are spread evenly
 def width_by_inputs(x: Tensor, y: Tensor, weights: Tensor, size: float, least: float = 0.0) -> float | None:
     """Returns the leave-one-out width of a Gaussian process with a squared-exponential kernel on the inputs.
 
-    The evidence chooses a length scale for each column. Inputs (N, D), targets and weights (N, C) are those of
+    The evidence chooses a length scale for each column. Inputs (N, D), targets and weights (N, C) come from
     `table_of`; weights above 0 count as 1. Returns None if there are too few rows, or if the width cannot exceed
     `least`, since the targets' variance does not. `size` is the number of all samples.
 

@@ -35,7 +35,7 @@ def leave_one_out(
 
     The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
     leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks), also if
-    the network's weights are no mode. A sample is left out with all its outputs, and with its copies, which would
+    the network's weights are not a mode. A sample is left out with all its outputs, and with its copies, which would
     predict its target. The errors count because the model has no noise that outputs share. The labels lose the mean of
     each output: targets far from 0 would otherwise need a wide prior.
 

@@ -42,7 +42,7 @@ class Refit(Tuning):
     and lapwing warns. Otherwise the result equals `BoundedEvidence`'s. The trained network and the global random
     numbers do not change.
 
-    If a trained layer has no `reset_parameters`, or if the inputs are no table (B, D) of floats, no copy is trained,
+    If a trained layer has no `reset_parameters`, or if the inputs are not a table (B, D) of floats, no copy is trained,
     and lapwing warns. It was measured on MLPs of at most 40 000 weights on standardised tables; for larger networks a
     log line says that it is untested.
 
@@ -95,9 +95,9 @@ class Refit(Tuning):
             fresh, kept = fresh_copy(model)
             if kept or table is None:
                 log.warning(
-                    "lw.Refit could not train a fresh copy of %s: %s. The width is that of lw.BoundedEvidence(), and "
+                    "lw.Refit could not train a fresh copy of %s: %s. The width is as by lw.BoundedEvidence(), and "
                     "may be too narrow.", type(model).__name__,
-                    "its inputs are no table (B, D) of floats" if table is None else
+                    "its inputs are not a table (B, D) of floats" if table is None else
                     f"reset_parameters does not change {', '.join(kept[:3])}",
                 )  # fmt: skip
                 return None

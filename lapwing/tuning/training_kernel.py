@@ -95,7 +95,7 @@ def targets_of(
 def table_of(posterior: Posterior, parts: Sequence[batches.Weighted]) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns inputs (N, D), targets (N, C) in units of the roots of their noise ratios, and their weights (N, C).
 
-    Returns None if the inputs are no table of floats. C counts the outputs of all positions.
+    Returns None if the inputs are not a table of floats. C counts the outputs of all positions.
     """
     tables = [part.inputs for part in parts if isinstance(part.inputs, Tensor)]
     if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):

@@ -69,8 +69,8 @@ class Validation(_OnHeldOutData):
     Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits, because
     spread cannot correct logits that are all too large. Among pairs that the held-out data cannot distinguish from the
     best, the one with the widest spread detects out-of-distribution inputs best, and is chosen. If `T < 1` without
-    spread is better than every pair, the network is underconfident: then T is that of `TemperatureScaling`, and the
-    spread changes log probabilities by at most 0.005 nats. With a given prior precision T is free.
+    spread is better than every pair, the network is underconfident. Then T is chosen as by `TemperatureScaling`, and
+    the spread changes log probabilities by at most 0.005 nats. With a given prior precision T is free.
 
     Regression: for each `λ = δσ²`, the best factor c of the covariance of y, `(δ, σ²) -> (δ/c, c σ²)`, has a closed
     form, `mean r²/(σ² + v)` for one output. λ determines how widths differ between inputs, which few held-out samples
