@@ -129,6 +129,22 @@ def _classes(params: Any) -> dict[str, Any]:
     }
 
 
+def _fits() -> dict[str, Any]:
+    """Returns the costs of fits of 1 000 classes over all weights, beside forward passes of their 400 samples."""
+    model, x = classifier()
+    x = x.repeat(8, 1)
+    batches = [(part, torch.arange(50)) for part in x.split(50)]
+    return {
+        name: _cost(
+            lambda method=method: lw.fit(model.eval(), batches, method, prior_precision=1.0, tune=None),
+            model,
+            x,
+            rounds,
+        )
+        for name, method, rounds in (("sampled", lw.KFAC(fisher="sampled"), 3), ("exact", lw.KFAC(), 1))
+    }
+
+
 def main(only: str = "") -> dict[str, Any]:
     """Runs everything, or what has a text in its name; writes `results/many_outputs.json`."""
     torch.manual_seed(SEED)
@@ -136,6 +152,7 @@ def main(only: str = "") -> dict[str, Any]:
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "1 000 classes, KFAC of the last layer": lambda: _classes(lw.last_layer),
         "1 000 classes, KFAC": lambda: _classes(lw.everything),
+        "1 000 classes, KFAC fits": _fits,
         "CNN of 64x64 outputs, batch 8, KFAC": lambda: _draws("denoiser", lw.KFAC(), exact=True),
         "CNN of 64x64 outputs, batch 8, diagonal": lambda: _draws("denoiser", lw.Diagonal()),
         "MLP 16-512-512-10 000, batch 100, diagonal": lambda: _draws("decoder", lw.Diagonal()),

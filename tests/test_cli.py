@@ -60,10 +60,12 @@ CLASSIFIER = ["networks_of_cli:classifier", "c.safetensors"]
 def test_a_fit_its_file_and_an_evaluation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--method", "KFAC", "--method.uncovered", "dense", "--params", "2.*", "--likelihood", "categorical"]
     main(["fit", *CLASSIFIER, "data.npz", *options, "--out", "p.safetensors"])
-    assert "KFAC(weight_sharing='expand', uncovered='dense') over 14 of 38 weights" in capsys.readouterr().out
+    assert (
+        "KFAC(weight_sharing='expand', uncovered='dense', fisher=None) over 14 of 38 weights" in capsys.readouterr().out
+    )
     main(["info", "p.safetensors"])
     facts = capsys.readouterr().out
-    assert "method           KFAC(weight_sharing='expand', uncovered='dense'), 40 samples" in facts
+    assert "method           KFAC(weight_sharing='expand', uncovered='dense', fisher=None), 40 samples" in facts
     assert " to " not in facts.partition("prior precision")[2]  # both blocks have the same one
     main(["evaluate", *CLASSIFIER, "p.safetensors", "classes.csv", "--foreign.far", "far.npz", "--score", "entropy"])
     printed = capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,12 @@ class FitShape:
         columns = root_columns(likelihood, tangent.outputs, root_positions(tangent), tangent.device)
         each = sum(x.numel() * x.dtype.itemsize for x in batches.tensors(inputs)) // count
         return cls(tangent, likelihood, columns, samples, count, each)
+
+    def with_drawn_root(self) -> FitShape:
+        """Returns the shape of a fit whose Fisher root is drawn for any number of outputs."""
+        tangent = self.tangent
+        columns = root_columns(self.likelihood, tangent.outputs, root_positions(tangent), tangent.device, sampled=True)
+        return replace(self, columns=columns)
 
     @property
     def pass_length(self) -> float:

@@ -39,18 +39,27 @@ class KFAC(Method):
         uncovered: structure of parameters without a Kronecker product (norms, scales, generic ones, tied weights whose
             uses disagree), even if `lw.coverage` names a family for them: "diagonal", or "dense" for the exact GGN
             block.
+        fisher: "sampled" draws a label y from the network's own prediction for each sample, and uses the gradients of
+            its log probability, `Λ ≈ r rᵀ` with `r = ∂log p(y|f)` and `E[r rᵀ] = Λ`; for outputs with positions 8
+            draws. The factors have a relative error of order 1/√N. None: exact up to 1 000 outputs (of all positions),
+            or if only the last layer is treated; sampled above.
 
-    Cost: one pass of C backward passes of activations; memory O(D_in² + D_out²) per layer. At the end, time O(D³) per
-    layer, or O(D² n) for a factor of width D that is summed over n < D rows. A prediction rotates the inputs of each
-    layer, O(D_in²) per position, or O(D_in n) for a layer with one position if the fit had far fewer samples n.
+    Cost: one pass of C backward passes of activations, or of one if sampled; memory O(D_in² + D_out²) per layer. At the
+    end, time O(D³) per layer, or O(D² n) for a factor of width D that is summed over n < D rows. A prediction rotates
+    the inputs of each layer, O(D_in²) per position, or O(D_in n) for a layer with one position if the fit had far fewer
+    samples n.
     """
 
     accepts_further_data = True
     weight_sharing: Literal["expand", "reduce"] = "expand"
     uncovered: Literal["diagonal", "dense"] = "diagonal"
+    fisher: Literal["sampled"] | None = None
 
     def passes(self, problem: Problem) -> Passes:
         return (yield from run_curvature_pass(self._factor_pass(problem)))
+
+    def _with_fisher(self, problem: Problem) -> Problem:
+        return problem.with_drawn_root() if self.fisher == "sampled" else problem
 
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
         """Returns block name -> "kronecker", "diagonal" or "dense"."""
@@ -64,9 +73,10 @@ class KFAC(Method):
 
     def _factor_pass(self, problem: Problem) -> _FactorPass:
         problem.require(self._need(problem.tangent))
-        return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
+        return _FactorPass(self._with_fisher(problem), self._kinds(problem.tangent), self.weight_sharing == "reduce")
 
     def footprint(self, shape: FitShape) -> Footprint:
+        shape = shape.with_drawn_root() if self.fisher == "sampled" else shape
         kinds, entries = self._kinds(shape.tangent), [0]
         for block in shape.tangent.blocks:
             if block.matrix is not None:
@@ -85,7 +95,8 @@ class EKFAC(KFAC):
     `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, for each row of J as a matrix (O, I): the best diagonal in that basis in
     Frobenius norm (George et al. 2018, section 3). The options are those of `KFAC`.
 
-    Cost: two passes of C backward passes of activations each; memory O(D_in² + D_out² + P) per layer.
+    Cost: two passes of C backward passes of activations each, or of one if sampled; memory O(D_in² + D_out² + P) per
+    layer.
     """
 
     accepts_further_data: ClassVar[bool] = False
@@ -93,7 +104,7 @@ class EKFAC(KFAC):
     def passes(self, problem: Problem) -> Passes:
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
-        return (yield from run_curvature_pass(_SecondMoments(problem, structures)))
+        return (yield from run_curvature_pass(_SecondMoments(self._with_fisher(problem), structures)))
 
     def footprint(self, shape: FitShape) -> Footprint:
         factors, tangent = super().footprint(shape), shape.tangent

@@ -50,9 +50,11 @@ def root_positions(tangent: Tangent) -> int:
     return 1 if tangent.positions.direct else tangent.positions.count
 
 
-def root_columns(likelihood: Likelihood, outputs: int, positions: int, device: torch.device) -> int:
+def root_columns(
+    likelihood: Likelihood, outputs: int, positions: int, device: torch.device, sampled: bool = False
+) -> int:
     """Returns the number of columns of the Fisher root for an input with C outputs at each of T positions."""
-    if outputs * positions > EXACT_FISHER_OUTPUTS:
+    if sampled or outputs * positions > EXACT_FISHER_OUTPUTS:
         return 1 if positions == 1 else POSITION_DRAWS
     return positions * _root(likelihood, torch.zeros(1, outputs, device=device)).shape[-1]
 
@@ -73,25 +75,36 @@ def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | 
 
 
 class FisherRoot:
-    """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or Monte-Carlo columns for many outputs.
+    """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or drawn if `sampled` or if there are many outputs.
 
     For outputs (B, T C), Λ is block-diagonal over the T positions. A drawn root has `draws` columns of independent
     noise at all positions, divided by `√draws`, so `E[root rootᵀ] = Λ`: `draws` backward passes, not T C. `positions`
     is T on the first batch, or 1 if each is a sample. `columns` is R at T positions; `rank` limits the rank of a Λ.
     """
 
-    def __init__(self, likelihood: Likelihood, outputs: int, generator: torch.Generator, positions: int = 1) -> None:
-        self._likelihood, self.generator, self._outputs = likelihood, generator, outputs
-        self.exact = outputs * positions <= EXACT_FISHER_OUTPUTS
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        outputs: int,
+        generator: torch.Generator,
+        positions: int = 1,
+        sampled: bool = False,
+    ) -> None:
+        self._likelihood, self.generator, self._outputs, self._positions = likelihood, generator, outputs, positions
+        self.sampled, self.exact = sampled, not sampled and outputs * positions <= EXACT_FISHER_OUTPUTS
         self.draws = 1 if positions == 1 else POSITION_DRAWS
-        self.columns = self.rank = root_columns(likelihood, outputs, positions, generator.device)
-        self._logged = False
+        self.columns = self.rank = root_columns(likelihood, outputs, positions, generator.device, sampled)
+        self._logged = sampled  # as asked for
 
     @classmethod
     def of(cls, tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:
         """Returns the root for a network, with a generator of its own."""
         generator = torch.Generator(tangent.device).manual_seed(seed % 2**63)
         return cls(likelihood, tangent.outputs, generator, root_positions(tangent))
+
+    def drawn(self) -> FisherRoot:
+        """Returns a root that is drawn for any number of outputs, with the same generator."""
+        return FisherRoot(self._likelihood, self._outputs, self.generator, self._positions, sampled=True)
 
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns the root at outputs (B, C), or (B, T C)."""
@@ -116,7 +129,7 @@ class FisherRoot:
 
     def samples(self, outputs: Tensor) -> bool:
         """Whether the root at outputs (B, C), or (B, T C), is drawn."""
-        return outputs.shape[1] > EXACT_FISHER_OUTPUTS
+        return self.sampled or outputs.shape[1] > EXACT_FISHER_OUTPUTS
 
 
 class FisherByParts:
@@ -153,10 +166,14 @@ class Problem:
     @cached_property
     def summed_root(self) -> FisherRoot | FisherByParts:
         """The root for sums over rows; Λ by its parts if only the layer that gives the outputs is treated."""
-        outputs = self.tangent.outputs
-        if self.tangent.treats_output_alone and self.likelihood.fisher_parts(self.zeros(1, outputs)) is not None:
+        outputs, in_parts = self.tangent.outputs, self.tangent.treats_output_alone and not self.root.sampled
+        if in_parts and self.likelihood.fisher_parts(self.zeros(1, outputs)) is not None:
             return FisherByParts(self.likelihood, outputs)
         return self.root
+
+    def with_drawn_root(self) -> Problem:
+        """Returns the problem with a drawn Fisher root for any number of outputs."""
+        return replace(self, root=self.root.drawn())
 
     @property
     def precision(self) -> Tensor:

@@ -41,6 +41,7 @@ class Update(Method):
         way = covariance.continued_by if self.made_by.accepts_further_data else None
         if way == "blocks":
             reduce = self.made_by.options.get("weight_sharing") == "reduce"
+            problem = problem.with_drawn_root() if self.made_by.options.get("fisher") == "sampled" else problem
             step: CurvaturePass[Any] = _with_factors(covariance, problem, reduce)
         elif way == "matrix":
             step = Onward(DenseCurvature(problem), DenseSum(covariance.curvature))

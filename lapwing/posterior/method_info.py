@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """How a posterior was made. `str` gives one line, such as "KFAC(weight_sharing='expand', uncovered='diagonal')"."""
+    """How a posterior was made. `str` gives one line, such as "Diagonal()"."""
 
     name: str  # class name of the method, such as "KFAC"
     text: str  # `repr` of the method with its options

@@ -25,7 +25,7 @@ STEPS = [
     lw.TemperatureScaling(),
     lw.SampledLLA(2, lw.ConjugateGradients(iterations=2, tolerance=0.5), em_steps=2, linearised_mode=True),
     lw.SampledLLA(2, lw.ConjugateGradients(4, preconditioner=lw.Diagonal()), em_steps=1, prior="g", per_block=True),
-    lw.ELLA(rank=3, rows=5, sampling="balanced"),
+    lw.ELLA(rank=3, rows=5, sampling="balanced"), lw.KFAC(fisher="sampled"),
 ]  # fmt: skip
 
 
