@@ -7,8 +7,9 @@ posteriors from them.
 
 from __future__ import annotations
 
+from .explanations import Explanation
 from .loading import load
 from .method_info import MethodInfo
 from .posterior import Posterior
 
-__all__ = ["MethodInfo", "Posterior", "load"]
+__all__ = ["Explanation", "MethodInfo", "Posterior", "load"]

@@ -28,6 +28,7 @@ from ..prediction.quantities import quantity
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
+from .explanations import Explanation, explained, influence, value
 from .former import penalty
 from .latents import latent_of
 from .method_info import MethodInfo
@@ -352,6 +353,92 @@ class Posterior(Displayed, Generic[P]):
         self._check_network()
         check_flag("of", "observed", observed)
         return quantity(self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns)
+
+    @warns_once
+    @outside_modes
+    @memory_errors("The explanation", SMALLER_PREDICTION)
+    def explain(self, x: Any, train: Any = None, novelty: Callable[[Any], Tensor] | None = None) -> Explanation:
+        """Returns the reasons of the uncertainty at some inputs: noise, layers, novelty, and training rows.
+
+        Args:
+            x: one batch of inputs, as in `latent`.
+            train: the training data, as in `lw.fit`; None leaves out the rows.
+            novelty: a detector, a function of x that returns scores (B,); None leaves out the novelty.
+
+        Returns:
+            `.noise` (B, C), in squared units of y; `.weights` {layer: (B, C)}, in squared units of the outputs, which
+            add up to the variance of the outputs; `.novelty` (B,); `.rows` (B, 5), the training rows that pull most.
+
+        Raises:
+            LapwingError: if the outputs have positions, or if the weights have changed since the fit.
+
+        Cost: one forward and C backward passes, C products with Σ per input; with `train` the cost of `influence`.
+        """
+        self._check_network()
+        return explained(self, x, train, novelty)
+
+    @warns_once
+    @outside_modes
+    @memory_errors("The influence", SMALLER_PREDICTION)
+    def influence(self, train: Any, x: Any) -> Tensor:
+        """Returns the change of f(x) if one training row is removed, for each row, without training again.
+
+        `-Cov(f(x), f_i) (I - Λ_i V_i)⁻¹ r_i` with the score `r_i = ∇_f log p(y_i|f_i)`, the Fisher information Λ_i and
+        the covariance V_i of row i. It is exact for a linear network at its optimum with Gaussian noise and fixed δ and
+        σ². It is an approximation for other networks: check a few rows by training without them. If Σ is so coarse that
+        some `Λ_i V_i` has an eigenvalue of at least 1, a warning says so, and `(I - Λ_i V_i)⁻¹` is left out.
+
+        Args:
+            train: the training data, as in `lw.fit`: a loader must show the rows in the same order each time.
+            x: one batch of inputs, as in `latent`.
+
+        Returns:
+            Changes of the outputs, (B, C, n), in their units.
+
+        Raises:
+            LapwingError: if the outputs have positions, or if the weights have changed since the fit.
+
+        Cost: one forward and C backward passes per row, and the covariances of all pairs of inputs and rows.
+
+        Source: Cook and Weisberg 1982, section 3.4, for linear models; here with the covariance of a posterior.
+
+        Example:
+            >>> import torch, lapwing as lw
+            >>> x, y = torch.randn(50, 2), torch.randn(50, 1)
+            >>> posterior = lw.fit(torch.nn.Linear(2, 1).eval(), (x, y))
+            >>> posterior.influence((x, y), x[:3]).shape
+            torch.Size([3, 1, 50])
+        """
+        self._check_network()
+        return influence(self, train, x)
+
+    @warns_once
+    @outside_modes
+    @memory_errors("The value", SMALLER_PREDICTION)
+    def value(self, candidates: Any, targets: Any, given: Any = None) -> Tensor:
+        """Returns the expected fall of the summed variance of the outputs at `targets` if a candidate is labelled.
+
+        `tr C_ta (C_aa + Λ⁻¹)⁻¹ C_at`, with the covariance C of the outputs and the Fisher information Λ of a label. For
+        a linearised network with Gaussian noise the fall does not depend on the label, and this is exact.
+
+        Args:
+            candidates: one batch of n inputs that could be labelled.
+            targets: one batch of inputs whose outputs you want to know.
+            given: inputs that will be labelled in any case, such as those chosen already; None means none.
+
+        Returns:
+            Falls of the variance, (n,), in squared units of the outputs. Label the candidates with the largest value.
+            For a batch of k, choose one at a time and pass those chosen before as `given`.
+
+        Raises:
+            LapwingError: if the outputs have positions, or if the weights have changed since the fit.
+
+        Cost: one forward and C backward passes per input, and the covariances of all pairs of candidates and targets.
+
+        Source: MacKay 1992, Information-based objective functions for active data selection, section 4.
+        """
+        self._check_network()
+        return value(self, candidates, targets, given)
 
     @outside_modes
     def sample(self, n: int, seed: int = 0) -> dict[str, Tensor]:

@@ -23,8 +23,10 @@ from ..likelihoods.prediction_at_positions import predicted
 from ..likelihoods.predictions import tails_of
 from ..linalg import check_draws, check_memory, is_finite, psd_root, row_products, seeded, total
 from ..network.eager import native, own_parameters, parameters_of
+from ..network.gate import Checked
 from ..network.positions import Places
 from ..tangent import Tangent, join
+from .uncertain import prepared
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -86,20 +88,27 @@ class NetworkFunction:
 
     def __call__(self, x: Any) -> Tensor:
         tangent = self._tangent
-        inputs = ordered(x, self._columns)
-        inputs = inputs if isinstance(inputs, Tensor) else as_inputs(inputs, tangent.model)
-        if batches.is_loader(inputs):
-            raise LapwingError(
-                f"f(x) takes one batch of inputs, not {shown(x)}. Write posterior.of(lambda f, batch: "
-                "f(batch[0]).sum(0), loader), which adds up the batches."
-            )
-        inputs = batches.inputs_of(inputs) if isinstance(inputs, Mapping) else inputs
-        checked = tangent.check(batches.plain(inputs, tangent.device))
+        line = "Write posterior.of(lambda f, batch: f(batch[0]).sum(0), loader), which adds up the batches."
+        checked = one_batch(tangent, x, self._columns, line)
         values = {name: self.treated[name].to(value.dtype) for name, value in tangent.parameters.items()}
         rows = tangent.call_with(values, checked.inputs).to(tangent.dtype).reshape(-1, tangent.outputs)
         batches.check_outputs(rows.detach(), "these inputs")
         self.calls.append((rows, tangent.places_of(checked.inputs)))
         return self.calls[-1][1].whole(rows)
+
+
+def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Checked:
+    """Returns one batch of inputs, checked and on the device of the network. Raises for a loader and `lw.Uncertain`."""
+    if isinstance(x, Checked):
+        return x
+    inputs = ordered(x, columns)
+    inputs = inputs if isinstance(inputs, Tensor) else as_inputs(inputs, tangent.model)
+    if batches.is_loader(inputs):
+        raise LapwingError(f"One batch of inputs is needed here, not {shown(x)}. {instead}")
+    _, values, spreads = prepared(batches.inputs_of(inputs) if isinstance(inputs, Mapping) else inputs, tangent.device)
+    if spreads:
+        raise LapwingError("lw.Uncertain inputs are not supported here. Pass their values.")
+    return tangent.check(values)
 
 
 def quantity(

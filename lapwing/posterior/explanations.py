@@ -1,0 +1,192 @@
+"""Why a prediction is uncertain: its noise, its layers, the training rows behind it, and the labels that would help."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..covariance.base import split_blocks
+from ..data import batches
+from ..data.data import Data
+from ..display import Displayed
+from ..errors import LapwingError, shown
+from ..linalg import cholesky, doubled, total
+from ..network.gate import Checked
+from ..prediction.quantities import noise_of, one_batch
+from ..tangent import Record
+
+if TYPE_CHECKING:
+    from .posterior import Posterior
+
+log = logging.getLogger("lapwing")
+
+PULLING = 5
+"""Maximum number of training rows that an explanation lists for each input."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Explanation(Displayed):
+    """The parts of the uncertainty at B inputs. `Posterior.explain` makes it.
+
+    Attributes:
+        noise: variance of y around the network's output, (B, C): the noise variance, or `p (1 - p)` of class
+            probabilities. More data do not reduce it.
+        weights: layer -> its share `J_l (Σ Jᵀ)_l` (B, C) of the variance of the outputs. Shares add up to the variance.
+            They can be negative if Σ couples layers, as `lw.Full()` does.
+        novelty: score of a detector (B,), larger for inputs unlike the training data; None without a detector.
+        rows: numbers of the training rows whose removal moves the outputs most, (B, 5), the strongest first; None
+            without training data.
+    """
+
+    noise: Tensor
+    weights: dict[str, Tensor]
+    novelty: Tensor | None = None
+    rows: Tensor | None = None
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the outputs, (B, C): the sum of the layers' shares."""
+        return total(self.weights.values())
+
+    def __repr__(self) -> str:
+        parts = [f"{name} {float(share.sum() / self.variance.sum()):.0%}" for name, share in self.weights.items()]
+        return f"Explanation({len(self.noise)} inputs; variance of the outputs by layer: {', '.join(parts)})"
+
+
+@torch.no_grad()
+def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any], Tensor] | None) -> Explanation:
+    """Returns the parts of the uncertainty at some inputs: see `Posterior.explain`."""
+    tangent, covariance, checked = posterior.tangent, posterior.covariance, _checked(posterior, x)
+    usable = callable(novelty) and not isinstance(novelty, type)
+    scores: Any = novelty(x) if usable else None  # type: ignore[misc]
+    if novelty is not None and (not isinstance(scores, Tensor) or scores.shape != (checked.samples,)):
+        raise LapwingError(
+            f"explain(novelty={shown(novelty)}) is not a detector. Pass a function of x that returns scores (B,), such "
+            "as lambda x: (x - mean).norm(dim=1)."
+        )
+    noise, shares = [], []
+    scratch = 3 * tangent.outputs * tangent.size
+    for _, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
+        outputs = record.outputs.detach()
+        noise.append(noise_of(posterior.likelihood, outputs, tangent.positions.places(len(outputs), ())))
+        rows = split_blocks(covariance.blocks, record.rows().detach().flatten(0, 1).to(covariance.dtype))
+        products = covariance.mv(rows)
+        shares.append({name: (rows[name] * products[name]).sum(-1).view_as(outputs) for name in rows})
+    weights = {name: torch.cat([part[name] for part in shares]).to(tangent.dtype) for name in shares[0]}
+    pulling = None
+    if train is not None:
+        pulls = influence(posterior, train, checked).square().sum(1)
+        pulling = pulls.topk(min(PULLING, pulls.shape[-1])).indices
+    return Explanation(torch.cat(noise), weights, scores, pulling)
+
+
+@torch.no_grad()
+def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
+    """Returns the change of f(x) if a training row is removed, (B, C, n): see `Posterior.influence`."""
+    tangent, likelihood = posterior.tangent, posterior.likelihood
+    inputs, changes, leverages = _checked(posterior, x), [], []
+    data = Data.of(train, tangent.model, posterior.columns)
+    batches.check_loader(data.loader, "posterior.influence")
+    for batch in data:
+        row_inputs, targets = batches.split(batch, tangent.device)
+        for part, record in _records(posterior, tangent.check(row_inputs)):
+            score = posterior.scale.of_likelihood * doubled(likelihood.score(record.outputs, targets[part]))[..., None]
+            root = _root(posterior, record, targets[part])
+            half, inner = _leverage(posterior, record, root)
+            moved = score + root @ torch.linalg.solve(_eye(inner) - inner, half @ score)  # (I - Λ V)⁻¹ r
+            changes.append(-_products(posterior, inputs, record, torch.cat([moved, score], -1)))
+            leverages.append(torch.linalg.eigvalsh(inner)[:, -1])
+    if not changes:
+        raise LapwingError("The training data of posterior.influence yield no row. Check the dataset's length.")
+    every, highest = torch.cat(changes, 2), torch.cat(leverages)
+    above = int((highest >= 1).sum())
+    if above:
+        log.warning(
+            "%d of %d rows have a leverage of 1 or more, which no row of a fit has under its exact covariance. So the "
+            "influence leaves out (I - ΛV)⁻¹, and is the effect of slightly less weight of a row, per unit of weight. "
+            "Pass the rows of the fit, and fit lw.Full(), or params=lw.last_layer if the network is too large for it.",
+            above, len(highest),
+        )  # fmt: skip
+    return every[..., 1 if above else 0].to(tangent.dtype)
+
+
+@torch.no_grad()
+def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Tensor:
+    """Returns the expected fall of the variance of the targets by a label, (n,): see `Posterior.value`."""
+    pool, inputs = _checked(posterior, candidates), _checked(posterior, targets)
+    known = None if given is None else _checked(posterior, given)
+    falls = []
+    if known is not None:  # whitened covariances with the labels that will be known
+        labelled = posterior.tangent.record(known, dtype=posterior.covariance.record_dtype)
+        at = _root(posterior, labelled)  # R (g, C, R')
+        among = torch.einsum("gcr,gchs->grhs", at, _products(posterior, known, labelled, at))
+        among = among.flatten(2).flatten(0, 1)
+        factor = cholesky(_eye(among) + among)
+        of_targets = _whitened(factor, _products(posterior, inputs, labelled, at).flatten(2).flatten(0, 1).T)
+    for _, record in _records(posterior, pool):
+        root = _root(posterior, record)
+        between = _products(posterior, inputs, record, root)  # C_ta R (m, C, n, R')
+        _, inner = _leverage(posterior, record, root)
+        if known is not None:
+            of_rows = torch.einsum("gcr,gcns->grns", at, _products(posterior, known, record, root))
+            of_rows = _whitened(factor, of_rows.flatten(2).flatten(0, 1))
+            between = between - (of_targets.T @ of_rows).view_as(between)
+            each = of_rows.unflatten(1, (record.samples, -1))
+            inner = inner - torch.einsum("knr,kns->nrs", each, each)
+        white = _whitened(cholesky(_eye(inner) + inner), between.permute(2, 3, 0, 1).flatten(2))
+        falls.append(white.square().sum((1, 2)))
+    return torch.cat(falls).to(posterior.tangent.dtype)
+
+
+def _checked(posterior: Posterior, x: Any) -> Checked:
+    """Returns one batch of inputs, or inputs that are checked already."""
+    if posterior.tangent.positions.several:
+        raise LapwingError(
+            f"The outputs of {type(posterior.model).__name__} have positions, which explain, influence and value do "
+            "not support. Write posterior.of(lambda f: f(x)...) for the error of numbers that are computed from them."
+        )
+    return one_batch(posterior.tangent, x, posterior.columns, "Pass one tensor of inputs.")
+
+
+def _records(posterior: Posterior, inputs: Checked) -> Iterator[tuple[slice, Record]]:
+    """Yields records of chunks of samples, two of which fit the memory budget with their joint covariance."""
+    tangent, covariance = posterior.tangent, posterior.covariance
+    dtype, outputs = covariance.record_dtype, tangent.outputs
+    length = tangent.chunk_length(dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row)
+    length = min(length // 2, isqrt(tangent.memory // 64) // outputs)
+    for part, chunk in inputs.chunks(max(1, length)):
+        yield part, tangent.record(chunk, dtype=dtype)
+
+
+def _products(posterior: Posterior, inputs: Checked, record: Record, vectors: Tensor) -> Tensor:
+    """Returns `Cov(f(x), f_n) u_n` (B, C, n, R) for the samples of a record and vectors u (n, C, R)."""
+    parts = (posterior.covariance.joint_output_covariance(other, record) for _, other in _records(posterior, inputs))
+    return torch.cat([torch.einsum("bcnd,ndr->bcnr", doubled(part), vectors) for part in parts])
+
+
+def _root(posterior: Posterior, record: Record, targets: Tensor | None = None) -> Tensor:
+    """Returns a root (n, C, R) of the Fisher information Λ of each sample, as it counts in the fit."""
+    likelihood, outputs = posterior.likelihood, record.outputs
+    root = doubled(likelihood.fisher_root(outputs)) * posterior.scale.of_curvature**0.5
+    weights = None if targets is None else likelihood.target_weights(outputs, targets)
+    return root if weights is None else root * doubled(weights).sqrt()[..., None]
+
+
+def _leverage(posterior: Posterior, record: Record, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `Rᵀ V` (n, R, C) and `Rᵀ V R` (n, R, R), with the covariance V of the outputs of each sample."""
+    half = root.mT @ total(doubled(term.dense()) for term in posterior.covariance.output_covariance(record))
+    return half, half @ root
+
+
+def _whitened(factor: Tensor, values: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(factor, values, upper=False)
+
+
+def _eye(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)

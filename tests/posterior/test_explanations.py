@@ -1,0 +1,196 @@
+"""`explain`, `influence` and `value`, against refits of linear models, dense oracles and networks trained again."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from tests.conformance import close
+
+F64 = torch.float64
+METHODS = [
+    lw.Full(), lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=5, rows=20), lw.ELLA(rank=5, rows=20, residual="prior"),
+    lw.SubsetOfData(size=9), lw.SampledLLA(draws=5),
+]  # fmt: skip
+PRECISION, NOISE = 0.7, 0.3
+
+
+def data(count: int = 24, features: int = 3, outputs: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(count, n, generator=generator, dtype=F64) for n in (features, outputs))
+    return x, y
+
+
+def ridge(x: Tensor, y: Tensor) -> nn.Linear:
+    """Returns the linear network at the optimum of `|y - f|²/(2σ²) + δ/2 |θ|²`."""
+    ones = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    eye = torch.eye(ones.shape[1], dtype=F64)
+    weights = torch.linalg.solve(ones.T @ ones / NOISE + PRECISION * eye, ones.T @ y / NOISE)
+    model = nn.Linear(x.shape[1], y.shape[1]).double().eval()
+    model.weight.data, model.bias.data = weights[:-1].T.contiguous(), weights[-1].clone()
+    return model
+
+
+def fitted(model: nn.Module, x: Tensor, y: Tensor, method: Any = None, **options: Any) -> lw.Posterior:
+    options = {"likelihood": lw.Gaussian(NOISE), "prior_precision": PRECISION} | options
+    return lw.fit(model, (x, y), method or lw.Full(), **options)
+
+
+def network(outputs: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double().eval()
+
+
+def test_influence_is_exact_for_a_linear_model() -> None:
+    (x, y), test = data(), torch.randn(5, 3, dtype=F64)
+    model = ridge(x, y)
+    found = fitted(model, x, y).influence([(x[:10], y[:10]), (x[10:], y[10:])], test)
+    keep = torch.eye(len(x), dtype=torch.bool).logical_not()
+    again = torch.stack([(ridge(x[rows], y[rows])(test) - model(test)).detach() for rows in keep], -1)
+    close(found, again)
+
+
+def test_a_temperature_and_noise_ratios_count_as_in_the_fit() -> None:
+    """With τ a row counts 1/τ times, as with τ times its noise."""
+    (x, y), test = data(), torch.randn(4, 3, dtype=F64)
+    model = network()
+    cold = fitted(model, x, y, temperature=2.0, likelihood=lw.Gaussian(NOISE, noise_ratios=(1.0, 4.0)))
+    wide = fitted(model, x, y, likelihood=lw.Gaussian(2 * NOISE, noise_ratios=(1.0, 4.0)))
+    close(cold.influence((x, y), test), wide.influence((x, y), test))
+    close(cold.value(x, test), wide.value(x, test))
+
+
+def trained(x: Tensor, labels: Tensor) -> nn.Module:
+    """Returns the optimum of the cross entropy of a linear classifier, with weight decay 1."""
+    model = nn.Linear(3, 3).double()
+    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=100, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), labels, reduction="sum")
+        loss = loss + sum(p.square().sum() for p in model.parameters()) / 2
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    return model.eval()
+
+
+def test_influence_of_labels_is_close_to_training_again() -> None:
+    """A linear classifier is not quadratic in its weights, so removal is one Newton step of it."""
+    x, test = data(60)[0], torch.randn(5, 3, dtype=F64)
+    labels = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    labels[:3] = (labels[:3] + 1) % 3
+    model = trained(x, labels)
+    posterior = fitted(model, x, labels, likelihood="categorical", prior_precision=1.0)
+    found = posterior.influence((x, labels), test)
+    keep = torch.eye(len(x), dtype=torch.bool).logical_not()[:4]
+    again = torch.stack([(trained(x[rows], labels[rows])(test) - model(test)).detach() for rows in keep], -1)
+    centred = [part - part.mean(1, keepdim=True) for part in (found[..., :4], again)]
+    assert torch.corrcoef(torch.stack([part.flatten() for part in centred]))[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: str(method).partition("(s")[0])
+def test_formulas_of_every_structure(method: Any) -> None:
+    x, y = data(12)
+    test = torch.randn(3, 3, dtype=F64)
+    posterior = fitted(network(), x, y, method)
+    joint = posterior.latent(torch.cat([test, x]), joint=True).covariance
+    cross, own = joint[:3, :, 3:], joint[3:, :, 3:].diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (3, 2, 12, 2), (12, 2, 2)
+    eye, score = torch.eye(2, dtype=F64), (y - posterior.model(x).detach()) / NOISE
+    exact = bool((torch.linalg.eigvalsh(own / NOISE) < 1).all())
+    moved = torch.linalg.solve(eye - own / NOISE, score[..., None])[..., 0] if exact else score
+    close(posterior.influence((x, y), test), -torch.einsum("bcnd,nd->bcn", cross, moved), 1e-7)
+    middle = torch.linalg.inv(own + NOISE * eye)
+    close(posterior.value(x, test), torch.einsum("bcnd,nde,bcne->n", cross, middle, cross), 1e-7)
+    explanation = posterior.explain(test)
+    close(explanation.variance, posterior.latent(test).variance, 1e-7)
+    close(explanation.noise, torch.full((3, 2), NOISE, dtype=F64))
+
+
+def test_shares_are_those_of_dense_blocks() -> None:
+    (x, y), test = data(), torch.randn(4, 3, dtype=F64)
+    posterior = fitted(network(), x, y)
+    rows = posterior.tangent.record(test, dtype=F64).rows()
+    parts = rows.split([block.size for block in posterior.tangent.blocks], -1)
+    products = (rows @ posterior.covariance.to_dense()).split([part.shape[-1] for part in parts], -1)
+    found = posterior.explain(test).weights
+    assert list(found) == ["0", "2"]
+    for share, part, product in zip(found.values(), parts, products, strict=True):
+        close(share, (part * product).sum(-1))
+
+
+def test_value_is_the_fall_after_a_fit_with_the_label() -> None:
+    x, y = data()
+    pool, test, given = x[:4] + 1, x[4:7] - 1, x[7:10] + 2
+    model = network()
+    posterior = fitted(model, x, y)
+    before = posterior.latent(test).variance.sum()
+    falls = []
+    for row in pool:
+        more = fitted(model, torch.cat([x, row[None]]), torch.cat([y, y[:1]]))
+        falls.append(before - more.latent(test).variance.sum())
+    close(posterior.value(pool, test), torch.stack(falls), 1e-7)
+    labelled = fitted(model, torch.cat([x, given]), torch.cat([y, y[:3]]))
+    close(posterior.value(pool, test, given), labelled.value(pool, test), 1e-7)
+
+
+def test_chunks_change_nothing() -> None:
+    (x, y), model = data(), network()
+    many = fitted(model, x, y, lw.KFAC())
+    few = replace(many, tangent=replace(many.tangent, memory=2**14))
+    close(few.influence((x, y), x[:7]), many.influence((x, y), x[:7]))
+    close(few.value(x, x[:7], x[:2]), many.value(x, x[:7], x[:2]))
+    for found, wanted in zip(few.explain(x).weights.values(), many.explain(x).weights.values(), strict=True):
+        close(found, wanted)
+
+
+def test_explain_lists_rows_and_asks_the_detector() -> None:
+    x, y = data()
+    posterior = fitted(network(), x, y)
+    found = posterior.explain(x[:3], (x, y), novelty=lambda at: at.square().sum(1))
+    close(found.novelty, x[:3].square().sum(1))
+    pulls = posterior.influence((x, y), x[:3]).norm(dim=1)
+    assert torch.equal(found.rows, pulls.topk(5).indices)
+    assert "0 " in repr(found)
+    classes = lw.fit(network(3), (x, torch.arange(24) % 3), lw.KFAC())
+    probabilities = classes.model(x[:3]).softmax(-1).detach()
+    close(classes.explain(x[:3]).noise, probabilities * (1 - probabilities))
+    assert classes.explain(x[:3]).rows is None
+    assert classes.explain(x[:3]).novelty is None
+
+
+def test_a_coarse_covariance_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = data()
+    posterior = fitted(network(), x, y, lw.KFAC(), prior_precision=1e-3, likelihood=lw.Gaussian(1e-3))
+    with caplog.at_level(logging.WARNING, "lapwing"):
+        found = posterior.influence((x, y), x[:2])
+    assert "leverage of 1 or more" in caplog.text
+    joint = posterior.latent(x, joint=True).covariance[:2]
+    close(found, -torch.einsum("bcnd,nd->bcn", joint, (y - posterior.model(x).detach()) / 1e-3), 1e-6)
+
+
+def test_refusals() -> None:
+    x, y = data()
+    posterior = fitted(network(), x, y)
+    tagger = nn.Conv1d(3, 2, 1).double().eval()
+    positions = lw.fit(tagger, (torch.randn(6, 3, 4, dtype=F64), torch.randn(6, 2, 4, dtype=F64)), lw.KFAC(),
+                       likelihood=lw.Gaussian(0.1))  # fmt: skip
+    cases: list[tuple[Any, str]] = [
+        (lambda: posterior.explain(x, novelty=3), "novelty=3.*detector"),
+        (lambda: posterior.explain(x, novelty=lambda at: at), "detector.*\\(B,\\)"),
+        (lambda: posterior.value([x], x), "One batch.*one tensor"),
+        (lambda: posterior.explain(lw.Uncertain(x, 0.1)), "Uncertain"),
+        (lambda: posterior.influence([], x), "no row"),
+        (lambda: posterior.influence(x, x), "\\(x, y\\)"),
+        (lambda: positions.value(torch.randn(2, 3, 4, dtype=F64), torch.randn(2, 3, 4, dtype=F64)), "positions.*of\\("),
+    ]
+    for call, message in cases:
+        with pytest.raises(lw.LapwingError, match=message):
+            call()
