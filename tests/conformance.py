@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.methods import DataSummary, FisherRoot, Problem
+from lapwing.methods.problem import root_positions
+from lapwing.posterior.prior import Prior
 from lapwing.tangent import Block, Tangent
 from tests import oracle
 from tests.pretended_device import Device
@@ -238,6 +241,15 @@ class Setup:
 def setup(name: str, last_layer: bool = False, samples: int = 9) -> Setup:
     """Returns the shared setup of a zoo case; its dense oracles are computed once a session."""
     return Setup(ZOO[name], lw.last_layer if last_layer else EVERY, samples)
+
+
+def problem_of(
+    tangent: Tangent, likelihood: lw.Likelihood, y: Tensor, prior_mean: float = 0.0, **options: Any
+) -> Problem:
+    """Returns the inputs of a method after data with these targets, with prior precision 2."""
+    root, n = FisherRoot(likelihood, tangent.outputs, torch.Generator(), root_positions(tangent)), len(y)
+    prior = Prior.read(tangent, 2.0, prior_mean)
+    return Problem(tangent, likelihood, root, prior, True, 0, lambda: y, lambda: n, lambda: DataSummary(n), **options)
 
 
 def subspace(rows: Tensor, rank: int | None = None) -> Tensor:

@@ -218,7 +218,10 @@ def run(folder: Path, size: int, tasks: Sequence[tuple[Any, ...]], seconds: floa
         tasks: a function of this file and its arguments after rank and size.
         seconds: the timeout of the group.
     """
-    context = multiprocessing.get_context("spawn")
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload([__name__])  # torch is imported once, not by each rank
     group = [context.Process(target=_rank, args=(folder, rank, size, tasks, seconds)) for rank in range(size)]
     for process in group:
         process.start()

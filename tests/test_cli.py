@@ -136,8 +136,3 @@ def test_wrong_input_is_one_sentence(arguments: list[str], sentence: str, folder
     assert printed.err.startswith("lapwing: ")
     assert printed.err.count("\n") == 1
     assert sentence in printed.err
-
-
-def test_without_a_command_it_prints_the_versions(capsys) -> None:
-    main([])
-    assert capsys.readouterr().out == lw.versions() + "\n"

@@ -11,17 +11,15 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.jacobian.blocks import split
-from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
-from lapwing.methods.problem import root_positions
+from lapwing.methods import Batch, Problem
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
 from lapwing.methods.sampled_lla.system import CurvatureProducts, PositionedRoot
 from lapwing.methods.subset_of_data import chosen_places
 from lapwing.methods.valla import alpha_divergence, moving_points, objective_rows
 from lapwing.methods.valla.alpha_divergence import inner_factor
 from lapwing.methods.valla.moving_points import divergence
-from lapwing.posterior.prior import Prior
 from lapwing.tangent import Anchors, Tangent
-from tests import oracle
+from tests import conformance, oracle
 from tests.conformance import close
 from tests.fitting.test_positions import CLASSES, F64, case, dense, jacobian, rows
 
@@ -54,16 +52,9 @@ def sparse_covariance(J: Tensor, G: Tensor, delta: float = 2.0) -> Tensor:
     return torch.linalg.inv(delta * torch.eye(len(G), dtype=F64) + span @ G @ span)
 
 
-def problem_of(
-    model: torch.nn.Module, batch: tuple[Tensor, Tensor], params: Any = lw.everything, **options: Any
-) -> Problem:
-    x, y = batch
-    tangent = Tangent.survey(model, x, params, targets=y)
-    root = FisherRoot(lw.Categorical(), tangent.outputs, torch.Generator(), root_positions(tangent))
-    prior, n = Prior.read(tangent, 2.0, 0.3), len(x)
-    return Problem(
-        tangent, lw.Categorical(), root, prior, True, 0, Tensor, lambda: n, lambda: DataSummary(n), **options
-    )
+def problem_of(model: torch.nn.Module, batch: tuple[Tensor, Tensor], params: Any, **options: Any) -> Problem:
+    tangent = Tangent.survey(model, batch[0], params, targets=batch[1])
+    return conformance.problem_of(tangent, lw.Categorical(), batch[1], prior_mean=0.3, **options)
 
 
 @pytest.mark.parametrize(("name", "params"), [("transformer", lw.everything), ("3x3", TREATED[1]), ("3x3", TREATED[0])])

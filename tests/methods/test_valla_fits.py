@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +10,14 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance.terms import DenseTerm
-from lapwing.methods import Batch, DataSummary, FisherRoot, Problem
+from lapwing.methods import Batch
 from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla.alpha_divergence import inner_factor, remaining
 from lapwing.methods.valla.inducing import Kernel
 from lapwing.methods.valla.moving_points import divergence
-from lapwing.posterior.prior import Prior
 from lapwing.tangent import Anchors
 from tests import oracle
-from tests.conformance import Setup, close, jacobian, psd, setup
+from tests.conformance import close, jacobian, problem_of, psd, setup
 from tests.methods.test_valla import points_of, rows_at
 
 MOVING = (lw.AlphaDivergence(steps=4), lw.VariationalBound(steps=4), lw.VariationalBound(4, then=lw.NaturalGradient(3)))
@@ -56,25 +54,13 @@ def test_remaining_covariance_is_that_of_weight_space():
 # --- objectives ------------------------------------------------------------------------------------------------------
 
 
-def problem_of(problem: Setup, **options: Any) -> Problem:
-    """The inputs of a method, after all data have been read."""
-    prior = Prior.read(problem.tangent, options.pop("prior_precision", 2.0), options.pop("prior_mean", 0.0))
-    likelihood = options.pop("likelihood", problem.likelihood)
-    root = FisherRoot(likelihood, problem.tangent.outputs, torch.Generator())
-    n = problem.samples
-    return Problem(
-        problem.tangent, likelihood, root, prior, True, 0, lambda: problem.y, lambda: n, lambda: DataSummary(n),
-        **options,
-    )  # fmt: skip
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mlp_scalar", "conv1d", "mlp"])
 def test_the_bound_is_the_dense_one(name):
     """`-[Σ log p - 1/2 tr(Λ_n J Σ Jᵀ)] + KL` in weight space, at the optimal A, with temperature and data size."""
     case = setup(name)
     for options, factor in (({}, 1.0), ({"temperature": 2.0, "data_size": 45}, 2.5)):
-        problem = problem_of(case, prior_mean=0.3, **options)
+        problem = problem_of(case.tangent, case.likelihood, case.y, prior_mean=0.3, **options)
         anchors = points_of(case, lw.VaLLA(4))
         steps = moving_points.BoundSteps(problem, anchors, 3, 0.1, None)
         state = steps.init()
@@ -97,7 +83,7 @@ def test_the_bound_is_the_dense_one(name):
 def test_the_divergence_for_gaussian_noise(alpha):
     """Mini-batches are scaled to N; at α = 0 the bound without the distance, at α = 1 the log predictive density."""
     case, noise = setup("conv1d"), 0.2
-    problem = problem_of(case, likelihood=lw.Gaussian(noise), data_size=90)
+    problem = problem_of(case.tangent, lw.Gaussian(noise), case.y, data_size=90)
     anchors = points_of(case, lw.VaLLA(4))
     fit = lw.AlphaDivergence(alpha=alpha)
     steps = alpha_divergence.AlphaSteps(fit, problem, anchors, None)
@@ -125,7 +111,7 @@ def test_the_divergence_for_gaussian_noise(alpha):
 def test_the_divergence_uses_the_given_link():
     """For α = 1 and classes the data term is the log probability of the link's prediction under `K*`."""
     case = setup("mlp")
-    problem = problem_of(case, data_size=90)
+    problem = problem_of(case.tangent, case.likelihood, case.y, data_size=90)
     anchors, some = points_of(case, lw.VaLLA(4)), slice(0, 5)
     rows, batch = rows_at(case, anchors), Batch(case.tangent, oracle.take(case.x, some), case.y[some], 0)
     sigma = torch.linalg.inv(2 * torch.eye(rows.shape[1]).double() + rows.T @ rows)  # L = I
