@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from papers.common.results import Rows, once
+from papers.common.results import Rows, once, read
+from papers.common.scores import averaged
 from papers.common.tables import grid, shown
+from papers.streamlined import table1
 from papers.streamlined.setting import Setting, apart, labels, outputs, scores
 from papers.streamlined.table1 import NETWORKS, RegressionTask
 from papers.streamlined.table2 import MLPTask, class_row
@@ -85,9 +87,27 @@ def _transformer(name: str, seed: int, tested: int, tuned: int) -> dict[str, Any
     return found
 
 
+def gains(runs: Mapping[str, Any], posteriors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns table -> way -> how much lower the NLPD of LA with a factor is than at one noise variance, in nats.
+
+    Args:
+        runs: "table, seed fold" -> rows of this experiment.
+        posteriors: the same of `table1`. Networks and test rows are the same, so folds are paired.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for run, ways in posteriors.items():
+        base = runs[run]["network"]["noise of validation residuals"]["nlpd"]
+        for way in ("GLM", "streamlined"):
+            table = found.setdefault(run.partition(",")[0], {})
+            table.setdefault(way, []).append(base - ways["LA"][way]["scaled"]["nlpd"])
+    return {name: averaged([dict(zip(ways, fold, strict=True)) for fold in zip(*ways.values(), strict=True)])
+            for name, ways in found.items()}  # fmt: skip
+
+
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the scores of the classifiers, and the NLPD of the regressions."""
+    """Returns the scores of the classifiers, and the NLPD of the regressions with the gains of Table 1 over it."""
     classes, regressions = {}, {}
+    gained = gains(results["runs"], read(str(table1.__file__))["runs"])
     for name, found in results["table"].items():
         row = found["network"]
         if "temperature" in row:
@@ -95,9 +115,12 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
             cells = [shown(part[key]) for key in ("nlpd", "ece", "auroc") for part in parts]
             classes[name] = [shown(row["temperature"], 2), *cells]
         else:
-            regressions[name] = [shown(part["nlpd"], 2) for part in row.values()]
+            gain = [shown(gained[name][way]) for way in ("GLM", "streamlined")]
+            regressions[name] = [*(shown(part["nlpd"], 2) for part in row.values()), *gain]
     columns = [f"{name}, {kind}" for name in ("NLPD", "ECE", "AUROC") for kind in ("as it is", "one temperature")]
+    noises = ["noise of the training residuals", "noise of the validation residuals"]
+    fields = [*noises, "gain of GLM x factor", "gain of streamlined x factor"]
     return {
         "classifiers": grid(["temperature", *columns], classes),
-        "regressions": grid(["noise of the training residuals", "noise of the validation residuals"], regressions),
+        "regressions": grid(fields, regressions),
     }

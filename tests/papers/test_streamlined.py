@@ -149,6 +149,17 @@ def test_one_noise_variance_against_its_formula():
     assert found["noise of training residuals"]["noise"] < noise * 3
 
 
+def test_gains_over_one_noise_variance_are_paired_by_fold():
+    runs, posteriors = {}, {}
+    for fold, (base, glm) in enumerate([(1.0, 0.8), (3.0, 2.6)]):
+        runs[f"SERVO, seed {fold}"] = {"network": {"noise of validation residuals": {"nlpd": base}}}
+        ways = {"GLM": {"scaled": {"nlpd": glm}}, "streamlined": {"scaled": {"nlpd": base}}}
+        posteriors[f"SERVO, seed {fold}"] = {"LA": ways}
+    found = baselines.gains(runs, posteriors)["SERVO"]
+    assert found["GLM"] == {"mean": pytest.approx(0.3), "standard_error": pytest.approx(0.1)}
+    assert found["streamlined"] == {"mean": 0.0, "standard_error": 0.0}
+
+
 def test_draws_and_scores_of_a_posterior_by_ivon():
     """IVON learns the table; groups of draws and factors give the NLPD of `predict`."""
     task = small_task()
