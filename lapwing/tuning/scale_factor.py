@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -43,7 +43,7 @@ def scale_factor(
     decades: tuple[float, float] = (-6.0, 3.0),
     points: int = 37,
 ) -> Scaled:
-    """Chooses the factor s of a way's covariance, `f(x) ~ N(m, s V)`, and returns the scaled way.
+    """Returns `lw.Scaled(via, s)` with the factor s of a way's covariance, `f(x) ~ N(m, s V)`, that data choose.
 
     With `to=`, s gives the way the mean variance of another way, `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, and needs no
     targets: `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined`
@@ -55,9 +55,9 @@ def scale_factor(
         N/n 1/τ Σ_n E[log p(y_n|f)] - KL(q_s ‖ N(μ0, Δ⁻¹)),   f ~ N(m_n, s V_n)
         KL = 1/2 [s tr(ΔΣ) + (θ̂-μ0)ᵀΔ(θ̂-μ0) - P - P log s - logdet(ΔΣ)]
 
-    For Gaussian noise and `Linearized` the maximum is at `s = P / tr((G/τ + Δ) Σ)`, where G is the exact curvature: 1
-    for `Full`, `Diagonal` and `EKFAC`. So the bound corrects only approximations: of the covariance, of the way, or of
-    a likelihood that is not Gaussian. Validation also corrects for a wrong model. The noise variance stays.
+    For Gaussian noise and `Linearized` this is `s = P / tr((G/τ + Δ) Σ)` with the exact curvature G: 1 for `Full`,
+    `Diagonal` and `EKFAC`. So the bound corrects only approximations; validation also corrects for a wrong model. The
+    noise variance stays.
 
     Args:
         posterior: posterior of the fit.
@@ -68,11 +68,8 @@ def scale_factor(
         by: "validation" or "evidence".
         link: link from latents to predictions; None means the default link. For the evidence, the link computes
             expectations (`Likelihood.log_power_mean` at α = 0).
-        decades: range of log10 s.
-        points: number of grid points in this range. A golden-section search around the best point follows.
-
-    Returns:
-        `lw.Scaled(via, s)`. A warning is logged if s is at an end of the range.
+        decades: range of log10 s. If s is at an end of it, a warning is logged.
+        points: number of grid points in this range, for a golden-section search around the best point.
 
     Raises:
         LapwingError: if the loader is empty, the link does not fit or ignores the factor (LaplaceBridge), or an option
@@ -112,22 +109,8 @@ def scale_factor(
     check_choice("lw.scale_factor", "by", by, ("validation", "evidence"))
     check_argument("lw.scale_factor", "decades", decades, RISING, "(-6.0, 3.0)")
     check_argument("lw.scale_factor", "points", points, at_least(3), "37")
-    expected, likelihood = by == "evidence", posterior.likelihood
-    trace, size = _divergence(posterior) if expected else (0.0, 0.0)
     with torch.no_grad():
-        kept, count = _latents(posterior, data, via, link, expected)
-
-        def score(exponent: float) -> float:
-            factor, total = 10**exponent, 0.0
-            for latent, targets in kept:
-                scaled = latent.scaled(factor)
-                if expected:  # draws, if there are any, are the same at every scale
-                    values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
-                else:
-                    values = predicted(likelihood, scaled, link, None).log_prob(targets)
-                total += float(values.sum())
-            return total / count - (factor * trace - size * math.log(factor)) / 2
-
+        score = _score_of(posterior, data, via, link, by == "evidence")
         exponent = golden_section(score, *decades, points)
         best = score(exponent)
         on_plateau = (end for end in decades if score(end) >= best - 1e-12 * abs(best))
@@ -153,6 +136,28 @@ def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
             f"via={via} {tuple(found.shape)}. Write to=lw.Linearized(), or to=lw.Linearized(draws=64) for very many."
         )
     return Scaled(via, float(wanted.sum() / found.sum()))
+
+
+def _score_of(
+    posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
+) -> Callable[[float], float]:
+    """Returns a function of log10 s: the mean log likelihood, or the bound per sample plus a constant."""
+    likelihood = posterior.likelihood
+    trace, size = _divergence(posterior) if expected else (0.0, 0.0)
+    kept, count = _latents(posterior, loader, via, link, expected)
+
+    def score(exponent: float) -> float:
+        factor, total = 10**exponent, 0.0
+        for latent, targets in kept:
+            scaled = latent.scaled(factor)
+            if expected:  # draws, if there are any, are the same at every scale
+                values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
+            else:
+                values = predicted(likelihood, scaled, link, None).log_prob(targets)
+            total += float(values.sum())
+        return total / count - (factor * trace - size * math.log(factor)) / 2
+
+    return score
 
 
 def _latents(
