@@ -27,8 +27,8 @@ from ..options import check_argument, instance_of
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Way
 from ..prediction.streamlined import Streamlined
+from .export import Observe, trace
 from .predictor import Predictor
-from .tracing import Observe, trace
 
 log = logging.getLogger("lapwing")
 

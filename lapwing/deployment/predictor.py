@@ -14,7 +14,7 @@ from torch.export import Dim
 from ..data import batches
 from ..errors import LapwingError, extra
 from ..prediction.streamlined.graph import quiet
-from .tracing import Traced
+from .export import Traced
 
 aten = torch.ops.aten
 
