@@ -236,10 +236,11 @@ def test_the_factor_to_another_way_gives_its_mean_variance(via):
     posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=1.0)
     x = held_out[0][0]
     found = lw.scale_factor(posterior, x, via, to=lw.Linearized())
-    wanted, narrow = posterior.latent(x).variance, posterior.latent(x, via).variance
+    wanted, narrow = posterior.latent(x).variance, posterior.latent(x, found.via).variance
     assert found.factor == pytest.approx(float(wanted.mean() / narrow.mean()), rel=1e-12)
     torch.testing.assert_close(posterior.latent(x, found).variance.mean(), wanted.mean())
-    assert lw.scale_factor(posterior, [x[:9], x[9:]], via, to=lw.Linearized()).factor == pytest.approx(found.factor)
+    again = lw.scale_factor(posterior, [x[:9], x[9:]], via, to=lw.Linearized())  # features of the first batch
+    assert again.factor == pytest.approx(found.factor, rel=1e-6 if again.via == via else 0.02)
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,22 @@ from ...network.entry import outside_modes
 from ...network.logits import logits_of
 from ...network.refusals import check_layers
 from ...network.tracing import wants_gradient
-from ...options import instance_of, option
+from ...options import Rule, option
 from ...tangent import Tangent
 from ..uncertain import leaves_of, separate
 from ..way import Way
-from .features import correlation_of
-from .moments import FeatureCorrelation
 
 if TYPE_CHECKING:
     from .full import FullProgram
+    from .moments import FeatureCorrelation
     from .operations import Kind, Operation, broadcast, independent, register_operation
     from .program import Program
+
+
+def _is_correlation(value: Any) -> bool:
+    from .moments import FeatureCorrelation
+
+    return isinstance(value, FeatureCorrelation)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Streamlined(Way):
     activations: Literal["linear", "moments"] = "linear"
     positions: Literal["independent", "correlated"] = "correlated"
     features: FeatureCorrelation | None = option(
-        None, instance_of("made by lw.scale_factor(..., to=)", FeatureCorrelation), repr=False
+        None, Rule(_is_correlation, "made by lw.scale_factor(..., to=)"), repr=False
     )
 
     def __post_init__(self) -> None:
@@ -177,6 +182,8 @@ class Streamlined(Way):
     @outside_modes
     def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Any) -> Streamlined:
         """Returns the way with the correlation of the features before the last layer, from draws at these inputs."""
+        from .features import correlation_of
+
         if self.covariance == "full" or tangent.positions.several:
             return self
         with torch.no_grad():
