@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
+from ..linalg import doubled
 from ..tangent import Tangent
 from ._modes import eval_mode
 
-__all__ = ["NextTokens", "TokenScores", "fit_trainer", "score_tokens"]
+__all__ = ["NextTokens", "TokenScores", "fit_trainer", "lora_cores", "score_tokens"]
 
 IGNORED = -100
 """Label of tokens that do not count."""
@@ -157,3 +160,79 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
         )
     latent = lw.Linearized().latent(tangent, posterior.covariance, inputs, False)
     return TokenScores(latent.mean.detach(), latent.covariance.detach())
+
+
+def lora_cores(model: nn.Module) -> nn.Module:
+    """Returns a copy of a network with LoRA in which each adapter is `ΔW = U R Vᵀ` with a trainable core R (r, r).
+
+    U (O, r) and V (I, r) are orthonormal bases of the trained factors, and fixed. The outputs equal those of the
+    network. So a posterior of the cores has r² weights per adapter: `lw.fit(lora_cores(model), loader, lw.Full())` is
+    exact for them. It leaves out changes of the bases themselves.
+
+    Args:
+        model: a network with trained linear adapters as in peft: modules with dicts `lora_A`, `lora_B` and `scaling`,
+            or with two linear layers `lora_A` and `lora_B` and a number `scaling` (1 without it). The copy shares all
+            other weights with it.
+
+    Raises:
+        LapwingError: if there are no such adapters, or if an adapter is merged, not linear, or DoRA.
+
+    Source: arXiv 2605.07706.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> class Adapted(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.base = torch.nn.Linear(20, 3).requires_grad_(False)
+        ...         self.lora_A, self.lora_B = torch.nn.Linear(20, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+        ...     def forward(self, x):
+        ...         return self.base(x) + self.lora_B(self.lora_A(x))
+        >>> x, model = torch.randn(30, 20), Adapted().eval()
+        >>> lw.fit(lora_cores(model), (x, torch.arange(30) % 3), lw.Full(), params=lw.matching("*core*")).tangent.size
+        4
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    network, found = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}), False
+    for name, module in list(network.named_modules()):
+        down, up, scaling = (getattr(module, key, None) for key in ("lora_A", "lora_B", "scaling"))
+        if isinstance(down, nn.ModuleDict) and isinstance(up, nn.ModuleDict):
+            for key in down:
+                down[key], up[key] = _with_core(name, module, down[key], up[key], (scaling or {}).get(key, 1.0))
+                found = True
+        elif isinstance(down, nn.Module) and isinstance(up, nn.Module):
+            scale = 1.0 if scaling is None else float(scaling)
+            module.lora_A, module.lora_B = _with_core(name, module, down, up, scale)
+            found = True
+    if not found:
+        raise LapwingError(
+            f"{type(model).__name__} has no modules with lora_A and lora_B. Pass the network of peft itself: "
+            "lora_cores(get_peft_model(model, config)), after its training."
+        )
+    return network
+
+
+def _with_core(
+    name: str, module: nn.Module, down: nn.Module, up: nn.Module, scale: float
+) -> tuple[nn.Module, nn.Module]:
+    """Returns `x -> Vᵀ x`, and the core followed by U over the scale, which the adapter multiplies by."""
+    plain = isinstance(down, nn.Linear) and isinstance(up, nn.Linear)
+    if not plain or getattr(module, "merged", False) or getattr(module, "lora_variant", None):
+        raise LapwingError(
+            f"The adapter {name!r} is merged, not linear, or a variant such as DoRA, and lora_cores supports plain "
+            "linear adapters. Write model.unmerge_adapter() first, or LoraConfig(use_dora=False) for linear layers."
+        )
+    assert isinstance(down, nn.Linear)
+    assert isinstance(up, nn.Linear)
+    left, inner = torch.linalg.qr(doubled(up.weight.detach()))  # (O, r), (r, r)
+    right, outer = torch.linalg.qr(doubled(down.weight.detach()).mT)  # (I, r), (r, r)
+    core = _linear(scale * inner @ outer.mT, up, True)
+    return _linear(right.mT, down), nn.Sequential(OrderedDict(core=core, up=_linear(left / scale, up, bias=up.bias)))
+
+
+def _linear(weight: Tensor, like: nn.Linear, trained: bool = False, bias: Tensor | None = None) -> nn.Linear:
+    """Returns a linear layer with a weight, in the dtype and on the device of another layer."""
+    layer = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight.to(like.weight), requires_grad=trained)
+    layer.bias = bias
+    return layer.train(like.training)
