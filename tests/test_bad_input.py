@@ -564,10 +564,10 @@ def test_a_trainer_is_no_loader() -> None:
 
 
 def test_targets_of_several_heads_and_samples_one_by_one() -> None:
-    parts = "does not show what its inputs and targets are", "one head at a time"
-    line = "forward=lambda model, inputs: model(inputs)[...]"
+    parts, line = ("lw.Joint(...)", "one head at a time"), "forward=lambda model, inputs: model(inputs)[...]"
     refused(lambda: fit([(X, (Y, Y))]), *parts, "[(x, y[0]) for x, y in loader]", line)
     refused(lambda: fit([[X, {"kind": Y, "price": X}]]), *parts, "[(x, y['kind']) for x, y in loader]", line)
+    refused(lambda: fit((X, {"kind": Y, "price": X})), "['kind', 'price']", *parts)
 
     class Samples(IterableDataset):
         def __init__(self, labels: Any) -> None:

@@ -129,17 +129,19 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         label = next((key for key in LABEL_KEYS if key in batch), None)
         if label is not None and len(batch) > 1:
-            return {key: value for key, value in batch.items() if key != label}, batch[label]
-    elif isinstance(batch, (tuple, list)) and len(batch) >= 2 and isinstance(batch[-1], Tensor):
-        return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
+            targets = packed(batch[label]) if are_heads(batch[label]) else batch[label]
+            return {key: value for key, value in batch.items() if key != label}, targets
+    elif (
+        isinstance(batch, (tuple, list)) and len(batch) >= 2 and (isinstance(batch[-1], Tensor) or are_heads(batch[-1]))
+    ):
+        targets = packed(batch[-1]) if are_heads(batch[-1]) else batch[-1]
+        return batch[0] if len(batch) == 2 else tuple(batch[:-1]), targets
     heads = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
-    heads = dict(enumerate(heads)) if isinstance(heads, (tuple, list)) else heads
-    if isinstance(heads, Mapping) and heads and all(isinstance(targets, Tensor) for targets in heads.values()):
-        one = shown(next(iter(heads)))
+    if isinstance(heads, (tuple, list)) and heads and all(isinstance(targets, Tensor) for targets in heads):
         raise LapwingError(
             f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. If "
-            f"each head of the network has a target, fit one head at a time: [(x, y[{one}]) for x, y in loader], with "
-            "forward=lambda model, inputs: model(inputs)[...] for the outputs of that head."
+            "each head of the network has a target, pass a dict of targets and likelihood=lw.Joint(...), or fit one "
+            "head at a time: [(x, y[0]) for x, y in loader], with forward=lambda model, inputs: model(inputs)[...]."
         )
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. Let the "
@@ -147,6 +149,31 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         f"dicts with one of the keys {', '.join(LABEL_KEYS)}. Inputs may be any tuple, list or dict of tensors if you "
         "pass forward=lambda model, inputs: model(...)."
     )
+
+
+def are_heads(targets: Any) -> bool:
+    """Whether targets are a dict from names of heads to tensors."""
+    return isinstance(targets, Mapping) and bool(targets) and all(isinstance(y, Tensor) for y in targets.values())
+
+
+def head_keys(batch: Any) -> tuple[str, ...]:
+    """Returns the sorted keys of the targets of a batch, or of data (x, y), if they are a dict; otherwise ()."""
+    if isinstance(batch, Mapping):
+        targets = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    else:
+        targets = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    return tuple(sorted(dict(targets or {}))) if are_heads(targets) else ()
+
+
+def packed(targets: Mapping[str, Tensor]) -> Tensor:
+    """Returns targets by key, (B,) or (B, k) for each, as floats (B, K), in the order of the sorted keys."""
+    parts = [plain(targets[key]) for key in sorted(targets)]
+    if any(part.ndim not in (1, 2) for part in parts) or len({len(part) for part in parts}) > 1:
+        raise LapwingError(
+            f"The targets of a batch are {describe(targets)}. Pass (B,) or (B, K) for each key, with the same B."
+        )
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    return torch.cat([part.reshape(len(part), -1).to(dtype) for part in parts], 1)
 
 
 def inputs_of(batch: Any) -> Any:
@@ -157,7 +184,7 @@ def inputs_of(batch: Any) -> Any:
         return {key: value for key, value in batch.items() if key not in LABEL_KEYS}
     if isinstance(batch, (tuple, list)) and len(batch) == 1:
         return batch[0]
-    if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], Tensor):
+    if isinstance(batch, (tuple, list)) and len(batch) > 1 and (isinstance(batch[-1], Tensor) or are_heads(batch[-1])):
         return plain(_pair(batch)[0])
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs are. Let the loader yield a "

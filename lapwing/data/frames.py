@@ -53,6 +53,8 @@ def as_loader(data: Any, network: Any) -> Any:
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
         generator = torch.Generator()  # a loader without one draws from the user's
         return DataLoader(data, BATCH, collate_fn=_Collate(dtype), generator=generator)
+    if type(data) is tuple and len(data) > 1 and batches.are_heads(data[-1]) and not isinstance(data[0], Mapping):
+        data = (*data[:-1], batches.packed(data[-1]))
     if _is_whole(data):
         return _cut(data, dtype)
     if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):

@@ -124,6 +124,12 @@ class Evaluated:
             if set(names) <= set(values) and not (column == "CRPS" and "crps" in values)
         }
         row |= {"CRPS": float(doubled(values["crps"]).nanmean())} if "crps" in values else {}
+        for head in dict.fromkeys(name.partition(": ")[0] for name in values if ": " in name):
+            own = {
+                name.removeprefix(f"{head}: "): value for name, value in values.items() if name.startswith(f"{head}: ")
+            }
+            numbers = Evaluated(own, {}, {}, self.score).numbers
+            row |= {f"{head}: {column}": number for column, number in numbers.items() if column != "passes"}
         row |= _errors_of_labels(values) if "places" in values else {}
         for name in self.foreign:
             row |= self._detection(name)
@@ -138,8 +144,8 @@ class Evaluated:
         """
         each, groups = self._deviations(column), self.values["sample" if column == "NLL" else "entry"].flatten()
         if first is not None:
-            target = "y" if "mean" in self.values else "labels"
-            if not torch.equal(self.values[target], first.values[target]):
+            targets = [name for name in self.values if name.rpartition(": ")[2] in ("y", "labels")]
+            if not all(torch.equal(self.values[name], first.values[name]) for name in targets):
                 return math.hypot(self.error(column), first.error(column))
             each = each - first._deviations(column)
         sums = torch.zeros(int(groups.max()) + 1, dtype=each.dtype).index_add(0, groups, each)

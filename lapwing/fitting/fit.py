@@ -184,6 +184,7 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
     samples = runner.size_if_known() or batches.size(data.inputs)
     method, shape, prior, reason = chosen_and_checked(data, options, runner.count, samples)
     tangent = shape.tangent
+    data = data.with_residuals(tangent)
     check_memory(method, shape)
     if reason is not None:
         log.info("%s %s", reason, price(method, shape))

@@ -12,10 +12,12 @@ from torch import Tensor
 from .. import ranks
 from ..data import batches
 from ..data.data import Data
-from ..data.loaders import check_data_size
-from ..errors import LapwingError
+from ..data.loaders import check_data_size, checked_batches
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
+from ..methods import DataSummary
+from ..methods.passes import Batch
 from ..posterior.prior import Prior
 from ..tangent import Tangent
 from ..tuning import EarlyStopping, Tuning, Validation
@@ -53,9 +55,36 @@ class FitData:
             tune = Validation(held_out)
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
+        keys = batches.head_keys(loader if type(loader) is tuple else training.first)
         likelihood = options.likelihood
+        if keys and keys != getattr(likelihood, "keys", ()):
+            raise LapwingError(
+                f"The targets are a dict with the keys {shown(list(keys))}. Pass likelihood=lw.Joint(...) with these "
+                f"keys, or fit one head at a time: [(x, y[{keys[0]!r}]) for x, y in loader], with forward=lambda "
+                "model, inputs: model(inputs)[...] for the outputs of that head."
+            )
         likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
         return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, training, model))
+
+    def with_residuals(self, tangent: Tangent) -> FitData:
+        """Returns the data with each open noise of `lw.Joint` at the mean squared residual of the held-out data.
+
+        Without held-out data it is the residual of the training data. Costs one forward pass.
+        """
+        joint: Any = self.likelihood
+        sums = {key: DataSummary() for key, noise in joint.noises.items() if noise is None}
+        if not sums:
+            return self
+        for inputs, targets, weights in checked_batches(tangent.model, self.held_out or self.training):
+            rows = Batch(tangent, inputs, targets, 0, weights=weights).rows()
+            for key, head, f, y in joint.heads(rows["outputs"], rows["targets"]):
+                if key in sums:
+                    sums[key].add(head, f, y, rows["weights"])
+        for key, summary in sums.items():
+            parts = ranks.gathered("the residuals", summary.statistics)
+            total = {name: sum(part[name].cpu() for part in parts if part) for name in max(parts, key=len)}
+            joint = joint.with_noises({key: joint.likelihoods[key].residual_variance(total)})
+        return replace(self, likelihood=joint)
 
     @property
     def prefixes(self) -> int:

@@ -12,6 +12,7 @@ from .categorical import Categorical, ClassPrediction
 from .from_distribution import FamilyLikelihood, FromDistribution, Ordinal
 from .gaussian import Gaussian, RegressionPrediction
 from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
+from .joint import Joint, JointPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
 from .logits import LogitLikelihood
 from .mixtures import MixturePrediction
@@ -23,8 +24,9 @@ from .targets import aligned_targets, check_real_targets
 __all__ = [
     "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
     "CountPrediction", "DiscretePrediction", "ExactLink", "FamilyLikelihood", "FromDistribution", "Gaussian",
-    "HeteroscedasticGaussian", "HeteroscedasticPrediction", "LaplaceBridge", "Likelihood", "Link",
-    "LogitLikelihood", "MixturePrediction", "NoiselessLikelihood", "Ordinal", "P", "Poisson", "Prediction",
-    "Probit", "Quadrature", "RealPrediction", "RegressionPrediction", "SampledLink", "aligned_targets",
-    "apply_weights", "check_real_targets", "curvature_weights", "latent_draws", "register_likelihood", "resolve",
+    "HeteroscedasticGaussian", "HeteroscedasticPrediction", "Joint", "JointPrediction", "LaplaceBridge",
+    "Likelihood", "Link", "LogitLikelihood", "MixturePrediction", "NoiselessLikelihood", "Ordinal", "P", "Poisson",
+    "Prediction", "Probit", "Quadrature", "RealPrediction", "RegressionPrediction", "SampledLink",
+    "aligned_targets", "apply_weights", "check_real_targets", "curvature_weights", "latent_draws",
+    "register_likelihood", "resolve",
 ]  # fmt: skip

@@ -88,6 +88,15 @@ class Likelihood(Options, ABC, Generic[P]):
         """The link for the scores of a tuning, if there is a faster one that agrees with the default to 1e-4."""
         return None
 
+    @property
+    def noises(self) -> dict[str, float | None]:
+        """The σ² of each head with noise, None if it is still to be estimated; empty except for `lw.Joint`."""
+        return {}
+
+    def target_shape(self, outputs: int) -> tuple[int, ...]:
+        """Returns the shape of one target for C outputs: (K,), or () for an integer label."""
+        return (outputs,)
+
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises if targets do not fit outputs (B, C): NaN, or a wrong range, shape, dtype or device."""

@@ -80,6 +80,9 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
     def reads_covariance(self, link: Link) -> bool:
         return link.reads_covariance or isinstance(link, Quadrature)
 
+    def target_shape(self, outputs: int) -> tuple[int, ...]:
+        return ()
+
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         _check_targets("Categorical", outputs, targets, self.ignore_index)
         if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:

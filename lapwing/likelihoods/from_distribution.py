@@ -43,6 +43,11 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
     def family(self, outputs: Tensor) -> dist.Distribution:
         """Returns the distribution of y at outputs (..., C), with batch shape (...), or (..., K) for K targets."""
 
+    def target_shape(self, outputs: int) -> tuple[int, ...]:
+        family: Any = self._family(torch.zeros(1, 1, outputs))
+        labels = isinstance(family, dist.Categorical)
+        return () if labels else tuple((*family.batch_shape, *family.event_shape, 1)[2:3])
+
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises if the distribution has another shape or invalid parameters, or if targets are outside its support."""
         name, outputs = (

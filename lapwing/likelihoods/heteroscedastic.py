@@ -48,6 +48,9 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     one_output_per_target: ClassVar[bool] = False
 
+    def target_shape(self, outputs: int) -> tuple[int, ...]:
+        return (outputs // 2,)
+
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         mean, _ = _mean_and_log_variance(outputs)
         check_real_targets("HeteroscedasticGaussian", mean.shape, outputs.device, targets, self.missing)

@@ -148,6 +148,8 @@ def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood:
         )
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
     likelihood = likelihood.with_logit_temperature(saved["logit_temperature"])
+    if saved.get("noises"):
+        likelihood = likelihood.with_noises(saved["noises"])  # type: ignore[attr-defined]
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in saved["options"].items()}
     return replace(likelihood, **options) if options else likelihood  # type: ignore[type-var]
 

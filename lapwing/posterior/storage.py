@@ -46,6 +46,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "noise_variance": posterior.noise_variance,
             "logit_temperature": posterior.logit_temperature,
             "options": options_of(likelihood) if registered else {},
+            "noises": likelihood.noises,
         },
         "given": {"prior_precision": posterior.prior.fixed, "noise_variance": posterior.noise_fixed},
         "samples": posterior.samples,

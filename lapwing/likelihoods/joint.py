@@ -1,0 +1,243 @@
+"""Networks with several heads: a likelihood for each head, and predictions by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..covariance import AnyLatent, JointLatent, Latent, LatentDraws
+from ..covariance.terms import DenseTerm
+from ..data.batches import packed
+from ..errors import LapwingError, shown
+from ..options import Rule, required
+from .base import Likelihood, NoiselessLikelihood
+from .links import ExactLink, Link, SampledLink
+from .predictions import Prediction
+
+_LIKELIHOODS = Rule(
+    lambda value: (
+        isinstance(value, Mapping) and len(value) > 1 and all(isinstance(head, Likelihood) for head in value.values())
+    ),
+    "a dict from at least two keys to likelihoods",
+    lambda value: {key: _accepting_missing(value[key]) for key in sorted(value)},
+)
+_OUTPUTS = Rule(
+    lambda value: isinstance(value, Mapping) and all(isinstance(part, (slice, list, range)) for part in value.values()),
+    "a dict from the same keys to slices or lists of outputs",
+    lambda value: {key: value[key] for key in sorted(value)},
+)
+
+
+@dataclass(frozen=True)
+class Joint(NoiselessLikelihood["JointPrediction"]):
+    """One likelihood for each head of a network: `log p(y|f) = Σ_k log p_k(y_k|f_k)`; Λ has a block for each head.
+
+    Outputs are one tensor (B, C); join others by `forward=`. Batches are `(x, {key: targets (B,) or (B, K)})`, and NaN
+    means missing, for labels too. Predictions are dicts by key: `posterior.predict(x)["box"].interval(0.9)`.
+
+    An open noise variance of a Gaussian head is the mean squared residual of the data in `validation=`, or else of the
+    training data, which takes one more forward pass. Tunings choose only the prior precision. A file cannot store the
+    heads: write `lw.load(path, model, likelihood=joint)`.
+
+    Args:
+        likelihoods: key -> likelihood.
+        outputs: key -> outputs of this head, as a slice or a list of indices; no output belongs to two heads.
+
+    Example:
+        >>> import torch, lapwing as lw
+        >>> x, y = torch.randn(50, 4), {"kind": torch.arange(50) % 3, "size": torch.rand(50, 2)}
+        >>> joint = lw.Joint({"kind": lw.Categorical(), "size": lw.Gaussian()}, {"kind": slice(3), "size": slice(3, 5)})
+        >>> prediction = lw.fit(torch.nn.Linear(4, 5).eval(), (x, y), likelihood=joint).predict(x)
+        >>> prediction["kind"].probs.shape, prediction["size"].mean.shape
+        (torch.Size([50, 3]), torch.Size([50, 2]))
+    """
+
+    likelihoods: Mapping[str, Likelihood] = field(
+        metadata=required(_LIKELIHOODS, '{"kind": lw.Categorical(), "size": lw.Gaussian()}')
+    )
+    outputs: Mapping[str, Any] = field(metadata=required(_OUTPUTS, '{"kind": slice(0, 3), "size": slice(3, 7)}'))
+    name: ClassVar[str] = "joint"
+    one_output_per_target: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Sorts the keys; raises if they differ."""
+        super().__post_init__()
+        if self.keys != tuple(self.outputs):
+            keys = f"{shown(list(self.keys))}, and outputs of {shown(list(self.outputs))}"
+            raise LapwingError(f"Joint has likelihoods of {keys}. Pass both for the same keys.")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.likelihoods)
+
+    @property
+    def links(self) -> tuple[type[Link], ...]:  # type: ignore[override]
+        """Each head uses its default link: `ExactLink` if all of these have a closed form."""
+        closed = all(head.default_link.closed_form for head in self.likelihoods.values())
+        return (ExactLink,) if closed else (SampledLink,)
+
+    @property
+    def plain(self) -> Likelihood:
+        heads = {key: head.plain for key, head in self.likelihoods.items()}
+        same = all(heads[key] is head for key, head in self.likelihoods.items())
+        return self if same else replace(self, likelihoods=heads)
+
+    @property
+    def noises(self) -> dict[str, float | None]:
+        noisy = {key: head for key, head in self.likelihoods.items() if head.needs_noise or head.noise_variance}
+        return {key: head.noise_variance for key, head in noisy.items()}
+
+    def with_noises(self, noises: Mapping[str, float | None]) -> Joint:
+        """Returns the likelihood with other noise variances of some heads."""
+        changed = {key: self.likelihoods[key].with_noise_variance(noise) for key, noise in noises.items()}
+        return replace(self, likelihoods={**self.likelihoods, **changed})
+
+    def by_key(self, targets: Any, outputs: int) -> dict[str, Tensor]:
+        """Returns the targets of each head, from a dict or one tensor (B, K); integers for labels."""
+        same = not isinstance(targets, Mapping) or tuple(sorted(targets)) == self.keys
+        targets = packed(targets) if isinstance(targets, Mapping) else targets
+        shapes = [head.target_shape(len(self._indices(key, outputs))) for key, head in self.likelihoods.items()]
+        widths = [sum(shape) or 1 for shape in shapes]
+        if not same or targets.ndim != 2 or targets.shape[1] != sum(widths):
+            raise LapwingError(
+                f"Joint has {sum(widths)} targets per sample, {dict(zip(self.keys, widths, strict=True))}. The targets "
+                f"have shape {tuple(targets.shape)}. Let the loader yield (x, {{key: targets (B,) or (B, K)}})."
+            )
+        found = dict(zip(self.keys, targets.split(widths, 1), strict=True))
+        for key, shape in zip(self.keys, shapes, strict=True):
+            ignored = getattr(self.likelihoods[key], "ignore_index", torch.nan)
+            labels = found[key].nan_to_num(ignored).flatten()
+            if not shape:
+                found[key] = labels if bool(labels.isnan().any()) else labels.long()
+        return found
+
+    def heads(self, outputs: Tensor, targets: Any) -> Iterator[tuple[str, Likelihood, Tensor, Tensor]]:
+        """Yields the key, the likelihood, the outputs and the targets of each head."""
+        y = self.by_key(targets, outputs.shape[-1])
+        for key, head in self.likelihoods.items():
+            yield key, head, outputs[:, self._indices(key, outputs.shape[-1])], y[key]
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        for key, head, f, y in self.heads(outputs, targets):
+            try:
+                head.check(f, y)
+            except LapwingError as error:
+                raise LapwingError(f"The target {key!r} does not fit. {error}") from error
+
+    def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        weights = torch.ones_like(outputs)
+        for key, head, f, y in self.heads(outputs, targets):
+            own = head.target_weights(f, y)
+            weights[:, self._indices(key, outputs.shape[-1])] = 1.0 if own is None else own.to(weights)
+        return weights
+
+    def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
+        """Returns the sum over heads of `log p(y|f)`, (B,); targets are a dict by key, or one tensor (B, K)."""
+        return sum(head.log_prob(f, y) for _, head, f, y in self.heads(outputs, targets))  # type: ignore[return-value]
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """Returns a root with a block for each head, at its noise, (B, C, ΣR)."""
+        blocks = []
+        for key, head in self.likelihoods.items():
+            index = self._indices(key, outputs.shape[-1])
+            root = head.fisher_root(outputs[:, index]) / (head.noise_variance or 1.0) ** 0.5
+            blocks.append(outputs.new_zeros(*outputs.shape, root.shape[-1]).index_copy(1, index.to(root.device), root))
+        return torch.cat(blocks, -1)
+
+    def predict(
+        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
+    ) -> JointPrediction:
+        """Returns the predictions of all heads by key, each by its default link."""
+        self.choose_link(latent, link)
+        size = latent.mean.shape[-1]
+        return JointPrediction(self, {
+            key: head.predict(_part(latent, self._indices(key, size)), None, generator)
+            for key, head in self.likelihoods.items()
+        }, size)  # fmt: skip
+
+    def _indices(self, key: str, outputs: int) -> Tensor:
+        """Returns the indices of the outputs of a head; raises unless they exist and belong to no other head."""
+        found = {name: list(range(outputs))[part] if isinstance(part, slice) else [*part]
+                 for name, part in self.outputs.items()}  # fmt: skip
+        every = [index for indices in found.values() for index in indices]
+        if not all(found.values()) or len({*every}) < len(every) or not {*every} <= {*range(outputs)}:
+            raise LapwingError(
+                f"The heads of Joint have the outputs {found} of {outputs}. Give each head outputs from 0 to "
+                f"{outputs - 1} that no other head has."
+            )
+        return torch.tensor(found[key])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class JointPrediction(Prediction, Mapping[str, Any]):
+    """The predictions of several heads, by key: `prediction["box"]` is the ordinary prediction of that head.
+
+    The heads of one input are predicted separately. Targets are dicts by key, or one tensor (B, K).
+    """
+
+    joint: Joint
+    predictions: dict[str, Any]
+    outputs: int
+
+    def __getitem__(self, key: str) -> Any:
+        return self.predictions[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.predictions)
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    def log_prob(self, targets: Any) -> Tensor:
+        """Returns the sum over heads of the log probability of the known targets, (B,)."""
+        y = self.joint.by_key(targets, self.outputs)
+        return sum(head.log_prob(y[key]) for key, head in self.items())  # type: ignore[return-value]
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Any:
+        """Draws the targets of each head n times, by key."""
+        return {key: head.sample(n, generator) for key, head in self.items()}
+
+    def distribution(self) -> Any:
+        """Returns the distribution of each head, by key."""
+        return {key: head.distribution() for key, head in self.items()}
+
+    @property
+    def point(self) -> Any:
+        return {key: head.point for key, head in self.items()}
+
+    def uncertainty(self, score: str = "entropy") -> Tensor:
+        """Raises: heads have different units."""
+        raise LapwingError(f"The heads have different units. Write prediction[{self.joint.keys[0]!r}].uncertainty().")
+
+    entropy = mutual_information = uncertainty
+
+    def summary(self) -> dict[str, Tensor]:
+        """Returns the outputs of a deployed network by `key_name`."""
+        return {f"{key}_{name}": value for key, head in self.items() for name, value in head.summary().items()}
+
+    def for_metrics(self, targets: Any) -> dict[str, Tensor]:
+        """Returns the log probability of all targets, and the tensors of each head by `key: name`."""
+        y = self.joint.by_key(targets, self.outputs)
+        heads = {f"{key}: {name}": v for key, head in self.items() for name, v in head.for_metrics(y[key]).items()}
+        return super().for_metrics(targets) | heads
+
+    def __repr__(self) -> str:
+        return f"JointPrediction({', '.join(f'{key}={head!r}' for key, head in self.items())})"
+
+
+def _accepting_missing(head: Any) -> Likelihood:
+    """Returns a likelihood that accepts NaN as a missing target, if its class has the option."""
+    return replace(head, missing=True) if hasattr(head, "missing") else head
+
+
+def _part(latent: AnyLatent, index: Tensor) -> Any:
+    """Returns the latent of some of the outputs."""
+    if latent.draws is not None:
+        return LatentDraws(latent.draws[..., index], latent.joint)
+    if latent.joint:
+        return JointLatent(latent.mean[:, index], latent.covariance[:, index][..., index])
+    return Latent(latent.mean[:, index], (DenseTerm(latent.covariance[:, index][..., index]),))
