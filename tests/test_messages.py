@@ -95,6 +95,7 @@ NEEDED: dict[Any, dict[str, Any]] = {
     lw.SubsetOfWeights: {"size": 3}, lw.Uncertain: {"value": X}, lw.Validation: {"loader": [(X, Y)]},
     lw.EarlyStopping: {"loader": [(X, Y)]}, lw.Scaled: {"via": lw.Linearized(), "factor": 1.0},
     lw.InducingPoints: {"inputs": X}, lw.FromDistribution: {"function": torch.distributions.Poisson},
+    lw.Joint: {"likelihoods": {"a": lw.Gaussian(), "b": lw.Poisson()}, "outputs": {"a": [0], "b": [1]}},
 }  # fmt: skip
 PATHS = {"path", "folder", "checkpoint"}
 """Arguments of which messages show the text."""

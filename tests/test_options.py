@@ -24,6 +24,7 @@ KINDS = [
 NAMES = {
     "lw": lw, "via": lw.Linearized(), "factor": 1.0, "size": 3, "loader": [(torch.zeros(1, 1), torch.zeros(1, 1))],
     "torch": torch, "function": torch.distributions.Poisson, "x_val": torch.zeros(1, 1), "y_val": torch.zeros(1, 1),
+    "likelihoods": {"kind": lw.Gaussian(), "size": lw.Gaussian()}, "outputs": {"kind": slice(0, 3), "size": [3]},
 }  # fmt: skip
 """What the lines to write may refer to."""
 

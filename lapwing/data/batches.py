@@ -158,11 +158,10 @@ def are_heads(targets: Any) -> bool:
 
 def head_keys(batch: Any) -> tuple[str, ...]:
     """Returns the sorted keys of the targets of a batch, or of data (x, y), if they are a dict; otherwise ()."""
+    last = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else {}
     if isinstance(batch, Mapping):
-        targets = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-    else:
-        targets = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    return tuple(sorted(dict(targets or {}))) if are_heads(targets) else ()
+        last = next((batch[key] for key in LABEL_KEYS if key in batch), {})
+    return tuple(sorted(last)) if are_heads(last) else ()
 
 
 def packed(targets: Mapping[str, Tensor]) -> Tensor:

@@ -67,10 +67,7 @@ class FitData:
         return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, training, model))
 
     def with_residuals(self, tangent: Tangent) -> FitData:
-        """Returns the data with each open noise of `lw.Joint` at the mean squared residual of the held-out data.
-
-        Without held-out data it is the residual of the training data. Costs one forward pass.
-        """
+        """Sets each open noise of `lw.Joint` to the mean squared residual of held-out data, or else of the training."""
         joint: Any = self.likelihood
         sums = {key: DataSummary() for key, noise in joint.noises.items() if noise is None}
         if not sums:

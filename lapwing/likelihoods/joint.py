@@ -23,7 +23,10 @@ _LIKELIHOODS = Rule(
         isinstance(value, Mapping) and len(value) > 1 and all(isinstance(head, Likelihood) for head in value.values())
     ),
     "a dict from at least two keys to likelihoods",
-    lambda value: {key: _accepting_missing(value[key]) for key in sorted(value)},
+    lambda value: {  # heads accept NaN as a missing target, if their class has the option
+        key: replace(value[key], missing=True) if hasattr(value[key], "missing") else value[key]
+        for key in sorted(value)
+    },
 )
 _OUTPUTS = Rule(
     lambda value: isinstance(value, Mapping) and all(isinstance(part, (slice, list, range)) for part in value.values()),
@@ -46,14 +49,6 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     Args:
         likelihoods: key -> likelihood.
         outputs: key -> outputs of this head, as a slice or a list of indices; no output belongs to two heads.
-
-    Example:
-        >>> import torch, lapwing as lw
-        >>> x, y = torch.randn(50, 4), {"kind": torch.arange(50) % 3, "size": torch.rand(50, 2)}
-        >>> joint = lw.Joint({"kind": lw.Categorical(), "size": lw.Gaussian()}, {"kind": slice(3), "size": slice(3, 5)})
-        >>> prediction = lw.fit(torch.nn.Linear(4, 5).eval(), (x, y), likelihood=joint).predict(x)
-        >>> prediction["kind"].probs.shape, prediction["size"].mean.shape
-        (torch.Size([50, 3]), torch.Size([50, 2]))
     """
 
     likelihoods: Mapping[str, Likelihood] = field(
@@ -227,11 +222,6 @@ class JointPrediction(Prediction, Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"JointPrediction({', '.join(f'{key}={head!r}' for key, head in self.items())})"
-
-
-def _accepting_missing(head: Any) -> Likelihood:
-    """Returns a likelihood that accepts NaN as a missing target, if its class has the option."""
-    return replace(head, missing=True) if hasattr(head, "missing") else head
 
 
 def _part(latent: AnyLatent, index: Tensor) -> Any:
