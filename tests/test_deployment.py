@@ -276,7 +276,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one output": ({"name": "one output", "method": lw.KFAC()}, {}),
     "one output, linearized": ({"name": "one output", "method": lw.KFAC(), **LAST}, {"via": lw.Linearized()}),
 }
-QUICK_CASES = "last layer, kfac", "all layers, ella", "scaled", "scores of the last layer"
+QUICK_CASES = "last layer, kfac", "all layers, ella", "scaled"
 
 
 @pytest.mark.parametrize("case", others_slow(CASES, QUICK_CASES))

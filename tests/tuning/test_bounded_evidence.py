@@ -71,7 +71,11 @@ def cost(posterior, loader):
 @pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "method"),
-    [*(("mlp", method) for method in METHODS), ("cnn_bn_inplace", METHODS[1]), ("gpt2", METHODS[1])],
+    [
+        *(("mlp", method) for method in METHODS),
+        ("cnn_bn_inplace", METHODS[1]),
+        pytest.param("gpt2", METHODS[1], marks=pytest.mark.slow),
+    ],
 )
 def test_costs_equal_predictions_made_one_by_one(name, method):
     case = ZOO[name]
