@@ -117,7 +117,7 @@ def test_more_draws_than_weights():
     close(draws_of(fitted), solved(problem, 50), 1e-8)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "mlp_scalar"])
 def test_covariance_is_fulls_within_monte_carlo_error(name):
     """`E‖Σ - Ψ‖² = (tr(Ψ)² + ‖Ψ‖²)/S` for S exact draws; second moments each within 5.5 standard errors."""
@@ -195,7 +195,7 @@ def ratio_to_full(noise: float, count: int, dtype: torch.dtype) -> Tensor:
     return fitted.latent(test.to(dtype)).variance.double() / full
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 32, 500])
 @pytest.mark.parametrize("noise", [1e-4, 1e-10])
 def test_draws_of_a_network_that_interpolates(noise, count):

@@ -55,7 +55,7 @@ def test_deviations_are_products_of_the_jacobian_with_weight_draws(method):
     close(latent.standard_error, d.square().mean(0) * (2 / 5) ** 0.5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["diagonal", "kfac", "full", "ella_prior"])
 def test_second_moments_of_many_draws_are_the_exact_covariance(method):
     setup, posterior = fitted(method)

@@ -635,7 +635,7 @@ def test_crossing():
 DRAWS = lw.SampledLLA(8, lw.ConjugateGradients(200, 1e-8), em_steps=0)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "delta"), [(lw.MeanField(20, learning_rate=1e-3), None), (DRAWS, 100.0)])
 def test_covariances_that_chose_their_own_prior_get_the_width_by_the_noise_alone(method, delta):
     torch.manual_seed(0)
