@@ -26,12 +26,14 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs the data sets, so that ``-m "not data"`` leaves it out; and as slow what takes long.
 
-    `slow.txt` lists single cases that take seconds, and whose function has faster ones, or that others cover. Of the
-    other cases of a function with the mark `quick(n)`, n that are spread evenly are quick.
+    `slow.txt` lists single cases that take seconds, and whose function has faster ones, or that others cover. A line
+    that ends with "(" is the start of a name, since the `repr` of a method changes with its options. Of the other cases
+    of a function with the mark `quick(n)`, n that are spread evenly are quick.
     """
-    listed = set((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
+    listed = (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()
+    whole, starts = set(listed), tuple(line for line in listed if line.endswith("("))
     for item in items:
-        if item.nodeid in listed:
+        if item.nodeid in whole or item.nodeid.startswith(starts):
             item.add_marker("slow")
         if "data_folder" in getattr(item, "fixturenames", ()):
             item.add_marker("data")
