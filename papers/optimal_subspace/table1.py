@@ -92,21 +92,21 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns relative errors and NLL."""
     tasks = _tasks(results)
     return {
-        "relative error": table(tasks, list(tasks), "relative_error", (100, 500)),
-        "nll": table(tasks, list(tasks), "nll", (100, 500), 2),
+        "relative error": table(tasks, list(tasks), "relative_error", (100, 500, 1000)),
+        "nll": table(tasks, list(tasks), "nll", (100, 500, 1000), 2),
     }
 
 
 def draw(results: Mapping[str, Any]) -> None:
     """Draws relative error and NLL over s, means and standard errors of the seeds."""
     tasks = _tasks(results)
-    figure, axes = drawing.panels(2, len(tasks), (3.2 * len(tasks), 6.4))
-    for line, measure in zip(axes, ("relative_error", "nll"), strict=True):
-        for axis, (name, ways) in zip(line, tasks.items(), strict=True):
+    figure, axes = drawing.panels(len(tasks), 2, (9, 3.4 * len(tasks) + 0.8))
+    for line, (name, ways) in zip(axes, tasks.items(), strict=True):
+        count = sum(run.startswith(f"{name},") for run in results["runs"])
+        for axis, measure in zip(line, ("relative_error", "nll"), strict=True):
             curves(axis, ways, measure)
-            count = sum(run.startswith(f"{name},") for run in results["runs"])
-            axis.set_title(f"{name}, {count} seeds", fontsize=10)
-        line[0].set_ylabel(LABELS[measure])
+            axis.set_title(f"{name}, {count} seed{'s' * (count > 1)}", fontsize=10)
+            axis.set_ylabel(LABELS[measure])
     drawing.legend_below(figure, 5)
     drawing.save(figure, __file__)
 
