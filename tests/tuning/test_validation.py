@@ -14,7 +14,7 @@ import lapwing.tuning.choice as choice
 from lapwing.tuning.choice import WIDER, best_of, widest_of_equals
 from lapwing.tuning.held_out import at_precision, sample_scores, width_scores
 from tests.conformance import covering
-from tests.data.test_loaders import Refilling
+from tests.data.test_loaders import Refilling, fresh
 from tests.quick import others_slow
 from tests.zoo import ZOO
 
@@ -416,7 +416,7 @@ def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, 
 
 @pytest.mark.parametrize(("method", "dtype"), [(None, torch.float32), (lw.KFAC(), torch.bfloat16)], ids=str)
 def test_forecasts_of_either_shape_from_a_loader_that_fills_the_same_tensors(method, dtype):
-    """Targets (B, 6) and (B, 6, 1) behind a frozen layer give the same widths, also for one sample."""
+    """Targets (B, 6) of a list and (B, 6, 1) behind a frozen layer give the same widths, also for one sample."""
     torch.manual_seed(0)
     x = torch.randn(66, 3).to(dtype)
     rows = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 6)).to(dtype).eval()
@@ -424,8 +424,8 @@ def test_forecasts_of_either_shape_from_a_loader_that_fills_the_same_tensors(met
     steps = torch.nn.Sequential(rows, torch.nn.Unflatten(1, (6, 1))).eval()
     y = rows(x).detach().float() + torch.tensor([0.1, 0.1, 0.2, 0.4, 0.8, 0.8]) * torch.randn(66, 6)
     widths = []
-    for model, targets in ((rows, y), (steps, y[..., None])):
-        loader, held_out = Refilling(x[:18], targets[:18]), Refilling(x[18:], targets[18:])
+    for model, targets, kind in ((rows, y, fresh), (steps, y[..., None], Refilling)):
+        loader, held_out = kind(x[:18], targets[:18]), kind(x[18:], targets[18:])
         posterior = lw.fit(model, loader, method, likelihood="gaussian", validation=held_out)
         assert len(posterior.likelihood.noise_ratios) == 6
         widths.append(torch.cat([posterior.predict(x[:n]).std for n in (5, 1)]).flatten(1))
