@@ -70,9 +70,6 @@ PUBLISHED: dict[str, Any] = {
 }
 """Tables 1 and 8: metric -> shorthand -> (number, what stands behind its ±), one for each of `COLUMNS`."""
 
-FAST = {"names": ("CCS", "SERVO"), "folds": (0,)}
-"""Arguments of a run for `python -m papers verify`."""
-
 
 def run(names: Sequence[str] = (), folds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns scores of Laplace and mean-field posteriors, and p values; "seed" is the fold that is tested."""
