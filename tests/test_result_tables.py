@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import answers, counts, lora, measure, networks, ood, peers, positions_data, tables
+from benchmarks import answers, counts, lora, measure, networks, ood, peers, positions_data, quantities, tables
 from benchmarks.defaults import links, subspaces
 
 DEFAULTS = Path(__file__).parents[1] / "docs" / "defaults.md"
@@ -84,6 +84,15 @@ def test_the_table_of_networks_is_that_of_the_results_and_every_network_is_exact
     results = json.loads(networks.RESULT.read_text())["results"]
     assert networks.TABLE.search(networks.PAGE.read_text(encoding="utf-8"))[0] == networks.table(results)
     assert max(row["error"] for row in results.values() if "error" in row) < 1e-9
+
+
+def test_totals_and_labels_are_those_of_the_results() -> None:
+    results = json.loads((measure.RESULTS / "quantities.json").read_text())["results"]
+    page = (DEFAULTS.parents[1] / "examples" / "tasks" / "plot_quantities.py").read_text(encoding="utf-8")
+    assert "\n".join(quantities.rows_of_totals(results)) in page
+    assert "\n".join(quantities.rows_of_labels(results)) in (DEFAULTS.parent / "training.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.slow

@@ -33,13 +33,17 @@ posterior = lw.fit(model, (x[:300], y[:300]), validation=(x[300:370], y[300:370]
 # Noise, or missing data?
 # -----------------------
 # The variance of y is the noise plus the variance that comes from the weights. More data reduce only the second part.
+# It is the sum of the shares of the layers. A share can be negative, because the covariance couples layers.
 
-prediction = posterior.predict(x[370:])
-share = (prediction.epistemic_variance / prediction.variance)[:, 0]
+prediction, reasons = posterior.predict(x[370:]), posterior.explain(x[370:], train=(x[:300], y[:300]))
+share = (reasons.variance / (reasons.variance + reasons.noise))[:, 0]
 print(f"part of the weights: {float(share.min()):.0%} to {float(share.max()):.0%} of the variance")
 person = int(share.argmax())
 unusual = x[370 + person].abs().argsort(descending=True)[:3]
 print("largest for a person with", *(f"{data.feature_names[k]} {float(x[370 + person, k]):.1f}" for k in unusual))
+for layer, variance in reasons.weights.items():
+    print(f"layer {layer}: {float(variance[person]):.3f}")
+print("training rows that pull most:", *reasons.rows[person].tolist())
 
 # %%
 # Which input matters?

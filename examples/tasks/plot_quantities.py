@@ -121,8 +121,20 @@ plt.show()
 # When not to
 # -----------
 #
-# - **Intervals of totals can be too narrow.** They hold the weights' uncertainty and the noise, not a lack of fit that
-#   rows have in common. Compare the totals of held-out rows with their intervals before you rely on them.
+# - **Intervals of totals can be too narrow.** They hold the uncertainty of the weights and the noise, but not a lack of
+#   fit that rows have in common. On four tables (800 rows, a network of 50 hidden units, ``lw.fit(model, data)``) this
+#   part of the totals of 60 similar rows was inside 90 % intervals. Check totals of held-out rows before you rely on
+#   them. The last column adds up variances as if errors were independent.
+#
+# ===========  ===========  ===========  ===========
+# table        single rows  totals       independent
+# ===========  ===========  ===========  ===========
+# concrete     0.87         0.61         0.52
+# power plant  0.92         0.76         0.60
+# kin40k       0.89         0.71         0.52
+# elevators    0.83         0.81         0.62
+# ===========  ===========  ===========  ===========
+#
 # - **The quantity is linearised in the weights.** A crossing where the curve is flat, or a quotient by nearly
 #   zero, is not Gaussian. Compute it at draws of the weights, ``posterior.sample(100)``, to see the difference.
 # - **A maximum or a count of predictions** has no useful gradient. Take draws of the outputs,

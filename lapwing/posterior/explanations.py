@@ -35,8 +35,8 @@ class Explanation(Displayed):
     """The parts of the uncertainty at B inputs. `Posterior.explain` makes it.
 
     Attributes:
-        noise: variance of y around the network's output, (B, C): the noise variance, or `p (1 - p)` of class
-            probabilities. More data do not reduce it.
+        noise: variance of each component of y around the network's output, (B, C): the noise variance, or `p (1 - p)`
+            of class probabilities. More data do not reduce it.
         weights: layer -> its share `J_l (Σ Jᵀ)_l` (B, C) of the variance of the outputs. Shares add up to the variance.
             They can be negative if Σ couples layers, as `lw.Full()` does.
         novelty: score of a detector (B,), larger for inputs unlike the training data; None without a detector.

@@ -1,0 +1,172 @@
+"""Totals by `posterior.of`, and labels chosen by `posterior.value`.
+
+`totals`: how often 90 % intervals hold the total of 60 targets. A network of one hidden layer is trained on 800 rows of
+a table (700 of concrete), and fitted by `lw.fit(model, data)`. A total is the sum over 60 test rows: a random one and
+those nearest to it, or 60 random ones. Totals of concrete, which has 330 test rows, overlap. "Independent" adds up the
+variances of single predictions.
+
+`labels`: the test RMSE after each of five rounds in which ten of 250 rows get a label, from 30 at first. The ten are
+random, or have the largest variance (BALD for a regression), or are chosen one at a time by their value for 100 other
+rows.
+
+    export LAPWING_DATA=...
+    python -m benchmarks.quantities totals concrete
+    python -m benchmarks.quantities labels concrete
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapwing as lw
+from benchmarks.measure import RESULTS, write
+from papers.common.data import rows_and_targets
+
+TABLES = {"concrete": "uci_concrete", "power plant": "uci_power", "kin40k": "kin40k", "elevators": "elevators"}
+TRAINED, TESTED, ROWS, TOTALS, SEEDS = 800, 2000, 60, 100, 3
+
+
+def data(name: str, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns x and y to train with, and x and y to test with, standardised by the former."""
+    x, y = (values.float() for values in rows_and_targets(name))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    count = min(TRAINED, int(0.68 * len(x)))
+    x, y = x[order], y.reshape(-1, 1)[order]
+    x = (x - x[:count].mean(0)) / x[:count].std(0).clamp_min(1e-6)
+    y = (y - y[:count].mean()) / y[:count].std()
+    return x[:count], y[:count], x[count : count + TESTED], y[count : count + TESTED]
+
+
+def trained(x: Tensor, y: Tensor, seed: int) -> nn.Module:
+    """Returns a network D-50-1."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 1))
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=1e-4)
+    for _ in range(300):
+        for rows in torch.randperm(len(x)).split(128):
+            optimiser.zero_grad()
+            nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+            optimiser.step()
+    return model.eval()
+
+
+def groups(x: Tensor, similar: bool) -> Tensor:
+    """Returns the numbers of the rows of each total, (TOTALS, ROWS)."""
+    if not similar:
+        return torch.stack([torch.randperm(len(x))[:ROWS] for _ in range(TOTALS)])
+    centres = x[torch.randperm(len(x))[:TOTALS]]
+    return torch.cdist(centres, x).topk(ROWS, largest=False).indices
+
+
+def coverage(table: str) -> dict[str, dict[str, float]]:
+    """Returns the coverage of 90 % intervals of totals, and of their single rows, and the mean ratio of the widths."""
+    held: dict[str, list[dict[str, Tensor]]] = {"similar": [], "random": []}
+    for seed in range(SEEDS):
+        x, y, x_test, y_test = data(TABLES[table], seed)
+        posterior = lw.fit(trained(x, y, seed), (x, y))
+        prediction = posterior.predict(x_test)
+        for kind, parts in held.items():
+            rows = groups(x_test, kind == "similar")
+            totals = posterior.of(lambda f, x=x_test, rows=rows: f(x)[rows].sum(1), observed=True)
+            independent = prediction.variance[rows].sum(1)[:, 0].sqrt()
+            error = (y_test[rows].sum(1)[:, 0] - totals.mean).abs()
+            single = (y_test - prediction.mean).abs() < 1.645 * prediction.std
+            parts.append({
+                "joint": error < 1.645 * totals.std, "independent": error < 1.645 * independent,
+                "ratio of widths": totals.std / independent, "single rows": single[rows].flatten(),
+            })  # fmt: skip
+    return {
+        kind: {name: float(torch.cat([part[name] for part in parts]).double().mean()) for name in parts[0]}
+        for kind, parts in held.items()
+    }
+
+
+POOL, STARTED, ASKED, ROUNDS, RUNS = 250, 30, 10, 5, 3
+RULES = ("random", "variance", "value")
+
+
+def chosen(rule: str, posterior: lw.Posterior, pool: Tensor, targets: Tensor, seed: int) -> Tensor:
+    """Returns the numbers of the rows of the pool that get a label."""
+    if rule == "random":
+        return torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[:ASKED]
+    if rule == "variance":
+        return posterior.latent(pool).variance[:, 0].topk(ASKED).indices
+    rows: list[int] = []
+    for _ in range(ASKED):
+        value = posterior.value(pool, targets, pool[rows] if rows else None)
+        value[rows] = 0
+        rows.append(int(value.argmax()))
+    return torch.tensor(rows)
+
+
+def learned(table: str, rule: str, seed: int) -> list[float]:
+    """Returns the test RMSE before the first round and after each."""
+    x, y, x_test, y_test = data(TABLES[table], seed)
+    x, y, targets = x[:POOL], y[:POOL], x[POOL : POOL + 100]
+    known, errors = torch.arange(STARTED), []
+    for step in range(ROUNDS + 1):
+        model = trained(x[known], y[known], seed)
+        with torch.no_grad():
+            errors.append(float((model(x_test) - y_test).square().mean().sqrt()))
+        if step < ROUNDS:
+            posterior = lw.fit(model, (x[known], y[known]))
+            pool = torch.arange(len(x))[~torch.isin(torch.arange(len(x)), known)]
+            known = torch.cat([known, pool[chosen(rule, posterior, x[pool], targets, 100 * seed + step)]])
+    return errors
+
+
+def labels(table: str) -> dict[str, Any]:
+    """Returns the mean RMSE of each rule by round, and the standard error of its mean over the rounds."""
+    found = {}
+    for rule in RULES:
+        runs = torch.tensor([learned(table, rule, seed) for seed in range(RUNS)])
+        after = runs[:, 1:].mean(1)
+        found[rule] = {
+            "RMSE": [round(value, 4) for value in runs.mean(0).tolist()], "mean": float(after.mean()),
+            "standard error": float(after.std() / RUNS**0.5),
+        }  # fmt: skip
+    return found
+
+
+def rows_of_totals(results: dict[str, Any]) -> list[str]:
+    """Returns the rows of the table of totals in `examples/tasks/plot_quantities.py`."""
+    names = ("single rows", "joint", "independent")
+    return [
+        f"# {table:11}  " + "  ".join(f"{of['similar'][name]:<11.2f}" for name in names).rstrip()
+        for table, of in results["totals"].items()
+    ]
+
+
+def rows_of_labels(results: dict[str, Any]) -> list[str]:
+    """Returns the rows of the table of labels in `docs/training.md`."""
+    return [
+        f"| {table} | " + " | ".join(f"{of[r]['mean']:.3f} ± {of[r]['standard error']:.3f}" for r in RULES) + " |"
+        for table, of in results["labels"].items()
+    ]
+
+
+def main() -> None:
+    """Writes the results of some tables into `results/quantities.json`."""
+    logging.getLogger("lapwing").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", choices=("totals", "labels"))
+    parser.add_argument("tables", nargs="*", default=list(TABLES))
+    options = parser.parse_args()
+    path = RESULTS / "quantities.json"
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    for table in options.tables:
+        measured = coverage(table) if options.task == "totals" else labels(table)
+        results.setdefault(options.task, {})[table] = measured
+        print(table, measured, flush=True)
+        write("quantities", results, 0)
+
+
+if __name__ == "__main__":
+    main()
