@@ -26,7 +26,7 @@ import lapwing as lw
 from benchmarks.measure import RESULTS
 from benchmarks.positions_data import CHARACTERS, WINDOW
 from benchmarks.tables import run_tasks
-from lapwing.integrations.huggingface import NextTokens
+from lapwing.integrations.huggingface import NextTokens, lora_cores
 from papers.common.data import arrays
 
 SEED = 0
@@ -92,6 +92,50 @@ class Tempered(nn.Module):
         return self.model(**inputs).logits / self.temperature
 
 
+class TrainingFree(nn.Module):
+    """Training-free Bayesianization (arXiv 2412.05723): the mean prediction of draws of the low-rank factors.
+
+    With `B = U diag(d) Vᵀ` an adapter is `U diag(d) (Vᵀ A)`, and (Vᵀ A)_ij has the standard deviation β / d_i. β is the
+    largest that raises the NLL of held-out texts by at most 0.3 %, found by bisection.
+    """
+
+    def __init__(self, model: nn.Module, data: Texts, draws: int = 10) -> None:
+        super().__init__()
+        self.model, self.draws, self.beta = copy.deepcopy(model), draws, 0.0
+        self.spreads: list[tuple[Tensor, Tensor]] = []
+        for module in self.model.modules():
+            for key in getattr(module, "lora_B", {}):
+                up, down = module.lora_B[key].weight.data, module.lora_A[key].weight.data  # type: ignore[index, union-attr]
+                left, sizes, right = torch.linalg.svd(up, full_matrices=False)
+                up.copy_(left * sizes), down.copy_(right @ down)
+                self.spreads.append((down, 1 / sizes[:, None]))
+        most, low, high = 1.003 * self.nll(data), 1e-5, 10.0
+        for _ in range(16):
+            self.beta = math.sqrt(low * high)
+            low, high = (self.beta, high) if self.nll(data) <= most else (low, self.beta)
+        self.beta = low
+
+    @torch.no_grad()
+    def nll(self, data: Texts) -> float:
+        """Returns the mean NLL of the next characters."""
+        logs = torch.cat([self(**{**batch})[:, :-1] for batch in data]).flatten(0, 1)
+        return float(F.nll_loss(logs, torch.cat([batch["labels"][:, 1:] for batch in data]).flatten()))
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Returns log probabilities."""
+        if not self.beta:
+            return self.model(**inputs).logits.log_softmax(-1)
+        generator, logs = torch.Generator().manual_seed(SEED), []
+        means = [down.clone() for down, _ in self.spreads]
+        for _ in range(self.draws):
+            for (down, spread), mean in zip(self.spreads, means, strict=True):
+                down.copy_(mean + self.beta * spread * torch.randn(mean.shape, generator=generator))
+            logs.append(self.model(**inputs).logits.log_softmax(-1))
+        for (down, _), mean in zip(self.spreads, means, strict=True):
+            down.copy_(mean)
+        return torch.stack(logs).logsumexp(0) - math.log(self.draws)
+
+
 def run(share: float = 1.0) -> dict[str, dict[str, float]]:
     """Trains, adapts and scores."""
     news, films = arrays("text_agnews"), arrays("text_sst2")
@@ -106,10 +150,12 @@ def run(share: float = 1.0) -> dict[str, dict[str, float]]:
         "before LoRA": base,
         "network alone": model,
         "temperature scaling": Tempered(model, held_out),
+        "training-free draws of the factors": TrainingFree(model, held_out),
         "`lw.fit(..., lw.KFAC())`": lw.fit(model, NextTokens(data), lw.KFAC(), seed=SEED),
         "`lw.fit(..., lw.KFAC(), validation=)`": lw.fit(
             model, NextTokens(data), lw.KFAC(), validation=NextTokens(held_out), seed=SEED
         ),
+        "`lw.fit(lora_cores(...), lw.Full())`": lw.fit(lora_cores(model), NextTokens(data), lw.Full(), seed=SEED),
     }
     rows = lw.compare(candidates, NextTokens(test), repeats=1).rows
     return {name: {key: rows[name][key] for key in ("accuracy", "NLL", "ECE")} for name in candidates}

@@ -1,0 +1,128 @@
+"""How near streamlined variances of convolution networks are to the exact ones, plain and after `lw.scale_factor(to=)`.
+
+A diagonal posterior over all weights; 300 test images, with the exact variances of the linearised network as the truth.
+64 training images give `lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())`, without labels. *Level*
+is the ratio of the mean variances, *rank* Spearman's rank correlation with the exact ones over images: the mean over
+classes of those of one class, and that of the means over classes. One seed.
+
+    python -m benchmarks.streamlined_level  # writes results/streamlined_level.json; needs LAPWING_DATA
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from benchmarks.measure import write
+from papers.common.data import batched, images
+from papers.common.networks import cifar_resnet20
+
+SEED = 0
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHOWN, FITTED, TESTED = 1000, 64, 300
+
+
+def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    """A 3 x 3 convolution, a batch norm and a ReLU."""
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+class Pooled(nn.Module):
+    """Five convolutions with batch norm, and a linear layer on the means over pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            block(1, 24, 1), block(24, 24, 1), block(24, 48, 2), block(48, 48, 1), block(48, 48, 2)
+        )
+        self.head = nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits."""
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class Hidden(nn.Module):
+    """Three convolutions with max pooling, and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = [
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.Conv2d(32, 32, 3, padding=1),
+        ]
+        first, second, third = convolutions
+        self.body = nn.Sequential(
+            first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2), third, nn.ReLU(), nn.Flatten()
+        )
+        self.head = nn.Sequential(nn.Linear(32 * 49, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits."""
+        return self.head(self.body(x))
+
+
+def trained(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 5) -> nn.Module:
+    """Returns the network, trained."""
+    optimiser = torch.optim.Adam(model.to(DEVICE).parameters(), 2e-3, weight_decay=1e-4)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(x)).split(64):
+            optimiser.zero_grad()
+            F.cross_entropy(model(x[rows].to(DEVICE)), y[rows].to(DEVICE)).backward()
+            optimiser.step()
+    return model
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Returns the rank correlation of two vectors."""
+    return float(torch.corrcoef(torch.stack([x.argsort().argsort().double() for x in (a, b)]))[0, 1])
+
+
+def nearness(model: nn.Module, name: str, size: int, precision: float) -> dict[str, dict[str, float]]:
+    """Returns level and ranks of streamlined variances, plain and fitted to 64 images."""
+    data = images(name)
+    shown = batched(data.x_train[:SHOWN].to(DEVICE), data.y_train[:SHOWN].to(DEVICE))
+    model = model.to(DEVICE).eval()
+    posterior = lw.fit(
+        model, shown, lw.Diagonal(), params=lw.everything, prior_precision=precision, tune=None, data_size=size
+    )
+    x, few = data.x_test[:TESTED].to(DEVICE), data.x_train[SHOWN : SHOWN + FITTED].to(DEVICE)
+    exact = posterior.latent(x).variance.double().cpu()
+    ways = {"plain": lw.Streamlined(), "fitted": lw.scale_factor(posterior, few, lw.Streamlined(), to=lw.Linearized())}
+    rows = {}
+    for label, way in ways.items():
+        found = posterior.latent(x, via=way).variance.double().cpu()
+        by_class = [spearman(a, b) for a, b in zip(found.T, exact.T, strict=True)]
+        rows[label] = {
+            "level": float(found.mean() / exact.mean()),
+            "rank by class": sum(by_class) / len(by_class),
+            "rank of means": spearman(found.mean(1), exact.mean(1)),
+        }
+    return rows
+
+
+def main() -> dict[str, Any]:
+    """Runs everything."""
+    torch.manual_seed(SEED)
+    fashion = images("fashion_mnist")
+    data = fashion.x_train[:6000], fashion.y_train[:6000]
+    results: dict[str, Any] = {}
+    for precision in (1e3, 1e4):
+        row = nearness(cifar_resnet20(), "cifar10", 50_000, precision)
+        results[f"ResNet-20, δ = {precision:g}"] = row
+    for kind in (Pooled, Hidden):
+        model = trained(kind(), *data)
+        for precision in (1e2, 1e3):
+            results[f"{kind.__name__}, δ = {precision:g}"] = nearness(model, "fashion_mnist", 6000, precision)
+    write("streamlined_level", results, SEED)
+    return results
+
+
+if __name__ == "__main__":
+    for name, row in main().items():
+        print(name, row)
