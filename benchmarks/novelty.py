@@ -33,6 +33,7 @@ def by_parts(score: Any, x: Tensor) -> Tensor:
     return torch.cat([score(part) for part in x.split(100)])
 
 
+@torch.no_grad()
 def report(
     models: list[nn.Module], loader: Any, held_out: Any, inputs: Mapping[str, Tensor], y: Tensor, **options: Any
 ) -> dict[str, Any]:
@@ -78,8 +79,7 @@ def main(names: list[str]) -> None:
     for name in names or [*TASKS]:
         runs: list[dict[str, Any]] = []
         for task in TASKS[name]:
-            with torch.no_grad():
-                runs.append(report(*task(), **({"data_size": 50_000} if name == "cifar10" else {})))
+            runs.append(report(*task(), **({"data_size": 50_000} if name == "cifar10" else {})))
             results[name] = {"rows": averaged(runs), "runs": runs}
             print(write("novelty", results, SEED), flush=True)
 

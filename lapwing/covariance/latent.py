@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import LapwingError
 from ..linalg import check_draws, doubled, is_finite, nonnegative, possible, psd_root, seeded, total
 from ..network.entry import full_precision
-from .latent_at_positions import Described
+from .latent_at_positions import Described, moved
 from .terms import DenseTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, multiplied_out
 
 WIDE = 8
@@ -81,6 +81,10 @@ class Latent(Described):
 
     def scaled(self, factor: float) -> Latent:
         return replace(self, terms=tuple(term.scaled(factor) for term in self.terms))
+
+    def mapped(self, matrix: Tensor, shift: Tensor) -> Latent:
+        term = DenseTerm(matrix @ self.covariance @ matrix.T)
+        return replace(self, mean=moved(self.mean, matrix, shift), terms=(term,))
 
     def compact(self, covariances: bool) -> Latent:
         if covariances:
@@ -172,6 +176,8 @@ class SelectedLatent(Latent):
     def tempered(self, temperature: float) -> SelectedLatent:
         return replace(self, mean=self.mean / temperature, every_mean=self.every_mean / temperature)
 
+    mapped = Described.mapped
+
     def of_classes(self) -> Latent:
         """Returns a latent of all C logits (B, C), for links to class probabilities. Raises if k is 1.
 
@@ -234,6 +240,10 @@ class JointLatent(Described):
     def plus(self, covariance: Tensor) -> JointLatent:
         eye = torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device)
         return JointLatent(self.mean, self.covariance + torch.einsum("bcd,be->bced", covariance, eye))
+
+    def mapped(self, matrix: Tensor, shift: Tensor) -> JointLatent:
+        covariance = torch.einsum("ij,bjdk,lk->bidl", matrix, self.covariance, matrix)
+        return JointLatent(moved(self.mean, matrix, shift), covariance)
 
     def scaled(self, factor: float) -> JointLatent:
         return JointLatent(self.mean, self.covariance * factor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..linalg import doubled
+from ..linalg import doubled, possible
 from ..network.positions import Places
 from .terms import standard_deviation
 
@@ -48,6 +48,13 @@ class Described:
         """Returns the latent with its mean divided by a temperature and the same covariance."""
         return replace(self, mean=self.mean / temperature)
 
+    def mapped(self: Any, matrix: Tensor, shift: Tensor) -> Any:
+        """Returns the latent of `M f + b` for a matrix M (C, C) and a shift b (C,); logits of no class stay."""
+        raise LapwingError(
+            f"Matrix scaling mixes all logits, and a {type(self).__name__} holds only some. Leave outputs= out of "
+            "lw.Linearized(outputs=...)."
+        )
+
     def compact(self: Any, covariances: bool) -> Any:
         """Returns a detached float64 copy; a `Latent` keeps its covariances, or only its variances."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -60,6 +67,12 @@ class Described:
 
     def __repr__(self: Any) -> str:
         return f"{type(self).__name__}(mean and variance {tuple(self.mean.shape)})"
+
+
+def moved(values: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
+    """Returns `M f + b` for outputs f (..., C). Logits of classes that cannot be stay, and enter no other logit."""
+    mask = possible(values)
+    return torch.where(mask, torch.where(mask, values, 0.0) @ matrix.T + shift, values)
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,6 +128,9 @@ class LatentAtPositions(Described):
 
     def tempered(self, temperature: float) -> LatentAtPositions:
         return replace(self, rows=self.rows.tempered(temperature))
+
+    def mapped(self, matrix: Tensor, shift: Tensor) -> LatentAtPositions:
+        return replace(self, rows=self.rows.mapped(matrix, shift))
 
     def compact(self, covariances: bool) -> LatentAtPositions:
         return replace(self, rows=self.rows.compact(covariances))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import LapwingError
 from ..network.entry import full_precision
 from .latent import JointLatent, Latent, SelectedLatent, check_finite, generator_for
-from .latent_at_positions import Described, LatentAtPositions
+from .latent_at_positions import Described, LatentAtPositions, moved
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -70,6 +70,9 @@ class LatentDraws(Described):
 
     def tempered(self, temperature: float) -> LatentDraws:
         return LatentDraws(self.draws + self.mean * (1 / temperature - 1), self.joint)
+
+    def mapped(self, matrix: Tensor, shift: Tensor) -> LatentDraws:
+        return LatentDraws(moved(self.draws, matrix, shift), self.joint)
 
     def with_checks(self) -> LatentDraws:
         check_finite(self.draws)
@@ -151,6 +154,9 @@ class LinearDraws(Described):
 
     def scaled(self, factor: float) -> LinearDraws:
         return LinearDraws(self.mean, self.deviations * factor**0.5, self.joint)
+
+    def mapped(self, matrix: Tensor, shift: Tensor) -> LinearDraws:
+        return LinearDraws(moved(self.mean, matrix, shift), self.deviations @ matrix.T, self.joint)
 
     def with_checks(self) -> LinearDraws:
         check_finite(self.deviations)

@@ -81,10 +81,8 @@ def posteriors_in(candidate: Candidate) -> tuple[Posterior, ...]:
 
 
 def _with_noise(posterior: Posterior) -> Likelihood:
-    """Returns the likelihood at T = 1 and one noise, the mean squared residual unless the user gave σ²."""
-    likelihood = posterior.likelihood.of_statistics(posterior.statistics)
-    if likelihood.logit_temperature is not None:
-        likelihood = likelihood.with_logit_temperature(1.0)
+    """Returns the likelihood without calibration, at the given σ² or the mean squared residual."""
+    likelihood = posterior.likelihood.of_statistics(posterior.statistics).with_logit_temperature(None)
     residual = likelihood.residual_variance(posterior.statistics)
     return likelihood if residual is None or posterior.noise_fixed else likelihood.with_noise_variance(residual)
 

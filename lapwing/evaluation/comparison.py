@@ -169,8 +169,9 @@ def compare(
 
     Two rows are added: the network alone, as "network", unless a candidate is a network; and the network with one
     number from held-out data, the logit temperature ("temperature scaling") or the noise variance ("held-out noise").
-    The samples of even number choose it for those of odd number, and conversely. The network itself predicts with the
-    mean squared training residual as noise variance, unless σ² was given.
+    If a posterior has a map of its logits, there is a third row, "matrix scaling". The samples of even number choose
+    for those of odd number, and conversely. The network itself predicts with the mean squared training residual as
+    noise variance, unless σ² was given.
 
     Classes: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score and area
     under the risk-coverage curve (AURC). Bernoulli outputs are two classes each, pooled, and "ECE c" is the error of
@@ -220,17 +221,19 @@ def compare(
     sets = _foreign_sets(foreign, data, network)
     candidates, base = rows_of(posteriors, data)
     label = "mutual_information" if isinstance(score, Novelty) else score
+    fitted = [posterior for candidate in posteriors.values() for posterior in posteriors_in(candidate)]
+    mapped = [True] * any(getattr(posterior.likelihood, "logit_map", ()) for posterior in fitted)
     rows: dict[str, Evaluated] = {}
     notes = ["The weights of samples are ignored: every sample counts once."] if sample_weights else []
     for name, candidate in candidates.items():
         own = Data(loader, network, sample_weights, columns=candidate.columns)
         inputs = {key: as_inputs(ordered(value, own.columns), network) for key, value in sets.items()}
         rows[name] = evaluated(candidate, tracked(own, name), inputs, repeats, label, (fit_seconds or {}).get(name))
-        if name == base and candidate.likelihood and (half := by_halves(rows[name], candidate.likelihood)):
-            title, run, note = half
-            if title not in posteriors:
-                rows[title] = run
-                notes.append(note)
+        for matrix in (False, *mapped) if name == base and candidate.likelihood else ():
+            half = by_halves(rows[name], candidate.likelihood, matrix)  # type: ignore[arg-type]
+            if half is not None and half[0] not in posteriors:
+                rows[half[0]] = half[1]
+                notes.append(half[2])
     if isinstance(score, Novelty):
         known, outside = score(data).cpu(), {key: score(value).cpu() for key, value in sets.items()}
         rows = {name: with_novelty(row, known, outside) for name, row in rows.items()}

@@ -20,6 +20,7 @@ from ..errors import LapwingError, extra
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.predictions import RealPrediction
 from ..linalg import doubled
+from ..tuning.matrix_scaling import chosen_map
 from ..tuning.search import golden_section
 from . import metrics
 from .candidates import Row, without_spread
@@ -46,7 +47,7 @@ MEANS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 }
 """Column with standard errors -> the entries whose mean is the metric. For the RMSE they are squared errors."""
 
-TEMPERATURE, NOISE = "temperature scaling", "held-out noise"
+TEMPERATURE, NOISE, MATRIX = "temperature scaling", "held-out noise", "matrix scaling"
 """Names of the rows that `by_halves` makes."""
 MANY_LABELS = 10
 """Maximum number of labels that get a column each."""
@@ -313,8 +314,10 @@ def scores_of(prediction: Any, names: Iterable[str]) -> Scores:
     return scores
 
 
-def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluated, str] | None:
+def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) -> tuple[str, Evaluated, str] | None:
     """Returns the network with a temperature or noise variance from held-out data: the row's name, run and note.
+
+    `matrix` adds the affine map of the logits of `lw.Validation(calibration="matrix")`.
 
     The number for the samples of even number is chosen on the samples of odd number, and conversely. Returns None for
     likelihoods without temperature and noise variance, and for a single sample.
@@ -326,7 +329,12 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
     change = likelihood.with_logit_temperature if tempered else plain.with_noise_variance
     choose = _temperature if tempered else _noise
     chosen = [choose(plain, outputs[half], targets[half]) for half in (odd, ~odd)]
-    runs = [change(number).predict(without_spread(outputs)) for number in chosen]
+    halves = [change(number) for number in chosen]
+    if matrix:
+        parts = zip(halves, (odd, ~odd), strict=True)
+        maps = [chosen_map(one, without_spread(outputs[half]), targets[half]) for one, half in parts]
+        halves = [replace(one, logit_map=rows) for one, rows in zip(halves, maps, strict=True)]  # type: ignore[type-var]
+    runs = [one.predict(without_spread(outputs)) for one in halves]
     values, of_odd = (_entries(run, targets, samples.cpu()) for run in runs)
     for name, value in values.items():
         numbers = values["sample" if name in ("sample", "log_prob") else "entry"]
@@ -334,7 +342,7 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
         value[half] = of_odd[name][half]
     known, scores_of_odd = (scores_of(run, network.known) for run in runs)
     known = {name: torch.where(odd.cpu(), scores_of_odd[name], known[name]) for name in known}
-    middle = change(math.sqrt(chosen[0] * chosen[1]))
+    middle = halves[0] if matrix else change(math.sqrt(chosen[0] * chosen[1]))
     foreign = {
         name: _joined([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])
         for name, parts in network.outside.items()
@@ -344,6 +352,9 @@ def by_halves(network: Evaluated, likelihood: Likelihood) -> tuple[str, Evaluate
         f"{name}: the network with {what} {chosen[0]:.3g} for half of the samples and {chosen[1]:.3g} for the other. "
         "The samples of each half chose the number for the other half."
     )
+    if matrix:
+        name = MATRIX
+        note = f"{name}: {TEMPERATURE}, then an affine map of the logits, which the samples of the other half chose."
     return name, Evaluated(values, known, foreign, network.score), note
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import LapwingError, extra, shown
 from . import plots
-from .evaluated import NOISE, SCORES, TEMPERATURE, Predictions
+from .evaluated import MATRIX, NOISE, SCORES, TEMPERATURE, Predictions
 
 if TYPE_CHECKING:
     from .comparison import Comparison
@@ -26,7 +26,7 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
     """
     arrays = table.predictions
     base = next(iter(arrays), "")
-    others = [name for name in arrays if name not in (base, TEMPERATURE, NOISE)] or list(arrays)
+    others = [name for name in arrays if name not in (base, TEMPERATURE, NOISE, MATRIX)] or list(arrays)
     chosen = row or min(others, key=lambda name: table[name]["NLL"], default=None)
     if chosen not in arrays:
         raise LapwingError(

@@ -38,6 +38,7 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
 
     Args:
         logit_temperature: T, a positive number that divides the mean of the logits in predictions.
+        logit_map: rows [W, b] of an affine map of the logits in predictions, `W f/T + b`; () means none.
         pos_weight: w, one positive number for all outputs, or one for each; None means ones.
         soft_targets: whether targets may be probabilities, between 0 and 1, in the same formula.
         missing: whether a NaN target is a missing answer, which has no effect on fit, tuning and `log_prob`.

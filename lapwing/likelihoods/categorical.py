@@ -44,6 +44,7 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
 
     Args:
         logit_temperature: T, a positive number that divides the mean of the logits in predictions.
+        logit_map: rows [W, b] of an affine map of the logits in predictions, `W f/T + b`; () means none.
         class_weights: w, one positive number for each class; None means ones.
         label_smoothing: ε, from 0 to below 1.
         ignore_index: label of samples and positions that do not count.
@@ -74,11 +75,11 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
         return self.class_weights is not None or self.label_smoothing > 0
 
     def reads(self, outputs: int) -> Reads:
-        """Returns "scale": the default `Probit` divides all logits of an input by one number."""
-        return "scale"
+        """Returns "scale": the default `Probit` divides all logits of an input by one number. A map reads all."""
+        return "covariances" if self.logit_map else "scale"
 
     def reads_covariance(self, link: Link) -> bool:
-        return link.reads_covariance or isinstance(link, Quadrature)
+        return super().reads_covariance(link) or isinstance(link, Quadrature)
 
     def target_shape(self, outputs: int) -> tuple[int, ...]:
         return ()

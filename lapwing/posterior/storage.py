@@ -32,7 +32,9 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         )
     tangent = posterior.tangent
     likelihood, state = posterior.likelihood, tangent.state()
-    registered = REGISTERED.get(likelihood.name) is type(likelihood)  # `load` gets an instance of another class
+    options = options_of(likelihood)
+    if REGISTERED.get(likelihood.name) is not type(likelihood):  # `load` gets an instance of another class
+        options = {name: value for name, value in options.items() if name == "logit_map"}
     tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
     tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
     tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
@@ -45,7 +47,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "name": likelihood.name,
             "noise_variance": posterior.noise_variance,
             "logit_temperature": posterior.logit_temperature,
-            "options": options_of(likelihood) if registered else {},
+            "options": options,
             "noises": likelihood.noises,
         },
         "given": {"prior_precision": posterior.prior.fixed, "noise_variance": posterior.noise_fixed},

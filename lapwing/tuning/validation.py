@@ -23,6 +23,7 @@ from ..posterior import Posterior
 from .choice import RISING, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import Training, Tuning, without_rank
 from .held_out import at_precision, contracted, sample_scores, tangent_of_samples
+from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_product
 from .search import ascend, evenly
 
@@ -87,9 +88,12 @@ class Validation(_OnHeldOutData):
         tolerance: for classifiers, the widest spread is chosen whose score is at most this many standard errors, and at
             most 0.001 nats, below the best. Errors are of the paired difference over samples; 0 chooses the best.
         tempered: whether to choose a classifier's logit temperature; False chooses only the prior precision.
+        calibration: "matrix" adds an affine map of the logits, `W z + b`, after the temperature. It is shrunken to the
+            identity, as strongly as 5-fold cross-validation over the held-out samples chooses, and left out unless it
+            pays there. It can change the most probable class. For sigmoids W is diagonal. Berta et al. 2025.
 
     Raises:
-        LapwingError: if a range or a number does not give a grid.
+        LapwingError: if a range or a number does not give a grid; for "matrix" unless there are at most 100 logits.
 
     Cost: one pass over the loader, with one record and one contraction per batch, and `points` variances (or Gram
     matrices, if the link reads covariances); for a regression also up to two forward passes, and the kernel of
@@ -111,13 +115,29 @@ class Validation(_OnHeldOutData):
     ranks: tuple[int, ...] = option((), RANKS, write="(5, 10)")
     tolerance: float = option(0.25, number(0))
     tempered: bool = True
+    calibration: Literal["temperature", "matrix"] = "temperature"
+
+    def check(self, method: Method, shape: FitShape) -> None:
+        super().check(method, shape)
+        logits = shape.likelihood.activation is not None and shape.tangent.outputs <= MOST_OUTPUTS
+        if self.calibration == "matrix" and not logits:
+            raise LapwingError(
+                f"calibration='matrix' is for classifiers of at most {MOST_OUTPUTS} outputs. Write "
+                "tune=lw.Validation(held_out)."
+            )
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
+        held_out = Data.of(self.loader, posterior.model, posterior.columns)
+        best = self._tuned(posterior, training, held_out)
+        return best if self.calibration == "temperature" else matrix_scaled(best, held_out)
+
+    def _tuned(self, posterior: Posterior, training: Training, held_out: Data) -> Posterior:
+        """Returns the posterior with δ, and σ² or T, chosen."""
         scaled = not self.tempered or posterior.logit_temperature != 1
         if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and scaled:
             return posterior
-        product, held_out = None, Data.of(self.loader, posterior.model, posterior.columns)
+        product = None
         if self._reads_training(posterior) and training.shown is not None:
             product = trained_product(posterior, training)
         best = best_of(
@@ -125,7 +145,8 @@ class Validation(_OnHeldOutData):
             TEMPERATURES if self.tempered else (), self.tolerance, product,
         )  # fmt: skip
         best = _with_output_noise(best, held_out)
-        _warn_of_shift(best, held_out)
+        if self.calibration == "temperature":
+            _warn_of_shift(best, held_out)
         log.info("Validation chose %r", best)
         return best
 
@@ -312,6 +333,7 @@ def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
         log.warning(
             "A constant for each logit of %s gains %.2g nats per held-out sample, and validation= only divides the "
             "logits. If it was trained on resampled data or with weights of labels, leave the weights out of the "
-            "likelihood, and write forward=lambda model, inputs: model(inputs) + torch.tensor(%s).",
+            "likelihood, and write forward=lambda model, inputs: model(inputs) + torch.tensor(%s). Or write "
+            "tune=lw.Validation(held_out, calibration='matrix'), which fits an affine map of the logits.",
             type(tangent.model).__name__, gain, [round(value, 2) for value in shift.tolist()],
         )  # fmt: skip
