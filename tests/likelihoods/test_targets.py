@@ -77,30 +77,18 @@ BINARY = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "labels", "said"), LABELS)
-def test_label_errors(shape, labels, said):
+CASES = {Categorical(): LABELS, Gaussian(): TARGETS, Bernoulli(): BINARY}
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "shape", "targets", "said"),
+    [(likelihood, *case) for likelihood, cases in CASES.items() for case in cases],
+)
+def test_errors_say_what_is_wrong_and_what_to_write(likelihood, shape, targets, said):
     with pytest.raises(LapwingError) as caught:
-        Categorical().check(torch.zeros(shape), labels)
+        likelihood.check(torch.zeros(shape), targets)
     message = str(caught.value)
-    assert message.startswith("Categorical")
-    assert all(part in message for part in said), message
-
-
-@pytest.mark.parametrize(("shape", "targets", "said"), TARGETS)
-def test_target_errors(shape, targets, said):
-    with pytest.raises(LapwingError) as caught:
-        Gaussian().check(torch.zeros(shape), targets)
-    message = str(caught.value)
-    assert message.startswith("Gaussian")
-    assert all(part in message for part in said), message
-
-
-@pytest.mark.parametrize(("shape", "targets", "said"), BINARY)
-def test_binary_target_errors(shape, targets, said):
-    with pytest.raises(LapwingError) as caught:
-        Bernoulli().check(torch.zeros(shape), targets)
-    message = str(caught.value)
-    assert message.startswith("Bernoulli")
+    assert message.startswith(type(likelihood).__name__)
     assert all(part in message for part in said), message
 
 
