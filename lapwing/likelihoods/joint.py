@@ -190,7 +190,7 @@ class JointPrediction(Prediction, Mapping[str, Any]):
     def log_prob(self, targets: Any) -> Tensor:
         """Returns the sum over heads of the log probability of the known targets, (B,)."""
         y = self.joint.by_key(targets, self.outputs)
-        return sum(head.log_prob(y[key]) for key, head in self.items())  # type: ignore[return-value]
+        return sum(head.log_prob(y[key]) for key, head in self.items())
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Any:
         """Draws the targets of each head n times, by key."""
