@@ -46,18 +46,23 @@ FACTORS = lw.fit(NETWORK, [(X, Y)], lw.KFAC(), prior_precision=1.0)
 MIXTURE = lw.mixture([POSTERIOR, FACTORS])
 REAL = torch.randn(8, 3)
 REGRESSION = lw.fit(NETWORK, [(X, REAL)], prior_precision=1.0)
+DETECTOR = lw.novelty(NETWORK, [(X, Y)])
 SNAPSHOTS = lw.SWAG.collector(NETWORK)
 for _ in range(3):
     SNAPSHOTS.snapshot()
 OPTIONS = [
     getattr(lw, name) for name in lw.__all__
     if inspect.isclass(getattr(lw, name)) and hasattr(getattr(lw, name), "__dataclass_fields__")
-    and not inspect.isabstract(getattr(lw, name)) and name not in ("Posterior", "Latent", "Comparison", "Coverage")
+    and not inspect.isabstract(getattr(lw, name))
+    and name not in ("Posterior", "Latent", "Comparison", "Coverage", "Novelty")
 ]  # fmt: skip
 CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (lw.fit, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.plan, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.load, {"path": "nowhere.safetensors", "model": NETWORK}),
+    (lw.novelty, {"model": NETWORK, "loader": [(X, Y)]}),
+    (lw.Novelty.load, {"path": "nowhere.safetensors", "model": NETWORK}),
+    (DETECTOR.__call__, {"x": X}),
     (lw.mixture, {"posteriors": [POSTERIOR, FACTORS], "validation": [(X, Y)]}),
     (MIXTURE.predict, {"x": X}),
     (MIXTURE.save, {"folder": "nowhere/at/all"}),
@@ -104,7 +109,7 @@ WITHOUT_ARGUMENTS = {"versions"}
 SELECTIONS = {"everything", "last_layer"}
 """Passed to `params=`, and not called by users."""
 
-BASES = {"LapwingError", "Likelihood", "Method", "Posterior", "SWAG", "evaluation"}
+BASES = {"LapwingError", "Likelihood", "Method", "Novelty", "Posterior", "SWAG", "evaluation"}
 """Names that nobody calls: their methods and functions are in the table."""
 
 COUNTS = {"draws", "nodes", "points", "prefixes", "ranks", "repeats", "samples", "size", "steps"}

@@ -19,6 +19,7 @@ from ..data.loaders import checked_batches
 from ..errors import LapwingError, check_choice
 from ..linalg import doubled
 from ..network.entry import outside_modes
+from ..network.refusals import check_layers
 from ..network.stamp import Stamp, fingerprint
 from ..posterior.files import read_safetensors, write_safetensors
 from ..posterior.loading import check_same
@@ -40,6 +41,7 @@ class Novelty:
 
     @outside_modes
     def __call__(self, x: Any) -> Tensor:
+        check_layers(self.tangent.model)
         changed = self.stamp.changed(self.tangent.state())
         if changed is not None:
             raise LapwingError(
@@ -47,7 +49,10 @@ class Novelty:
             )
         x = as_inputs(x, self.tangent.model)
         parts = map(batches.inputs_of, x) if batches.is_loader(x) else [x]
-        return torch.cat([self.score(features_of(self.tangent, part)) for part in parts])
+        scores = [self.score(features_of(self.tangent, part)) for part in parts if batches.size(part)]
+        if not scores:
+            raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...), or a loader that can be read again.")
+        return torch.cat(scores)
 
     def score(self, features: Tensor) -> Tensor:
         """Returns the novelty (B,) of features (B, D)."""

@@ -125,6 +125,19 @@ def test_refusals() -> None:
         lw.deploy(lw.fit(model, (X, Y), prior_precision=1.0), X, novelty=model)  # type: ignore[arg-type]
 
 
+def test_inputs_without_samples_and_a_network_in_training_mode_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(), nn.Linear(7, 3)).double().eval()
+    detector, mean = lw.novelty(model, (X, Y)), model[1].running_mean.clone()
+    for empty in (X[:0], [], [(X[:0], Y[:0])]):
+        with pytest.raises(lw.LapwingError, match="hold no samples"):
+            detector(empty)
+    assert torch.equal(detector([X, X[:0]]), detector(X))
+    model.train()
+    with pytest.raises(lw.LapwingError, match=r"model\.eval\(\)"):
+        detector(X)
+    assert torch.equal(model[1].running_mean, mean)
+
+
 @pytest.mark.parametrize("targets", [Y, X[:, :3]], ids=["classes", "regression"])
 def test_compare_ranks_by_the_detector(targets: Tensor) -> None:
     model = network()
