@@ -51,7 +51,7 @@ class Novelty:
         parts = map(batches.inputs_of, x) if batches.is_loader(x) else [x]
         scores = [self.score(features_of(self.tangent, part)) for part in parts if batches.size(part)]
         if not scores:
-            raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...), or a loader that can be read again.")
+            raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...) or a loader that yields batches.")
         return torch.cat(scores)
 
     def score(self, features: Tensor) -> Tensor:
