@@ -14,9 +14,10 @@ from . import batches
 
 
 def equal_batches(one: Any, other: Any) -> bool:
-    """Whether two batches hold equal tensors. NaN equals NaN; sparse tensors are not compared."""
+    """Whether two batches hold equal tensors. NaN equals NaN; sparse and meta tensors are not compared."""
     first, second = (
-        [x.cpu().nan_to_num() for x in batches.tensors(batch) if x.layout == torch.strided] for batch in (one, other)
+        [x.cpu().nan_to_num() for x in batches.tensors(batch) if x.layout == torch.strided and not x.is_meta]
+        for batch in (one, other)
     )
     return [x.dtype for x in first] == [x.dtype for x in second] and all(map(torch.equal, first, second))
 

@@ -42,9 +42,9 @@ def posteriors_of(
         given = likelihood if has_prior(covariance) else problem.likelihood
         fitted = Posterior(
             tangent=tangent, covariance=covariance, likelihood=likelihood, prior=prior, statistics=dict(statistics),
-            samples=samples, data_factor=factor, temperature=problem.temperature, method=MethodInfo.of(method),
-            noise_fixed=not given.needs_noise, stamp=Stamp.of(tangent.state()), history=result.history,
-            columns=runner.columns,
+            samples=samples, data_factor=factor, temperature=problem.temperature,
+            method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
+            stamp=Stamp.of(tangent.state()), history=result.history, columns=runner.columns,
         )  # fmt: skip
         settled = fitted.noise_fixed and has_prior(covariance)
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted

@@ -45,7 +45,7 @@ class Runner:
     def __init__(
         self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: Checkpoint | None = None
     ) -> None:
-        self.columns, self._data = data.columns, data
+        self.columns, self.weighted, self._data = data.columns, data.weighted, data
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
         self._labels: Tensor | None = None
         self._at = RunnerState()

@@ -76,7 +76,7 @@ def continued(
         whole = _with_data(former, tangent, data, remedy, checkpoint)
     return replace(
         whole, prior=Prior(former.prior.precision, former.tangent.mean(), fixed=True), noise_fixed=True, history={},
-        method=replace(former.method, after_former=True), stamp=Stamp.of(tangent.state()),
+        method=replace(whole.method, after_former=True), stamp=Stamp.of(tangent.state()),
     )  # fmt: skip
 
 
@@ -112,9 +112,11 @@ def _with_data(
             "%s", residual, residual / noise, noise, remedy,
         )  # fmt: skip
     summary = DataSummary(posterior.samples, posterior.statistics).added(further)
+    weighted = posterior.method.sample_weights or data.weighted
     whole = replace(
         posterior, tangent=tangent, covariance=result.covariance, samples=summary.samples,
-        statistics=summary.statistics, method=replace(posterior.method, first_samples=None),
+        statistics=summary.statistics,
+        method=replace(posterior.method, first_samples=None, sample_weights=weighted),
     )  # fmt: skip
     return whole.at(posterior.prior.precision, posterior.noise_variance)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,6 @@ def constructed(
     centre = {name: torch.zeros_like(mean) for name, mean in tangent.mean().items()}
     return Posterior(
         tangent, covariance(tangent), likelihood, Prior(zero, centre, fixed=True),
-        summary.statistics, summary.samples, 1.0, 1.0, method, noise_fixed, Stamp.of(tangent.state()),
-        columns=data.columns,
+        summary.statistics, summary.samples, 1.0, 1.0, replace(method, sample_weights=data.weighted), noise_fixed,
+        Stamp.of(tangent.state()), columns=data.columns,
     )  # fmt: skip

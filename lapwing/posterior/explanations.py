@@ -36,12 +36,12 @@ class Explanation(Displayed):
 
     Attributes:
         noise: variance of each component of y around the network's output, (B, C): the noise variance, or `p (1 - p)`
-            of class probabilities. More data do not reduce it.
+            of class probabilities, which are calibrated as in `predict`. More data do not reduce it.
         weights: layer -> its share `J_l (Σ Jᵀ)_l` (B, C) of the variance of the outputs. Shares add up to the variance.
             They can be negative if Σ couples layers, as `lw.Full()` does.
         novelty: score of a detector (B,), larger for inputs unlike the training data; None without a detector.
-        rows: numbers of the training rows whose removal moves the outputs most, (B, 5), the strongest first; None
-            without training data.
+        rows: numbers of the training rows whose removal changes the outputs most, (B, 5), the strongest first, in the
+            order of the training data; None without them.
     """
 
     noise: Tensor
@@ -56,7 +56,9 @@ class Explanation(Displayed):
 
     def __repr__(self) -> str:
         parts = [f"{name} {float(share.sum() / self.variance.sum()):.0%}" for name, share in self.weights.items()]
-        return f"Explanation({len(self.noise)} inputs; variance of the outputs by layer: {', '.join(parts)})"
+        negative = any(float(share.sum()) < 0 for share in self.weights.values())
+        note = "; below 0%: the layer offsets errors of other layers" if negative else ""
+        return f"Explanation({len(self.noise)} inputs; variance of the outputs by layer: {', '.join(parts)}{note})"
 
 
 @torch.no_grad()
@@ -91,13 +93,18 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
     """Returns the change of f(x) if a training row is removed, (B, C, n): see `Posterior.influence`."""
     tangent, likelihood = posterior.tangent, posterior.likelihood
     inputs, changes, leverages = _checked(posterior, x), [], []
-    data = Data.of(train, tangent.model, posterior.columns)
+    data = Data(train, tangent.model, posterior.method.sample_weights, columns=posterior.columns)
     batches.check_loader(data.loader, "posterior.influence")
+    data.first_of_rank("the numbers of training rows need")
     for batch in data:
         row_inputs, targets = batches.split(batch, tangent.device)
+        weights = batches.weights_of(batch, tangent.device)
         for part, record in _records(posterior, tangent.check(row_inputs)):
             score = posterior.scale.of_likelihood * doubled(likelihood.score(record.outputs, targets[part]))[..., None]
             root = _root(posterior, record, targets[part])
+            if weights is not None:
+                times = doubled(weights[part])[:, None, None]
+                score, root = times * score, times.sqrt() * root
             half, inner = _leverage(posterior, record, root)
             moved = score + root @ torch.linalg.solve(_eye(inner) - inner, half @ score)  # (I - Λ V)⁻¹ r
             changes.append(-_products(posterior, inputs, record, torch.cat([moved, score], -1)))
@@ -120,7 +127,8 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
 def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Tensor:
     """Returns the expected fall of the variance of the targets by a label, (n,): see `Posterior.value`."""
     pool, inputs = _checked(posterior, candidates), _checked(posterior, targets)
-    known = None if given is None else _checked(posterior, given)
+    none = given is None or tuple(getattr(given, "shape", ())[:1]) == (0,)
+    known = None if none else _checked(posterior, given)
     falls = []
     if known is not None:  # whitened covariances with the labels that will be known
         labelled = posterior.tangent.record(known, dtype=posterior.covariance.record_dtype)

@@ -19,6 +19,7 @@ class MethodInfo:
     tuning: str | None = None  # text of the tuning that chose δ, σ² or T
     first_samples: tuple[int, int] | None = None  # (n, N) if early stopping kept the curvature of the first n samples
     after_former: bool = False  # whether the prior was a former posterior
+    sample_weights: bool = False  # whether the samples had weights
 
     @classmethod
     def of(cls, method: Any) -> MethodInfo:

@@ -325,18 +325,22 @@ class Posterior(Displayed, Generic[P]):
         Args:
             function: `function(f)` returns a tensor, which is read as q numbers. `f(x)` is the network, for one batch
                 of inputs as in `latent`, and `f.weight["fc.weight"]` is a weight; one that is not treated has no error.
-                With data it is `function(f, batch)`, for each batch as the loader yields it.
-            data: a loader, or arrays as in `lw.fit`; the result is the sum over its batches.
-            observed: whether to add the noise of the targets, `d diag(σ²) dᵀ` with the derivative d of the numbers by
-                the outputs: the error of the numbers computed from future targets y. Each row of each call `f(x)` has
-                noise of its own. Numbers without y, such as slopes and weights, have none.
+                With data it is `function(f, batch)`, for each batch as the loader yields it. For classes `f(x)` has the
+                logits of the network, not calibrated by held-out data. With a logit temperature write
+                `(f(x) / posterior.logit_temperature).softmax(-1)` for probabilities.
+            data: a loader, or arrays as in `lw.fit`; the result is the sum over its batches, so return sums, and divide
+                a mean by the number of rows yourself.
+            observed: True adds the noise of future targets: the error of the same numbers computed from y instead of
+                `f(x)`, with `d diag(σ²) dᵀ` for the derivative d of the numbers by the outputs. Two calls on the same x
+                count as two measurements: `f(x) - f(x)` then has noise. Call f once and reuse the result. Numbers
+                without y, such as slopes and weights, have no noise.
 
         Returns:
             `.mean .std` (q,), `.covariance` (q, q), `.interval(0.9)`, `.sample(n)` (n, q).
 
         Raises:
-            LapwingError: if the result has no gradient, if `observed` and y is not `f(x)` plus noise (classes, counts),
-                or if the weights have changed since the fit.
+            LapwingError: if the result has no gradient, if `observed` and the likelihood has no noise variance (such as
+                classes) or several outputs per target, or if the weights have changed since the fit.
 
         Cost: q backward passes and q products with Σ, for any number of rows; memory O(q P) and one batch.
 
@@ -362,15 +366,17 @@ class Posterior(Displayed, Generic[P]):
 
         Args:
             x: one batch of inputs, as in `latent`.
-            train: the training data, as in `lw.fit`; None leaves out the rows.
+            train: the training data, as in `influence`; None leaves out the rows.
             novelty: a detector, a function of x that returns scores (B,); None leaves out the novelty.
 
         Returns:
             `.noise` (B, C), in squared units of y; `.weights` {layer: (B, C)}, in squared units of the outputs, which
-            add up to the variance of the outputs; `.novelty` (B,); `.rows` (B, 5), the training rows that pull most.
+            add up to the variance of the outputs; `.novelty` (B,); `.rows` (B, 5), numbers of the training rows whose
+            removal changes `f(x)` most, in the order of `train`, so do not shuffle.
 
         Raises:
-            LapwingError: if the outputs have positions, or if the weights have changed since the fit.
+            LapwingError: if the outputs have positions, if a loader shuffles the training data, or if the weights have
+                changed since the fit.
 
         Cost: one forward and C backward passes, C products with Σ per input; with `train` the cost of `influence`.
         """
@@ -385,18 +391,24 @@ class Posterior(Displayed, Generic[P]):
 
         `-Cov(f(x), f_i) (I - Λ_i V_i)⁻¹ r_i` with the score `r_i = ∇_f log p(y_i|f_i)`, the Fisher information Λ_i and
         the covariance V_i of row i. It is exact for a linear network at its optimum with Gaussian noise and fixed δ and
-        σ². It is an approximation for other networks: check a few rows by training without them. If Σ is so coarse that
-        some `Λ_i V_i` has an eigenvalue of at least 1, a warning says so, and `(I - Λ_i V_i)⁻¹` is left out.
+        σ². It is an approximation for other networks: check a few rows by training without them.
+
+        With a coarse covariance (KFAC, diagonal) effects can be too small. If some `Λ_i V_i` has an eigenvalue of at
+        least 1, a warning says so, and `(I - Λ_i V_i)⁻¹` is left out. The order of the rows is mostly right.
+
+        A row is removed with all that it counts in the fit: its sample weight times `N/(n τ)`, for N of `data_size=`
+        and τ of `temperature=`. So with `data_size=` the change is that of N/n equal rows.
 
         Args:
-            train: the training data, as in `lw.fit`: a loader must show the rows in the same order each time.
+            train: the training data, as in `lw.fit`, with sample weights if the fit had them, and without shuffling.
             x: one batch of inputs, as in `latent`.
 
         Returns:
             Changes of the outputs, (B, C, n), in their units.
 
         Raises:
-            LapwingError: if the outputs have positions, or if the weights have changed since the fit.
+            LapwingError: if the outputs have positions, if a loader shuffles, if sample weights are missing, or if the
+                weights have changed since the fit.
 
         Cost: one forward and C backward passes per row, and the covariances of all pairs of inputs and rows.
 
@@ -424,7 +436,7 @@ class Posterior(Displayed, Generic[P]):
         Args:
             candidates: one batch of n inputs that could be labelled.
             targets: one batch of inputs whose outputs you want to know.
-            given: inputs that will be labelled in any case, such as those chosen already; None means none.
+            given: inputs that will be labelled in any case, such as those chosen already; None or no rows means none.
 
         Returns:
             Falls of the variance, (n,), in squared units of the outputs. Label the candidates with the largest value.

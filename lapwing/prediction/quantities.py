@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import signature
 from statistics import NormalDist
 from typing import Any
 
@@ -86,8 +87,10 @@ class NetworkFunction:
         self.weight = NamedWeights(native({**self.treated, **self.others}, own_parameters(tangent.model)))
         self.calls: list[tuple[Tensor, Places]] = []  # the outputs (B T, C) of each call
 
-    def __call__(self, x: Any) -> Tensor:
+    def __call__(self, x: Any, *more: Any) -> Tensor:
         tangent = self._tangent
+        if more:
+            raise LapwingError("f takes one batch of inputs. If the network has several inputs, write f((x_1, x_2)).")
         line = "Write posterior.of(lambda f, batch: f(batch[0]).sum(0), loader), which adds up the batches."
         checked = one_batch(tangent, x, self._columns, line)
         values = {name: self.treated[name].to(value.dtype) for name, value in tangent.parameters.items()}
@@ -128,15 +131,23 @@ def quantity(
         )
     if observed and (likelihood.noise_variance is None or not likelihood.one_output_per_target):
         raise LapwingError(
-            f"observed=True adds the noise of y = f(x) + noise, and the {likelihood.name} likelihood has no such "
-            "noise. Leave out observed=True, which gives the error of numbers that are computed from f(x)."
+            "observed=True needs a likelihood with one noise variance, such as lw.Gaussian, and does not support the "
+            f"{likelihood.name} likelihood. Leave out observed=True, which gives the error of numbers that are "
+            "computed from f(x)."
         )
     mean: Any = None
     gradient: dict[str, Tensor] = {}
     noise: Any = 0.0
+    alone = data if type(data) is list else [data]
+    if alone and all(isinstance(part, Tensor) or batches.is_array(part) for part in alone):
+        raise LapwingError(
+            f"posterior.of(..., {shown(data)}) needs an iterable of batches. Write posterior.of(lambda f, batch: "
+            "f(batch[0]).sum(0), [(x,)]) for inputs x without targets, or (x, y) for a data set with targets."
+        )
     loader = None if data is None else as_loader(ordered(data, columns), tangent.model)
     if loader is not None:
         batches.check_loader(loader, "posterior.of")
+    _check_arguments(function, 1 if loader is None else 2)
     for arguments in [()] if loader is None else ((batches.plain(batch, tangent.device),) for batch in loader):
         f = NetworkFunction(tangent, columns)
         with torch.enable_grad():
@@ -167,14 +178,34 @@ def noise_of(likelihood: Likelihood, rows: Tensor, places: Places) -> Tensor:
     return prediction.probs * (1 - prediction.probs)
 
 
+def _check_arguments(function: Callable[..., Tensor], count: int) -> None:
+    """Raises unless the function can be called with f, or with f and a batch."""
+    try:
+        signature(function).bind(*range(count))
+    except TypeError as error:
+        needed = "f alone without data=. Write lambda f: f(x).sum(0)"
+        if count == 2:
+            needed = "f and a batch with data=. Write lambda f, batch: f(batch[0]).sum(0)"
+        raise LapwingError(f"The function of posterior.of takes {needed} ({error}).") from error
+    except ValueError:  # a function of C has no signature
+        pass
+
+
 def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
     """Returns the result of the function as q numbers. Raises unless they have gradients, and q is that of `before`."""
+    if isinstance(result, (tuple, list, Mapping)):
+        raise LapwingError(
+            f"The function of posterior.of returned {batches.describe(result)}. Return one tensor: write "
+            "torch.stack([a, b]) for scalars a and b, or torch.cat([a.flatten(), b.flatten()])."
+        )
     if not isinstance(result, Tensor) or not result.is_floating_point() or not result.requires_grad:
         raise LapwingError(
             f"The function of posterior.of returned {batches.describe(result)} without a gradient. Return a tensor "
             "that is computed from f(x) or f.weight[...], without detach(), item(), NumPy, argmax and comparisons."
         )
     numbers = result.reshape(-1).to(tangent.dtype)
+    if not len(numbers):
+        raise LapwingError("The function of posterior.of returned no number. Check the index or slice of f(x).")
     if before is not None and len(numbers) != len(before):
         raise LapwingError(
             f"The function of posterior.of returned {len(before)} numbers for one batch and {len(numbers)} for the "

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from lapwing.posterior import Explanation
 from tests.conformance import close
 
 F64 = torch.float64
@@ -64,6 +66,44 @@ def test_a_temperature_and_noise_ratios_count_as_in_the_fit() -> None:
     wide = fitted(model, x, y, likelihood=lw.Gaussian(2 * NOISE, noise_ratios=(1.0, 4.0)))
     close(cold.influence((x, y), test), wide.influence((x, y), test))
     close(cold.value(x, test), wide.value(x, test))
+
+
+def test_influence_takes_the_sample_weights_of_the_fit(tmp_path: Any) -> None:
+    """A row of weight w is removed with its weight, so the weighted optimum without it is the reference."""
+    (x, y), test = data(), torch.randn(5, 3, dtype=F64)
+    w = 2 * torch.rand(len(x), generator=torch.Generator().manual_seed(0), dtype=F64)
+    w[3] = 0
+
+    def optimum(w: Tensor) -> nn.Linear:
+        model, root = nn.Linear(3, 2).double().eval(), w.sqrt()[:, None]
+        ones = root * torch.cat([x, torch.ones_like(x[:, :1])], 1)
+        precision = ones.T @ ones / NOISE + PRECISION * torch.eye(4, dtype=F64)
+        weights = torch.linalg.solve(precision, ones.T @ (root * y) / NOISE)
+        model.weight.data, model.bias.data = weights[:-1].T.contiguous(), weights[-1].clone()
+        return model
+
+    model = optimum(w)
+    options: Any = {"likelihood": lw.Gaussian(NOISE), "prior_precision": PRECISION, "sample_weights": True}
+    posterior = lw.fit(model, [(x, y, w)], lw.Full(), **options)
+    without = (torch.where(torch.arange(len(x)) == row, 0.0, w) for row in range(len(x)))
+    again = torch.stack([(optimum(rest)(test) - model(test)).detach() for rest in without], -1)
+    close(posterior.influence([(x[:9], y[:9], w[:9]), (x[9:], y[9:], w[9:])], test), again)
+    assert not posterior.influence((x, y, w), test)[..., 3].any()
+    assert 3 not in posterior.explain(test, [(x, y, w)]).rows
+    posterior.save(tmp_path / "weighted.safetensors")
+    loaded = lw.load(tmp_path / "weighted.safetensors", model)
+    for one in (posterior, loaded, posterior.update((x, y))):
+        with pytest.raises(lw.LapwingError, match="no sample weights.*targets, weights"):
+            one.influence((x, y), test)
+
+
+def test_a_row_is_removed_with_all_its_copies() -> None:
+    (x, y), test = data(), torch.randn(5, 3, dtype=F64)
+    thrice = ridge(x.repeat(3, 1), y.repeat(3, 1))
+    found = fitted(thrice, x, y, data_size=3 * len(x)).influence((x, y), test)
+    keep = torch.eye(len(x), dtype=torch.bool).logical_not()
+    again = [ridge(x[rows].repeat(3, 1), y[rows].repeat(3, 1))(test) - thrice(test) for rows in keep]
+    close(found, torch.stack(again, -1).detach())
 
 
 def trained(x: Tensor, labels: Tensor) -> nn.Module:
@@ -122,6 +162,8 @@ def test_shares_are_those_of_dense_blocks() -> None:
     products = (rows @ posterior.covariance.to_dense()).split([part.shape[-1] for part in parts], -1)
     found = posterior.explain(test).weights
     assert list(found) == ["0", "2"]
+    negative = Explanation(torch.ones(1, 1), {"0": torch.full((1, 1), 3.0), "2": torch.full((1, 1), -1.0)})
+    assert "0 150%, 2 -50%; below 0%: the layer offsets errors of other layers" in repr(negative)
     for share, part, product in zip(found.values(), parts, products, strict=True):
         close(share, (part * product).sum(-1))
 
@@ -139,6 +181,7 @@ def test_value_is_the_fall_after_a_fit_with_the_label() -> None:
     close(posterior.value(pool, test), torch.stack(falls), 1e-7)
     labelled = fitted(model, torch.cat([x, given]), torch.cat([y, y[:3]]))
     close(posterior.value(pool, test, given), labelled.value(pool, test), 1e-7)
+    assert torch.equal(posterior.value(pool, test, given[:0]), posterior.value(pool, test))
 
 
 def test_chunks_change_nothing() -> None:
@@ -182,7 +225,10 @@ def test_refusals() -> None:
     tagger = nn.Conv1d(3, 2, 1).double().eval()
     positions = lw.fit(tagger, (torch.randn(6, 3, 4, dtype=F64), torch.randn(6, 2, 4, dtype=F64)), lw.KFAC(),
                        likelihood=lw.Gaussian(0.1))  # fmt: skip
+    shuffled = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=torch.Generator())
     cases: list[tuple[Any, str]] = [
+        (lambda: posterior.influence(shuffled, x), "numbers of training rows need the same order.*shuffle=False"),
+        (lambda: posterior.explain(x, shuffled), "numbers of training rows need the same order"),
         (lambda: posterior.explain(x, novelty=3), "novelty=3.*detector"),
         (lambda: posterior.explain(x, novelty=lambda at: at), "detector.*\\(B,\\)"),
         (lambda: posterior.value([x], x), "One batch.*one tensor"),

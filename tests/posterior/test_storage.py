@@ -219,7 +219,7 @@ def test_unknown_keys_are_ignored_and_missing_keys_have_defaults(saved: Path) ->
     inner = tangent, tangent["plan"], block, block["matrix"], header["covariance"]["extra"], header["likelihood"]
     for part in (header, header["method"], *inner):
         part["of a later version"] = [1, {"x": None}]
-    for name in ("tuning", "first_samples", "after_former"):
+    for name in ("tuning", "first_samples", "after_former", "sample_weights"):
         del header["method"][name]
     for name in ("single_sample", "spread", "shared", "unseen"):
         header["tangent"]["plan"].pop(name, None)

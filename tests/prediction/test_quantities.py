@@ -106,7 +106,7 @@ def test_a_crossing_by_the_implicit_function_theorem() -> None:
 def test_a_loader_adds_up_its_batches() -> None:
     posterior, (x, y) = fitted(), data(9)
     whole = posterior.of(lambda f: f(x).square().sum(0), observed=True)
-    for loader in ([(x[:5], y[:5]), (x[5:], y[5:])], (x, y), (x.numpy(), y.numpy())):
+    for loader in ([(x[:5], y[:5]), (x[5:], y[5:])], (x, y), (x.numpy(), y.numpy()), [(x[:5],), (x[5:],)]):
         found = posterior.of(lambda f, batch: f(batch[0]).square().sum(0), loader, observed=True)
         close(found.mean, whole.mean)
         close(found.covariance, whole.covariance)
@@ -199,7 +199,17 @@ def test_inference_mode_and_no_grad() -> None:
 def test_refusals() -> None:
     posterior, (x, y) = fitted(), data()
     classes = lw.fit(network(outputs=3), (x, torch.arange(12) % 3), lw.KFAC())
+    means = lw.fit(network(), (x, y[:, :1]), lw.KFAC(), likelihood=lw.HeteroscedasticGaussian())
     cases: list[tuple[Any, str]] = [
+        (lambda: posterior.of(lambda f: (f(x).sum(), f(x).mean())), r"tuple.*torch.stack\(\[a, b\]\)"),
+        (lambda: posterior.of(lambda f: {"a": f(x).sum()}), "dict.*torch.stack"),
+        (lambda: posterior.of(lambda f: f(x)[:0]), "no number"),
+        (lambda: posterior.of(lambda f: f(x, x)), r"f\(\(x_1, x_2\)\)"),
+        (lambda: posterior.of(lambda f, x, y: f(x), [(x, y)]), "lambda f, batch: .*'y'"),
+        (lambda: posterior.of(lambda f, batch: f(x)), "without data=. Write lambda f: .*'batch'"),
+        (lambda: posterior.of(lambda f, batch: f(batch).sum(0), x), r"\[\(x,\)\]\) for inputs x without"),
+        (lambda: posterior.of(lambda f, batch: f(batch).sum(0), [x, x]), r"\[\(x,\)\]\) for inputs x without"),
+        (lambda: means.of(lambda f: f(x), observed=True), "does not support the heteroscedastic.*Leave out observed"),
         (lambda: posterior.of(x), "lambda f: f"),
         (lambda: posterior.of(lambda f: f(x).detach()), "without a gradient.*detach"),
         (lambda: posterior.of(lambda f: f(x).argmax(1)), "without a gradient.*argmax"),
