@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,6 +29,20 @@ LARGEST_SUPPORT = 64
 """Maximum number of values of a finite support for which Λ is an exact sum over the values."""
 
 
+@contextmanager
+def _one_dtype_explained() -> Iterator[None]:
+    """Says what to write if a function has tensors of one dtype: a fit calls it in the outputs' dtype and float64."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "dtype" not in str(error) and "scalar type" not in str(error):
+            raise
+        raise LapwingError(
+            "The function of lw.FromDistribution is called at outputs f of the network's dtype and of float64, and "
+            f"fails: {str(error).splitlines()[0]}. Convert its tensors, for example by torch.eye(2).to(f)."
+        ) from error
+
+
 @dataclass(frozen=True)
 class FamilyLikelihood(NoiselessLikelihood[P]):
     """`y ~ family(f)`, a distribution of `torch.distributions`, for outputs f (..., C); abstract.
@@ -48,34 +63,37 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         labels = isinstance(family, dist.Categorical)
         return () if labels else tuple((*family.batch_shape, *family.event_shape, 1)[2:3])
 
+    @_one_dtype_explained()
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises if the distribution has another shape or invalid parameters, or if targets are outside its support."""
-        name, outputs = (
-            type(self).__name__,
-            at_least_float32(outputs.detach())[None],
-        )  # (1, B, C): `family` must accept (..., C)
-        family: Any = self._family(outputs, validate=True)
-        if isinstance(family, dist.Categorical):
-            check_labels(name, family.logits.shape[1:], outputs.device, targets)
-            return
-        shape = family.batch_shape + family.event_shape
-        check_real_targets(name, torch.Size((*shape, 1)[1:3]), outputs.device, targets)
+        outputs, name = at_least_float32(outputs.detach()), type(self).__name__
+        self._family(outputs[None], validate=True)  # (1, B, C): `family` must accept (..., C)
+        family = self._family(outputs)
+        y = self._aligned(family, outputs, targets)
         try:
             with validation(True):
-                family.log_prob(targets.reshape(shape).to(outputs))
+                logs = family.log_prob(y)
         except ValueError as error:
             raise LapwingError(
                 f"{name}: {str(error).split(', but found')[0]}. Correct the targets, or choose another family."
             ) from error
+        if infinite := int((~logs.isfinite()).sum()):
+            raise LapwingError(
+                f"{name}: {infinite} of {logs.numel()} targets have no finite log density, such as 0 and 1 for a Beta. "
+                "Move them inside the support, for example by `y.clamp(1e-4, 1 - 1e-4)`, or choose another family."
+            )
 
+    @_one_dtype_explained()
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `log p(y|f)`, summed over the K targets of an input, (B,)."""
         outputs = at_least_float32(outputs)
         family = self._family(outputs)
+        y = self._aligned(family, outputs, targets.to(outputs.device))
         with validation(False):
-            logs = family.log_prob(targets.reshape(family.batch_shape + family.event_shape).to(outputs))
+            logs = family.log_prob(y)
         return logs.reshape(len(outputs), -1).sum(-1)
 
+    @_one_dtype_explained()
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns the root `U √λ` of `Λ = E[s sᵀ] = U λ Uᵀ`, `s = ∇_f log p(y|f)`, (B, C, C).
 
@@ -104,6 +122,15 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
             return ClassPrediction.mixture(family.probs)  # type: ignore[return-value]
         several = len(family.batch_shape) == 3
         return MixturePrediction(dist.Independent(family, 1) if several else family)  # type: ignore[return-value]
+
+    def _aligned(self, family: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the targets of outputs (B, C) in the shape of the distribution; raises for another size or dtype."""
+        name, shape = type(self).__name__, family.batch_shape + family.event_shape
+        if isinstance(family, dist.Categorical):
+            check_labels(name, family.logits.shape, outputs.device, targets)
+            return targets.long()
+        check_real_targets(name, torch.Size((*shape, 1)[:2]), outputs.device, targets)
+        return targets.reshape(shape).to(outputs)
 
     def _family(self, outputs: Tensor, validate: bool = False) -> dist.Distribution:
         """Returns the distribution at outputs (..., C); raises if its shape is wrong.
@@ -160,9 +187,10 @@ class FromDistribution(FamilyLikelihood[Any]):
     A file cannot store the function: write `lw.load(path, model, likelihood=likelihood)`.
 
     Args:
-        function: function from outputs (..., C) to a distribution of batch shape (...) or (..., K).
-        draws: number of draws of y per sample for the Fisher information `Λ = E[∇log p ∇log pᵀ]`. A support of at
-            most 64 values is summed exactly instead.
+        function: function from outputs f (..., C) to a distribution of batch shape (...) or (..., K). A fit calls it in
+            the network's dtype and in float64, so convert its tensors: `torch.eye(2).to(f)`.
+        draws: number of draws of y per sample in the fit, for the Fisher information `Λ = E[∇log p ∇log pᵀ]`; a
+            support of at most 64 values is summed exactly instead. Predictions always use 512 draws of f.
 
     Example:
         >>> import torch, lapwing as lw

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,17 +190,26 @@ class TransformedPrediction(RealPrediction):
     points: tuple[Tensor, Tensor, Tensor]
 
     def __post_init__(self) -> None:
-        """Raises if g does not return the shape of y, or is not monotone within four standard deviations of y."""
+        """Raises unless g is a monotone function of each entry, within four standard deviations of the mean of y."""
         mean, std = doubled(self.prediction.mean).detach(), doubled(self.prediction.std).detach()
-        values: Any = self.function(y := torch.stack([mean + 0.25 * step * std for step in range(-16, 17)]))
-        rises = (
-            values.diff(dim=0) if isinstance(values, Tensor) and values.shape == y.shape else y.new_full((), torch.nan)
+        y = torch.stack([mean + 0.25 * step * std for step in range(-16, 17)])
+        moved = y.clone()
+        moved[0, 0, 0] = y.max() + 1.0  # changes one entry of g(y) at most
+        values, others = (self.function(some) if callable(self.function) else None for some in (y, moved))
+        if not isinstance(values, Tensor) or not isinstance(others, Tensor) or values.shape != y.shape:
+            problem = "does not return a tensor of the shape of y"
+        elif bool(values.isnan().any()):
+            problem = "is NaN at some values of y"
+        elif bool((values != others).flatten()[1:].any()):
+            problem = "mixes outputs or inputs: if one y moves, another value changes"
+        elif not bool((signs := values.diff(dim=0).sign()).min() * signs.max() >= 0) or not bool(signs.any()):
+            problem = "is not monotone"
+        else:
+            return
+        raise LapwingError(
+            f"transformed({shown(self.function)}) {problem}, within four standard deviations of the mean. Write "
+            "prediction.transformed(torch.exp), or use draws: function(prediction.sample(4096))."
         )
-        if not (bool((rises >= 0).all()) or bool((rises <= 0).all())) or not bool(rises.any()):
-            raise LapwingError(
-                f"transformed({shown(self.function)}) is not monotone in each output, within four standard deviations "
-                "of the mean. Write prediction.transformed(torch.exp), or use draws: function(prediction.sample(4096))."
-            )
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,8 +242,17 @@ class TransformedPrediction(RealPrediction):
         y, missing = g.inv(targets), targets.isnan()
         beyond = y.isnan() & ~missing
         logs = self.prediction.log_prob(torch.where(beyond, doubled(mean), y).to(mean))
-        slopes = torch.where(missing, 0.0, g.log_abs_det_jacobian(y, targets)).sum(-1)
-        return torch.where(beyond.any(-1), -torch.inf, logs - slopes.to(logs))
+        slopes = torch.where(missing, 0.0, g.log_abs_det_jacobian(y, targets))
+        four = 4.0 * doubled(self.prediction.std)
+        flat = slopes.isneginf()
+        for end in (doubled(mean) - four, doubled(mean) + four):  # such as 0 of relu: no y below it, but g reaches it
+            flat |= beyond & (self.function(end) == targets)
+        if bool(flat.any()):
+            raise LapwingError(
+                f"transformed({shown(self.function)}) is constant around {int(flat.sum())} of {flat.numel()} targets, "
+                "where it has no density. Compare intervals, prediction.interval(0.9), or the CRPS of draws instead."
+            )
+        return torch.where(beyond.any(-1), -torch.inf, logs - slopes.sum(-1).to(logs))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         return self.function(self.prediction.sample(n, generator))

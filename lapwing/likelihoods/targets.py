@@ -66,7 +66,7 @@ def check_labels(
         first = "Write `y = y.long()` first. " if dtype in (torch.uint16, torch.uint32, torch.uint64) else ""
         raise LapwingError(
             f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
-            f"but {_where(bad, labels)} outside. {first}{_range_line(numbers, bad, classes)}."
+            f"but {_where(bad, labels)} outside. {first}{_range_line(name, numbers, bad, classes)}."
         )
 
 
@@ -248,18 +248,19 @@ def _where(bad: Tensor, values: Tensor) -> str:
     )
 
 
-def _range_line(labels: Tensor, bad: Tensor, classes: int) -> str:
+def _range_line(name: str, labels: Tensor, bad: Tensor, classes: int) -> str:
     """Returns the line to write for labels out of range, for the most common causes."""
     low, high = int(labels.min()), int(labels.max())
     wrong = labels[bad]
-    if bool((wrong == -100).all()):
+    ignores = name in ("Categorical", "ClassPrediction.log_prob")
+    if ignores and bool((wrong == -100).all()):
         return "Pass `likelihood=lw.Categorical(ignore_index=-100)` for labels that do not count"
     if low == 1 and high == classes:
         return "Write `y = y - 1` for labels that count from 1"
     if classes == 2 and bool((labels.abs() == 1).all()):
         return "Write `y = (y + 1) // 2` for labels of -1 and 1"
     ignored, one = "", int(wrong[0])
-    if bool((wrong == one).all()) and one != classes:
+    if ignores and bool((wrong == one).all()) and one != classes:
         ignored = f", or pass `likelihood=lw.Categorical(ignore_index={one})` if that label does not count"
     if low >= 0:
         line = f"Give the network {high + 1} outputs, `torch.nn.Linear(features, {high + 1})`"

@@ -45,9 +45,10 @@ def scale_factor(
 ) -> Scaled:
     """Returns `lw.Scaled(via, s)` with the factor s of a way's covariance, `f(x) ~ N(m, s V)`, that data choose.
 
-    With `to=`, s gives the way the mean variance of another way, `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, and needs no
-    targets: `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined`
-    also gets the correlation of the features before a last linear layer, from draws at these inputs.
+    With `to=`, s is chosen such that the mean variance equals that of the other way,
+    `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, without targets:
+    `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined` also gets
+    the correlation of the features before a last linear layer, from draws at these inputs.
 
     With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. With
     `by="evidence"`, s maximises the lower bound of the evidence for `q_s = N(θ̂, s Σ)` over training data,
@@ -127,9 +128,10 @@ def scale_factor(
 
 def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
     """Returns a way, fitted to these inputs, times the factor that gives it the mean variance of another way."""
+    wanted = doubled(posterior.latent(x, to).variance)
     tangent = posterior.tangent
     via = via.fitted(tangent, posterior.covariance, first_inputs(tangent, ordered(x, posterior.columns)))
-    wanted, found = (doubled(posterior.latent(x, way).variance) for way in (to, via))
+    found = doubled(posterior.latent(x, via).variance)
     if wanted.shape != found.shape:
         raise LapwingError(
             f"lw.scale_factor compares the variances of all outputs: to={to} has {tuple(wanted.shape)} of them, and "

@@ -223,6 +223,42 @@ def test_targets_and_options_that_do_not_fit_are_refused():
         fitted(lw.FromDistribution(EXACT["categorical"][0]), torch.arange(20) % 3)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda f: dist.Normal(f @ torch.eye(2), 1.0),
+        lambda f: dist.Normal(f @ torch.eye(2).double(), 1.0),
+        lambda f: dist.MultivariateNormal(f, torch.eye(2)),
+    ],
+)
+def test_tensors_of_one_dtype_are_explained(function):
+    with pytest.raises(lw.LapwingError, match=r"fails: expected.*torch.eye\(2\).to\(f\)"):
+        fitted(lw.FromDistribution(function), torch.zeros(20, 2))
+
+
+def test_targets_without_a_finite_density_are_refused():
+    likelihood = lw.FromDistribution(DRAWN["beta"][0])
+    with pytest.raises(lw.LapwingError, match="2 of 20 targets have no finite log density"):
+        fitted(likelihood, torch.linspace(0, 1, 20))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "match"),
+    [
+        (lw.Ordinal(), torch.tensor([0.0, 1.7, 2.0]), "integer dtype"),
+        (lw.Ordinal(), torch.tensor([0, 3, 1]), "outputs, `torch.nn.Linear"),
+        (lw.Ordinal(), torch.tensor([0, -1, 1]), r"Drop those rows with `[^`]*`\.$"),
+        (lw.Ordinal(), torch.tensor([0, -100, 1]), r"Drop those rows with `[^`]*`\.$"),
+        (lw.Ordinal(), torch.tensor([0, 1]), "one label for each input"),
+        (GAMMA, torch.ones(2), "one target for each output and input"),
+        (GAMMA, torch.ones(3, 2), "of shape"),
+    ],
+)
+def test_the_training_loss_refuses_wrong_targets(likelihood, y, match):
+    with pytest.raises(lw.LapwingError, match=match):
+        likelihood.log_prob(torch.zeros(3, 2), y)
+
+
 # ---- ordered classes
 
 
@@ -298,10 +334,31 @@ def test_moments_under_weight_draws_are_those_of_samples():
     torch.testing.assert_close(moved.std, draws.std(0), rtol=0.06, atol=0)
 
 
-def test_functions_that_are_not_monotone_are_refused():
-    prediction = Gaussian(noise_variance=0.2).predict(random_latent(batch=4, size=1))
-    for function in (torch.cos, torch.log, torch.sum, lambda y: 0.0 * y):
-        with pytest.raises(lw.LapwingError, match="is not monotone"):
-            prediction.transformed(function)
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (torch.cos, "is not monotone"),
+        (lambda y: 0.0 * y, "is not monotone"),
+        (torch.log, "is NaN at some values of y"),
+        (torch.sum, "tensor of the shape of y"),
+        (3, "tensor of the shape of y"),
+        (lambda y: y.cumsum(-1), "mixes outputs or inputs"),
+        (lambda y: (y - y.mean(0)) / y.std(0), "mixes outputs or inputs"),
+        (lambda y: y.flip(0), "mixes outputs or inputs"),
+    ],
+)
+def test_functions_that_do_not_map_each_entry_monotonically_are_refused(function, match):
+    prediction = Gaussian(noise_variance=0.2).predict(random_latent(batch=4, size=2))
+    with pytest.raises(lw.LapwingError, match=match):
+        prediction.transformed(function)
     with pytest.raises(lw.LapwingError, match=r"function\(prediction.sample"):
         lw.Poisson().predict(random_latent(size=1)).transformed(torch.exp)
+
+
+@pytest.mark.parametrize("function", [torch.round, torch.relu, lambda y: -torch.relu(y)])
+def test_values_that_a_function_repeats_have_no_density(function):
+    prediction = Gaussian(noise_variance=4.0).predict(random_latent(batch=4, size=2))
+    moved = prediction.transformed(function)
+    assert moved.std.isfinite().all()
+    with pytest.raises(lw.LapwingError, match="is constant around [48] of 8 targets, where it has no density"):
+        moved.log_prob(torch.tensor([0.0, 1.5]).expand(4, 2))

@@ -254,6 +254,13 @@ def test_what_has_no_effect_on_the_factor_to_another_way_is_refused(options, wor
         lw.scale_factor(posterior, held_out[0][0], lw.Streamlined(), **{"to": lw.Linearized(), **options})
 
 
+def test_targets_beside_the_inputs_are_no_fault_of_the_network():
+    model, loader, held_out = classification()
+    posterior = lw.fit(model, loader, lw.KFAC(), prior_precision=1.0)
+    with pytest.raises(LapwingError, match="Pass what this call takes, without targets"):
+        lw.scale_factor(posterior, held_out[0], lw.Streamlined(), to=lw.Linearized())
+
+
 # ---- ends of the range, bad input
 
 
