@@ -43,7 +43,7 @@ unusual = x[370 + person].abs().argsort(descending=True)[:3]
 print("largest for a person with", *(f"{data.feature_names[k]} {float(x[370 + person, k]):.1f}" for k in unusual))
 for layer, variance in reasons.weights.items():
     print(f"layer {layer}: {float(variance[person]):.3f}")
-print("training rows that pull most:", *reasons.rows[person].tolist())
+print("training rows whose removal changes the output most:", *reasons.rows[person].tolist())
 
 # %%
 # Which input matters?

@@ -110,7 +110,8 @@ class Data:
         if not equal_batches(once, again):
             raise LapwingError(
                 f"The loader shows other samples the second time, and {purpose} the same order. Pass "
-                "shuffle=False; the fit does not depend on the order."
+                "shuffle=False; the fit does not depend on the order. Random augmentation and generators change "
+                "samples too: pass a list of batches."
             )
         return once
 

@@ -206,6 +206,9 @@ def test_explain_lists_rows_and_asks_the_detector() -> None:
     probabilities = classes.model(x[:3]).softmax(-1).detach()
     close(classes.explain(x[:3]).noise, probabilities * (1 - probabilities))
     assert classes.explain(x[:3]).rows is None
+    tempered = lw.fit(classes.model, (x, torch.arange(24) % 3), likelihood=lw.Categorical(logit_temperature=2.5))
+    calibrated = tempered.of(lambda f: (f(x[:3]) / tempered.logit_temperature).softmax(-1)).mean.view(3, 3)
+    close(tempered.explain(x[:3]).noise, calibrated * (1 - calibrated))
     assert classes.explain(x[:3]).novelty is None
 
 
@@ -228,6 +231,7 @@ def test_refusals() -> None:
     shuffled = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=torch.Generator())
     cases: list[tuple[Any, str]] = [
         (lambda: posterior.influence(shuffled, x), "numbers of training rows need the same order.*shuffle=False"),
+        (lambda: posterior.influence(iter([(x, y)]), x), "generators.*a list of batches"),
         (lambda: posterior.explain(x, shuffled), "numbers of training rows need the same order"),
         (lambda: posterior.explain(x, novelty=3), "novelty=3.*detector"),
         (lambda: posterior.explain(x, novelty=lambda at: at), "detector.*\\(B,\\)"),
