@@ -202,7 +202,10 @@ def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Any) -> str:
         mean = mean_of(value) if isinstance(value, (Tensor, Moments)) else None
         if mean is not None and mean.shape == wanted.shape and torch.allclose(mean.to(wanted), wanted, 1e-3, 1e-4):
             return name
-    raise LapwingError("No exported tensor has the features of novelty=. Deploy without it, and call detector(x) too.")
+    raise LapwingError(
+        "No exported tensor has the features of novelty=. If the detector is of another network, write "
+        "novelty=lw.novelty(posterior.model, loader). Otherwise deploy without it, and call detector(x) too."
+    )
 
 
 def _end(program: Program) -> tuple[Step, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,13 +27,19 @@ from ..posterior.loading import check_same
 from ..tangent import Tangent, last_layer
 from ..tangent.stored import from_json, to_json
 
+log = logging.getLogger("lapwing")
+
 NEIGHBOURS = 50  # number k of the neighbour whose distance counts: the choice of Sun et al. 2022 for CIFAR-10
+IGNORED = -100  # label of samples that do not count, as in `torch.nn.functional.cross_entropy`
 RIDGE = 1e-6  # share of the mean variance of the features that is added to covariances, which may be singular
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Novelty:
-    """A detector that `lw.novelty` makes: `detector(x)` (B,) is larger for stranger inputs of a batch or a loader."""
+    """A detector that `lw.novelty` makes: `detector(x)` (B,) is larger for stranger inputs of a batch or a loader.
+
+    `detector.save(path)` writes a file, and `lw.Novelty.load(path, model)` reads it.
+    """
 
     by: Literal["mahalanobis", "knn"]
     tangent: Tangent  # the network, which must keep its weights, and its last layer
@@ -53,6 +60,9 @@ class Novelty:
         if not scores:
             raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...) or a loader that yields batches.")
         return torch.cat(scores)
+
+    def __repr__(self) -> str:
+        return f"Novelty(by={self.by!r}, network={type(self.tangent.model).__name__})"
 
     def score(self, features: Tensor) -> Tensor:
         """Returns the novelty (B,) of features (B, D)."""
@@ -96,10 +106,15 @@ def novelty(
     z are the features of an input: what reaches the last layer, averaged over positions. This layer must be linear or a
     convolution. Mutual information says *seen, but undecided*; novelty says *unlike anything seen*.
 
-    - "mahalanobis": `min_c (z-μ_c)ᵀ Σ⁻¹ (z-μ_c) - (z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`, the relative Mahalanobis distance, with the
-      class means μ_c, their pooled covariance Σ, and mean and covariance of all features. Without classes only
-      `(z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`. Integer or bool labels (B,) are classes.
-    - "knn": the distance of `z/|z|` to its 50th nearest neighbour in the training data.
+    - "mahalanobis": distance to the nearest class, minus distance to all data (relative Mahalanobis distance):
+      `min_c (z-μ_c)ᵀ Σ⁻¹ (z-μ_c) - (z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`, with the class means μ_c, their pooled covariance Σ, and
+      mean and covariance of all features. Integer or bool labels (B,) are classes, so write counts as floats. Samples
+      of label -100 do not count. Without classes only `(z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`.
+    - "knn": the distance of `z/|z|` to its 50th nearest neighbour in the training data, or to the last if there are
+      fewer than 50. Targets do not matter.
+
+    Training inputs score lower than new inputs of the same kind: choose a threshold on held-out inputs.
+    `detector.save(path)` writes the detector, and `lw.Novelty.load(path, model)` reads it.
 
     Args:
         model: the trained network, in eval mode.
@@ -121,10 +136,13 @@ def novelty(
     """
     check_choice("lw.novelty", "by", by, ("mahalanobis", "knn"))
     data = Data(loader, model)
+    batches.check_loader(data.loader, "lw.novelty")
     inputs, targets = batches.split(data.first)
     tangent = Tangent.survey(model, inputs, last_layer, forward, targets=targets)
     pairs = ((features_of(tangent, inputs), targets) for inputs, targets, _ in checked_batches(tangent.model, data))
-    tensors = {"rows": torch.cat([F.normalize(rows) for rows, _ in pairs])} if by == "knn" else _mahalanobis(pairs)
+    if by == "knn":  # at least float32: cosines near 1 in half precision would tie
+        kept = [F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32))) for rows, _ in pairs]
+    tensors = {"rows": torch.cat(kept)} if by == "knn" else _mahalanobis(pairs)
     return Novelty(by, tangent, tensors, Stamp.of(tangent.state()))
 
 
@@ -160,15 +178,25 @@ def _mahalanobis(pairs: Iterable[tuple[Tensor, Any]]) -> dict[str, Tensor]:
         rows, labels = doubled(features), torch.zeros(len(features), dtype=torch.long)
         if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.numel() == len(rows):
             labels = targets.flatten().long().to(rows.device)
+            rows, labels = rows[labels != IGNORED], labels[labels != IGNORED]
         for label in labels.unique().tolist():
             part = F.pad(rows[labels == label], (0, 1), value=1.0)  # the last entry counts samples
             sums[label] = sums.get(label, 0.0) + part.sum(0)
         squares = squares + rows.T @ rows
+    if not sums:
+        raise LapwingError(f"All labels are {IGNORED}, so no sample counts. Pass the labels of the classes.")
     totals, counts = torch.stack(list(sums.values())).tensor_split([-1], 1)
     shares, mean, squares = (counts / counts.sum())[:, 0], totals.sum(0) / counts.sum(), squares / counts.sum()
     moved = (totals / counts - mean).T  # M (D, C)
     covariance = squares - mean[:, None] * mean  # Σ_0
     variance = (covariance + RIDGE * squares).diagonal().mean().clamp_min(1e-300)  # above rounding
+    samples, active = int(counts.sum()), int((covariance.diagonal() > RIDGE * variance).sum())
+    if samples - len(sums) < active:
+        log.warning(
+            "The number of samples minus the number of classes, %d, is below the number of features, %d. So training "
+            'inputs score low and all others high. Pass more data, or write lw.novelty(model, loader, by="knn").',
+            samples - len(sums), active,
+        )  # fmt: skip
     within = covariance - (moved * shares) @ moved.T + RIDGE * variance * torch.eye(len(mean)).to(mean)
     root = torch.linalg.cholesky(within)
     slopes = torch.cholesky_solve(moved, root)  # S (D, C)

@@ -74,6 +74,8 @@ def load(
             f"The file {path} is a checkpoint of a fit that has not ended, and holds no posterior yet. Call lw.fit "
             "with the same arguments and checkpoint= again, and save the posterior that it returns."
         )
+    if "novelty" in header:
+        raise LapwingError(f"The file {path} holds a detector of lw.novelty. Write lw.Novelty.load(path, model).")
     likelihood = None if likelihood is None else resolve(likelihood)
     try:
         return _rebuilt(path, tensors, header, model, likelihood, forward, memory)

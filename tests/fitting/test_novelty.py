@@ -74,6 +74,28 @@ def test_features_that_are_never_active_do_not_count() -> None:
     assert lw.novelty(model, (X[:4], Y[:4]))(X).isfinite().all()  # fewer samples than features
 
 
+@pytest.mark.parametrize("labels", [Y[:8], torch.arange(90)], ids=["few samples", "as many classes as samples"])
+def test_a_warning_if_the_samples_do_not_give_the_covariance(labels: Tensor, caplog: Any) -> None:
+    lw.novelty(network(), (X, Y))
+    assert not caplog.records
+    lw.novelty(network(), (X[: len(labels)], labels))
+    assert "below the number of features" in caplog.text
+
+
+def test_samples_without_a_label_do_not_count() -> None:
+    labelled = Y > 0
+    model, labels = network(), Y.masked_fill(~labelled, -100)
+    expected = lw.novelty(model, (X[labelled], Y[labelled]))(FAR)
+    assert torch.allclose(lw.novelty(model, (X, labels))(FAR), expected, atol=1e-9)
+
+
+def test_knn_scores_of_a_network_in_half_precision_have_no_ties() -> None:
+    model, x = network().bfloat16(), X.bfloat16()
+    detector = lw.novelty(model, (x, Y), "knn")
+    assert len(detector(x).unique()) > 70  # two inputs that are each other's 50th neighbour have the same score
+    assert repr(detector) == "Novelty(by='knn', network=Sequential)"
+
+
 @pytest.mark.parametrize("count", [90, 20])
 def test_knn_is_the_distance_to_the_50th_neighbour(count: int) -> None:
     model = network()
@@ -97,7 +119,7 @@ def test_files(by: Any, tmp_path: Path) -> None:
     detector.save(path)
     again = lw.Novelty.load(path, model)
     assert torch.equal(again(FAR), detector(FAR))
-    with pytest.raises(lw.LapwingError, match="does not hold a posterior"):
+    with pytest.raises(lw.LapwingError, match=r"lw\.Novelty\.load\(path, model\)"):
         lw.load(path, model)
     other = network()
     with torch.no_grad():
@@ -117,6 +139,8 @@ def test_refusals() -> None:
     model = network()
     for given, text in (
         ({"by": "cosine"}, "'mahalanobis', 'knn'"),
+        ({"loader": X}, r"lw\.novelty needs an iterable"),
+        ({"loader": (X, torch.full_like(Y, -100))}, "All labels are -100"),
         ({"model": nn.Sequential(nn.Embedding(9, 3), nn.Flatten(1)).eval(), "loader": (Y[:, None], Y)}, "nn.Linear"),
     ):
         with pytest.raises(lw.LapwingError, match=text):
@@ -188,5 +212,5 @@ def test_the_detector_of_another_network_is_refused() -> None:
     model, other = network(), network()
     other[0].load_state_dict({name: 2 * value for name, value in model[0].state_dict().items()})
     posterior = lw.fit(model, (X, Y), prior_precision=1.0)
-    with pytest.raises(lw.LapwingError, match="No exported tensor"):
+    with pytest.raises(lw.LapwingError, match=r"of another network, write novelty=lw\.novelty\(posterior\.model"):
         lw.deploy(posterior, X, lw.Linearized(), novelty=lw.novelty(other, (X, Y)))
