@@ -48,7 +48,7 @@ def scale_factor(
     With `to=`, s is chosen such that the mean variance equals that of the other way,
     `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, without targets:
     `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined` also gets
-    the correlation of the features before a last linear layer, from draws at these inputs.
+    the correlation of the features before a last linear layer. Another posterior needs a factor of its own: fit again.
 
     With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. With
     `by="evidence"`, s maximises the lower bound of the evidence for `q_s = N(θ̂, s Σ)` over training data,

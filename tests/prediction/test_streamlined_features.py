@@ -81,6 +81,7 @@ def test_the_correlation_is_that_of_the_features(fitted: tuple[lw.Posterior, Ten
 def test_the_last_layer_uses_the_correlation_in_predictions_and_deployed(fitted: tuple[lw.Posterior, Tensor]) -> None:
     posterior, x = fitted
     way = lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())
+    assert "features=FeatureCorrelation()" in repr(way)  # says that they are set, without their numbers
     torch.testing.assert_close(posterior.latent(x, way).variance.mean(), posterior.latent(x).variance.mean())
     none = features.FeatureCorrelation(torch.zeros(5, 1).double(), torch.ones(5).double())
     plain, alone = (posterior.latent(x, lw.Streamlined(features=found)) for found in (None, none))

@@ -82,8 +82,9 @@ class Streamlined(Way):
             averages over many positions too small. Full mode ignores it. Positions are always independent after
             embeddings, softmaxes, maxima over a dimension and sums of products of two uncertain tensors, for a layer
             that has them flattened into its inputs, and in networks that merge samples between other dimensions.
-        features: correlation of the inputs of a last linear layer, in "diagonal" mode. `lw.scale_factor(posterior, x,
-            lw.Streamlined(), to=lw.Linearized())` estimates it. None: these inputs are independent of each other.
+        features: correlation of the inputs of a last linear layer, in "diagonal" mode. Leave it None, for independent
+            inputs; `lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())` sets it. It belongs to this
+            posterior: a way that another posterior uses has wrong variances, and no message says so.
 
     Cost: one forward pass with moments, after about a second for the first batch of a network. "diagonal", in products
     of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
@@ -114,9 +115,7 @@ class Streamlined(Way):
     attention: Literal["values", "scores", "features"] = "values"
     activations: Literal["linear", "moments"] = "linear"
     positions: Literal["independent", "correlated"] = "correlated"
-    features: FeatureCorrelation | None = option(
-        None, Rule(_is_correlation, "made by lw.scale_factor(..., to=)"), repr=False
-    )
+    features: FeatureCorrelation | None = option(None, Rule(_is_correlation, "made by lw.scale_factor(..., to=)"))
 
     def __post_init__(self) -> None:
         """Checks that the options go together."""

@@ -114,8 +114,8 @@ class Moments:
 class FeatureCorrelation:
     """The correlation `R = F Fᵀ + diag(r)` of the n inputs of a last layer: F (n, K) as `factor`, r (n,) as `rest`."""
 
-    factor: Tensor
-    rest: Tensor
+    factor: Tensor = field(repr=False)
+    rest: Tensor = field(repr=False)
 
 
 Value = Any
