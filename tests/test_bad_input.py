@@ -833,7 +833,7 @@ def test_a_posterior_is_shown_in_one_line(posterior: lw.Posterior) -> None:
     assert "of Sequential (0.weight, 0.bias, 1.weight, 1.bias, ... 6 parameters), 8" in repr(fit([(X, Y)], deep))
     assert f"prior_precision={posterior.prior_precision:.4g}" in shown
     assert "\n" not in shown
-    assert len(shown) < 260
+    assert len(shown) < 280
     layers = posterior.with_prior({"0": 1.0, "2": 2.00001})
     assert "prior precision 0: 1, 2: 2\n" in str(layers.diagnose())
     assert "prior precision 0.3333\n" in str(posterior.with_prior(1 / 3).diagnose())
