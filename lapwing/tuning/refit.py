@@ -26,7 +26,7 @@ log = logging.getLogger("lapwing")
 
 RATE, BATCH, LOOK = 1e-2, 128, 50  # step size of Adam, samples of a step, and steps between two looks at the error
 PART = 0.2  # part of the samples that the copy is not trained on
-FIRST_SPREAD = 0.3  # standard deviation of the copy's first outputs, if that of the targets is 1
+FIRST_SPREAD = 0.3  # standard deviation of the copy's first outputs, for targets of standard deviation 1
 TESTED_WEIGHTS = 40_000  # maximum number of trained weights of the networks that the method was measured on
 
 

@@ -45,7 +45,7 @@ def scale_factor(
 ) -> Scaled:
     """Returns `lw.Scaled(via, s)` with the factor s of a way's covariance, `f(x) ~ N(m, s V)`, that data choose.
 
-    With `to=`, s is chosen such that the mean variance equals that of the other way,
+    With `to=`, s is chosen such that the mean variance equals the mean variance of the other way,
     `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, without targets:
     `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined` also gets
     the correlation of the features before a last linear layer. Another posterior needs a factor of its own: fit again.
