@@ -58,8 +58,10 @@ def _add(rows: Rows, name: str, seed: int, tested: int) -> None:
 
 
 LINKS: dict[str, Any] = {
-    "probit": lw.Probit(), "textbook probit": lw.Probit(scale="marginal"), "Monte Carlo": lw.SampledLink(512),
-}  # fmt: skip
+    "probit": lw.Probit(scale="mean"),
+    "textbook probit": lw.Probit(scale="marginal"),
+    "Monte Carlo": lw.SampledLink(512),
+}
 DRAWS_LINKS = {"Monte Carlo": lw.SampledLink(512)}
 """For latents that are draws, such as sampled LLA's."""
 

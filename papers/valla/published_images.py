@@ -1,4 +1,4 @@
-"""Figures 5 and 6 by VaLLA's published objective, constant rate and stop, and the rows to beat on images."""
+"""Figures 5 and 6 by VaLLA's published objective, rate and stop, rotated images too, and the rows to beat."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.evaluation import metrics
 from papers.common.results import Rows, once
+from papers.common.rotations import rotate
 from papers.common.scores import class_scores, entropy, probabilities
 from papers.common.tables import grid, shown
-from papers.valla.figure5 import ImageTask, latents
+from papers.valla.figure5 import ANGLES, ROTATED, ImageTask, latents
 from papers.valla.published import HELD_OUT, PRIOR_ALONE, RATE, ends, path_of, published_fit
 
 STEPS = 6000
@@ -43,18 +44,20 @@ class ImageRows:
         task: network and images.
         seed: of the fits.
         held_out: at most `HELD_OUT` validation images in batches of 100.
+        images: test images, foreign ones, and `ROTATED` test images at each of `ANGLES`.
     """
 
     def __init__(self, task: ImageTask, seed: int) -> None:
         self.task, self.seed, self.held_out = task, seed, task.data.val[: HELD_OUT // 100]
+        self.images = [task.x, task.data.foreign, *(rotate(task.x[:ROTATED], angle) for angle in ANGLES)]
 
-    def network(self, temperature: float) -> dict[str, float]:
+    def network(self, temperature: float) -> dict[str, Any]:
         """Returns the scores of the network with its logits divided by a number."""
         with torch.no_grad():
-            inside, outside = (self.task.model(x) / temperature for x in (self.task.x, self.task.data.foreign))
-        return {**self._scores(inside.softmax(-1), outside.softmax(-1)), "temperature": temperature}
+            probs = [(self.task.model(x) / temperature).softmax(-1) for x in self.images]
+        return {**self._scores(probs), "temperature": temperature}
 
-    def one_temperature(self) -> dict[str, float]:
+    def one_temperature(self) -> dict[str, Any]:
         """Returns the scores of the network at the temperature of the held-out images."""
         return self.network(lw.fit(self.task.model, self.held_out, lw.TemperatureScaling()).logit_temperature)
 
@@ -65,7 +68,7 @@ class ImageRows:
             self.task.model, self.task.data.train[:100], method, validation=self.held_out, seed=self.seed,
             data_size=sum(len(x) for x, _ in self.task.data.train), memory=2**30, **options,
         )  # fmt: skip
-        return self._by_link(posterior, {"probit": lw.Probit()})
+        return self._by_link(posterior, {"probit": lw.Probit(scale="mean")})
 
     def published(self) -> dict[str, Any]:
         """Returns the scores of the published fit on all training images, by the paper's link and by Monte Carlo."""
@@ -83,17 +86,20 @@ class ImageRows:
         return {**self._by_link(posterior, links), **path_of(posterior), "seconds": seconds}
 
     def _by_link(self, posterior: lw.Posterior, links: dict[str, Any]) -> dict[str, Any]:
-        inside, outside = latents(posterior, self.task.x), latents(posterior, self.task.data.foreign)
+        seen = [latents(posterior, x) for x in self.images]
         found: dict[str, Any] = {
-            name: self._scores(*(probabilities(posterior, latent, link) for latent in (inside, outside)))
+            name: self._scores([probabilities(posterior, latent, link) for latent in seen])
             for name, link in links.items()
         }
         numbers = {"prior_precision": posterior.prior_precision, "temperature": posterior.logit_temperature}
         return {**found, **{name: value for name, value in numbers.items() if isinstance(value, float)}}
 
-    def _scores(self, inside: Tensor, outside: Tensor) -> dict[str, float]:
+    def _scores(self, probs: Sequence[Tensor]) -> dict[str, Any]:
+        """Returns the scores of class probabilities of all images."""
+        inside, outside, *turned = probs
         auroc = metrics.auroc(entropy(inside), entropy(outside))
-        return {**class_scores(inside, self.task.y), "auroc": float(auroc)}
+        rotated = {str(a): class_scores(p, self.task.y[: len(p)]) for a, p in zip(ANGLES, turned, strict=True)}
+        return {**class_scores(inside, self.task.y), "auroc": float(auroc), "rotated": rotated}
 
 
 LABELS = ("network", "one temperature", "prior alone, validated", "recommended call", "VaLLA 100")
@@ -109,6 +115,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
             links = {link: row[link] for link in ("textbook probit", "probit", "Monte Carlo") if link in row}
             for link, found in (links or {"": row}).items() if row else ():
                 cells = [shown(found[measure], digits, scale) for measure, digits, scale in measures]
+                cells += [shown(found["rotated"]["90"][measure], 2) for measure in ("nll", "ece")]
                 rows[f"{name}: {label}" + f", {link}" * bool(link)] = cells
-    columns = ("NLL", "accuracy, %", "ECE", "Brier", "AUROC")
+    columns = ("NLL", "accuracy, %", "ECE", "Brier", "AUROC", "NLL at 90°", "ECE at 90°")
     return {"images": grid(columns, rows), "ends": ends(results["table"])}

@@ -106,7 +106,7 @@ class CifarTask:
         x, y = (torch.cat(part) for part in zip(*self.setup.val[:2], strict=True))
         for delta in precisions:
             posterior = self._fit(lw.SampledLLA(draws, em_steps=0), lw.everything, None, seed, prior_precision=delta)
-            probs = probabilities(posterior, latents(posterior, x, 50), lw.Probit())
+            probs = probabilities(posterior, latents(posterior, x, 50), lw.Probit(scale="mean"))
             found.append((class_scores(probs, y)["nll"], posterior))
         posterior = min(found, key=lambda pair: pair[0])[1]
         return self._scored(posterior, time.process_time() - start)
@@ -125,7 +125,8 @@ class CifarTask:
         for name, link in LINKS.items():
             found[name] = class_scores(probabilities(posterior, latent, link), self.y)
         turned = {
-            s: probabilities(posterior, latents(posterior, x, 50), lw.Probit()) for s, (x, _) in self.corrupted.items()
+            s: probabilities(posterior, latents(posterior, x, 50), lw.Probit(scale="mean"))
+            for s, (x, _) in self.corrupted.items()
         }
         return {
             **found, "corrupted": {str(s): self._by_kind(s, probs) for s, probs in turned.items()},

@@ -105,3 +105,6 @@ def test_rows_of_images_of_the_published_fit(monkeypatch):
     one, own = rows.one_temperature(), rows.network(1.0)
     assert one["nll"] < own["nll"]
     assert one["accuracy"] == own["accuracy"]
+    assert own["rotated"]["0"]["nll"] == pytest.approx(own["nll"])
+    assert own["rotated"]["90"]["nll"] != pytest.approx(own["nll"])
+    assert list(found["textbook probit"]["rotated"]) == list(own["rotated"])
