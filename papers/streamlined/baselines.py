@@ -1,126 +1,167 @@
-"""One number from validation data, and no posterior: the rows to beat in Tables 1, 2, 4 and 5.
+"""The rows to beat in Tables 1, 2, 4 and 5: one number from validation data, the prior alone, the recommended call.
 
-Classifiers have a temperature of their logits. Regressions have a noise variance, and without validation data that of
-the training residuals. Networks, splits and test data are those of the tables.
+One number is a temperature of the logits, or a noise variance. The recommended call is `lw.fit` with validation data
+and no other choice. Networks, splits and test data are those of the tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 import lapwing as lw
+from papers.common.data import Batches
 from papers.common.results import Rows, once, read
-from papers.common.scores import averaged
+from papers.common.scores import averaged, probabilities
 from papers.common.tables import grid, shown
-from papers.streamlined import table1
-from papers.streamlined.setting import Setting, apart, labels, outputs, scores
-from papers.streamlined.table1 import NETWORKS, RegressionTask
+from papers.streamlined import table1, table2
+from papers.streamlined.setting import Setting, apart, labels, scores, treated
+from papers.streamlined.table1 import NETWORKS, RegressionTask, points_of
 from papers.streamlined.table2 import MLPTask, class_row
+from papers.valla.published import PRIOR_ALONE
 
-TRANSFORMERS = {"fashion_mnist": (1000, 500), "sst2": (600, 300), "mrpc": (600, 300)}
+TRANSFORMERS = {"fashion_mnist": (1000, 500), "sst2": (600, 300)}
 """Task -> most test and validation inputs, as in `table4` and `table5`."""
 
 
 def run(
     seeds: Sequence[int] = (0, 1), folds: Sequence[int] = range(5), transformers: Sequence[str] = tuple(TRANSFORMERS)
 ) -> dict[str, Any]:
-    """Returns scores of each network as it is, and at its temperature or noise variance."""
+    """Returns the scores of each network by itself, of the prior alone and of the recommended call."""
     rows = Rows(__file__, {})
-    for name in NETWORKS:
-        for fold in folds:
-            rows.add(f"{name}, seed {fold}", "network", lambda *at: regression(RegressionTask.load(*at)), name, fold)
-    for seed in seeds:
-        for name in ("mnist", "fashion_mnist"):
-            mlp = once(lambda name=name, seed=seed: MLPTask.load(name, seed))  # type: ignore[misc]
-            rows.add(f"{name} MLP, seed {seed}", "network", lambda task: classifier(task()), mlp)
     for seed in seeds:
         for name in transformers:
-            rows.add(f"{name} transformer, seed {seed}", "network", _transformer, name, seed, *TRANSFORMERS[name])
+            setting = once(partial(_transformer, name, seed))
+            for row in ("as it is", "one temperature", *("prior alone, " + part for part in PARTS[name]), CALL):
+                rows.add(f"{name} transformer, seed {seed}", row, lambda s, r: transformer(s(), r), setting, row)
+        for name in ("mnist", "fashion_mnist"):
+            mlp = once(partial(MLPTask.load, name, seed))
+            for row in ("as it is", "one temperature", "prior alone", CALL):
+                rows.add(f"{name} MLP, seed {seed}", row, lambda task, r: classifier(task(), r), mlp, row)
+    for name in NETWORKS:
+        for fold in folds:
+            task = once(partial(RegressionTask.load, name, fold))
+            for row in (*NOISES, "prior alone", CALL):
+                rows.add(f"{name}, seed {fold}", row, lambda task, r: regression(task(), r), task, row)
     return rows.all()
 
 
-def regression(task: RegressionTask) -> dict[str, Any]:
-    """Returns the NLPD of the test rows under the noise variance of training residuals, and of validation residuals."""
-    found = {}
-    val = tuple(torch.cat(parts) for parts in zip(*task.val, strict=True))
+CALL = "recommended call"
+NOISES = ("noise of training residuals", "noise of validation residuals")
+PARTS = {"fashion_mnist": ("attention", "MLPs", "last layer"), "sst2": ("MLPs",)}
+"""Transformer -> parts of it whose prior is scored."""
+
+
+def fitted(
+    row: str, model: nn.Module, train: Batches, val: Batches, params: Any = None, **options: Any
+) -> lw.Posterior:
+    """Fits what a row names; δ, and the temperature or the noise variance, are of the validation data.
+
+    Args:
+        row: "one temperature", "recommended call", or else the prior alone.
+        model: the network.
+        train: training data.
+        val: validation data.
+        params: of the prior.
+        options: of the fit.
+    """
+    if row == "one temperature":
+        return lw.fit(model, val, lw.TemperatureScaling())
+    if row == CALL:
+        return lw.fit(model, train, validation=val, progress=False, **options)
+    return lw.fit(model, train, PRIOR_ALONE, params=params, validation=val, progress=False, **options)
+
+
+def regression(task: RegressionTask, row: str) -> dict[str, Any]:
+    """Returns the NLPD of the test rows, and the noise variance."""
     x, y = task.data.test
+    if row not in NOISES:
+        posterior = fitted(row, task.model, task.loader, task.val, lw.everything, likelihood="gaussian")
+        nlpd = points_of(posterior, posterior.latent(x), y)[0].mean()
+        return {"nlpd": float(nlpd), "noise": posterior.noise_variance, "prior precision": posterior.prior_precision}
+    a, b = task.data.train if row == NOISES[0] else (torch.cat(parts) for parts in zip(*task.val, strict=True))
     with torch.no_grad():
-        squares = {
-            name: (task.model(part[0]) - part[1]).double().square()
-            for name, part in (("training", task.data.train), ("validation", val), ("test", (x, y)))
-        }
-    for name in ("training", "validation"):
-        noise = squares[name].mean()
-        nlpd = (2 * torch.pi * noise).log() / 2 + squares["test"].mean() / (2 * noise)
-        found[f"noise of {name} residuals"] = {"nlpd": float(nlpd), "noise": float(noise)}
-    return found
+        noise, square = ((task.model(i) - j).double().square().mean() for i, j in ((a, b), (x, y)))
+    nlpd = (2 * torch.pi * noise).log() / 2 + square / (2 * noise)
+    return {"nlpd": float(nlpd), "noise": float(noise)}
 
 
-def classifier(task: MLPTask) -> dict[str, Any]:
-    """Returns the scores of an MLP as it is, and at one temperature."""
-    with torch.no_grad():
-        inside, outside = (task.model(x) for x in (task.tested[0], task.data.foreign[:2000]))
-    temperature = lw.fit(task.model, task.data.val, lw.TemperatureScaling()).logit_temperature
-    return {
-        name: class_row((inside / t).softmax(-1), task.tested[1], (outside / t).softmax(-1))
-        for name, t in (("as it is", 1.0), ("one temperature", temperature))
-    } | {"temperature": temperature}
+def classifier(task: MLPTask, row: str) -> dict[str, Any]:
+    """Returns the scores of an MLP."""
+    if row == "as it is":
+        return task.network()
+    posterior = fitted(
+        row, task.model, task.data.train[: table2.SHOWN], task.data.val, lw.everything, data_size=len(task.whole[0])
+    )
+    inside, outside = (
+        probabilities(posterior, task.latent(posterior, x, lw.Linearized()))
+        for x in (task.tested[0], task.data.foreign[:2000])
+    )
+    return {**class_row(inside, task.tested[1], outside), **_chosen(posterior)}
 
 
-def _transformer(name: str, seed: int, tested: int, tuned: int) -> dict[str, Any]:
-    setting = Setting.load(name, seed, tested=tested, tuned=tuned)
-    temperature = lw.fit(setting.model, setting.val, lw.TemperatureScaling()).logit_temperature
+def transformer(setting: Setting, row: str) -> dict[str, Any]:
+    """Returns the scores of a transformer."""
+    if row == "as it is":
+        return setting.network_row()
+    params = treated(setting.model).get(row.partition(", ")[2])
+    posterior = fitted(row, setting.model, setting.train, setting.val, params, data_size=setting.size)
+    inside, outside = (probabilities(posterior, posterior.latent(part)) for part in (setting.test, setting.foreign))
+    return {**scores(inside, labels(setting.test)), **apart(inside, outside), **_chosen(posterior)}
 
-    def logits(part: Any) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([outputs(setting.model, x) for x, _ in part])
 
-    inside, outside = logits(setting.test), logits(setting.foreign)
-    found: dict[str, Any] = {"temperature": temperature}
-    for name, t in (("as it is", 1.0), ("one temperature", temperature)):
-        probs, foreign = ((part / t).softmax(-1) for part in (inside, outside))
-        found[name] = {**scores(probs, labels(setting.test)), **apart(probs, foreign)}
-    return found
+def _transformer(name: str, seed: int) -> Setting:
+    tested, tuned = TRANSFORMERS[name]
+    return Setting.load(name, seed, tested=tested, tuned=tuned)
+
+
+def _chosen(posterior: lw.Posterior) -> dict[str, float]:
+    found = {"temperature": posterior.logit_temperature, "prior precision": posterior.prior_precision}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def gains(runs: Mapping[str, Any], posteriors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns table -> way -> how much lower the NLPD of LA with a factor is than at one noise variance, in nats.
+    """Returns table -> row -> how much lower its NLPD is than at one noise variance, in nats.
 
     Args:
         runs: "table, seed fold" -> rows of this experiment.
         posteriors: the same of `table1`. Networks and test rows are the same, so folds are paired.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, list[dict[str, float]]] = {}
     for run, ways in posteriors.items():
-        base = runs[run]["network"]["noise of validation residuals"]["nlpd"]
-        for way in ("GLM", "streamlined"):
-            table = found.setdefault(run.partition(",")[0], {})
-            table.setdefault(way, []).append(base - ways["LA"][way]["scaled"]["nlpd"])
-    return {name: averaged([dict(zip(ways, fold, strict=True)) for fold in zip(*ways.values(), strict=True)])
-            for name, ways in found.items()}  # fmt: skip
+        nlpds = {way: ways["LA"][way]["scaled"]["nlpd"] for way in ("GLM", "streamlined")}
+        nlpds |= {row: runs[run][row]["nlpd"] for row in ("prior alone", CALL) if row in runs[run]}
+        base = runs[run][NOISES[1]]["nlpd"]
+        found.setdefault(run.partition(",")[0], []).append({row: base - nlpd for row, nlpd in nlpds.items()})
+    return {name: averaged(folds) for name, folds in found.items()}
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the scores of the classifiers, and the NLPD of the regressions with the gains of Table 1 over it."""
-    classes, regressions = {}, {}
+    """Returns the scores of the classifiers, and the NLPD of the regressions with gains over one noise variance."""
+    found = {"MLPs": {}, "transformers": {}, "regressions": {}}
     gained = gains(results["runs"], read(str(table1.__file__))["runs"])
-    for name, found in results["table"].items():
-        row = found["network"]
-        if "temperature" in row:
-            parts = (row["as it is"], row["one temperature"])
-            cells = [shown(part[key]) for key in ("nlpd", "ece", "auroc") for part in parts]
-            classes[name] = [shown(row["temperature"], 2), *cells]
-        else:
-            gain = [shown(gained[name][way]) for way in ("GLM", "streamlined")]
-            regressions[name] = [*(shown(part["nlpd"], 2) for part in row.values()), *gain]
-    columns = [f"{name}, {kind}" for name in ("NLPD", "ECE", "AUROC") for kind in ("as it is", "one temperature")]
-    noises = ["noise of the training residuals", "noise of the validation residuals"]
-    fields = [*noises, "gain of GLM x factor", "gain of streamlined x factor"]
+    for name, rows in results["table"].items():
+        if name in gained:
+            gain = [shown(gained[name].get(row)) for row in ("GLM", "streamlined", "prior alone", CALL)]
+            found["regressions"][name] = [*(shown(rows[noise]["nlpd"], 2) for noise in NOISES), *gain]
+            continue
+        kind = "MLPs" if name.endswith("MLP") else "transformers"
+        for row, part in rows.items():
+            cells = [shown(part[key]) for key in ("nlpd", "ece", "auroc")]
+            found[kind][f"{name.rpartition(' ')[0]}, {row}"] = [*cells, shown(part.get("temperature"), 2)]
+    gains_of = ["GLM x factor", "streamlined x factor", "prior alone", CALL]
+    columns = [
+        "noise of the training residuals",
+        "of the validation residuals",
+        *(f"gain of {row}" for row in gains_of),
+    ]
+    scored = ["NLPD", "ECE", "AUROC", "temperature"]
     return {
-        "classifiers": grid(["temperature", *columns], classes),
-        "regressions": grid(fields, regressions),
+        "MLPs": grid(scored, found["MLPs"]),
+        "transformers": grid(scored, found["transformers"]),
+        "regressions": grid(columns, found["regressions"]),
     }

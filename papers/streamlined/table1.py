@@ -139,12 +139,12 @@ class RegressionTask:
     val: Batches
 
     @classmethod
-    def load(cls, name: str, fold: int) -> RegressionTask:
+    def load(cls, name: str, fold: int, recipe: Recipe = RECIPE) -> RegressionTask:
         """Reads the fold and trains the network of table 7."""
         data = table(name, fold)
         with seeded(fold):
             model = mlp(data.train[0].shape[1], *NETWORKS[name][1], 1, activation=nn.ReLU)
-        RECIPE.train(model, data.train, fold)
+        recipe.train(model, data.train, fold)
         return cls(data, model, batched(*data.train, 250), batched(*data.val, 250))
 
     def posterior(self) -> lw.Posterior:

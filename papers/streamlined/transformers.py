@@ -1,4 +1,4 @@
-"""Small transformers of the streamlined experiments (Li et al. 2025, section 4.2), trained here: a ViT and two GPT-2s.
+"""Small transformers of the streamlined experiments (Li et al. 2025, section 4.2), trained here: a ViT and a GPT-2.
 
 The paper fine-tunes pre-trained networks of 86 to 124 million weights; these have 0.14 and 0.74 million, from scratch.
 """
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 import lapwing as lw
 from papers.common.data import Part, arrays, images, random_rows
 from papers.common.training import kept, seeded, train
-
-PROMPT = "Answer whether sentence 2 is equivalent to sentence 1. Sentence 1: {}. Sentence 2: {}. Answer:"
-"""Table 11, MRPC."""
 
 PADDING, UNKNOWN = 0, 1
 
@@ -143,22 +140,6 @@ def fashion_mnist(seed: int) -> Task:
     return Task("fashion_mnist", seen, held_out, (data.x_test, data.y_test), foreign, vit, Recipe(40))
 
 
-def mrpc(seed: int) -> Task:
-    """Reads MRPC in the prompt of Table 11; foreign are pairs of SST-2 sentences in that prompt; 400 pairs validate."""
-    found, other = arrays("text_mrpc"), arrays("text_sst2")
-    prompts = {
-        part: [PROMPT.format(*pair) for pair in zip(found[f"text_{part}"], found[f"text2_{part}"], strict=True)]
-        for part in ("train", "test")
-    }
-    foreign = [PROMPT.format(*pair) for pair in zip(other["text_test"][::2], other["text_test"][1::2], strict=False)]
-    y_train, y_test = (torch.as_tensor(found[f"y_{part}"]).long() for part in ("train", "test"))
-    order = random_rows(y_train, len(y_train), seed)
-    train, val = order[400:], order[:400]
-    texts = [prompts["train"][i] for i in train.tolist()], [prompts["train"][i] for i in val.tolist()]
-    labels = y_train[train], y_train[val], y_test
-    return _texts("mrpc", (*texts, prompts["test"], foreign), labels, 128, Recipe(6, 5e-4, 32))
-
-
 def sst2(seed: int) -> Task:
     """Reads SST-2 in its own three parts; foreign are AG News texts. The seed is that of the training alone."""
     del seed
@@ -178,7 +159,7 @@ def _texts(
     return Task(name, train, val, test, foreign, lambda: gpt2(size, length), recipe)
 
 
-TASKS: dict[str, Callable[..., Task]] = {"fashion_mnist": fashion_mnist, "mrpc": mrpc, "sst2": sst2}
+TASKS: dict[str, Callable[..., Task]] = {"fashion_mnist": fashion_mnist, "sst2": sst2}
 
 
 def task(name: str, seed: int) -> Task:

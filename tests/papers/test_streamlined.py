@@ -138,21 +138,31 @@ def test_nearness_of_a_linear_network(monkeypatch):
 def test_one_noise_variance_against_its_formula():
     """NLPD of `N(f, σ²)` with σ² the mean squared residual of the validation rows, written out."""
     torch.manual_seed(0)
-    parts = [(torch.randn(n, 2), torch.randn(n, 1)) for n in (30, 20, 25)]
-    model = nn.Linear(2, 1).requires_grad_(False)
+    parts = [(torch.randn(n, 2), torch.randn(n, 1)) for n in (30, 300, 25)]
+    model = nn.Linear(2, 1).eval()
     table = data.Table("a table", *parts, 1.0, "1")
     task = table1.RegressionTask(table, model, [parts[0]], [parts[1]])
-    found = baselines.regression(task)
+    found = {row: baselines.regression(task, row) for row in (*baselines.NOISES, "prior alone", baselines.CALL)}
+    model.requires_grad_(False)
     noise = float((model(parts[1][0]) - parts[1][1]).square().mean())
     density = torch.distributions.Normal(model(parts[2][0]), noise**0.5).log_prob(parts[2][1])
     assert found["noise of validation residuals"]["nlpd"] == pytest.approx(-float(density.mean()), rel=1e-5)
     assert found["noise of training residuals"]["noise"] < noise * 3
+    assert found["prior alone"]["nlpd"] == pytest.approx(prior_alone(task, **found["prior alone"]), rel=1e-3)
+
+
+def prior_alone(task, nlpd, noise, **chosen):
+    """Returns the NLPD of `N(f, (‖x‖² + 1)/δ + σ²)`, written out for a linear network."""
+    del nlpd
+    x, y = task.data.test
+    variance = (x.square().sum(1, keepdim=True) + 1) / chosen["prior precision"] + noise
+    return -float(torch.distributions.Normal(task.model(x), variance.sqrt()).log_prob(y).mean())
 
 
 def test_gains_over_one_noise_variance_are_paired_by_fold():
     runs, posteriors = {}, {}
     for fold, (base, glm) in enumerate([(1.0, 0.8), (3.0, 2.6)]):
-        runs[f"SERVO, seed {fold}"] = {"network": {"noise of validation residuals": {"nlpd": base}}}
+        runs[f"SERVO, seed {fold}"] = {"noise of validation residuals": {"nlpd": base}}
         ways = {"GLM": {"scaled": {"nlpd": glm}}, "streamlined": {"scaled": {"nlpd": base}}}
         posteriors[f"SERVO, seed {fold}"] = {"LA": ways}
     found = baselines.gains(runs, posteriors)["SERVO"]
