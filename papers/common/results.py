@@ -120,7 +120,8 @@ class Rows:
                 "again, or give the new rows an experiment of their own."
             )
         start = time.perf_counter()
-        self.runs.setdefault(run, {})[row] = new = make(*arguments)
+        new = json.loads(json.dumps(make(*arguments)))  # keys are strings, as in rows that were read
+        self.runs.setdefault(run, {})[row] = new
         seconds = time.perf_counter() - start
         seeds = [int(seed) for seed in re.findall(r"seed (\d+)", run)] or self.seeds
         self.made.setdefault(run, {})[row] = {**record(seeds), "commit": self.commit, "seconds": round(seconds, 1)}

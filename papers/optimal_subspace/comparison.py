@@ -1,4 +1,4 @@
-"""Ways to a subspace, compared with the exact posterior: what Figures 1 to 5 and 7 have in common.
+"""Ways to a subspace, compared with the exact posterior: what Figures 1 to 4 and 7 have in common.
 
 The exact posterior is that of a subset of the training data, scaled to all of them, and so are all approximations that
 are compared with it.
@@ -21,9 +21,8 @@ import lapwing as lw
 from lapwing.covariance import Latent, Subspace
 from lapwing.covariance.terms import DenseTerm
 from papers.common import drawing
-from papers.common.data import Batches, batched, images
+from papers.common.data import Batches
 from papers.common.measures import relative_error
-from papers.common.networks import cifar_resnet20, mnist_cnn
 from papers.common.tables import grid, shown
 from papers.common.training import train
 
@@ -170,24 +169,6 @@ def swag_from(
             train(walker, batch, [slice(None)], optimiser, loss)
         collector.snapshot()
     return lw.SWAG.from_snapshots(collector, loader)
-
-
-def trained_task(name: str, seed: int, shown: int, test: int) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
-    """Returns a trained network of the data folder, and random test images as X.
-
-    Args:
-        name: "mnist", ELLA's network of 29 034 weights, or "cifar10", the ResNet-20 of 269 722.
-        seed: of both subsets.
-        shown: training images that the posteriors sum over.
-        test: test images.
-    """
-    model, size = (mnist_cnn(), 60_000) if name == "mnist" else (cifar_resnet20(), 50_000)
-    data = images(name)
-    generator = torch.Generator().manual_seed(seed)
-    picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
-    picked, chosen = picked[:shown], chosen[:test]
-    train = batched(data.x_train[picked], data.y_train[picked])
-    return Task(model, train, size, lw.Categorical()), {"test": (data.x_test[chosen], data.y_test[chosen])}
 
 
 COLOURS = {

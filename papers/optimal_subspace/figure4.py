@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from papers.common.data import batched, images
+from papers.common.networks import cifar_resnet20
 from papers.common.scores import averaged
-from papers.optimal_subspace.comparison import compare_subspaces, draw, table, trained_task
+from papers.optimal_subspace.comparison import Task, compare_subspaces, draw, table
 
 __all__ = ["draw", "run"]
 
@@ -16,10 +22,20 @@ def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
     ways = ("low rank, KFAC", "low rank, diagonal", "low rank, prior", "subset, magnitude", "subset, diagonal")
     runs = []
     for seed in seeds:
-        task, inputs = trained_task("cifar10", seed, shown=500, test=50)
+        task, inputs = resnet_task(seed)
         runs.append(compare_subspaces(task, inputs, (10, 30, 100), 1.0, seed, ways, exact=False)["test"])
         print(seed, runs[-1], flush=True)
     return {"tasks": {"ResNet-20": averaged(runs)}}
+
+
+def resnet_task(seed: int, shown: int = 500, test: int = 50) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+    """Returns the trained network with random training images, and random test images as X."""
+    data, generator = images("cifar10"), torch.Generator().manual_seed(seed)
+    picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
+    picked, chosen = picked[:shown], chosen[:test]
+    train = batched(data.x_train[picked], data.y_train[picked])
+    task = Task(cifar_resnet20(), train, 50_000, lw.Categorical())
+    return task, {"test": (data.x_test[chosen], data.y_test[chosen])}
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

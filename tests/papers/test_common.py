@@ -60,6 +60,13 @@ class TestRows:
         assert again.all()["table"] == {"mnist": {"KFAC": {"nll": {"mean": 2.0, "standard_error": 1.0}}}}
         assert again.all()["draws"] == 5
 
+    def test_rows_that_were_read_and_new_ones_are_averaged(self, tmp_path):
+        experiment = str(tmp_path / "table9.py")
+        for seed, error in enumerate((0.1, 0.3)):
+            rows = results.Rows(experiment, {})
+            rows.add(f"seed {seed}", "KFAC", lambda error=error: {10: {"error": error}})
+        assert results.read(experiment)["table"][""]["KFAC"]["10"]["error"]["mean"] == pytest.approx(0.2)
+
     def test_every_row_says_what_made_it(self, tmp_path):
         rows = results.Rows(str(tmp_path / "table9.py"), {}, seeds=(7, 8))
         rows.add("mnist, seed 3", "KFAC", dict)

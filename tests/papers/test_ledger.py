@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("tomllib")  # Python 3.10 has none
 
 from papers import ledger
-from papers.optimal_subspace import figure1, table1, table2
+from papers.optimal_subspace import table1, table2
 
 ENTRIES = ledger.read()
 RESULTS = {"ella": 20, "valla": 16, "optimal_subspace": 15, "streamlined": 23}
@@ -92,10 +92,10 @@ def test_networks_of_optimal_subspaces(data_folder, monkeypatch):
         "wine": (0.0004, 300, (0.3, 0.3)), "energy": (0.004, 1500, (0.1, 0.5)),
         "naval": (0.0004, 100, (0.3, 0.5)), "california": (0.0004, 100, (0.3, 0.5)),
     }  # fmt: skip
-    found = {name: (row["rate"], row["epochs"], table1.PHASES[name]) for name, row in figure1.TABLES.items()}
+    found = {name: (row["rate"], row["epochs"], table1.PHASES[name]) for name, row in table1.TABLES.items()}
     assert found == published
     weights, rows = {}, {}
-    for name, table in figure1.TABLES.items():
+    for name, table in table1.TABLES.items():
         monkeypatch.setitem(table, "epochs", 1)
         model, (x, _), _ = table1.network(name, False, 0)
         weights[name], rows[name] = sum(weight.numel() for weight in model.parameters()), len(x)
