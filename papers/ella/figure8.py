@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.covariance import Latent
+from lapwing.covariance.terms import DenseTerm
 from papers.common import drawing
 from papers.common.cifar import LastLayer, normalised, pixels
 from papers.common.corruptions import COMMON, corrupt
@@ -18,40 +20,77 @@ from papers.common.results import Rows, once
 from papers.common.scores import class_scores
 from papers.common.tables import grid, shown
 from papers.common.training import kept_tensors
-from papers.ella.table1 import fitted, tempered
+from papers.ella.shared import ella_latent
+from papers.ella.table1 import OneSpan, Whole, best_prior, fitted, joined, prior_latent, tempered
 
-Predict = Callable[[Tensor], Tensor]
-"""Features (n, 64) to class probabilities, by the default link."""
+Predict = Callable[[Any], Tensor]
+"""Features (n, 64), or contracted images, to class probabilities by the default link."""
+
+LAST_LAYER = (
+    "network", "network, one temperature", "last layer, prior alone", "last layer, KFAC, validation",
+    "last layer, KFAC, early stopping", "recommended call",
+)  # fmt: skip
+ALL_WEIGHTS = ("ELLA", "ELLA, prior alone", "diagonal", "KFAC")
+"""Tuned on 500 validation images: the prior precision, and for ELLA the number of its images."""
 
 
-def run(severities: Sequence[int] = (1, 3, 5), images: int = 500) -> dict[str, Any]:
-    """Returns scores by kind of corruption, and errors against confidence, of the network and the last layer.
+def run(
+    severities: Sequence[int] = (1, 3, 5), images: int = 500, fewer: int = 50, seeds: Sequence[int] = (0, 1)
+) -> dict[str, Any]:
+    """Returns scores by kind of corruption, and errors against confidence, of the network and of posteriors.
 
     Args:
         severities: strengths of the corruptions.
         images: test images of each kind and severity, the same for all kinds.
+        fewer: the first of these images, for the posteriors of all weights, whose predictions cost more.
+        seeds: of ELLA's rows.
     """
-    rows = Rows(__file__, {"images of each kind": images})
+    rows = Rows(__file__, {"images of each kind": images, "images of each kind, all weights": fewer})
     setup = once(lambda: LastLayer.load(0))
-    methods = once(lambda: last_layer_methods(setup()))
+    last = once(lambda: last_layer_methods(setup()))
     for severity in severities:
         part = once(partial(corrupted_features, setup, severity, images))
         for name in LAST_LAYER:
-            rows.add(f"severity {severity}", name, partial(_scored, methods, name, part, images))
+            rows.add(f"severity {severity}", name, partial(_scored, last, name, part, images))
+    confident = once(lambda: clean_and_foreign(setup(), 2000))
     for name in LAST_LAYER:
-        rows.add("confidence", name, lambda n: error_against_confidence(methods()[n], setup()), name)
+        rows.add("confidence", name, partial(_confident, last, name, confident))
+
+    whole = once(lambda: Whole(seeds, 500, 1000))
+    methods = [once(partial(all_weights_methods, whole, i)) for i in range(len(seeds))]
+    for severity in severities:
+        part = once(partial(corrupted_features, setup, severity, images))
+        features = once(partial(_first_of_each_kind, part, fewer))
+        seen = once(partial(corrupted_contracted, whole, severity, images, fewer))
+        _add_all(rows, f"all weights, severity {severity}", seeds, last, methods, _scored, features, seen, fewer)
+    features = once(lambda: clean_and_foreign(setup(), 500))
+    seen = once(lambda: clean_and_foreign_contracted(whole(), 500))
+    _add_all(rows, "all weights, confidence", seeds, last, methods, _confident, features, seen)
     return rows.all()
 
 
-LAST_LAYER = (
-    "network", "network, one temperature", "last layer, KFAC, validation", "last layer, KFAC, early stopping",
-    "recommended call",
-)  # fmt: skip
+def _add_all(
+    rows: Rows,
+    run: str,
+    seeds: Sequence[int],
+    last: Callable[[], dict[str, Predict]],
+    methods: Sequence[Callable[[], dict[str, Predict]]],
+    score: Callable[..., Any],
+    features: Callable[[], Any],
+    seen: Callable[[], Any],
+    *arguments: Any,
+) -> None:
+    """Adds the rows of all weights; the others are on the same images, and do not depend on the seed."""
+    for name in LAST_LAYER:
+        rows.add(f"{run}, seed {seeds[0]}", name, partial(score, last, name, features, *arguments))
+    for i, seed in enumerate(seeds):
+        for name in ALL_WEIGHTS if i == 0 else ALL_WEIGHTS[:2]:
+            rows.add(f"{run}, seed {seed}", name, partial(score, methods[i], name, seen, *arguments))
 
 
 def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
     """Returns the methods of `LAST_LAYER`, tuned on the 2 000 validation images; of features."""
-    prior_alone = lw.Validation(setup.val, tempered=False, tolerance=0.0)
+    prior_alone, delta = lw.Validation(setup.val, tempered=False, tolerance=0.0), best_prior(setup)[1]
     posteriors = {
         "network, one temperature": tempered(setup, 2000),
         "last layer, KFAC, validation": fitted(setup, lw.KFAC(), tune=prior_alone),
@@ -63,10 +102,37 @@ def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
         with torch.no_grad():
             return setup.layer(part).softmax(-1)
 
+    def prior(part: Tensor) -> Tensor:
+        return lw.Categorical().predict(prior_latent(setup, part, delta)).probs
+
     def of(posterior: lw.Posterior) -> Predict:
         return lambda part: posterior.predict(part).probs
 
-    return {"network": plain, **{name: of(posterior) for name, posterior in posteriors.items()}}
+    found = {name: of(posterior) for name, posterior in posteriors.items()}
+    return {"network": plain, "last layer, prior alone": prior, **found}
+
+
+def all_weights_methods(whole: Callable[[], Whole], place: int) -> dict[str, Predict]:
+    """Returns the methods of `ALL_WEIGHTS`, of contracted images; ELLA on the span at a place in the order of seeds."""
+    span, shown = OneSpan.of(whole(), place, 1024), slice(place * Whole.rank, place * Whole.rank + 20)
+
+    def ella(counts: Sequence[int]) -> Predict:
+        _, delta, _, n = span.chosen(counts)
+        curvature = span.curvatures[n][:20, :20]
+
+        def predict(part: Mapping[str, Tensor]) -> Tensor:
+            mine = {**part, "features": part["features"][..., shown]}
+            return lw.Categorical().predict(ella_latent(mine, curvature, delta)).probs
+
+        return predict
+
+    def dense(name: str) -> Predict:
+        return lambda part: lw.Categorical().predict(Latent(part["outputs"], (DenseTerm(part[name]),))).probs
+
+    return {
+        "ELLA": ella(list(span.curvatures)), "ELLA, prior alone": ella([0]),
+        **{name: dense(f"{name}, validation") for name in ("diagonal", "KFAC")},
+    }  # fmt: skip
 
 
 def corrupted(severity: int, images: int) -> Tensor:
@@ -88,8 +154,27 @@ def corrupted_features(setup: Callable[[], LastLayer], severity: int, images: in
     return kept_tensors(f"resnet20_corrupted_features_{severity}_{images}", make)["features"]
 
 
+def _first_of_each_kind(part: Callable[[], Tensor], count: int) -> Tensor:
+    return part().unflatten(0, (len(COMMON), -1))[:, :count].flatten(0, 1)
+
+
+def corrupted_contracted(whole: Callable[[], Whole], severity: int, images: int, count: int) -> dict[str, Tensor]:
+    """Returns what the posteriors of all weights need of the first corrupted images of each kind."""
+
+    def make() -> dict[str, Tensor]:
+        x = _first_of_each_kind(lambda: corrupted(severity, images), count)
+        return contracted_by(whole(), x)
+
+    return kept_tensors(f"resnet20_corrupted_{severity}_{count}", make)
+
+
+def contracted_by(whole: Whole, x: Tensor) -> dict[str, Tensor]:
+    """Contracts images with the posteriors of `ALL_WEIGHTS`."""
+    return whole.of(x, ("diagonal, validation", "KFAC, validation"))
+
+
 def _scored(
-    methods: Callable[[], dict[str, Predict]], name: str, part: Callable[[], Tensor], images: int
+    methods: Callable[[], dict[str, Predict]], name: str, part: Callable[[], Any], images: int
 ) -> dict[str, Any]:
     """Returns the scores of all corrupted images, and scores by kind."""
     labels = reported_images()[1][:images]
@@ -99,16 +184,25 @@ def _scored(
     return {**class_scores(probs, labels.repeat(len(COMMON))), "by kind": by_kind}
 
 
-def error_against_confidence(predict: Predict, setup: LastLayer, count: int = 2000) -> dict[str, dict[str, float]]:
-    """Returns the error of inputs predicted above each confidence (Figure 4 a).
+def clean_and_foreign(setup: LastLayer, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the features of the first test images, and of as many of Fashion-MNIST."""
+    foreign = kept_tensors("resnet20_foreign", lambda: {"features": setup.trunk(fashion_as_cifar(2000))})["features"]
+    return joined(setup.test)[0][:count], foreign[:count]
 
-    The inputs are test images and as many of Fashion-MNIST, whose predictions are errors.
-    """
-    x, y = (torch.cat(part)[:count] for part in zip(*setup.test, strict=True))
-    foreign = kept_tensors("resnet20_foreign", lambda: {"features": setup.trunk(fashion_as_cifar(count))})["features"]
-    probs, outside = (predict(part) for part in (x, foreign))
+
+def clean_and_foreign_contracted(whole: Whole, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns likewise what the posteriors of all weights need; `count` is at most 1 000."""
+    foreign = kept_tensors(f"resnet20_foreign_{count}", lambda: contracted_by(whole, fashion_as_cifar(count)))
+    return {key: part[:count] for key, part in whole.test.items()}, foreign
+
+
+def _confident(
+    methods: Callable[[], dict[str, Predict]], name: str, parts: Callable[[], tuple[Any, Any]]
+) -> dict[str, dict[str, float]]:
+    """Returns the error of inputs predicted above each confidence (Figure 4 a), foreign ones always being errors."""
+    probs, outside = (methods()[name](part) for part in parts())
     confidence = torch.cat([probs.amax(-1), outside.amax(-1)])
-    wrong = torch.cat([probs.argmax(-1) != y, torch.ones(count, dtype=torch.bool)])
+    wrong = torch.cat([probs.argmax(-1) != reported_images()[1][: len(probs)], torch.ones(len(outside)).bool()])
     found = {}
     for i in range(10):
         above = confidence >= i / 10
@@ -151,9 +245,16 @@ def draw(results: Mapping[str, Any]) -> None:
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns scores on corrupted images by severity, and errors at high confidence."""
-    table, rows = results["table"], {}
-    runs = [run for run in table if run.startswith("severity")]
-    for method in LAST_LAYER:
-        cells = [f"{shown(table[run][method]['nll'], 2)} / {shown(table[run][method]['ece'], 2)}" for run in runs]
-        rows[method] = [*cells, shown(table["confidence"][method]["above 0.9"]["error"], 2)]
-    return {"last layer": grid([*(f"NLL / ECE at {run}" for run in runs), "error above confidence .9"], rows)}
+    table = results["table"]
+    severities = [run for run in table if run.startswith("severity")]
+
+    def rows(prefix: str, names: Sequence[str]) -> str:
+        lines = {}
+        for name in names:
+            found = [table[run][name] for run in (f"{prefix}{run}" for run in severities) if name in table.get(run, {})]
+            cells = [f"{shown(row['nll'], 2)} / {shown(row['ece'], 2)}" for row in found]
+            if found:
+                lines[name] = [*cells, shown(table[f"{prefix}confidence"][name]["above 0.9"]["error"], 2)]
+        return grid([*(f"NLL / ECE at {run}" for run in severities), "error above confidence .9"], lines)
+
+    return {"last layer": rows("", LAST_LAYER), "all weights": rows("all weights, ", (*LAST_LAYER, *ALL_WEIGHTS))}

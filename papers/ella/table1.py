@@ -13,7 +13,7 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.covariance import AnyLatent, Latent, has_prior
 from lapwing.covariance.terms import DenseTerm
-from lapwing.tangent import Tangent
+from lapwing.tangent import Tangent, Vectors
 from lapwing.tuning import Training, Tuning
 from papers.common import drawing
 from papers.common.cifar import Cifar, LastLayer
@@ -158,21 +158,24 @@ def _posterior_row(setup: LastLayer, posterior: lw.Posterior) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def prior_latent(setup: LastLayer, x: Tensor, delta: float) -> Latent:
+    """Returns latents of the last layer's prior, with variance `(‖φ‖² + 1)/δ` of every output, for features φ."""
+    with torch.no_grad():
+        outputs = setup.layer(x)
+    variance = (x.square().sum(-1) + 1) / delta
+    return Latent(outputs, (DenseTerm(variance[:, None, None] * torch.eye(outputs.shape[-1])),))
+
+
+def best_prior(setup: LastLayer) -> tuple[float, float]:
+    """Returns the lowest validation NLL of the last layer's prior alone, and the δ that has it."""
+    x, y = joined(setup.val)
+    return best_point(partial(prior_latent, setup, x), y)[:2]
+
+
 def _prior_alone(setup: LastLayer) -> dict[str, Any]:
-    """Returns scores of the last layer's prior, `(‖φ‖² + 1)/δ` for every output, with the validated δ."""
-
-    def latent(part: Batches, delta: float) -> Latent:
-        outputs = outputs_of(setup, part)
-        variance = (joined(part)[0].square().sum(-1) + 1) / delta
-        return Latent(outputs, (DenseTerm(variance[:, None, None] * torch.eye(outputs.shape[-1])),))
-
-    labels = joined(setup.val)[1]
-    loss, delta, _ = best_point(lambda delta: latent(setup.val, delta), labels)
-    return {
-        "prior precision": delta,
-        "validation nll": loss,
-        **scored(latent(setup.test, delta), joined(setup.test)[1]),
-    }
+    loss, delta = best_prior(setup)
+    x, y = joined(setup.test)
+    return {"prior precision": delta, "validation nll": loss, **scored(prior_latent(setup, x, delta), y)}
 
 
 class Whole:
@@ -199,29 +202,32 @@ class Whole:
 
     @cached_property
     def posteriors(self) -> dict[str, lw.Posterior]:
-        """Method and tuning -> posterior; tuned by the evidence, and on 500 validation images."""
-        found, val = {}, self.setup.val
-        tunings: dict[str, Tuning] = {
-            "evidence": lw.Evidence(),
-            "validation": lw.Validation(val, tempered=False, tolerance=0.0),
-            "validation with T": lw.Validation(val),
-        }
-        for name, method in {"diagonal": lw.Diagonal(), "KFAC": lw.KFAC()}.items():
-            fitted = lw.fit(
+        """Diagonal and KFAC, as fitted; `choices` has their prior precisions."""
+        return {
+            name: lw.fit(
                 self.setup.model, self.setup.train[: self.curved // 100], method, params=lw.everything, tune=None,
                 data_size=ALL, memory=2**30,
-            )  # fmt: skip
-            for how, tune in tunings.items():
-                found[f"{name}, {how}"] = tune.tune(fitted, Training())
-        return found
+            )
+            for name, method in {"diagonal": lw.Diagonal(), "KFAC": lw.KFAC()}.items()
+        }  # fmt: skip
 
     @cached_property
     def choices(self) -> dict[str, Tensor]:
-        """Method and tuning -> chosen δ and T."""
+        """Method and tuning -> δ and T, tuned by the evidence, and on 500 validation images."""
 
         def make() -> dict[str, Tensor]:
-            pairs = {name: (p.prior_precision, p.logit_temperature or 1.0) for name, p in self.posteriors.items()}
-            return {name: torch.tensor(pair, dtype=torch.float64) for name, pair in pairs.items()}
+            val, found = self.setup.val, {}
+            tunings: dict[str, Tuning] = {
+                "evidence": lw.Evidence(),
+                "validation": lw.Validation(val, tempered=False, tolerance=0.0),
+                "validation with T": lw.Validation(val),
+            }
+            for name, posterior in self.posteriors.items():
+                for how, tune in tunings.items():
+                    tuned = tune.tune(posterior, Training())
+                    pair = (tuned.prior_precision, tuned.logit_temperature or 1.0)
+                    found[f"{name}, {how}"] = torch.tensor(pair, dtype=torch.float64)
+            return found
 
         return kept_tensors("resnet20_choices", make)
 
@@ -244,24 +250,27 @@ class Whole:
     @cached_property
     def test(self) -> dict[str, Tensor]:
         """The reported images, with the covariances of all posteriors."""
-        return self._kept("test", self.setup.test, self.all_of)
+        return self._kept("test", self.setup.test, lambda x: self.of(x, list(self.choices), self._prior))
 
     def train(self, images: int) -> dict[str, Tensor]:
         """The first training images on ELLA's directions."""
         part = self.setup.train[: -(-images // 100)]
         return self._kept("train", part, lambda x: contracted(self.tangent, x, self.directions))
 
-    def all_of(self, x: Tensor) -> dict[str, Tensor]:
-        """Contracts images (n, 3, 32, 32) with all posteriors."""
-        diagonals = {key: p.covariance.diagonal() for key, p in self.posteriors.items() if key.startswith("diagonal")}
-        covariances = {key: p.covariance for key, p in self.posteriors.items() if key.startswith("KFAC")}
-        kfac = {key: covariance for key, covariance in covariances.items() if has_prior(covariance)}
-        found = contracted(self.tangent, x, self.directions, {**self._prior, **diagonals}, {"KFAC": [*kfac.values()]})
-        named = {name: found.pop(f"KFAC, {i}") for i, name in enumerate(kfac)}
-        return {**found, **named}
+    def of(self, x: Tensor, names: Sequence[str], diagonals: Mapping[str, Vectors] | None = None) -> dict[str, Tensor]:
+        """Contracts images (n, 3, 32, 32) with ELLA's directions, posteriors of `choices`, and other diagonals."""
+        covariances = {}
+        for name in names:
+            method, delta = name.partition(",")[0], float(self.choices[name][0])
+            covariances[name] = self.posteriors[method].with_prior(delta).covariance
+        variances = {name: c.diagonal() for name, c in covariances.items() if name.startswith("diagonal")}
+        kfac = {name: c for name, c in covariances.items() if name.startswith("KFAC") and has_prior(c)}
+        others = {"KFAC": list(kfac.values())} if kfac else None
+        found = contracted(self.tangent, x, self.directions, {**(diagonals or {}), **variances}, others)
+        return {**found, **{name: found.pop(f"KFAC, {i}") for i, name in enumerate(kfac)}}
 
     @property
-    def _prior(self) -> dict[str, dict[str, Tensor]]:
+    def _prior(self) -> dict[str, Vectors]:
         return {"prior": {block.name: torch.ones(block.size) for block in self.tangent.blocks}}
 
     def _kept(self, name: str, part: Batches, make: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -353,18 +362,29 @@ class OneSpan:
         residual: bool = False,
     ) -> dict[str, Any]:
         """Returns test scores at the n, δ and T of lowest validation NLL (section 5.2); `fixed` gives δ for each n."""
+        loss, delta, temperature, n = self.chosen(counts, rank, fixed, temperatures, residual)
+        at = ella_latent(self.test, self.curvatures[n][:rank, :rank], delta, residual=residual)
+        return {
+            "n": n, "prior precision": delta, "T": temperature, "validation nll": loss,
+            **scored(at, self.labels[1], temperature),
+        }  # fmt: skip
+
+    def chosen(
+        self,
+        counts: Sequence[int],
+        rank: int = 20,
+        fixed: Callable[[int], float] | None = None,
+        temperatures: Sequence[float] = (1.0,),
+        residual: bool = False,
+    ) -> tuple[float, float, float, int]:
+        """Returns the lowest validation NLL, and the δ, T and n that have it."""
         found = []
         for n in counts:
             curvature = self.curvatures[n][:rank, :rank]
             latent = partial(ella_latent, self.val, curvature, residual=residual)
             deltas = DELTAS if fixed is None else (fixed(n),)
             found.append((*best_point(latent, self.labels[0], temperatures, deltas), n))
-        loss, delta, temperature, n = min(found)
-        at = ella_latent(self.test, self.curvatures[n][:rank, :rank], delta, residual=residual)
-        return {
-            "n": n, "prior precision": delta, "T": temperature, "validation nll": loss,
-            **scored(at, self.labels[1], temperature),
-        }  # fmt: skip
+        return min(found)
 
 
 def draw(results: Mapping[str, Any]) -> None:
