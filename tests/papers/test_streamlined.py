@@ -11,7 +11,7 @@ import lapwing as lw
 from papers.common import data
 from papers.common.networks import mlp
 from papers.common.training import Recipe
-from papers.streamlined import baselines, figure13, nearness, table1, table2, table17
+from papers.streamlined import baselines, decay, figure13, nearness, table1, table2, table17
 from papers.streamlined.figure8 import ANGLES, rotations
 from papers.streamlined.ivon import IVON
 
@@ -168,6 +168,17 @@ def test_gains_over_one_noise_variance_are_paired_by_fold():
     found = baselines.gains(runs, posteriors)["SERVO"]
     assert found["GLM"] == {"mean": pytest.approx(0.3), "standard_error": pytest.approx(0.1)}
     assert found["streamlined"] == {"mean": 0.0, "standard_error": 0.0}
+
+
+def test_weight_decay_is_that_of_the_lowest_validation_error(monkeypatch):
+    def load(name, fold, recipe):
+        task = small_task()
+        with torch.no_grad():
+            task.model[-1].bias += (recipe.decay - 0.01) * 100  # the error is lowest at 0.01
+        return task
+
+    monkeypatch.setattr(decay.RegressionTask, "load", load)
+    assert decay.decayed("FF", 0)[1] == {"decay": 0.01}
 
 
 def test_draws_and_scores_of_a_posterior_by_ivon():

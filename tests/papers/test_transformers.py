@@ -14,7 +14,7 @@ from lapwing.covariance import LatentDraws
 pytest.importorskip("transformers")
 
 from papers.common.scores import probabilities
-from papers.streamlined import figure11
+from papers.streamlined import baselines, figure11
 from papers.streamlined import setting as st
 from papers.streamlined import transformers as small
 
@@ -100,6 +100,21 @@ def test_rows_of_a_table(kind, request):
     assert own["nlpd"] == pytest.approx(
         st.loss(laplace.with_prior(own["prior_precision"]), lw.Linearized(), setting.test)
     )
+
+
+@pytest.mark.slow
+def test_rows_to_beat(images):
+    """One temperature divides the logits; the prior alone is fitted to the part that the row names."""
+    network, tempered, prior = (
+        baselines.transformer(images, row) for row in ("as it is", "one temperature", "prior alone, last layer")
+    )
+    with torch.no_grad():
+        logits = torch.cat([st.outputs(images.model, x) for x, _ in images.test]) / tempered["temperature"]
+    expected = st.scores(logits.softmax(-1), st.labels(images.test))
+    assert {name: tempered[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert network["accuracy"] == tempered["accuracy"]
+    assert "temperature" not in network
+    assert prior["prior precision"] > 0
 
 
 class TestScores:
