@@ -122,16 +122,17 @@ def learned(table: str, rule: str, seed: int) -> list[float]:
 
 
 def labels(table: str) -> dict[str, Any]:
-    """Returns the mean RMSE of each rule by round, and the standard error of its mean over the rounds."""
-    found = {}
-    for rule in RULES:
-        runs = torch.tensor([learned(table, rule, seed) for seed in range(RUNS)])
-        after = runs[:, 1:].mean(1)
-        found[rule] = {
-            "RMSE": [round(value, 4) for value in runs.mean(0).tolist()], "mean": float(after.mean()),
-            "standard error": float(after.std() / RUNS**0.5),
-        }  # fmt: skip
-    return found
+    """Returns the RMSE of each rule."""
+    return {rule: summary(torch.tensor([learned(table, rule, seed) for seed in range(RUNS)])) for rule in RULES}
+
+
+def summary(runs: Tensor) -> dict[str, Any]:
+    """Returns the mean RMSE (RUNS, ROUNDS + 1) by round, its mean over the rounds, and the standard error of this."""
+    after = runs[:, 1:].mean(1)
+    return {
+        "RMSE": [round(value, 4) for value in runs.mean(0).tolist()], "mean": float(after.mean()),
+        "standard error": float(after.std() / RUNS**0.5),
+    }  # fmt: skip
 
 
 def rows_of_totals(results: dict[str, Any]) -> list[str]:

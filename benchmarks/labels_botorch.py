@@ -1,0 +1,117 @@
+"""BoTorch's expected posterior variance (`qNegIntegratedPosteriorVariance`) next to `posterior.value`.
+
+*agreement*: the linearised posterior of `lw.Full()` is the one of a Gaussian process whose inputs are the gradients of
+the outputs, with a linear kernel. On this process BoTorch's score must have the same numbers as `value`.
+
+*labels*: the experiment of `benchmarks.quantities labels`, with the same networks, tables, seeds and measure. BoTorch's
+default `SingleTaskGP` chooses the rows, fitted again in each round. *process* has its own test RMSE.
+
+    pip install botorch
+    python -m benchmarks.labels_botorch [concrete] ["power plant"] [kin40k]    # needs LAPWING_DATA
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from benchmarks.measure import RESULTS, write
+from benchmarks.quantities import POOL, ROUNDS, RUNS, STARTED, TABLES, chosen, data, summary, trained
+
+PRIOR, NOISE = 1.0, 0.1  # of the network in *agreement*
+
+
+class Rival:
+    """A Gaussian process with the method of a posterior that `benchmarks.quantities.chosen` calls."""
+
+    def __init__(self, process: Any) -> None:
+        self.process = process
+
+    def value(self, pool: Tensor, targets: Tensor, given: Tensor | None = None) -> Tensor:
+        """Returns the fall of the summed variance of the targets by a label of each row of the pool, (n,)."""
+        from botorch.acquisition import qNegIntegratedPosteriorVariance
+
+        with torch.no_grad():
+            before = self.process.posterior(targets).variance.sum()
+            score = qNegIntegratedPosteriorVariance(self.process, mc_points=targets, X_pending=given)
+            return before + len(targets) * score(pool[:, None])
+
+
+def agreement(table: str) -> dict[str, Any]:
+    """Returns how near BoTorch's score and `value` are on the same process, and the rows that each chooses."""
+    from botorch.models import SingleTaskGP
+    from gpytorch.kernels import LinearKernel
+
+    x, y, *_ = (values.double() for values in data(TABLES[table], 0))
+    known, pool, targets = x[:STARTED], x[STARTED:POOL], x[POOL : POOL + 100]
+    model = trained(known.float(), y[:STARTED].float(), 0).double()
+    posterior = lw.fit(model, (known, y[:STARTED]), lw.Full(), likelihood=lw.Gaussian(NOISE), prior_precision=PRIOR)
+
+    def output(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, row)[0]
+
+    def gradients(rows: Tensor) -> Tensor:
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        found = torch.func.vmap(torch.func.grad(output), (None, 0))(weights, rows)
+        return torch.cat([part.flatten(1) for part in found.values()], 1)
+
+    kernel = LinearKernel().double()
+    kernel.variance = 1 / PRIOR
+    noise = torch.full_like(y[:STARTED], NOISE)
+    rival: Any = Rival(SingleTaskGP(gradients(known), y[:STARTED], noise, covar_module=kernel, outcome_transform=None))
+    rows, others = gradients(pool), gradients(targets)
+    value, expected = posterior.value(pool, targets), rival.value(rows, others)
+    choices = [chosen("value", *of, 0).tolist() for of in ((posterior, pool, targets), (rival, rows, others))]
+    return {
+        "largest difference / largest value": float((value - expected).abs().max() / value.max()),
+        "same order": bool((value.argsort() == expected.argsort()).all()),
+        "same ten rows": choices[0] == choices[1],
+    }
+
+
+def learned(table: str, seed: int) -> tuple[list[float], list[float]]:
+    """Returns the test RMSE of the network before the first round and after each, and that of the process."""
+    from botorch.fit import fit_gpytorch_mll
+    from botorch.models import SingleTaskGP
+    from botorch.models.transforms import Normalize
+    from gpytorch.mlls import ExactMarginalLogLikelihood
+
+    x, y, x_test, y_test = data(TABLES[table], seed)
+    x, y, targets = x[:POOL], y[:POOL], x[POOL : POOL + 100]
+    known = torch.arange(STARTED)
+    errors: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS + 1):
+        model = trained(x[known], y[known], seed)
+        process = SingleTaskGP(x[known].double(), y[known].double(), input_transform=Normalize(x.shape[1]))
+        fit_gpytorch_mll(ExactMarginalLogLikelihood(process.likelihood, process))
+        with torch.no_grad():
+            for kept, mean in zip(errors, (model(x_test), process.posterior(x_test.double()).mean), strict=True):
+                kept.append(float((mean - y_test).square().mean().sqrt()))
+        pool = torch.arange(len(x))[~torch.isin(torch.arange(len(x)), known)]
+        rival: Any = Rival(process)
+        known = torch.cat([known, pool[chosen("value", rival, x[pool].double(), targets.double(), 0)]])
+    return errors
+
+
+def main(tables: list[str]) -> None:
+    """Writes the results of some tables into `results/labels_botorch.json`."""
+    logging.getLogger("lapwing").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    path = RESULTS / "labels_botorch.json"
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    for table in tables or ["concrete", "power plant", "kin40k"]:
+        network, process = torch.tensor([learned(table, seed) for seed in range(RUNS)]).unbind(1)
+        results[table] = {"agreement": agreement(table), "network": summary(network), "process": summary(process)}
+        print(table, results[table], flush=True)
+        write("labels_botorch", results, 0, botorch=version("botorch"), gpytorch=version("gpytorch"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
