@@ -144,12 +144,13 @@ def rows_of_totals(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def rows_of_labels(results: dict[str, Any]) -> list[str]:
-    """Returns the rows of the table of labels in `docs/training.md`."""
-    return [
-        f"| {table} | " + " | ".join(f"{of[r]['mean']:.3f} ± {of[r]['standard error']:.3f}" for r in RULES) + " |"
-        for table, of in results["labels"].items()
-    ]
+def rows_of_labels(results: dict[str, Any], rival: dict[str, Any]) -> list[str]:
+    """Returns the rows of the table of labels in `docs/training.md`, the columns of `labels_botorch` last."""
+    lines = []
+    for table, of in results["labels"].items():
+        row = *(of[rule] for rule in RULES), rival[table]["network"], rival[table]["process"]
+        lines.append(f"| {table} | " + " | ".join(f"{r['mean']:.3f} ± {r['standard error']:.3f}" for r in row) + " |")
+    return lines
 
 
 def main() -> None:

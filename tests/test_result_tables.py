@@ -87,12 +87,22 @@ def test_the_table_of_networks_is_that_of_the_results_and_every_network_is_exact
 
 
 def test_totals_and_labels_are_those_of_the_results() -> None:
-    results = json.loads((measure.RESULTS / "quantities.json").read_text())["results"]
+    names = "quantities", "labels_botorch"
+    results, rival = (json.loads((measure.RESULTS / f"{name}.json").read_text())["results"] for name in names)
     page = (DEFAULTS.parents[1] / "examples" / "tasks" / "plot_quantities.py").read_text(encoding="utf-8")
     assert "\n".join(quantities.rows_of_totals(results)) in page
-    assert "\n".join(quantities.rows_of_labels(results)) in (DEFAULTS.parent / "training.md").read_text(
-        encoding="utf-8"
-    )
+    page = (DEFAULTS.parent / "training.md").read_text(encoding="utf-8")
+    assert "\n".join(quantities.rows_of_labels(results, rival)) in page
+
+
+def test_botorch_and_value_agree_on_the_same_process_and_train_the_same_networks() -> None:
+    names = "quantities", "labels_botorch"
+    results, rival = (json.loads((measure.RESULTS / f"{name}.json").read_text())["results"] for name in names)
+    for table, of in rival.items():
+        assert of["agreement"]["largest difference / largest value"] < 1e-10
+        assert of["agreement"]["same order"]
+        assert of["agreement"]["same ten rows"]
+        assert of["network"]["RMSE"][0] == results["labels"][table]["random"]["RMSE"][0]
 
 
 @pytest.mark.slow
