@@ -16,6 +16,7 @@ from papers.common import drawing
 from papers.common.data import Images, batched, images, random_rows
 from papers.common.measures import relative_error
 from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
 from papers.common.training import kept, seeded, shuffled, train
 from papers.optimal_subspace.comparison import COLOURS, LABELS, Task, compare_subspaces, curves, swag_from, table
 from papers.optimal_subspace.table1 import WAYS, warm_up_and_decay
@@ -176,11 +177,21 @@ def subset_errors(at: Tensor, rows: Tensor, sizes: Sequence[int]) -> dict[str, d
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns relative errors and NLL, and the relative errors of subsets for s up to P."""
-    tasks, long = _tasks(results), {"mnist": results["table"]["mnist"]["subsets to P"]}
+    """Returns relative errors and NLL at X, the NLL of the rows to beat, and errors of subsets for s up to P."""
+    found = results["table"]["mnist"]
+    tasks, long = {"mnist": found["λ = 1"]}, {"mnist": found["subsets to P"]}
+    beat = {
+        row: [shown(found[of].get(f"{measure}{where}"), 4) for where in ("", ", 9 000 images")]
+        for row, of, measure in (
+            ("network", "network", "nll"),
+            ("one temperature", "network", "nll, one temperature"),
+            ("recommended call", "recommended call", "nll"),
+        )
+    }
     return {
         "relative error": table(tasks, ["mnist"], "relative_error", RANKS),
         "nll": table(tasks, ["mnist"], "nll", RANKS, 2),
+        "rows to beat": grid([f"NLL, the {TESTED} images of X", "NLL, 9 000 test images"], beat),
         "subsets to P": table(long, ["mnist"], "relative_error", LONG),
     }
 

@@ -204,6 +204,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     rows = {}
     for name, row in results["table"][""].items():
         if name != "LLA":
-            forward = results["KL(LLA || method)"][name]["mean"]
-            rows[name] = [f"{forward:.2g}", f"{row['kl']['mean']:.2g}", f"{row['ratio']['mean']:.2f}"]
+            divergences = results["KL(LLA || method)"][name], row["kl"]
+            cells = [f"{found['mean']:.2g} ± {found['standard_error']:.1g}" for found in divergences]
+            rows[name] = [*cells, f"{row['ratio']['mean']:.2f}"]
     return {"divergence": grid(["KL(LLA ‖ method)", "KL(method ‖ LLA)", "ratio of standard deviations"], rows)}

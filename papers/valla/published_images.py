@@ -102,14 +102,15 @@ class ImageRows:
         return {**class_scores(inside, self.task.y), "auroc": float(auroc), "rotated": rotated}
 
 
+HEADINGS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}
 LABELS = ("network", "one temperature", "prior alone, validated", "recommended call", "VaLLA 100")
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the scores by link, and how the published fits ended."""
     measures = (("nll", 3, 1), ("accuracy", 1, 100), ("ece", 3, 1), ("brier", 3, 1), ("auroc", 3, 1))
-    rows = {}
-    for name, of in results["table"].items():
+    rows, table = {}, {HEADINGS[name]: of for name, of in results["table"].items()}
+    for name, of in table.items():
         for label in LABELS:
             row = of.get(label, {})
             links = {link: row[link] for link in ("textbook probit", "probit", "Monte Carlo") if link in row}
@@ -118,4 +119,4 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
                 cells += [shown(found["rotated"]["90"][measure], 2) for measure in ("nll", "ece")]
                 rows[f"{name}: {label}" + f", {link}" * bool(link)] = cells
     columns = ("NLL", "accuracy, %", "ECE", "Brier", "AUROC", "NLL at 90°", "ECE at 90°")
-    return {"images": grid(columns, rows), "ends": ends(results["table"])}
+    return {"images": grid(columns, rows), "ends": ends(table)}

@@ -35,6 +35,7 @@ def run(seeds: Sequence[int] = (0, 1), shown: int = 200, reported: int = 1000, e
 def _add(rows: Rows, seed: int, shown: int, reported: int, each: int) -> None:
     run, task = f"seed {seed}", once(lambda: CifarTask.load(seed, shown, reported, each))
     rows.add(run, "MAP", lambda: task().network_scores())
+    rows.add(run, "one temperature", lambda: task().one_temperature())
     methods: dict[str, tuple[lw.Method, Any, type[Tuning]]] = {
         "last layer, early stopping": (lw.Full(), lw.last_layer, lw.EarlyStopping),
         "diagonal": (lw.Diagonal(), lw.everything, lw.Validation),
@@ -85,12 +86,19 @@ class CifarTask:
             corrupted[severity] = normalised(torch.cat(found)), torch.cat([y[part] for part in parts])
         return cls(setup, x, y, corrupted)
 
-    def network_scores(self) -> dict[str, Any]:
-        """Returns MAP's scores, and NLL by kind of corruption."""
+    def network_scores(self, temperature: float = 1.0) -> dict[str, Any]:
+        """Returns the scores of the network with its logits divided by a number, and NLL by kind of corruption."""
         with torch.no_grad():
-            clean = class_scores(torch.cat([self.setup.model(part) for part in self.x.split(250)]).softmax(-1), self.y)
-            found = {s: self.setup.model(x).softmax(-1) for s, (x, _) in self.corrupted.items()}
-        return {"softmax": clean, "corrupted": {str(s): self._by_kind(s, probs) for s, probs in found.items()}}
+            logits = torch.cat([self.setup.model(part) for part in self.x.split(250)])
+            turned = {s: (self.setup.model(x) / temperature).softmax(-1) for s, (x, _) in self.corrupted.items()}
+        clean = class_scores((logits / temperature).softmax(-1), self.y)
+        return {"softmax": clean, "corrupted": {str(s): self._by_kind(s, probs) for s, probs in turned.items()}}
+
+    def one_temperature(self) -> dict[str, Any]:
+        """Returns the scores of the network at the temperature of the validation images."""
+        fitted = lw.fit(self.setup.model, self.setup.val[:2], lw.TemperatureScaling())
+        assert isinstance(fitted.logit_temperature, float)
+        return {**self.network_scores(fitted.logit_temperature), "temperature": fitted.logit_temperature}
 
     def row(self, method: lw.Method, params: Any, tune: Tuning | None, seed: int, **options: Any) -> dict[str, Any]:
         """Fits a method and returns its scores by link, NLL by kind of corruption (probit), and seconds."""

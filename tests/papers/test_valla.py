@@ -63,6 +63,9 @@ def test_rows_of_the_resnet_table_at_a_small_network():
     corrupted = {severity: (torch.randn(38, 3, 2, 2), torch.arange(38) % 10) for severity in (1, 3)}
     task = CifarTask(setup, x[200:], y[200:], corrupted)
     alone = task.network_scores()
+    one = task.one_temperature()
+    assert one["softmax"]["accuracy"] == alone["softmax"]["accuracy"]
+    assert one["corrupted"]["3"]["nll"] < alone["corrupted"]["3"]["nll"]
     rows = [task.row(lw.Diagonal(), lw.everything, lw.Validation(parts[2:4]), 0), task.sampled_row(0, (1e4, 1e12), 4)]
     for row in rows:
         assert set(row) >= {"probit", "Monte Carlo", "prior_precision", "seconds", "predict_seconds"}
