@@ -11,7 +11,7 @@ import lapwing as lw
 from papers.common.measures import gaussian_kl
 from papers.common.results import Rows, once
 from papers.common.tables import grid
-from papers.valla.figure1 import GRID, STEPS, Toy, regions, toy
+from papers.valla.figure1 import GRID, STEPS, Toy, cell, regions, toy
 from papers.valla.training import TOY, trained
 
 ALPHAS = (0.0, 0.5, 1.0)
@@ -103,8 +103,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     columns = ("KL(closed form || method)", "KL(LLA || method)", "KL(method || LLA)")
     ratios = ("ratio, data", "ratio, gaps", "ratio, outside")
     rows = {
-        name: [f"{row[column]['mean']:.2g} ± {row[column]['standard_error']:.1g}" for column in columns]
-        + [f"{row[column]['mean']:.2f}" for column in ratios]
+        name: [cell(row[column]) for column in columns] + [f"{row[column]['mean']:.2f}" for column in ratios]
         for name, row in results["table"][""].items()
         if name != "δ by folds"
     }

@@ -199,12 +199,17 @@ def from_lla(runs: Mapping[str, Any], row: str) -> dict[str, float]:
     return averaged(found)["kl"]
 
 
+def cell(found: Mapping[str, float]) -> str:
+    """Returns the mean of a divergence with its standard error; divergences spread over many powers of ten."""
+    digits = ".0f" if found["mean"] >= 10 else ".2g"
+    return f"{found['mean']:{digits}} ± {found['standard_error']:{digits.replace('2', '1')}}"
+
+
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns both divergences between LLA and a method, and the ratio of their standard deviations."""
     rows = {}
     for name, row in results["table"][""].items():
         if name != "LLA":
             divergences = results["KL(LLA || method)"][name], row["kl"]
-            cells = [f"{found['mean']:.2g} ± {found['standard_error']:.1g}" for found in divergences]
-            rows[name] = [*cells, f"{row['ratio']['mean']:.2f}"]
+            rows[name] = [*map(cell, divergences), f"{row['ratio']['mean']:.2f}"]
     return {"divergence": grid(["KL(LLA ‖ method)", "KL(method ‖ LLA)", "ratio of standard deviations"], rows)}
