@@ -108,7 +108,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         if name != "δ by folds"
     }
     folds = {
-        run: [f"{row['δ by folds'][column]:.2g}" for column in ("δ", "δ of LLA", *ratios)]
+        run: [f"{row['δ by folds'][column]:.3g}" for column in ("δ", "δ of LLA", *ratios)]
         for run, row in results["runs"].items()
     }
     return {
