@@ -52,6 +52,7 @@ def run(
 
 CALL = "recommended call"
 NOISES = ("noise of training residuals", "noise of validation residuals")
+GAINS = {"GLM": "GLM x factor", "streamlined": "streamlined x factor"}
 PARTS = {"fashion_mnist": ("attention", "MLPs", "last layer"), "sst2": ("MLPs",)}
 """Transformer -> parts of it whose prior is scored."""
 
@@ -146,19 +147,15 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     gained = gains(results["runs"], read(str(table1.__file__))["runs"])
     for name, rows in results["table"].items():
         if name in gained:
-            gain = [shown(gained[name].get(row)) for row in ("GLM", "streamlined", "prior alone", CALL)]
+            gain = [shown(part) for part in gained[name].values()]
             found["regressions"][name] = [*(shown(rows[noise]["nlpd"], 2) for noise in NOISES), *gain]
             continue
         kind = "MLPs" if name.endswith("MLP") else "transformers"
         for row, part in rows.items():
             cells = [shown(part[key]) for key in ("nlpd", "ece", "auroc")]
             found[kind][f"{name.rpartition(' ')[0]}, {row}"] = [*cells, shown(part.get("temperature"), 2)]
-    gains_of = ["GLM x factor", "streamlined x factor", "prior alone", CALL]
-    columns = [
-        "noise of the training residuals",
-        "of the validation residuals",
-        *(f"gain of {row}" for row in gains_of),
-    ]
+    gains_of = [f"gain of {GAINS.get(row, row)}" for row in next(iter(gained.values()))]
+    columns = ["noise of the training residuals", "of the validation residuals", *gains_of]
     scored = ["NLPD", "ECE", "AUROC", "temperature"]
     return {
         "MLPs": grid(scored, found["MLPs"]),
