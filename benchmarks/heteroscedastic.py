@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import write
+from benchmarks.measure import write_studies
 from papers.common.data import rows_and_targets
 
 SEED = 0
@@ -101,15 +101,12 @@ def study(name: str) -> dict[str, Any]:
     result["networks alone"] = dict(
         zip(("one noise", "predicted noise"), (-float(v.mean()) for v in alone), strict=True)
     )
-    for key, row in result.items():
-        print(name, key, {k: round(v, 3) for k, v in row.items()}, flush=True)
     return result
 
 
 def main() -> None:
     """Runs everything and writes `benchmarks/results/heteroscedastic.json`."""
-    torch.set_num_threads(1)
-    print(write("heteroscedastic", {name: study(name) for name in TABLES}, SEED))
+    write_studies("heteroscedastic", study, TABLES, SEED)
 
 
 if __name__ == "__main__":

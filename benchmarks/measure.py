@@ -8,7 +8,7 @@ import re
 import subprocess
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,19 @@ def write(name: str, results: dict[str, Any], seed: int, folder: Path = RESULTS,
     path = folder / f"{name}.json"
     path.write_text(compact({**header, "results": results}))
     return path
+
+
+def write_studies(
+    name: str, study: Callable[[str], dict[str, dict[str, float]]], cases: Iterable[str], seed: int
+) -> None:
+    """Runs a study of each case on one thread, prints its rows, and writes all results: case -> row -> numbers."""
+    torch.set_num_threads(1)
+    results = {}
+    for case in cases:
+        results[case] = study(case)
+        for key, row in results[case].items():
+            print(case, key, {k: round(v, 3) for k, v in row.items()}, flush=True)
+    print(write(name, results, seed))
 
 
 def commit() -> str:

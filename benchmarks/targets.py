@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Gamma, NegativeBinomial, StudentT
 
 import lapwing as lw
-from benchmarks.measure import write
+from benchmarks.measure import write_studies
 from papers.common.data import rows_and_targets
 
 SEED = 0
@@ -108,15 +108,12 @@ def study(name: str) -> dict[str, Any]:
     for key, likelihood in TABLES[name][2].items():
         negative = lambda f, z, likelihood=likelihood: -likelihood.log_prob(f, z)  # noqa: E731
         rows[key] = scores(fitted(y, likelihood, OUTPUTS.get(key, 1), negative), test)
-    for key, row in rows.items():
-        print(name, key, {k: round(v, 3) for k, v in row.items()}, flush=True)
     return rows
 
 
 def main() -> None:
     """Runs everything and writes `benchmarks/results/targets.json`."""
-    torch.set_num_threads(1)
-    print(write("targets", {name: study(name) for name in TABLES}, SEED))
+    write_studies("targets", study, TABLES, SEED)
 
 
 if __name__ == "__main__":

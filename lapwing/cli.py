@@ -112,7 +112,7 @@ def evaluate(
     return table
 
 
-def report(*arguments: Any, out: str = "report.html", **options: Any) -> None:  # noqa: D417 (those of `evaluate`)
+def report(*arguments: Any, out: str = "report.html", **options: Any) -> None:  # noqa: D417 (see `evaluate`)
     """Writes the evaluation as one HTML page with pictures, and prints its table.
 
     Args:

@@ -55,7 +55,8 @@ for _ in range(40):
 model.eval()
 
 # %%
-# **Fit and predict.** Targets are dicts, and so are predictions.
+# **Fit and predict.** Targets are dicts, and so are predictions. The held-out data choose the noise of the box and the
+# temperature of the kind.
 
 joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs={"kind": slice(0, 3), "box": slice(3, 7)})
 
@@ -93,6 +94,6 @@ for ax, i in zip(axes, [*order[:3].tolist(), *order[-3:].tolist()], strict=True)
     ax.set(title=f"{NAMES[best]}, {probs[i, best]:.0%}", xticks=[], yticks=[], xlim=(0, 1), ylim=(1, 0))
 
 # %%
-# **When not to.** With one head, or if the heads share no weights, fit each by itself: that tunes the noise and the
-# logit temperature of each, and ``lw.Joint`` tunes only the prior precision. Detectors with many boxes per image need
-# a fit at each matched anchor.
+# **When not to.** With one head, or if the heads share no weights, fit each by itself: each fit then has its own prior
+# precision. Without held-out data only such fits calibrate the noise: the noise of ``lw.Joint`` is then the training
+# residual. Detectors with many boxes per image need a fit at each matched anchor.

@@ -11,7 +11,7 @@ from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
 from .kronecker import KroneckerBlock, KroneckerFactors
-from .latent import JointLatent, Latent, SelectedLatent
+from .latent import JointLatent, Latent, SelectedLatent, without_spread
 from .latent_draws import AnyLatent, LatentDraws, LinearDraws, has_factor, has_positions, is_selected
 from .layer_block import LayerBlock
 from .low_rank import LowRank, Subspace, has_rank
@@ -26,4 +26,5 @@ __all__ = [
     "Latent", "LatentDraws", "LayerBlock", "LinearDraws", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual",
     "PriorCovariance", "SelectedLatent", "Structure", "Subspace", "Term", "has_factor",
     "has_positions", "has_prior", "has_rank", "is_selected", "register_covariance",
+    "without_spread",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from ..errors import LapwingError
 from ..linalg import check_draws, doubled, is_finite, nonnegative, possible, psd_root, seeded, total
 from ..network.entry import full_precision
 from .latent_at_positions import Described, moved
-from .terms import DenseTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, multiplied_out
+from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, multiplied_out
 
 WIDE = 8
 """Maximum ratio of columns to outputs of stored factors. Wider factors are multiplied out to save memory."""
@@ -157,6 +157,11 @@ class Latent(Described):
         named = {name: next(remaining) for name in self._row_names}
         terms = tuple(term.with_rows(*[next(remaining) for _ in term.rows]) for term in self.terms)
         return replace(whole, terms=terms, **named)
+
+
+def without_spread(outputs: Tensor) -> Latent:
+    """Returns the latent of outputs (n, C) that are certain."""
+    return Latent(outputs, (EigenTerm(None, torch.zeros_like(outputs)),))
 
 
 @dataclass(frozen=True, repr=False)

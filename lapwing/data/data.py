@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from .. import ranks
-from ..errors import LapwingError
+from ..errors import LapwingError, shown
 from . import batches
 from .frames import Columns, as_loader, columns_of, ordered
 from .loaders import check_data_size, equal_batches, first_batch, kept_batches, known_size, sampler_size
@@ -50,6 +50,7 @@ class Data:
     ) -> None:  # fmt: skip
         self.columns, self.weighted, self._data_size = columns or columns_of(given), sample_weights, data_size
         self.loader = as_loader(ordered(given, columns), network)
+        self._keys = batches.head_keys(given) if type(given) is tuple else ()
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches. Raises if all sample weights are 0, or if a loader with a length shows more than N."""
@@ -76,9 +77,12 @@ class Data:
             )
 
     @classmethod
-    def of(cls, given: Any, network: Any, columns: Columns = ()) -> Data:
-        """Returns the data of a loader, or `given` if it already is `Data`."""
-        return given if isinstance(given, cls) else cls(given, network, columns=columns)
+    def of(cls, given: Any, posterior: Any, sample_weights: bool = False) -> Data:
+        """Returns data that are read as those of a posterior's fit, or `given` if it already is `Data`."""
+        model, columns = posterior.model, posterior.columns
+        data = given if isinstance(given, cls) else cls(given, model, sample_weights, columns=columns)
+        data.check_keys(posterior.likelihood)
+        return data
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -103,6 +107,19 @@ class Data:
                 "list.", ranks.rank(), source,
             )  # fmt: skip
         return first
+
+    def check_keys(self, likelihood: Any) -> None:
+        """Raises if the targets are a dict with other keys than the heads of the likelihood."""
+        wanted = getattr(likelihood, "keys", ())
+        first = self.first if wanted and not ranks.several() else vars(self).get("first")  # read only if it is needed
+        found = self._keys or batches.head_keys(first)
+        if found not in ((), wanted):
+            raise LapwingError(
+                f"The targets are a dict with the keys {shown(list(found))}, and the likelihood has "
+                f"{f'the heads {shown(list(wanted))}' if wanted else 'no heads'}. Use the same keys in the targets and "
+                "in likelihood=lw.Joint(...), with NaN for unknown values. Or fit one head at a time: "
+                f"[(x, y[{found[0]!r}]) for x, y in loader], with forward=lambda model, inputs: model(inputs)[...]."
+            )
 
     def first_of_rank(self, purpose: str = "a checkpoint needs") -> list[Tensor]:
         """Returns the tensors of this rank's first batch, if any. Raises if the loader then shows another one."""

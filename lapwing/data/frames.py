@@ -53,8 +53,6 @@ def as_loader(data: Any, network: Any) -> Any:
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
         generator = torch.Generator()  # a loader without one draws from the user's
         return DataLoader(data, BATCH, collate_fn=_Collate(dtype), generator=generator)
-    if type(data) is tuple and len(data) > 1 and batches.are_heads(data[-1]) and not isinstance(data[0], Mapping):
-        data = (*data[:-1], batches.packed(data[-1]))
     if _is_whole(data):
         return _cut(data, dtype)
     if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):
@@ -144,16 +142,20 @@ def _check_no_numbers(x: Any) -> None:
 
 
 def _is_whole(data: Any) -> bool:
-    """Whether data are one data set with its targets: a tuple that ends in an array or tensor, or a dict of them."""
+    """Whether data are one data set with its targets: a tuple that ends in an array, tensor or heads, or a dict."""
     if isinstance(data, Mapping):
         label = next((key for key in batches.LABEL_KEYS if key in data), None)
         return label is not None and len(data) > 1 and (isinstance(data[label], Tensor) or is_array(data[label]))
-    return type(data) is tuple and len(data) > 1 and (isinstance(data[-1], Tensor) or is_array(data[-1]))
+    if type(data) is not tuple or len(data) < 2:
+        return False
+    heads = batches.are_heads(data[-1]) and not isinstance(data[0], Mapping)
+    return heads or isinstance(data[-1], Tensor) or is_array(data[-1])
 
 
 def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
     """Returns the batches of one data set. Their tensors are views of it."""
     if isinstance(data, tuple):
+        data = (*data[:-1], batches.packed(data[-1])) if batches.are_heads(data[-1]) else data
         column = len(data) == 2 and is_array(data[0])
         data = tuple([_tensor(part, dtype) if is_array(part) else part for part in data])
         data = (_column(data[0]), data[1]) if column else data

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..covariance import Latent
+from ..covariance import without_spread
 from ..covariance.latent_at_positions import LatentAtPositions
-from ..covariance.terms import EigenTerm
 from ..data import batches
 from ..data.data import Data
 from ..data.frames import Columns
@@ -107,11 +106,6 @@ def _network(
         return predicted(likelihood, LatentAtPositions(without_spread(rows), places), None, None)
 
     return Row(predict, forward, device, likelihood, columns)
-
-
-def without_spread(outputs: Tensor) -> Latent:
-    """Returns the latent of outputs (n, C) that are certain."""
-    return Latent(outputs, (EigenTerm(None, torch.zeros_like(outputs)),))
 
 
 def _likelihood(data: Data) -> Likelihood:

@@ -170,7 +170,7 @@ def compare(
     Two rows are added: the network alone, as "network", unless a candidate is a network; and the network with one
     number from held-out data, the logit temperature ("temperature scaling") or the noise variance ("held-out noise").
     If a posterior has a map of its logits, there is a third row, "matrix scaling". The samples of even number choose
-    for those of odd number, and conversely. The network itself predicts with the mean squared training residual as
+    for the others, and conversely. The network itself predicts with the mean squared training residual as
     noise variance, unless σ² was given.
 
     Classes: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score and area
@@ -219,9 +219,11 @@ def compare(
     data = Data(loader, network, sample_weights)
     batches.check_loader(data.loader, "compare")
     sets = _foreign_sets(foreign, data, network)
+    fitted = [posterior for candidate in posteriors.values() for posterior in posteriors_in(candidate)]
+    for posterior in fitted:
+        data.check_keys(posterior.likelihood)
     candidates, base = rows_of(posteriors, data)
     label = "mutual_information" if isinstance(score, Novelty) else score
-    fitted = [posterior for candidate in posteriors.values() for posterior in posteriors_in(candidate)]
     mapped = [True] * any(getattr(posterior.likelihood, "logit_map", ()) for posterior in fitted)
     rows: dict[str, Evaluated] = {}
     notes = ["The weights of samples are ignored: every sample counts once."] if sample_weights else []

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..covariance import has_positions
+from ..covariance import has_positions, without_spread
 from ..data import batches
 from ..data.progress import tracked
 from ..errors import LapwingError, extra
@@ -23,7 +23,7 @@ from ..linalg import doubled
 from ..tuning.matrix_scaling import chosen_map
 from ..tuning.search import golden_section
 from . import metrics
-from .candidates import Row, without_spread
+from .candidates import Row
 
 SCORES = {"mutual_information": "MI", "entropy": "entropy", "confidence": "confidence", "novelty": "novelty"}
 """Score -> its name in a column. The last one is of a detector, and the others are labels of `score`."""
@@ -99,7 +99,7 @@ class Evaluated:
 
     Attributes:
         values: the entries of `Prediction.for_metrics` of all samples, on the CPU.
-        known: scores of the held-out inputs, if there are out-of-distribution sets; `foreign` has those of each set.
+        known: scores of the held-out inputs if there are out-of-distribution sets; `foreign`: scores of each set.
         score: the score of FPR95 and AUPR.
         cost: time of a prediction, in forward passes; `seconds` is the time of the fit.
         rows: for a network alone, its outputs (n, C), targets and sample numbers (n,), batch by batch.

@@ -43,7 +43,7 @@ def brier(probs: Tensor, labels: Tensor) -> Tensor:
     """Returns the Brier score `1/N Σ_n Σ_c (p_nc - 1[c = y_n])²`, between 0 (best) and 2.
 
     Takes class probabilities p (N, C) and integer labels y (N,). Brier 1950 sums over classes, as here: for two classes
-    the score is twice that of the positive class.
+    the score is twice the score of the positive class.
     """
     probs, labels = checked_classes("brier", probs, labels)
     return (probs - torch.nn.functional.one_hot(labels, probs.shape[1])).square().sum(1).mean()

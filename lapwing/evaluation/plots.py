@@ -230,7 +230,7 @@ def _draw_calibration(ax: Axes, stated: Any, observed: Any, counts: Any, line: d
 
 
 def _outcomes(caller: str, given: Any, labels: Any, top: bool = False) -> tuple[Any, Any]:
-    """Returns probabilities (n,) and 1 where they came true. Predictions of yes give that of the answer if `top`."""
+    """Returns probabilities (n,) and 1 where they came true. If `top`, they are of the predicted answer, yes or no."""
     if isinstance(given, Prediction):
         found = given.for_metrics(as_targets(labels, given.point.device))
         if "probs" not in found:

@@ -1,7 +1,7 @@
 """`lw.fit`: it reads the arguments, runs the method's passes over the data, and tunes what is open.
 
-It imports `tuning`, `methods` and what is below them. Begin with `fit.py`, then `runner.py`; of plans with `plan.py`;
-of ensembles with `mixture.py`, and of detectors with `novelty.py`.
+It imports `tuning`, `methods` and the rooms below them. Begin with `fit.py`, then `runner.py`. Plans are in `plan.py`,
+ensembles in `mixture.py`, and detectors in `novelty.py`.
 """
 
 from __future__ import annotations

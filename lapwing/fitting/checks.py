@@ -21,7 +21,7 @@ FIRST = 256  # maximum number of samples of the first batch that show whether ou
 
 
 def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, targets: Any, held_out: bool) -> None:
-    """Raises if the parts of a fit do not go together; `inputs` and `targets` are those of the first batch."""
+    """Raises if the parts of a fit do not go together; `inputs` and `targets` are of the first batch."""
     tangent, likelihood = shape.tangent, shape.likelihood
     method.check(tangent, likelihood)
     if held_out and method.chooses_temperature:

@@ -84,7 +84,7 @@ def default_fit(
     try:
         tangent = survey(params=everything, warn=False)
     except LapwingError as error:  # frozen weights, quantized layers, ...
-        survey(params=last_layer, warn=False)  # raises for what is wrong with inputs
+        survey(params=last_layer, warn=False)  # raises if the inputs are wrong
         return f"Only the last layer is treated, because all trained weights cannot be: {error}"
     method = default_method(tangent, likelihood, count())
     if method is not None:

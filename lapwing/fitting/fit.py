@@ -237,7 +237,8 @@ def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training
     """Returns the posterior of a method that chooses its own prior, with its logit temperature or noise tuned."""
     tune = setup.data.tune
     open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
-    if isinstance(tune, Validation) and (open_noise or posterior.logit_temperature == 1):
+    open_numbers = open_noise or posterior.logit_temperature == 1 or posterior.likelihood.head_numbers
+    if isinstance(tune, Validation) and open_numbers:
         return tuned(tune, posterior, replace(training, shown=None))
     if isinstance(tune, (BoundedEvidence, Refit)) and open_noise:
         return tuned(tune, posterior, training)

@@ -13,7 +13,7 @@ from .. import ranks
 from ..data import batches
 from ..data.data import Data
 from ..data.loaders import check_data_size, checked_batches
-from ..errors import LapwingError, shown
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..methods import DataSummary
@@ -55,21 +55,14 @@ class FitData:
             tune = Validation(held_out)
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
-        keys = batches.head_keys(loader if type(loader) is tuple else training.first)
-        likelihood = options.likelihood
-        if keys and keys != getattr(likelihood, "keys", ()):
-            raise LapwingError(
-                f"The targets are a dict with the keys {shown(list(keys))}. Pass likelihood=lw.Joint(...) with these "
-                f"keys, or fit one head at a time: [(x, y[{keys[0]!r}]) for x, y in loader], with forward=lambda "
-                "model, inputs: model(inputs)[...] for the outputs of that head."
-            )
+        training.check_keys(likelihood := options.likelihood)
         likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
         return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, training, model))
 
     def with_residuals(self, tangent: Tangent) -> FitData:
         """Sets each open noise of `lw.Joint` to the mean squared residual of held-out data, or else of the training."""
         joint: Any = self.likelihood
-        sums = {key: DataSummary() for key, noise in joint.noises.items() if noise is None}
+        sums = {key: DataSummary() for key in joint.head_numbers if joint.likelihoods[key].needs_noise}
         if not sums:
             return self
         for inputs, targets, weights in checked_batches(tangent.model, self.held_out or self.training):
@@ -80,7 +73,8 @@ class FitData:
         for key, summary in sums.items():
             parts = ranks.gathered("the residuals", summary.statistics)
             total = {name: sum(part[name].cpu() for part in parts if part) for name in max(parts, key=len)}
-            joint = joint.with_noises({key: joint.likelihoods[key].residual_variance(total)})
+            residual = joint.likelihoods[key].residual_variance(total)
+            joint = joint.with_head_numbers({**joint.head_numbers, key: (residual, None, residual)})
         return replace(self, likelihood=joint)
 
     @property
@@ -97,6 +91,7 @@ class FitData:
         if self.held_out is None:
             return
         try:
+            self.held_out.check_keys(self.likelihood)
             check_batch(tangent, self.likelihood, *batches.split(self.held_out.first))
         except LapwingError as error:
             raise LapwingError(f"The held-out data do not fit. {error}") from error
@@ -120,7 +115,8 @@ def with_joined_data(tune: Tuning | None, training: Data, model: Any) -> Tuning 
     """Returns the tuning with the held-out data of all ranks on rank 0, and without data on other ranks."""
     if not ranks.several() or not isinstance(tune, (EarlyStopping, Validation)):
         return tune
-    return replace(tune, loader=Data.of(tune.loader, model, training.columns).on_first_rank())
+    data = tune.loader if isinstance(tune.loader, Data) else Data(tune.loader, model, columns=training.columns)
+    return replace(tune, loader=data.on_first_rank())
 
 
 def _warn_of_held_out(held_out: Data, training: Data) -> None:

@@ -123,7 +123,7 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
     if validation is None:
         return Mixture(tuple(posteriors))
     check_data(validation, "lw.mixture")
-    held_out = list(Data.of(validation, posteriors[0].model, posteriors[0].columns))
+    held_out = list(Data.of(validation, posteriors[0]))
     # p(y) of the mixture is the mean of p_m(y); if y are class probabilities, the score is a lower bound
     candidates = lambda member: [_changed(member, 10**exponent) for exponent in FACTORS]  # noqa: E731
     scores = torch.cat([sample_scores([member], candidates, held_out) for member in posteriors])  # (M, K, 1, N)

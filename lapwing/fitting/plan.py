@@ -119,7 +119,7 @@ def plan(
 
     Raises:
         LapwingError: if `lw.fit` refuses the data or all methods, with the same sentence. A fit that exceeds the memory
-            of the machine or the budget is no error here: its plan has `advice`.
+            of the machine or the budget is not an error here: its plan has `advice`.
 
     Cost: for each method a survey, and a few forward passes of the first batch. Loaders without a length are read once
         to count their samples.

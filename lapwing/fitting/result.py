@@ -78,7 +78,7 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
     best = posterior if ranks.rank() else retried(posterior.tangent, lambda: tune.tune(posterior, whole))
-    numbers = ("prior_precision", "noise_variance", "logit_temperature", "samples")
+    numbers = ("prior_precision", "likelihood", "samples")
     if all(getattr(best, name) == getattr(posterior, name) for name in numbers):
         return best  # the user gave what the tuning could choose
     return replace(best, method=replace(best.method, tuning=repr(tune)))
@@ -87,7 +87,7 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
 def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
     """Returns the posterior of rank 0; raises if it is not finite, and warns if some variances are rounding noise.
 
-    `parts` are posteriors of the first samples, of which rank 0 may have chosen one.
+    `parts` are posteriors of the first samples. Rank 0 may have chosen one of them.
     """
     posterior = _as_on_first(posterior, parts)
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())

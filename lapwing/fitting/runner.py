@@ -32,7 +32,7 @@ from .checkpoint import Checkpoint, PassSums, RunnerState
 Advance = Callable[[], Any]  # counts one batch on the bar of a pass
 
 Stop = Callable[[Covariance, DataSummary], bool]
-"""Whether more samples than those of a covariance would make it worse: see `EarlyStopping(stop="first fall")`."""
+"""Whether more samples would make a covariance worse: see `EarlyStopping(stop="first fall")`."""
 
 
 class Runner:
@@ -207,8 +207,8 @@ class Runner:
             if collects and not at.sums.any_counted:
                 raise LapwingError(
                     "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass "
-                    "class labels, another likelihood=lw.Categorical(ignore_index=...), or targets of which some are "
-                    "not NaN."
+                    "class labels, another likelihood=lw.Categorical(ignore_index=...), or targets that are not "
+                    "all NaN."
                 )
             at.whole |= collects
         at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them

@@ -49,7 +49,7 @@ def updated(
             "tune=lw.Validation(loader), or leave it out to keep the prior and the noise."
         )
     check_flag("posterior.update", "sample_weights", sample_weights)
-    data = Data(loader, posterior.model, sample_weights, columns=posterior.columns)
+    data = Data.of(loader, posterior, sample_weights)
     data.first  # noqa: B018 (checks the data)
     remedy = (
         "Pass tune=lw.Validation(newest) with held-out data like these, or train the network further and fit again."
@@ -65,7 +65,7 @@ def continued(
     """Returns the posterior of further data with a former posterior as the prior: see `lw.fit`."""
     former._check_network()
     _check_invertible(former)
-    data = Data(loader, model, options.sample_weights, columns=former.columns)
+    data = Data.of(loader, former, options.sample_weights)
     inputs, _ = batches.split(data.first)
     tangent = _surveyed(options, former.tangent, model, inputs, former.likelihood.activation)
     if checkpoint is not None:
@@ -95,7 +95,7 @@ def _with_data(
     likelihood = posterior.likelihood.of_statistics(posterior.statistics)
     runner = Runner(data, checkpoint=checkpoint)
     check_same_network(tangent.model, tangent.state())
-    seed = posterior.samples  # differs from the default seed 0, and from that of an earlier update
+    seed = posterior.samples  # differs from the default seed 0, and from the seed of an earlier update
     problem = Problem(
         tangent=tangent, likelihood=likelihood, root=FisherRoot.of(tangent, likelihood, seed + ranks.rank()),
         prior=posterior.prior, traces_wanted=bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any()),

@@ -34,7 +34,7 @@ def fit_trainer(
 
     The samples come in order through the trainer's collator, in batches of its evaluation size, and for a causal
     language model as `NextTokens`. The model is in eval mode only during the fit: call `model.eval()` before
-    predictions. The cost is that of `lw.fit`.
+    predictions. It costs as much as `lw.fit`.
 
     Args:
         trainer: a `transformers.Trainer` with a `train_dataset`, after `train()`.
@@ -165,8 +165,8 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
 def lora_cores(model: nn.Module) -> nn.Module:
     """Returns a copy of a network with LoRA in which each adapter is `ΔW = U R Vᵀ` with a trainable core R (r, r).
 
-    U (O, r) and V (I, r) are orthonormal bases of the trained factors, and fixed. The outputs equal those of the
-    network. So a posterior of the cores has r² weights per adapter: `lw.fit(lora_cores(model), loader, lw.Full())` is
+    U (O, r) and V (I, r) are orthonormal bases of the trained factors, and fixed. The outputs do not change.
+    So a posterior of the cores has r² weights per adapter: `lw.fit(lora_cores(model), loader, lw.Full())` is
     exact for them. It leaves out changes of the bases themselves.
 
     Args:

@@ -34,7 +34,7 @@ def _math_attention(
 
 
 def batch_norm(
-    input: Tensor,  # noqa: A002 - the names are those of `F.batch_norm`
+    input: Tensor,  # noqa: A002 - `F.batch_norm` has these names
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -61,7 +61,7 @@ def batch_norm(
 
 
 def instance_norm(
-    input: Tensor,  # noqa: A002 - the names are those of `F.instance_norm`
+    input: Tensor,  # noqa: A002 - `F.instance_norm` has these names
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,

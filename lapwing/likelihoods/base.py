@@ -89,8 +89,8 @@ class Likelihood(Options, ABC, Generic[P]):
         return None
 
     @property
-    def noises(self) -> dict[str, float | None]:
-        """The σ² of each head with noise, None if it is still to be estimated; empty except for `lw.Joint`."""
+    def head_numbers(self) -> dict[str, tuple[float | None, ...]]:
+        """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
         return {}
 
     def target_shape(self, outputs: int) -> tuple[int, ...]:

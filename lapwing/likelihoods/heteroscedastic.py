@@ -56,7 +56,7 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
         check_real_targets("HeteroscedasticGaussian", mean.shape, outputs.device, targets, self.missing)
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns 0 for both outputs of missing y and 1 for those of known y, (B, 2K); None for ones."""
+        """Returns 0 for both outputs of a missing y and 1 for both of a known y, (B, 2K); None for ones."""
         if not self.missing or not bool(targets.isnan().any()):
             return None
         self.check(outputs, targets)

@@ -91,7 +91,7 @@ def _check_not_labels(targets: Tensor, loader: Iterable[Any]) -> None:
         if missing:
             raise LapwingError(
                 f"The targets are all 0, 1 or NaN in {dtype}. Pass likelihood=lw.Bernoulli(missing=True) for binary "
-                "labels of which some are missing, or likelihood=lw.Gaussian(missing=True) for a regression."
+                "labels, some of them missing, or likelihood=lw.Gaussian(missing=True) for a regression."
             )
         raise LapwingError(
             f"The targets are all 0 or 1 in {dtype}. Pass likelihood='bernoulli' for binary labels or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from ..covariance import AnyLatent, JointLatent, Latent, LatentDraws
 from ..covariance.terms import DenseTerm
 from ..data.batches import packed
 from ..errors import LapwingError, shown
-from ..options import Rule, required
+from ..options import Rule, instance_of, option, required
 from .base import Likelihood, NoiselessLikelihood
 from .links import ExactLink, Link, SampledLink
 from .predictions import Prediction
@@ -43,18 +43,21 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     means missing, for labels too. Predictions are dicts by key: `posterior.predict(x)["box"].interval(0.9)`.
 
     An open noise variance of a Gaussian head is the mean squared residual of the data in `validation=`, or else of the
-    training data, which takes one more forward pass. Tunings choose only the prior precision. A file cannot store the
-    heads: write `lw.load(path, model, likelihood=joint)`.
+    training data, which takes one more forward pass. `lw.Validation` then chooses the noise variance or the logit
+    temperature of each head, for predictions: the curvature keeps the residual. Other tunings choose only the prior
+    precision. A file cannot store the heads: write `lw.load(path, model, likelihood=joint)`.
 
     Args:
         likelihoods: key -> likelihood.
         outputs: key -> outputs of this head, as a slice or a list of indices; no output belongs to two heads.
+        estimated: key -> noise variance in the curvature, if it was open. A fit sets it.
     """
 
     likelihoods: Mapping[str, Likelihood] = field(
         metadata=required(_LIKELIHOODS, '{"kind": lw.Categorical(), "size": lw.Gaussian()}')
     )
     outputs: Mapping[str, Any] = field(metadata=required(_OUTPUTS, '{"kind": slice(0, 3), "size": slice(3, 7)}'))
+    estimated: Mapping[str, float] = option(dict, instance_of("a dict", Mapping), write='{"size": 0.1}', kw_only=True)
     name: ClassVar[str] = "joint"
     one_output_per_target: ClassVar[bool] = False
 
@@ -82,14 +85,32 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return self if same else replace(self, likelihoods=heads)
 
     @property
-    def noises(self) -> dict[str, float | None]:
-        noisy = {key: head for key, head in self.likelihoods.items() if head.needs_noise or head.noise_variance}
-        return {key: head.noise_variance for key, head in noisy.items()}
+    def head_numbers(self) -> dict[str, tuple[float | None, ...]]:
+        heads = self.likelihoods.items()
+        return {key: (head.noise_variance, head.logit_temperature, self.estimated.get(key)) for key, head in heads}
 
-    def with_noises(self, noises: Mapping[str, float | None]) -> Joint:
-        """Returns the likelihood with other noise variances of some heads."""
-        changed = {key: self.likelihoods[key].with_noise_variance(noise) for key, noise in noises.items()}
-        return replace(self, likelihoods={**self.likelihoods, **changed})
+    def with_head_numbers(self, numbers: Mapping[str, Sequence[float | None]]) -> Joint:
+        """Returns the likelihood with these `head_numbers`; T = None means 1, without a map of the logits."""
+        heads = {
+            key: self.likelihoods[key].with_noise_variance(noise).with_logit_temperature(temperature)
+            for key, (noise, temperature, _) in numbers.items()
+        }
+        estimated = {key: residual for key, (_, _, residual) in numbers.items() if residual is not None}
+        return replace(self, likelihoods=heads, estimated=estimated)
+
+    def with_logit_temperature(self, logit_temperature: float | None) -> Joint:
+        """Returns the heads with another T, before the calibration of σ²; None means 1, without maps of the logits."""
+        numbers = self.head_numbers.items()
+        return self.with_head_numbers({key: (s or noise, logit_temperature, s) for key, (noise, _, s) in numbers})
+
+    def part(self, latent: AnyLatent, key: str) -> Any:
+        """Returns the latent of the outputs of a head."""
+        index = self._indices(key, latent.mean.shape[-1])
+        if latent.draws is not None:
+            return LatentDraws(latent.draws[..., index], latent.joint)
+        if latent.joint:
+            return JointLatent(latent.mean[:, index], latent.covariance[:, index][..., index])
+        return Latent(latent.mean[:, index], (DenseTerm(latent.covariance[:, index][..., index]),))
 
     def by_key(self, targets: Any, outputs: int) -> dict[str, Tensor]:
         """Returns the targets of each head, from a dict or one tensor (B, K); integers for labels."""
@@ -135,11 +156,11 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return sum(head.log_prob(f, y) for _, head, f, y in self.heads(outputs, targets))  # type: ignore[return-value]
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns a root with a block for each head, at its noise, (B, C, ΣR)."""
+        """Returns a root with a block for each head, at its noise in the curvature, (B, C, ΣR)."""
         blocks = []
         for key, head in self.likelihoods.items():
             index = self._indices(key, outputs.shape[-1])
-            root = head.fisher_root(outputs[:, index]) / (head.noise_variance or 1.0) ** 0.5
+            root = head.fisher_root(outputs[:, index]) / (self.estimated.get(key) or head.noise_variance or 1.0) ** 0.5
             blocks.append(outputs.new_zeros(*outputs.shape, root.shape[-1]).index_copy(1, index.to(root.device), root))
         return torch.cat(blocks, -1)
 
@@ -148,11 +169,8 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     ) -> JointPrediction:
         """Returns the predictions of all heads by key, each by its default link."""
         self.choose_link(latent, link)
-        size = latent.mean.shape[-1]
-        return JointPrediction(self, {
-            key: head.predict(_part(latent, self._indices(key, size)), None, generator)
-            for key, head in self.likelihoods.items()
-        }, size)  # fmt: skip
+        heads = {key: head.predict(self.part(latent, key), None, generator) for key, head in self.likelihoods.items()}
+        return JointPrediction(self, heads, latent.mean.shape[-1])
 
     def _indices(self, key: str, outputs: int) -> Tensor:
         """Returns the indices of the outputs of a head; raises unless they exist and belong to no other head."""
@@ -222,12 +240,3 @@ class JointPrediction(Prediction, Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"JointPrediction({', '.join(f'{key}={head!r}' for key, head in self.items())})"
-
-
-def _part(latent: AnyLatent, index: Tensor) -> Any:
-    """Returns the latent of some of the outputs."""
-    if latent.draws is not None:
-        return LatentDraws(latent.draws[..., index], latent.joint)
-    if latent.joint:
-        return JointLatent(latent.mean[:, index], latent.covariance[:, index][..., index])
-    return Latent(latent.mean[:, index], (DenseTerm(latent.covariance[:, index][..., index]),))

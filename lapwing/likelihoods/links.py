@@ -147,7 +147,7 @@ class LaplaceBridge(ClassLink):
     softmax unless all v are equal, and its error in the mean is several times larger.)
 
     The bridge reads the variances of the centred logits, not their correlations. It is accurate if the variances are
-    similar to those of a Dirichlet with these probabilities. It is too flat for confident outputs with very small or
+    similar to a Dirichlet's with these probabilities. It is too flat for confident outputs with very small or
     very large variances; prefer `Probit` or `SampledLink` for these.
 
     Example:

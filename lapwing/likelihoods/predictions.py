@@ -57,7 +57,7 @@ class Prediction(Displayed, ABC):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for metrics by name, with rows in the order of the inputs; checks the targets.
 
-        "sample" has the number of the input of each log probability; "entry" has that of others, if they differ.
+        "sample" has the number of the input of each log probability; "entry" of other tensors, if they differ.
         """
         log_prob = self.log_prob(targets)
         return {"log_prob": log_prob, "sample": torch.arange(len(log_prob), device=log_prob.device)}

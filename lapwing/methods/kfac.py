@@ -95,7 +95,7 @@ class EKFAC(KFAC):
     """Eigenvalue-corrected KFAC: the eigenbasis of KFAC, with the true second moments of the Jacobian as eigenvalues.
 
     `λ_ji = Σ_n,r (U_outᵀ J U_in)²_ji`, for each row of J as a matrix (O, I): the best diagonal in that basis in
-    Frobenius norm (George et al. 2018, section 3). The options are those of `KFAC`.
+    Frobenius norm (George et al. 2018, section 3). The options are as in `KFAC`.
 
     Cost: two passes of C backward passes of activations each, or of one if sampled; memory O(D_in² + D_out² + P) per
     layer.

@@ -260,7 +260,7 @@ class Method(Options, ABC):
     """Whether the method fits the logit temperature, so that held-out data have nothing to choose."""
 
     accepts_further_data: ClassVar[bool] = False
-    """Whether `Posterior.update` can add data. True only if Σ is made of plain GGN sums, unlike that of `EKFAC`."""
+    """Whether `Posterior.update` can add data. True only if Σ is made of plain GGN sums, unlike in `EKFAC`."""
 
     @abstractmethod
     def passes(self, problem: Problem) -> Passes:

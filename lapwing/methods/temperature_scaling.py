@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..covariance import without_spread
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, apply_weights
@@ -43,6 +44,8 @@ class TemperatureScaling(Method):
     inputs no better than the network.
 
     T is the best of 161 candidates from 0.01 to 100, refined by a parabola through its neighbours (NLL to 1e-5 nats).
+
+    A `logit_map` of the likelihood applies to the divided logits, as in predictions.
 
     Raises:
         LapwingError: if the fit is a regression, which has no logits.
@@ -113,5 +116,6 @@ class _Scores(SumPass[LogLikelihoods]):
         outputs, targets, weights = rows["outputs"], rows["targets"], rows["weights"]
         self._likelihood.check(outputs, targets)
         for k, exponent in enumerate(TEMPERATURES.tolist()):
-            logs = doubled(self._likelihood.log_prob(outputs / 10**exponent, targets))
+            likelihood = self._likelihood.with_logit_temperature(10**exponent)
+            logs = doubled(likelihood.predict(without_spread(outputs)).log_prob(targets))
             state.sums[k] += (logs if weights is None else apply_weights(logs, weights)).sum().cpu()

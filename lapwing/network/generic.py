@@ -52,7 +52,7 @@ def per_sample_rows(
     coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # parts of the network may compute in less precision
     if samples > 1 and not _agrees_with_autograd(rows, network, parameters, inputs, cotangents, coarse):
         raise LapwingError(
-            f"The gradients of {samples} samples of {describe(inputs)}, taken one by one, are not those of the batch: "
+            f"The gradients of {samples} samples of {describe(inputs)}, taken one by one, differ from the batch: "
             "a tensor whose first length is the number of samples is cut along it. Pass what samples share in another "
             "shape, such as x[None], or keep it within the model, or pass batches of another size."
         )

@@ -179,7 +179,7 @@ def _last_layers(
         """Returns the last layers at a node if these branches depend on data."""
         kind = "" if node in origins.gradients else _kind(node)
         added: Sequence[Node | None] = ()
-        if kind in JOINING or not dependent:  # also a weight, and what is computed from weights only
+        if kind in JOINING or not dependent:  # also a weight, and tensors that are computed from weights only
             added = graph[node]
         elif kind in SUMMED_FIRST:
             added = (node.next_functions[0][0],)

@@ -212,7 +212,7 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
 
 
 def _of_few_rows(model: nn.Module, inputs: Any, forward: Forward | None, error: CallRefused) -> LapwingError:
-    """Returns the error for a batch of which the network rejects a few rows: of the whole batch, if it rejects that."""
+    """Returns the error of the whole batch if the network rejects it, or else the error of the first few rows."""
     try:
         with torch.no_grad(), without_compiled():
             call(model, inputs, forward)

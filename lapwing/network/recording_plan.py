@@ -107,7 +107,7 @@ class RecordingPlan:
         return axes
 
     def uses_in(self, names: list[dict[str, str]], kinds: tuple[str, ...], samples: int, model: str) -> Uses:
-        """Returns the uses of a recording for each block: those of the survey, or new ones if the order differs."""
+        """Returns the uses of a recording for each block: the uses of the survey, or new ones if the order differs."""
         if self.single_sample and samples > 1:
             raise LapwingError(
                 f"The first batch had one sample, which cannot show where the layers of {model} hold the {samples} "
@@ -226,14 +226,14 @@ def _block_name(members: tuple[str, ...]) -> str:
     """Returns the common part of the names: "fc" for "fc.weight" and "fc.bias", "rnn.ih_l0" for "rnn.weight_ih_l0"."""
     if len(members) == 1:
         return members[0].removesuffix(".weight")
-    prefix = commonprefix(members)  # noqa: RUF071 (characters are what is wanted)
+    prefix = commonprefix(members)  # noqa: RUF071 (a prefix of characters, not of paths)
     rest = [name[len(prefix) :] for name in members]
     suffix = commonprefix([name[::-1] for name in rest])[::-1]  # noqa: RUF071
     return (prefix + suffix.lstrip("._")).rstrip("._") if prefix.rstrip("._") else members[0]
 
 
 def backward_share(every: Sequence[RecordedUse], names: Set[str], samples: int, last_layer: bool) -> float:
-    """Returns the multiply-adds of a backward pass of one output and its contraction, over those of two forward passes.
+    """Returns the cost of a backward pass of one output and its contraction, in units of two forward passes.
 
     A backward pass runs through the layers after the first treated one, and the contraction through the treated ones.
     """

@@ -63,7 +63,7 @@ def drops_at_random(layer: nn.Module) -> Refusal | None:
 
 
 def is_quantized(layer: nn.Module) -> Refusal | None:
-    """Refuses quantized layers, of which those with fixed scales may come before a last layer in floating point."""
+    """Refuses quantized layers. Layers with fixed scales may come before a last layer in floating point."""
     place = type(layer).__module__
     if ".quantized.dynamic" in place:
         return Refusal(

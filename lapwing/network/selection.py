@@ -37,7 +37,7 @@ class Everything:
 class LastLayer:
     """The first weights on each path from the outputs back through the network, frozen ones too: `lw.last_layer`.
 
-    They are usually those of the last linear or convolution layer. Any other multiplication by weights counts as well:
+    Usually the last linear or convolution layer has them. Any other multiplication by weights counts as well:
     `x @ W.T + b`, weights under a weight or spectral norm (every parameter that the weight is made of), prototypes. If
     the outputs add or join several layers, such as two towers, all of them are treated. Biases that are added later
     belong to the layer. A weight that is tied to an embedding counts in both uses. If the network takes gradients

@@ -84,7 +84,7 @@ def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_
 def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Vectors:
     """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) by block, by one pass over the data."""
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
-    data = Data(loader, tangent.model, sample_weights, columns=posterior.columns)
+    data = Data.of(loader, posterior, sample_weights)
     batches.check_loader(data.loader, "The evidence at the linearised mode")
     mean, count = tangent.mean(), 0
     gradient = {

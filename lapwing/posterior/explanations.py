@@ -35,10 +35,11 @@ class Explanation(Displayed):
     """The parts of the uncertainty at B inputs. `Posterior.explain` makes it.
 
     Attributes:
-        noise: variance of each component of y around the network's output, (B, C): the noise variance, or `p (1 - p)`
-            of class probabilities, which are calibrated as in `predict`. More data do not reduce it.
-        weights: layer -> its share `J_l (Σ Jᵀ)_l` (B, C) of the variance of the outputs. Shares add up to the variance.
-            They can be negative if Σ couples layers, as `lw.Full()` does.
+        noise: variance of each component of y around the network's output, (B, C), in squared units of y: the noise
+            variance, or `p (1 - p)` of class probabilities, which are calibrated as in `predict`. More data do not
+            reduce it. For `lw.Joint` the components of all heads, in the order of the keys.
+        weights: layer -> its share `J_l (Σ Jᵀ)_l` (B, C) of the variance of the outputs, in their squared units. Shares
+            add up to the variance. They can be negative if Σ couples layers, as `lw.Full()` does.
         novelty: score of a detector (B,), larger for inputs unlike the training data; None without a detector.
         rows: numbers of the training rows whose removal changes the outputs most, (B, 5), the strongest first, in the
             order of the training data; None without them.
@@ -93,7 +94,7 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
     """Returns the change of f(x) if a training row is removed, (B, C, n): see `Posterior.influence`."""
     tangent, likelihood = posterior.tangent, posterior.likelihood
     inputs, changes, leverages = _checked(posterior, x), [], []
-    data = Data(train, tangent.model, posterior.method.sample_weights, columns=posterior.columns)
+    data = Data.of(train, posterior, posterior.method.sample_weights)
     batches.check_loader(data.loader, "posterior.influence")
     data.first_of_rank("the numbers of training rows need")
     for batch in data:
@@ -157,7 +158,8 @@ def _checked(posterior: Posterior, x: Any) -> Checked:
     if posterior.tangent.positions.several:
         raise LapwingError(
             f"The outputs of {type(posterior.model).__name__} have positions, which explain, influence and value do "
-            "not support. Write posterior.of(lambda f: f(x)...) for the error of numbers that are computed from them."
+            "not support. Fit one position, such as the last: lw.fit(..., forward=lambda model, x: model(x)[:, -1]). "
+            "Or write posterior.of(lambda f: f(x).sum((1, 2))) for the error of numbers of several positions."
         )
     return one_batch(posterior.tangent, x, posterior.columns, "Pass one tensor of inputs.")
 

@@ -149,9 +149,10 @@ def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood:
             "pass an instance of the class of the fit."
         )
     likelihood = likelihood.with_noise_variance(saved["noise_variance"])
-    likelihood = likelihood.with_logit_temperature(saved["logit_temperature"])
-    if saved.get("noises"):
-        likelihood = likelihood.with_noises(saved["noises"])  # type: ignore[attr-defined]
+    if saved["logit_temperature"] is not None:
+        likelihood = likelihood.with_logit_temperature(saved["logit_temperature"])
+    if saved.get("heads"):
+        likelihood = likelihood.with_head_numbers(saved["heads"])  # type: ignore[attr-defined]
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in saved["options"].items()}
     return replace(likelihood, **options) if options else likelihood  # type: ignore[type-var]
 

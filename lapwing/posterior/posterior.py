@@ -56,7 +56,7 @@ class Posterior(Displayed, Generic[P]):
         covariance: Σ.
         likelihood: the likelihood with its noise variance.
         prior: δ and μ0.
-        samples: n, number of samples in the curvature: with those of updates, or only the first ones after
+        samples: n, number of samples in the curvature, including updates; only the first ones after
             `lw.EarlyStopping`.
         data_factor: N/n; for `lw.SubsetOfData` n is the number of samples of the loader here.
         temperature: τ.
@@ -187,7 +187,8 @@ class Posterior(Displayed, Generic[P]):
         noise = self.noise_variance if noise_variance is None else noise_variance
         if noise is not None:
             check_range("noise variance", torch.tensor(noise, dtype=torch.float64), self.tangent.dtype)
-        others_tuned = (noise_variance is None and not self.noise_fixed) or self.logit_temperature not in (None, 1)
+        calibrated = self.likelihood != self.likelihood.with_logit_temperature(None)
+        others_tuned = calibrated or (noise_variance is None and not self.noise_fixed)
         method = self.method if others_tuned else replace(self.method, tuning=None)
         return replace(self.at(prior.precision, noise), method=method)
 
@@ -362,23 +363,23 @@ class Posterior(Displayed, Generic[P]):
     @outside_modes
     @memory_errors("The explanation", SMALLER_PREDICTION)
     def explain(self, x: Any, train: Any = None, novelty: Callable[[Any], Tensor] | None = None) -> Explanation:
-        """Returns the reasons of the uncertainty at some inputs: noise, layers, novelty, and training rows.
+        """Returns the parts of the uncertainty at some inputs: noise, layers, novelty, and training rows.
+
+        The share of layer l in the variance `J Σ Jᵀ` of the outputs is `J_l (Σ Jᵀ)_l`.
 
         Args:
             x: one batch of inputs, as in `latent`.
-            train: the training data, as in `influence`; None leaves out the rows.
+            train: the training data without shuffling, as in `influence`; None leaves out the rows.
             novelty: a detector, a function of x that returns scores (B,); None leaves out the novelty.
 
         Returns:
-            `.noise` (B, C), in squared units of y; `.weights` {layer: (B, C)}, in squared units of the outputs, which
-            add up to the variance of the outputs; `.novelty` (B,); `.rows` (B, 5), numbers of the training rows whose
-            removal changes `f(x)` most, in the order of `train`, so do not shuffle.
+            `.noise` (B, C), `.weights` {layer: (B, C)}, `.novelty` (B,) and `.rows` (B, 5).
 
         Raises:
-            LapwingError: if the outputs have positions, if a loader shuffles the training data, or if the weights have
-                changed since the fit.
+            LapwingError: if the outputs have positions, if a loader shuffles the training data, if `novelty` is not a
+                detector, or if the weights have changed since the fit.
 
-        Cost: one forward and C backward passes, C products with Σ per input; with `train` the cost of `influence`.
+        Cost: per input one forward pass, C backward passes and C products with Σ; with `train` the cost of `influence`.
         """
         self._check_network()
         return explained(self, x, train, novelty)
@@ -391,13 +392,13 @@ class Posterior(Displayed, Generic[P]):
 
         `-Cov(f(x), f_i) (I - Λ_i V_i)⁻¹ r_i` with the score `r_i = ∇_f log p(y_i|f_i)`, the Fisher information Λ_i and
         the covariance V_i of row i. It is exact for a linear network at its optimum with Gaussian noise and fixed δ and
-        σ². It is an approximation for other networks: check a few rows by training without them.
+        σ², and an approximation for other networks: check a few rows by training without them.
 
         With a coarse covariance (KFAC, diagonal) effects can be too small. If some `Λ_i V_i` has an eigenvalue of at
-        least 1, a warning says so, and `(I - Λ_i V_i)⁻¹` is left out. The order of the rows is mostly right.
+        least 1, lapwing warns, and leaves out `(I - Λ_i V_i)⁻¹`. The order of the rows is mostly right.
 
-        A row is removed with all that it counts in the fit: its sample weight times `N/(n τ)`, for N of `data_size=`
-        and τ of `temperature=`. So with `data_size=` the change is that of N/n equal rows.
+        A row counts in the fit by its sample weight times `N/(n τ)`, with N of `data_size=` and τ of `temperature=`. So
+        with `data_size=` the change is the effect of removing N/n equal rows.
 
         Args:
             train: the training data, as in `lw.fit`, with sample weights if the fit had them, and without shuffling.
@@ -410,9 +411,10 @@ class Posterior(Displayed, Generic[P]):
             LapwingError: if the outputs have positions, if a loader shuffles, if sample weights are missing, or if the
                 weights have changed since the fit.
 
-        Cost: one forward and C backward passes per row, and the covariances of all pairs of inputs and rows.
+        Cost: per row one forward and C backward passes, and the covariances (C, C) of all pairs of inputs and rows.
 
-        Source: Cook and Weisberg 1982, section 3.4, for linear models; here with the covariance of a posterior.
+        Source: Cook and Weisberg 1982, section 3.4, for linear models; Koh and Liang 2017, equation 1, for networks,
+            without `(I - Λ_i V_i)⁻¹`.
 
         Example:
             >>> import torch, lapwing as lw

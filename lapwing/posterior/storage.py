@@ -48,7 +48,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "noise_variance": posterior.noise_variance,
             "logit_temperature": posterior.logit_temperature,
             "options": options,
-            "noises": likelihood.noises,
+            "heads": likelihood.head_numbers,
         },
         "given": {"prior_precision": posterior.prior.fixed, "noise_variance": posterior.noise_fixed},
         "samples": posterior.samples,

@@ -124,7 +124,7 @@ class Linearized(Way):
             terms = (DenseTerm(added),)
             return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
         latent = _of_weights(tangent, covariance, checked, joint, selection)
-        if selection is not None:  # those of the recorded pass, which may break ties differently
+        if selection is not None:  # the outputs of the recorded pass, which may break ties differently
             added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
         return latent.plus(added)
 

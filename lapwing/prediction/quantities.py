@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..covariance import Covariance, Latent
+from ..covariance import Covariance, without_spread
 from ..covariance.latent_at_positions import LatentAtPositions
-from ..covariance.terms import FactoredTerm
 from ..data import batches
 from ..data.frames import Columns, as_inputs, as_loader, ordered
 from ..display import Displayed
@@ -169,13 +168,13 @@ def quantity(
 
 
 def noise_of(likelihood: Likelihood, rows: Tensor, places: Places) -> Tensor:
-    """Returns the variance of y at certain outputs f (B T, C): the noise, or `p (1 - p)` of class probabilities."""
-    latent: Any = Latent(rows.detach(), (FactoredTerm(torch.zeros_like(rows.detach())[..., None]),))
+    """Returns the variance of y (B T, K) at certain outputs f (B T, C): the noise, or `p (1 - p)` of probabilities."""
+    latent: Any = without_spread(rows.detach())
     prediction: Any = predicted(likelihood, LatentAtPositions(latent, places) if places.sizes else latent, None, None)
     prediction = prediction.rows if places.sizes else prediction
-    if hasattr(prediction, "aleatoric_variance"):
-        return prediction.aleatoric_variance
-    return prediction.probs * (1 - prediction.probs)
+    heads = prediction.values() if isinstance(prediction, Mapping) else [prediction]
+    noises = [h.aleatoric_variance if hasattr(h, "aleatoric_variance") else h.probs * (1 - h.probs) for h in heads]
+    return torch.cat([noise.reshape(len(rows), -1) for noise in noises], 1)
 
 
 def _check_arguments(function: Callable[..., Tensor], count: int) -> None:
@@ -192,7 +191,7 @@ def _check_arguments(function: Callable[..., Tensor], count: int) -> None:
 
 
 def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
-    """Returns the result of the function as q numbers. Raises unless they have gradients, and q is that of `before`."""
+    """Returns the result of the function as q numbers. Raises without gradients, or if `before` has another q."""
     if isinstance(result, (tuple, list, Mapping)):
         raise LapwingError(
             f"The function of posterior.of returned {batches.describe(result)}. Return one tensor: write "

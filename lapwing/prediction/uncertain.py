@@ -93,7 +93,7 @@ class Uncertain:
         if isinstance(spread, Tensor) and (spread.ndim > len(shape) or any(a not in (1, b) for a, b in pairs)):
             raise LapwingError(
                 f"The variance of lw.Uncertain has shape {tuple(spread.shape)}, which does not broadcast to "
-                f"that of x, {shape}. Pass one that does, or a number: write lw.Uncertain(x, 0.01)."
+                f"the shape {shape} of x. Pass one that does, or a number: write lw.Uncertain(x, 0.01)."
             )
         _check_numbers(spread)
 

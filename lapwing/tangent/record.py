@@ -6,7 +6,7 @@ Three cuts keep the memory budget:
 
 1. *Samples*: `Tangent.records` cuts a batch into chunks.
 2. *Cotangents*: if the gradients of all blocks of one sample do not fit, consecutive blocks form a `GradientGroup`,
-   whose gradients replace those of the previous group. So read the blocks in order. A block that does not fit is
+   which replaces the previous group. So read the blocks in order. A block that does not fit is
    computed for slices of its cotangents (`Sliced`).
 3. *Positions*: patches and products of positions are built for one strip at a time (`strips.py`).
 """

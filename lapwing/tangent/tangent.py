@@ -149,7 +149,7 @@ class Tangent:
 
     @property
     def contraction_dtype(self) -> torch.dtype:
-        """The widest dtype that records are contracted in: float64 where the device has it, else that of sums."""
+        """The widest dtype that records are contracted in: float64 if the device has it, else the dtype of sums."""
         return torch.float64 if double_device(self.device) == self.device else self.dtype
 
     @property

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from ..covariance import has_prior
 from ..network.entry import outside_modes
@@ -102,7 +99,8 @@ class BoundedEvidence(Tuning):
                 type(posterior.tangent.model).__name__, nll,
             )  # fmt: skip
         exponents = evenly(0.0, self.decades, self.points)
-        costs = mean_costs([_raised(posterior, exponent) for exponent in exponents], training, self.samples)
+        parts = spread_batches(training, number_of_inputs(posterior, self.samples), posterior)
+        costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)
         exponent = crossing(exponents, costs, self.nats)
         if exponent == 0:
             return posterior
@@ -119,16 +117,6 @@ class BoundedEvidence(Tuning):
                 posterior.method, chosen, costs[-1], self.decades + 4,
             )  # fmt: skip
         return raised
-
-
-def mean_costs(candidates: Sequence[Posterior], training: Training, samples: int) -> list[float]:
-    """Returns the cost of each candidate's spread, in nats per training sample; negative if the spread helps.
-
-    The candidates are posteriors of one fit.
-    """
-    first = candidates[0]
-    totals, count = spread_costs(candidates, spread_batches(training, number_of_inputs(first, samples), first))
-    return (totals / max(count, torch.finfo(torch.float64).tiny)).tolist()
 
 
 def number_of_inputs(posterior: Posterior, samples: int) -> int:

@@ -16,13 +16,14 @@ from ..covariance import has_prior, has_rank
 from ..data.loaders import checked_batches
 from ..data.progress import tracked
 from ..errors import LapwingError
+from ..likelihoods import Likelihood
 from ..methods import DataSummary
 from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
 from ..options import Rule
 from ..posterior import Posterior
 from .evidence import without_rank
-from .held_out import at_precision, no_batch, sample_scores, width_scores
+from .held_out import at_precision, head_scores, no_batch, sample_scores, width_scores
 from .search import evenly
 
 log = logging.getLogger("lapwing")
@@ -33,7 +34,7 @@ SHARPER = -0.1  # log10 of a temperature that shows, without spread, whether the
 SHARP = evenly(-2.0, 0.0, 21)  # candidates for log10 T of an underconfident network
 WIDER = 1e-3  # maximum cost, in nats per sample, of a wider spread than the best, for any standard error
 FAINT = 5e-3  # maximum change of log probabilities, in nats per sample, by the spread of an underconfident network
-SURE = 3.0  # paired standard errors by which another λ must beat that of the training data, and ratios one σ²
+SURE = 3.0  # paired standard errors by which another λ must beat the λ of the training data, and ratios one σ²
 NOISES = evenly(-6.0, 0.5, 27)  # candidates for log10 of σ² over the mean squared held-out residual at a given prior
 
 RISING = Rule(
@@ -97,14 +98,18 @@ def _best_point(
     tolerance: float,
     at_noise: Callable[[Posterior, float], Posterior] | None = None,
 ) -> Posterior:
-    """Returns the posterior at the best δ, or σ² with `at_noise`, if there are exponents, and at the best T."""
+    """Returns the posterior at the best δ, or σ² with `at_noise`, if there are exponents, at the best T or heads."""
     moved = at_noise or (lambda posterior, exponent: at_precision(posterior, 10**exponent))
 
     def candidates(posterior: Posterior) -> list[Posterior]:
         return [moved(posterior, exponent) for exponent in exponents] or [posterior]
 
     open_temperature = bool(temperatures) and posteriors[0].logit_temperature == 1
-    scores = sample_scores(posteriors, candidates, loader, [SHARPER, *temperatures] if open_temperature else ())
+    heads: list[Likelihood] = []
+    if posteriors[0].likelihood.head_numbers:
+        scores, heads = head_scores(posteriors, candidates, loader, bool(temperatures))
+    else:
+        scores = sample_scores(posteriors, candidates, loader, [SHARPER, *temperatures] if open_temperature else ())
     sharper, scores = scores[:, :, 0], scores[:, :, 1:] if open_temperature else scores
     means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
     if open_temperature and _is_underconfident(sharper, scores):
@@ -125,7 +130,7 @@ def _best_point(
     if exponents:
         chosen = scores[which].gather(1, places[which][:, None, None].expand(-1, 1, scores.shape[-1])).squeeze(1)
         widest = widest_of_equals(chosen, at, tolerance)
-        exponent = refined(exponents, row, at) if widest == at else exponents[widest]
+        exponent = refined(exponents, row, at) if widest == at and not heads else exponents[widest]
         at = widest
         spread = scores[which, at, places[which, at]] - scores[which, -1, places[which, at]]
         if best.logit_temperature is not None and float(spread.abs().mean()) < PLATEAU:
@@ -137,6 +142,8 @@ def _best_point(
         top = tops[at] if exponent is None else _between(exponents, tops, at, exponent)
         temperature = 10 ** max(top, temperatures[0])
         best = replace(best, likelihood=best.likelihood.with_logit_temperature(temperature))
+    if heads:
+        best = replace(best, likelihood=heads[which * len(row) + at])
     return best if exponent is None else moved(best, exponent)
 
 

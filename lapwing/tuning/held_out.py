@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, has_prior
+from ..covariance import Latent, has_prior, without_spread
 from ..covariance.terms import MarginalTerm
 from ..data import batches
 from ..data.progress import tracked
@@ -18,12 +18,15 @@ from ..jacobian.jacobian import Reads
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
 from ..linalg import doubled
+from ..methods.temperature_scaling import refined
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior import Posterior
 from ..tangent import RandomCotangents, Record, Tangent
+from .search import evenly
 
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
 WIDTH_OUTPUTS = 200  # maximum number of outputs of an input, over all positions, that are all used for a mean variance
+HEADS = evenly(-2.0, 2.0, 41)  # candidates for log10 T of a head, and of its σ² over the one in the curvature
 PROBES = 16  # random combinations of the outputs of a sample, if more than 1 000 outputs need a backward pass each
 
 Candidates = Callable[[Posterior], list[Posterior]]
@@ -59,6 +62,42 @@ def sample_scores(
     return joined.unflatten(0, (len(posteriors), -1))
 
 
+def head_scores(
+    posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], tempered: bool
+) -> tuple[Tensor, list[Likelihood]]:
+    """Returns `sample_scores` of a `lw.Joint` at the best σ² and `T >= 1` of each head, and its best likelihoods.
+
+    There is a likelihood for each posterior and candidate, with the best σ² and T of all. These do not change the
+    covariance, so they are independent. `tempered` tells whether T is open.
+    """
+    joint: Any = posteriors[0].likelihood
+    choices = {key: [head] for key, head in joint.likelihoods.items()}
+    for key, head in joint.likelihoods.items():
+        if key in joint.estimated:
+            choices[key] = [head.with_noise_variance(10**k * joint.estimated[key]) for k in HEADS]
+        elif tempered and head.logit_temperature == 1:
+            choices[key] = [head.with_logit_temperature(10**k) for k in HEADS]
+    rows: dict[str, dict[tuple[int, int], list[Tensor]]] = {key: {} for key in choices}
+    for place, _, latent, labels, _ in contracted(posteriors, candidates, tracked(loader, "held-out data")):
+        targets = joint.by_key(labels, latent.mean.shape[-1])
+        for key, heads in choices.items():
+            part = joint.part(latent, key)
+            logs = [head.predict(part, head.tuning_link).log_prob(targets[key]).cpu() for head in heads]
+            rows[key].setdefault(place, []).append(torch.stack(logs))
+    profile: Any = 0.0
+    best = [joint.head_numbers for _ in rows[joint.keys[0]]]
+    for key, parts in rows.items():
+        scores, noise, several = _joined(parts), joint.estimated.get(key), len(choices[key]) > 1
+        means = scores.mean(-1, dtype=torch.float64)  # (posteriors * candidates, K)
+        low = HEADS.index(0.0) if several and noise is None else 0  # T >= 1
+        profile = profile + scores[torch.arange(len(scores)), low + means[:, low:].argmax(-1)]
+        for numbers, line in zip(best, means.tolist(), strict=True) if several else ():
+            factor = 10 ** refined(HEADS, line, line.index(max(line)))
+            numbers[key] = (None, factor, None) if noise is None else (noise * factor, None, noise)
+    scores = profile.unflatten(0, (len(posteriors), -1)).unsqueeze(2)
+    return scores, [joint.with_head_numbers(numbers) for numbers in best]
+
+
 def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
     """Returns the scores of all held-out samples (candidates, K, N) from parts (K, N_part); raises without samples."""
     if not rows:
@@ -66,10 +105,11 @@ def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
     return torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
 
 
-def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tuple[Tensor, float]:
-    """Returns the costs of the posteriors' spread, `Σ_n w_n [log p(y_n|f_n) - log p(y_n|N(f_n, V_n))]`, and `Σ_n w_n`.
+def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list[float]:
+    """Returns the costs of the posteriors' spread, the mean of `log p(y_n|f_n) - log p(y_n|N(f_n, V_n))` in nats.
 
-    Samples are as in `contracted`, without those that do not count.
+    The mean is over samples as in `contracted`, with their weights, without those that do not count. A cost is negative
+    if the spread helps.
     """
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, certain, every = None, torch.empty(0), torch.empty(0)
@@ -77,13 +117,13 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> tupl
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
-            certain = likelihood.plain.log_prob(mean / (likelihood.logit_temperature or 1.0), labels)
+            certain = likelihood.predict(without_spread(mean), likelihood.tuning_link).log_prob(labels)
             every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
             every = every if weights is None else every * weights.to(every.dtype)
             count += float(every.sum())
         costs = doubled(certain) - doubled(likelihood.predict(latent, likelihood.tuning_link).log_prob(labels))
         totals[i] += float(apply_weights(costs, every).sum())
-    return totals, count
+    return (totals / max(count, torch.finfo(totals.dtype).tiny)).tolist()
 
 
 def width_scores(

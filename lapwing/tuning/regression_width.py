@@ -24,7 +24,7 @@ log = logging.getLogger("lapwing")
 MIN_INPUTS = 20  # minimum number of inputs that are read, however many positions they have
 SAMPLES = 2000  # default of the maximum number of training samples that the width is computed from
 LOWEST_NOISE = 1e-6  # minimum of the noise variance, as a part of the width of predictions
-TOO_LITTLE_NOISE = 0.4  # part of the least noise variance, that of the exact posterior, below which one is too small
+TOO_LITTLE_NOISE = 0.4  # share of the least noise variance (of the exact posterior) below which σ² is too small
 NOISE_OF_RESIDUAL = 0.5  # part of the mean squared residual that the least noise variance is, if this is larger
 RAISED = evenly(0.0, 4.0, 33)  # candidates for log10 of δ over its value at too small a noise variance
 NOISES = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, if the user gave the prior precision
@@ -73,7 +73,7 @@ def with_left_out_width(
         least = max(noise * width / (exact.curve * exact.variance), NOISE_OF_RESIDUAL * residual)
         wanted = factor * (noise + variance) - least
         noise, precision = max(factor * noise, LOWEST_NOISE * width), precision / factor
-        if noise < TOO_LITTLE_NOISE * least:  # the mean variance is that of a few inputs far from the others
+        if noise < TOO_LITTLE_NOISE * least:  # a few inputs far from the others dominate the mean variance
             noise = least
             if wanted > 0:  # δ from here up at which the mean variance of training data is the wanted one
                 raised = [posterior.at(precision * 10**decade, least) for decade in RAISED]

@@ -80,6 +80,8 @@ class Validation(_OnHeldOutData):
     variance, as ratios to σ², if it is better by as much. Outputs (B, T, C) get T C of them if T is fixed and T C at
     most 200, otherwise C. Give `noise_ratios` to keep them.
 
+    `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
+
     Args:
         loader: held-out data, which must not be the training data, in any form that `lw.fit` accepts.
         decades: range of log10 δ; for a regression with the mean squared held-out residual as σ².
@@ -128,14 +130,14 @@ class Validation(_OnHeldOutData):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        held_out = Data.of(self.loader, posterior.model, posterior.columns)
+        held_out = Data.of(self.loader, posterior)
         best = self._tuned(posterior, training, held_out)
         return best if self.calibration == "temperature" else matrix_scaled(best, held_out)
 
     def _tuned(self, posterior: Posterior, training: Training, held_out: Data) -> Posterior:
         """Returns the posterior with δ, and σ² or T, chosen."""
-        scaled = not self.tempered or posterior.logit_temperature != 1
-        if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and scaled:
+        open_numbers = (self.tempered and posterior.logit_temperature == 1) or posterior.likelihood.head_numbers
+        if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and not open_numbers:
             return posterior
         product = None
         if self._reads_training(posterior) and training.shown is not None:
@@ -215,8 +217,7 @@ class EarlyStopping(_OnHeldOutData):
             raise _without_prefixes(str(posterior.method))
         parts = (*training.prefixes, posterior)
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
-        loader = Data.of(self.loader, posterior.model, posterior.columns)
-        best = best_of(candidates, self.decades, self.points, loader)
+        best = best_of(candidates, self.decades, self.points, Data.of(self.loader, posterior))
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         shown = training.shown or posterior.samples
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)))
@@ -240,7 +241,7 @@ class EarlyStopping(_OnHeldOutData):
             scores = sample_scores(
                 self._candidates(part, whole),
                 lambda one: [at_precision(one, 10**exponent) for exponent in exponents] or [one],
-                Data.of(self.loader, part.model, part.columns),
+                Data.of(self.loader, part),
             ).flatten(0, 2)
             now = scores[int(scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())]
             if best and surely_better(best[0], now, 1.0):
@@ -264,7 +265,7 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
     """Returns the posterior with the noise ratios of the held-out data, if these surely show them, or unchanged.
 
     σ_c² is the point of `PARTS` with the highest log density of targets of output c, of variance σ_c² + J_c Σ J_cᵀ.
-    These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than that of one value by
+    These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than with one value by
     `SURE` paired standard errors. The covariance and σ² do not change. Outputs (B, T, C) have T C values if
     `tangent_of_samples` joins them and all samples have the same T.
 
@@ -308,10 +309,12 @@ def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
     """Warns if a constant for each logit improves the held-out log likelihood, which no temperature can do.
 
     The gain must exceed `WORTHWHILE_SHIFT` per sample, and twice the gain of all samples 10 + 3 C. Without a shift
-    twice the gain is about χ² with C degrees of freedom. Outputs with positions are not checked. Cost: a forward pass.
+    twice the gain is about χ² with C degrees of freedom. Outputs with positions, or with a map of the logits, are not
+    checked. Cost: a forward pass.
     """
     likelihood, tangent = posterior.likelihood.plain, posterior.tangent
-    if likelihood.activation is None or tangent.outputs > SHIFTED_OUTPUTS or tangent.positions.several:
+    mapped = getattr(likelihood, "logit_map", ())
+    if mapped or likelihood.activation is None or tangent.outputs > SHIFTED_OUTPUTS or tangent.positions.several:
         return
     pairs = [batches.split(batch, tangent.device) for batch in loader]
     logits, labels = torch.cat([tangent.outputs_of(x).double() for x, _ in pairs]), torch.cat([y for _, y in pairs])

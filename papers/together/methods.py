@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.covariance import AnyLatent, LatentDraws
-from lapwing.evaluation.candidates import without_spread
+from lapwing.covariance import AnyLatent, LatentDraws, without_spread
 from lapwing.likelihoods import Likelihood
 from lapwing.prediction import Way
 from papers.common.data import Part

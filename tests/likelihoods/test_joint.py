@@ -44,6 +44,8 @@ def test_covariances_are_those_of_a_dense_laplace_approximation():
     prediction = posterior.predict(X)
     torch.testing.assert_close(prediction["box"].variance, 0.3 + wanted.diagonal(dim1=1, dim2=2)[:, [4, 3]])
     torch.testing.assert_close(prediction["box"].mean, model(X)[:, [4, 3]])
+    noise = torch.cat([torch.full((30, 2), 0.3, dtype=F64), (p - p.square()).detach()], 1)  # of all heads, by key
+    torch.testing.assert_close(posterior.explain(X).noise, noise)
     torch.testing.assert_close(posterior.likelihood.log_prob(model(X), Y).sum(),
                                p.log()[torch.arange(30), Y["kind"]].sum()
                                + lw.Gaussian(0.3).log_prob(model(X)[:, [4, 3]], Y["box"]).sum())  # fmt: skip
@@ -90,6 +92,73 @@ def test_a_missing_target_is_the_head_without_the_sample():
     assert table["box: RMSE"] == pytest.approx(lw.compare({"a": box}, [(X, y["box"])])["a"]["RMSE"])
 
 
+HELD_OUT = torch.randn(40, 3, dtype=F64)
+
+
+def overconfident():
+    """Returns two disjoint networks whose logits are four times those of the labels, and held-out targets."""
+    model = Two().eval()
+    kind = torch.multinomial(model.kind(HELD_OUT).softmax(1), 1, generator=torch.Generator().manual_seed(0))[:, 0]
+    with torch.no_grad():
+        model.kind[2].weight *= 4
+        model.kind[2].bias *= 4
+        box = model.box(HELD_OUT) + 0.5 * torch.randn(40, 2, dtype=F64, generator=torch.Generator().manual_seed(1))
+    return model, {"kind": kind, "box": box}
+
+
+def test_held_out_data_calibrate_each_head_as_a_fit_of_its_own():
+    model, y = overconfident()
+    joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
+    posterior = fitted(model, joint=joint, validation=(HELD_OUT, y))
+    kind = lw.fit(model.kind, (X, Y["kind"]), lw.Full(), prior_precision=2.0, validation=(HELD_OUT, y["kind"]))
+    heads, residual = posterior.likelihood.likelihoods, posterior.likelihood.estimated["box"]
+    assert 1 < heads["kind"].logit_temperature == pytest.approx(kind.logit_temperature)
+    torch.testing.assert_close(posterior.predict(X)["kind"].probs, kind.predict(X).probs)
+    assert posterior.tuned
+    assert posterior.with_prior(3.0).tuned
+    assert residual == pytest.approx(float((model.box(HELD_OUT) - y["box"]).detach().square().mean()))
+    box = lw.fit(model.box, (X, Y["box"]), lw.Full(), likelihood=lw.Gaussian(residual), prior_precision=2.0)
+    latent = box.latent(HELD_OUT)  # the curvature keeps the residual
+    torch.testing.assert_close(posterior.predict(HELD_OUT)["box"].epistemic_variance, latent.variance)
+
+    def nll(noise):
+        covariance = latent.covariance + noise * torch.eye(2, dtype=F64)
+        normal = torch.distributions.MultivariateNormal(latent.mean, covariance)
+        return -float(normal.log_prob(y["box"]).mean())
+
+    noise = heads["box"].noise_variance
+    assert noise < residual
+    assert nll(noise) < min(nll(noise * 1.1), nll(noise / 1.1))
+    assert lw.compare({"a": posterior}, [(HELD_OUT, y)]).rows["network"]["box: NLL"] == pytest.approx(
+        -float(lw.Gaussian(residual).log_prob(model.box(HELD_OUT), y["box"]).detach().mean())
+    )
+
+
+def test_prior_precisions_are_compared_at_the_best_numbers_of_the_heads(tmp_path):
+    model, y = overconfident()
+    joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
+    tune = lw.Validation((HELD_OUT, y), decades=(-1.0, 3.0), points=5, tolerance=0)
+    scores = {}
+    for delta in (0.1, 1.0, 10.0, 100.0, 1000.0):
+        given = fitted(model, joint=joint, prior_precision=delta, tune=tune)
+        scores[float(given.predict(HELD_OUT).log_prob(y).mean())] = given
+    best, chosen = scores[max(scores)], fitted(model, joint=joint, prior_precision=None, tune=tune)
+    assert chosen.prior_precision == pytest.approx(best.prior_precision)
+    assert chosen.likelihood.head_numbers == {
+        key: pytest.approx(numbers) for key, numbers in best.likelihood.head_numbers.items()
+    }
+    chosen.save(tmp_path / "joint.safetensors")
+    again = lw.load(tmp_path / "joint.safetensors", model, likelihood=joint)
+    assert again.likelihood.head_numbers == chosen.likelihood.head_numbers
+    more = again.update((X, Y), tune=tune)  # the noise is chosen again, and T stays
+    assert more.likelihood.likelihoods["kind"] == chosen.likelihood.likelihoods["kind"]
+    assert more.likelihood.likelihoods["box"] != chosen.likelihood.likelihoods["box"]
+    untempered = fitted(model, joint=joint, tune=lw.Validation((HELD_OUT, y), tempered=False))
+    assert untempered.likelihood.likelihoods["kind"].logit_temperature == 1
+    field = lw.fit(model, (X, Y), lw.MeanField(steps=2), likelihood=joint, validation=(HELD_OUT, y))
+    assert field.likelihood.likelihoods["kind"].logit_temperature > 1
+
+
 def test_open_noise_tuning_and_file(tmp_path):
     joint, model = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS), network()
     residual = (model(X)[:, [4, 3]] - Y["box"]).detach().square()
@@ -100,12 +169,12 @@ def test_open_noise_tuning_and_file(tmp_path):
     posterior = lw.fit(
         model, loader, likelihood=joint, forward=lambda model, x: model(x["x"] if isinstance(x, dict) else x)
     )
-    noise = posterior.likelihood.noises
-    assert noise == {"box": pytest.approx(float(residual.mean()))}
+    assert posterior.likelihood.estimated == {"box": pytest.approx(float(residual.mean()))}
+    assert posterior.likelihood.likelihoods["box"].noise_variance == pytest.approx(float(residual.mean()))
     held_out = fitted(
         model, joint=joint, prior_precision=None, validation=(X[:9], {key: y[:9] for key, y in Y.items()})
     )
-    assert held_out.likelihood.noises == {"box": pytest.approx(float(residual[:9].mean()))}
+    assert held_out.likelihood.estimated == {"box": pytest.approx(float(residual[:9].mean()))}
     assert fitted(model, joint=joint, prior_precision=None, tune=lw.Evidence()).prior_precision > 0
     held_out.save(tmp_path / "joint.safetensors")
     again = lw.load(tmp_path / "joint.safetensors", model, likelihood=joint)  # whose noise is open
@@ -140,14 +209,21 @@ def test_heads_of_other_likelihoods():
 
 def test_what_does_not_fit_is_refused():
     model, short = network(), {"kind": Y["kind"], "box": Y["box"][:, 0]}
+    other = {"kind": Y["kind"], "size": Y["box"]}  # in the order of keys the columns differ from those of the fit
     for call, match in (
         (lambda: lw.Joint({"a": lw.Gaussian()}, {"a": slice(1)}), "at least two keys"),
         (
             lambda: lw.Joint({"a": lw.Gaussian(), "b": lw.Poisson()}, {"a": slice(1), "c": slice(1)}),
             "for the same keys",
         ),
-        (lambda: fitted(model, joint=None), r"keys \['box', 'kind'\]. Pass likelihood=lw.Joint"),
-        (lambda: fitted(model, {"kind": Y["kind"], "other": Y["box"]}), r"keys \['kind', 'other'\]"),
+        (lambda: fitted(model, joint=None), r"keys \['box', 'kind'\], and the likelihood has no heads.*lw.Joint"),
+        (lambda: fitted(model, {"kind": Y["kind"], "other": Y["box"]}), r"keys \['kind', 'other'\], and the"),
+        (lambda: fitted(model, validation=[(X, other)], prior_precision=None), r"heads \['box', 'kind'\]"),
+        (lambda: fitted(model, tune=lw.Validation((X, other)), prior_precision=None), r"heads \['box', 'kind'\]"),
+        (lambda: lw.compare({"a": fitted(model)}, [(X, other)]), r"keys \['kind', 'size'\].*NaN for unknown"),
+        (lambda: lw.compare({"a": fitted(model)}, (X, {"kind": Y["kind"]})), r"keys \['kind'\], and the"),
+        (lambda: fitted(model).update((X, other)), r"heads \['box', 'kind'\]"),
+        (lambda: fitted(model).influence((X, other), X), r"heads \['box', 'kind'\]"),
         (lambda: fitted(model, short), "Joint has 3 targets per sample"),
         (lambda: fitted(model, {**Y, "kind": Y["kind"] + 1}), "The target 'kind' does not fit. .*labels 0 to 2"),
         (lambda: fitted(network(3)), "outputs from 0 to 2 that no other head has"),

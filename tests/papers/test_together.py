@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import lapwing as lw
-from lapwing.covariance import LatentDraws
-from lapwing.evaluation.candidates import without_spread
+from lapwing.covariance import LatentDraws, without_spread
 from papers.__main__ import HOME
 from papers.common.data import batched
 from papers.common.networks import mlp

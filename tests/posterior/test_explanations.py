@@ -228,6 +228,10 @@ def test_refusals() -> None:
     tagger = nn.Conv1d(3, 2, 1).double().eval()
     positions = lw.fit(tagger, (torch.randn(6, 3, 4, dtype=F64), torch.randn(6, 2, 4, dtype=F64)), lw.KFAC(),
                        likelihood=lw.Gaussian(0.1))  # fmt: skip
+    at_positions = torch.randn(2, 3, 4, dtype=F64)
+    last = lw.fit(tagger, (at_positions, torch.randn(2, 2, dtype=F64)), likelihood=lw.Gaussian(0.1),
+                  forward=lambda model, x: model(x)[:, :, -1])  # fmt: skip
+    assert last.explain(at_positions).variance.shape == (2, 2)  # as the message of the refusal says
     shuffled = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=torch.Generator())
     cases: list[tuple[Any, str]] = [
         (lambda: posterior.influence(shuffled, x), "numbers of training rows need the same order.*shuffle=False"),
@@ -239,7 +243,7 @@ def test_refusals() -> None:
         (lambda: posterior.explain(lw.Uncertain(x, 0.1)), "Uncertain"),
         (lambda: posterior.influence([], x), "no row"),
         (lambda: posterior.influence(x, x), "\\(x, y\\)"),
-        (lambda: positions.value(torch.randn(2, 3, 4, dtype=F64), torch.randn(2, 3, 4, dtype=F64)), "positions.*of\\("),
+        (lambda: positions.value(at_positions, at_positions), "positions.*forward=lambda.*of\\("),
     ]
     for call, message in cases:
         with pytest.raises(lw.LapwingError, match=message):

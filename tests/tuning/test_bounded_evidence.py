@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 import lapwing as lw
 from lapwing.data import batches
 from lapwing.tuning import BoundedEvidence, Training
-from lapwing.tuning.bounded_evidence import mean_costs
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
+from lapwing.tuning.held_out import spread_costs
 from lapwing.tuning.input_process import width_by_inputs
 from lapwing.tuning.leave_one_out import leave_one_out
 from lapwing.tuning.refit import fresh_copy
@@ -82,7 +82,7 @@ def test_costs_equal_predictions_made_one_by_one(name, method):
     loader = [(case.inputs(6, 1), case.targets(6, 1)), (case.inputs(3, 2), case.targets(3, 2))]
     fitted = lw.fit(case.build(), loader, method, likelihood="categorical", params=lw.matching("*"), tune=None)
     candidates = [fitted.with_prior(delta) for delta in (0.1, 1.0, 30.0)]
-    for found, candidate in zip(mean_costs(candidates, Training(loader), 500), candidates, strict=True):
+    for found, candidate in zip(spread_costs(candidates, loader), candidates, strict=True):
         assert found == pytest.approx(cost(candidate, loader), rel=1e-9, abs=1e-12)
 
 
@@ -109,7 +109,7 @@ def test_a_logit_temperature_is_no_cost_of_the_spread(temperature):
         (-sum(float(candidate.predict(x).log_prob(y).sum()) for x, y in loader) - alone) / 40
         for candidate in candidates
     ]
-    found = mean_costs(candidates, Training(loader), 500)
+    found = spread_costs(candidates, loader)
     assert found == pytest.approx(lost, abs=1e-9)
     assert found[0] > 1e-4 > found[1]
 

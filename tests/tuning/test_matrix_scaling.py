@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import DenseTerm
+from lapwing.tuning.held_out import spread_costs
 from lapwing.tuning.matrix_scaling import FOLDS, PAYS, STRENGTHS, chosen_map
 
 SEED = torch.Generator().manual_seed(0)
@@ -50,6 +51,30 @@ def test_predictions_are_of_the_mapped_gaussian(posterior: lw.Posterior) -> None
     assert torch.allclose(torch.stack([joint.covariance[i, :, i] for i in range(4)]), covariance[:4], atol=1e-12)
     cross = posterior.latent(X[:4], joint=True).covariance[0, :, 3]
     assert torch.allclose(joint.covariance[0, :, 3], W @ cross @ W.T, atol=1e-12)
+
+
+def test_tunings_score_the_mapped_logits(posterior: lw.Posterior) -> None:
+    """A given map stays, and the other numbers are the best ones for predictions with the map."""
+    model, likelihood = posterior.model, replace(MAPPED, logit_temperature=1.0)
+    with torch.no_grad():
+        logits = 9 * model(X)
+    y = torch.multinomial((logits / 3 @ W.T + B).softmax(1), 1, generator=torch.Generator().manual_seed(0))[:, 0]
+
+    def nll(temperature: float) -> float:
+        return float(nn.functional.cross_entropy(logits / temperature @ W.T + B, y))
+
+    (found,) = spread_costs([mapped(posterior)], [(X, y)])
+    certain = (logits / 9 / 1.7 @ W.T + B).log_softmax(1)[range(240), y]
+    cost = (certain - mapped(posterior).predict(X).log_prob(y)).mean()
+    assert found == pytest.approx(float(cost), abs=1e-9)
+    options: Any = {"likelihood": likelihood, "forward": lambda model, x: 9 * model(x)}
+    temperature = lw.fit(model, (X, y), lw.TemperatureScaling(), **options).logit_temperature
+    assert nll(temperature) < min(nll(0.97 * temperature), nll(1.03 * temperature))
+    tuned = lw.fit(model, (X, y), lw.Full(), prior_precision=1e9, tune=lw.Validation([(X, y)]), **options)
+    assert tuned.logit_temperature == pytest.approx(temperature, rel=0.02)
+    for tune in (lw.Evidence(), lw.Validation([(X, y)]), lw.EarlyStopping([(X, y)]), lw.BoundedEvidence()):
+        assert lw.fit(model, (X, y), lw.Full(), tune=tune, **options).likelihood.logit_map == MAPPED.logit_map
+    assert tuned.update((X[:9], y[:9]), tune=lw.Evidence()).likelihood == tuned.likelihood
 
 
 def test_draws_of_the_weights_are_mapped_one_by_one(posterior: lw.Posterior) -> None:

@@ -205,7 +205,7 @@ class TransposedConvUse(ConvUse):
     """A transposed convolution: a plain one with reversed kernels, over an input with zeros between its pixels.
 
     There are `gaps - 1` zeros, for the stride `gaps`. The weight is (G I, O, *kernel). Negative padding cuts. The other
-    arguments are those of `ConvUse`.
+    arguments are as in `ConvUse`.
     """
 
     def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, gaps: tuple[int, ...], *rest: Any) -> None:

@@ -127,7 +127,7 @@ class MeanField(Method):
             likelihood: "categorical", "gaussian" or an instance; None infers it from the dtype of the targets. A noise
                 variance that is None becomes the mean squared residual.
             scale: factor of Σ.
-            params: selection of the uncertain parameters among those of the optimiser. Not `lw.last_layer`.
+            params: selection of the uncertain parameters of the optimiser. Not `lw.last_layer`.
             forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are all wrong.
             memory: budget in bytes for one chunk of samples; None means 1 GiB.
             progress: whether to show a bar; None shows one on a terminal.
@@ -178,7 +178,7 @@ class MeanField(Method):
         """Returns the posterior `N(θ̂, diag σ²)` of given variances, without a prior or an evidence.
 
         `variances` maps names of parameters to σ² >= 0, in the shape of the parameter; other parameters are certain.
-        The other arguments are those of `from_optimizer`.
+        The other arguments are as in `from_optimizer`.
 
         Raises:
             LapwingError: if names, shapes or values do not match the network, or if the input is invalid.

@@ -184,7 +184,7 @@ def _batch_blocks(record: Record, there: _Chunks, weights: Weights, count: int) 
 def _push_back(
     anchors: Anchors, weights: Weights, there: _Chunks, batch: _Chunks, inner: Tensor, cross: Tensor
 ) -> list[Tensor]:
-    """Returns the gradients of the anchors' inputs from those of K_Z (M, M) and K_xZ (B, R, M)."""
+    """Returns the gradients of the anchors' inputs from the gradients of K_Z (M, M) and K_xZ (B, R, M)."""
     flags = [leaf.requires_grad for leaf in _leaves(anchors)]
     free = _detached(anchors, moving=True)
     leaves = [leaf for leaf, moves in zip(_leaves(free), flags, strict=True) if moves]

@@ -75,7 +75,7 @@ class VariationalBound(VallaFit):
 class MovingSteps(IteratePass[Descent]):
     """Adam on the inducing inputs, in units of their spread, and on log δ and log σ² if they are open.
 
-    The steps begin at the anchors, of which discrete inputs stay, and at `noise_variance`, or None if σ² is given.
+    The steps begin at the anchors and at `noise_variance`, which is None if σ² is given. Discrete inputs stay.
     """
 
     method: str  # name of the fit, for messages

@@ -89,7 +89,7 @@ class Streamlined(Way):
     Cost: one forward pass with moments, after about a second for the first batch of a network. "diagonal", in products
     of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
     posterior; with a Kronecker-factored posterior two and a rotation of the inputs, O(I² + I O) per position; attention
-    one more. Memory is a few times that of a forward pass. "full", for small networks: n forward-mode passes of each
+    one more. Memory is a few times a forward pass. "full", for small networks: n forward-mode passes of each
     call, where n is the number of entries of its tensors per sample, and memory O(B n²) for all pairs of live tensors.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, equations 2 to 7, 49, 71 and 83 to 88.

@@ -1,7 +1,7 @@
 """Full mode: covariances within each sample, also between all pairs of values that are still needed.
 
-Every call is linearised at the means, and a layer with treated weights adds their contribution. The covariance of the
-outputs is that of the linearised network, plus the products of uncertain weights and uncertain inputs in each layer.
+Every call is linearised at the means, and a layer with treated weights adds their contribution. The outputs have the
+covariance of the linearised network, plus the products of uncertain weights and uncertain inputs in each layer.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
     return outputs.shape == expected.shape and torch.allclose(outputs, expected, rtol=0.0, atol=tolerance)
 
 
-# ---- heads that are applied at every position, of which one is read
+# ---- heads that are applied at every position, but read at only one
 
 
 def _pick_first(graph: fx.Graph) -> None:
