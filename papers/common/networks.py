@@ -84,9 +84,9 @@ class ResNet20(nn.Module):
         return self.linear(h.mean((2, 3)))
 
 
-def stage(inputs: int, outputs: int, stride: int, blocks: int = 3) -> nn.Sequential:
-    """Returns blocks in a row, the first with the stride."""
-    rest = (BasicBlock(outputs, outputs, 1) for _ in range(blocks - 1))
+def stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    """Returns three blocks in a row, the first with the stride."""
+    rest = (BasicBlock(outputs, outputs, 1) for _ in range(2))
     return nn.Sequential(BasicBlock(inputs, outputs, stride), *rest)
 
 

@@ -34,3 +34,8 @@ def shown(found: Any, digits: int = 3, scale: float = 1.0) -> str:
     text = f"{scale * found['mean']:.{digits}f}"
     error = f"{scale * found['standard_error']:.{digits}f}"
     return f"{text} ± {error}" if found["standard_error"] else text
+
+
+def rounded(number: float, digits: int = 2) -> str:
+    """Returns a number of any size at a few significant digits, "120" or "0.013"."""
+    return f"{float(f'{number:.{digits}g}'):g}"

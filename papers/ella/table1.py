@@ -20,7 +20,7 @@ from papers.common.cifar import Cifar, LastLayer
 from papers.common.data import Batches
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores
-from papers.common.tables import grid, shown
+from papers.common.tables import grid, rounded, shown
 from papers.common.training import kept_tensors
 from papers.ella.shared import balanced_directions, contracted, curvatures, ella_latent
 
@@ -444,5 +444,5 @@ def _cells(scores: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     """Returns the cells of a row: scores on some images, and what was chosen."""
     link = shown(scores.get("nll by the default link"))
     n, delta, temperature = row.get("n", row.get("images")), row.get("prior precision"), row.get("T")
-    numbers = [shown(n, 0), "" if delta is None else f"{delta['mean']:.2g}", shown(temperature, 2)]
+    numbers = [shown(n, 0), "" if delta is None else rounded(delta["mean"]), shown(temperature, 2)]
     return [shown(scores["nll"]), link, shown(scores["ece"]), shown(scores["accuracy"], 1, 100), *numbers]

@@ -59,18 +59,22 @@ def run_all(experiment: str, names: Sequence[str], seeds: Sequence[int]) -> dict
     return rows.all()
 
 
-def gains(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def gains(runs: Mapping[str, Mapping[str, Any]], part: str = "validated") -> dict[str, Any]:
     """Returns by task and row how much lower the NLL is than that of the network at one temperature or noise variance.
 
     The differences are of networks of the same seed; mean and standard error are over seeds.
+
+    Args:
+        runs: "task, seed 0" -> row -> values.
+        part: "validated" for rows with two numbers from the held-out data, "fitted" for rows without them.
     """
     found: dict[str, dict[str, list[float]]] = {}
     for run, rows in runs.items():
         base = rows.get(BASE, {}).get("validated", {}).get("nll")
         for name, values in rows.items():
-            if base is not None and name != BASE and "validated" in values:
+            if base is not None and name != BASE and part in values:
                 task = found.setdefault(run.partition(",")[0], {})
-                task.setdefault(name, []).append(base - values["validated"]["nll"])
+                task.setdefault(name, []).append(base - values[part]["nll"])
     return {task: {name: averaged(values) for name, values in rows.items()} for task, rows in found.items()}
 
 

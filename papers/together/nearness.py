@@ -10,7 +10,7 @@ import lapwing as lw
 from papers.common import drawing
 from papers.common.measures import gaussian_kl, relative_error
 from papers.common.results import Rows, once
-from papers.common.tables import grid
+from papers.common.tables import grid, rounded
 from papers.together import tasks
 from papers.together.comparison import forward_seconds
 from papers.together.tasks import Task
@@ -175,8 +175,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _short(found: Mapping[str, float] | None) -> str:
-    """Returns a number of any size with its standard error, at two digits."""
+    """Returns a number of any size at two digits, and its standard error at one."""
     if found is None:
         return ""
-    error = f" ± {found['standard_error']:.1g}" * bool(found["standard_error"])
-    return f"{found['mean']:.2g}{error}"
+    error = f" ± {rounded(found['standard_error'], 1)}" * bool(found["standard_error"])
+    return rounded(found["mean"]) + error

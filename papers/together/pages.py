@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from papers.common.tables import grid, shown
-from papers.together import methods
-from papers.together.comparison import BASE
+from papers.common.tables import grid, rounded, shown
+from papers.together import comparison, methods
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns gains by way and as fitted, the scores of each network through linearised prediction, and the costs."""
     found = {f"gains, {way}": gains(results, way) for way in methods.WAYS}
-    found["gains as fitted"] = as_fitted(results["table"])
+    found["gains as fitted"] = as_fitted(results)
     found |= {name: scores(rows) for name, rows in results["table"].items()}
     return {**found, "costs": costs(results["table"])}
 
@@ -28,23 +27,21 @@ def gains(results: Mapping[str, Any], way: str) -> str:
     for method in methods.names(trains=True, regression=True):
         name = method if method in methods.NETWORKS else f"{method}, {way}"
         cells = [_gain(results, task, name) for task in tasks]
-        if any(cells) and method not in (BASE, methods.NETWORKS[0]):
+        if any(cells) and method not in (comparison.BASE, methods.NETWORKS[0]):
             lines[shown_name(method)] = cells
     return grid(tasks, lines)
 
 
-def as_fitted(table: Mapping[str, Any]) -> str:
+def as_fitted(results: Mapping[str, Any]) -> str:
     """Returns gains through linearised prediction without the two held-out numbers, over the network at one number."""
+    found = comparison.gains(results["runs"], "fitted")
     lines = {}
     for method in methods.names(trains=True, regression=True):
-        cells = []
-        for rows in table.values():
-            row = rows.get(method if method in methods.NETWORKS else f"{method}, GLM", {})
-            base = rows[BASE]["validated"]["nll"]["mean"]
-            cells.append(f"{base - row['fitted']['nll']['mean']:.3f}" if "fitted" in row else "")
-        if any(cells) and method != BASE:
+        name = method if method in methods.NETWORKS else f"{method}, GLM"
+        cells = [shown(found.get(task, {}).get(name)) for task in results["table"]]
+        if any(cells) and method != comparison.BASE:
             lines[shown_name(method)] = cells
-    return grid(list(table), lines)
+    return grid(list(results["table"]), lines)
 
 
 def shown_name(method: str) -> str:
@@ -102,5 +99,4 @@ def costs(table: Mapping[str, Any]) -> str:
 def _rounded(row: Mapping[str, Any], name: str) -> str:
     if name not in row:
         return ""
-    number = row[name]["mean"] / (1000 if name == "bytes" else 1)
-    return f"{float(f'{number:.2g}'):g}"
+    return rounded(row[name]["mean"] / (1000 if name == "bytes" else 1))

@@ -11,7 +11,7 @@ pytest.importorskip("tomllib")  # Python 3.10 has none
 
 from papers import __main__ as command
 from papers import ledger, pages
-from papers.common.tables import grid, shown
+from papers.common.tables import grid, rounded, shown
 
 ENTRIES = ledger.read()
 
@@ -54,4 +54,5 @@ def test_cells():
     assert shown(found) == "0.263 ± 0.001"
     assert shown({"mean": 0.5, "standard_error": 0.0}, 1, 100) == "50.0"
     assert shown(None) == ""
+    assert [rounded(number) for number in (118.2, 0.0126, 150_400)] == ["120", "0.013", "150000"]
     assert grid(["x", "y"], {"a": ["1"]}) == "| | x | y |\n|---|---|---|\n| a | 1 |  |\n"

@@ -125,20 +125,23 @@ def test_tables_of_the_page():
         return {"nll": averaged(values), "coverage 0.9": averaged([0.9] * len(values))}
 
     base = {"temperature or noise": {"validated": rows(1.0, 1.2), "passes": averaged([1.0, 1.0])}}
-    plain = "KFAC, no held-out data, GLM"
+    number, plain = {"temperature or noise": {"validated": {"nll": 1.0}}}, "KFAC, no held-out data, GLM"
     found = {
         "table": {
             "two": {**base, "KFAC, GLM": {"validated": rows(0.8, 0.8), "passes": averaged([9.0, 11.0])}},
-            "one": {**base, "KFAC, GLM": {"validated": rows(0.9), "gain error": averaged([0.05])},
-                    plain: {"fitted": rows(1.3)}},
+            "one": {**base, "KFAC, GLM": {"validated": rows(0.9), "gain error": averaged([0.05])}},
         },
-        "runs": {"two, seed 0": {"KFAC, GLM": {"factor": 1.0}}, "two, seed 1": {"KFAC, GLM": {"factor": 1e-3}},
-                 "one, seed 0": {"KFAC, GLM": {"factor": 0.1}}},
+        "runs": {
+            "two, seed 0": {**number, "KFAC, GLM": {"factor": 1.0, "fitted": {"nll": 1.2}}},
+            "two, seed 1": {**number, "KFAC, GLM": {"factor": 1e-3, "fitted": {"nll": 1.4}}},
+            "one, seed 0": {**number, "KFAC, GLM": {"factor": 0.1}, plain: {"fitted": {"nll": 1.3}}},
+        },
         "gains": {"two": {"KFAC, GLM": averaged([0.2, 0.4])}, "one": {"KFAC, GLM": averaged([0.1])}},
-    }  # fmt: skip
+    }
     made = comparison_pages.tables(found)
     assert "| KFAC | 0.300 ± 0.100 † | 0.100 ± 0.050 |" in made["gains, GLM"]
-    assert "| KFAC, fitted without held-out data |  | -0.200 |" in made["gains as fitted"]
+    assert "| KFAC | -0.300 ± 0.100 |  |" in made["gains as fitted"]
+    assert "| KFAC, fitted without held-out data |  | -0.300 |" in made["gains as fitted"]
     assert "| KFAC | 0.800 | 0.900 |" in made["two"]
     assert "| KFAC |  | 10 |" in made["costs"]
 
