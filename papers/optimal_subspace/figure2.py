@@ -112,6 +112,5 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         "relative error": table(tasks, names, "relative_error", (10, 200, 1000)),
         "nll": table(tasks, names, "nll", (10, 200, 1000), 2),
         "relative error, tuned": table(tasks, tuned, "relative_error", (10, 200, 1000), 2),
-        "nll, tuned": table(tasks, tuned, "nll", (1000,), 2),
         "corrupted": grid(list(corrupted), rows),
     }

@@ -19,6 +19,8 @@ from papers.optimal_subspace.table1 import TABLES, network
 
 PUBLISHED = {"wine": 0.89, "energy": 0.92, "naval": 0.34, "california": 0.60}
 """Table 6."""
+FAST = {"seeds": (0,)}
+"""Arguments of a run for `python -m papers verify`."""
 
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
