@@ -12,7 +12,7 @@ from papers import __main__ as command
 from papers.common import drawing, results
 
 NOT_RUN = {
-    ("streamlined", "decay"), ("valla", "published_images"),
+    ("valla", "published_images"),
 }  # fmt: skip
 """Experiments that may lack results."""
 EXPERIMENTS = [(paper, name) for paper in command.papers() for name in command.experiments(paper)]
