@@ -139,3 +139,6 @@ plt.show()
 #   zero, is not Gaussian. Compute it at draws of the weights, ``posterior.sample(100)``, to see the difference.
 # - **A maximum or a count of predictions** has no useful gradient. Take draws of the outputs,
 #   ``posterior.latent(x, joint=True).sample(1000)``.
+# - **You have a covariance of the weights already.** The package deltavar multiplies it with the gradients of one
+#   number. With the covariance of this posterior both agree to rounding. Its own covariance is an inverse Fisher matrix
+#   averaged over rows, with a damping that you choose. By default the total above then has an error of 68, not 3.7.
