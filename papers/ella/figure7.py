@@ -13,9 +13,14 @@ from lapwing.covariance import Latent
 from lapwing.tangent import Record
 from papers.common import drawing
 from papers.common.cifar import LastLayer
+from papers.common.results import read
 from papers.common.scores import averaged, class_scores
 from papers.common.tables import grid, shown
+from papers.ella import table1
 from papers.ella.stopping import DELTAS, KeepPrefixes
+
+FAST = {"seeds": (0,)}
+"""Arguments of a run for `python -m papers verify`."""
 
 
 def run(seeds: Sequence[int] = (0, 1, 2), shown: int = 14_000, reported: int = 4000) -> dict[str, Any]:
@@ -77,25 +82,28 @@ def _last_layer_scores(posterior: lw.Posterior, records: Sequence[tuple[Record, 
 
 
 def draw(results: Mapping[str, Any]) -> None:
-    """Draws scores over n."""
-    figure, ((*axes,),) = drawing.panels(1, 3, (12, 3.4))
-    for measure, axis in zip(("nll", "ece", "accuracy"), axes, strict=True):
+    """Draws scores over n, with the network at one temperature from `table1`, on the same images."""
+    tempered = read(table1.__file__)["table"]["network and last layer"]["network, one temperature"]
+    figure, ((*axes,),) = drawing.panels(1, 2, (9, 3.6))
+    for measure, axis in zip(("nll", "ece"), axes, strict=True):
         for kind in next(iter(results["over n"].values())):
             rows = {int(n): row[kind][measure] for n, row in results["over n"].items()}
             means, errors = ([row[part] for row in rows.values()] for part in ("mean", "standard_error"))
             axis.errorbar(list(rows), means, errors, fmt=".-", label=kind)
-        axis.axhline(results["MAP"][measure], color="#555555", linestyle=":", label="MAP")
-        label = {"nll": "NLL (nats)", "ece": "ECE", "accuracy": "accuracy"}[measure]
+        axis.axhline(results["MAP"][measure], color="#555555", linestyle=":", label="network")
+        temperature = tempered[f"first {results['reported']}"][measure]["mean"]
+        axis.axhline(temperature, color="black", linestyle="--", label="network, one temperature")
+        label = {"nll": "NLL (nats)", "ece": "ECE"}[measure]
         axis.set(xscale="log", xlabel="n, images in the curvature (last layer)", ylabel=label)
     axes[0].set_ylim(0.24, 0.5)
     axes[1].set_ylim(0, 0.15)
-    drawing.legend_below(figure, 6)
+    drawing.legend_below(figure, 4)
     drawing.save(figure, __file__)
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the NLL by the number of images and the way to the prior precision."""
-    counts = ("6", "109", "875", "3500", "14000", "50000")
+    counts = ("6", "109", "875", "3500", "7000", "50000")
     kinds = next(iter(results["over n"].values()))
     rows = {kind: [shown(results["over n"][n][kind]["nll"]) for n in counts] for kind in kinds}
     return {"nll": grid([f"n = {n}" for n in counts], rows)}
