@@ -72,6 +72,8 @@ plt.show()
 #
 # - **The classes must stay those of the network.** A map can change the most probable class. A temperature cannot.
 # - **Few held-out samples, or many classes.** A map has C (C + 1) numbers. It is then shrunken so far that it changes
-#   little, or left out. docs/defaults.md has the gains on 17 networks.
+#   little, or left out. On 17 networks the mean NLL is 0.6098 with ``validation=`` and 0.6074 with the map. The
+#   calibrator of the package probmetrics after ``validation=`` has 0.6078. It is better on seven of the networks:
+#   docs/defaults.md.
 # - **A reason that you know.** If the network was trained on resampled data, subtract the known offset instead:
 #   docs/likelihoods.md.

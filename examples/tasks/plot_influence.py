@@ -2,7 +2,8 @@
 Which rows made this prediction, which labels look wrong, what to measure next
 ==============================================================================
 
-The covariance between outputs answers three questions about single rows without training again.
+Which training rows made this prediction? Which labels look wrong, and which row would help most if it were measured?
+The covariance between outputs answers all three without training again.
 """
 
 import copy
