@@ -22,6 +22,9 @@ TABLES = ("SERVO", "LD", "AM", "REV", "FF", "CCS", "ASN")
 COUNTS = (10, 100, 1000, 5000)
 """Numbers of draws; the paper has 100 to 50 000 and reports 1 000."""
 
+FAST = {"names": ("SERVO", "LD", "AM", "REV", "CCS"), "folds": (0,)}
+"""Arguments of a run for `python -m papers verify`."""
+
 
 def run(names: Sequence[str] = TABLES, folds: Sequence[int] = range(3)) -> dict[str, Any]:
     """Returns the NLPD by the number of draws, and the scores of MFVI; "seed" is the fold that is tested."""
