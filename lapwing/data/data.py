@@ -78,7 +78,7 @@ class Data:
 
     @classmethod
     def of(cls, given: Any, posterior: Any, sample_weights: bool = False) -> Data:
-        """Returns data that are read as those of a posterior's fit, or `given` if it already is `Data`."""
+        """Returns data that are read as in a posterior's fit, or `given` if it already is `Data`."""
         model, columns = posterior.model, posterior.columns
         data = given if isinstance(given, cls) else cls(given, model, sample_weights, columns=columns)
         data.check_keys(posterior.likelihood)

@@ -1,4 +1,4 @@
-"""`lw.fit`: it reads the arguments, runs the method's passes over the data, and tunes what is open.
+"""`lw.fit`: it reads the arguments, runs the method's passes over the data, and tunes the open numbers.
 
 It imports `tuning`, `methods` and the rooms below them. Begin with `fit.py`, then `runner.py`. Plans are in `plan.py`,
 ensembles in `mixture.py`, and detectors in `novelty.py`.

@@ -108,9 +108,8 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         index = self._indices(key, latent.mean.shape[-1])
         if latent.draws is not None:
             return LatentDraws(latent.draws[..., index], latent.joint)
-        if latent.joint:
-            return JointLatent(latent.mean[:, index], latent.covariance[:, index][..., index])
-        return Latent(latent.mean[:, index], (DenseTerm(latent.covariance[:, index][..., index]),))
+        mean, covariance = latent.mean[:, index], latent.covariance[:, index][..., index]
+        return JointLatent(mean, covariance) if latent.joint else Latent(mean, (DenseTerm(covariance),))
 
     def by_key(self, targets: Any, outputs: int) -> dict[str, Tensor]:
         """Returns the targets of each head, from a dict or one tensor (B, K); integers for labels."""

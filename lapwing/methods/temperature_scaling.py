@@ -44,8 +44,7 @@ class TemperatureScaling(Method):
     inputs no better than the network.
 
     T is the best of 161 candidates from 0.01 to 100, refined by a parabola through its neighbours (NLL to 1e-5 nats).
-
-    A `logit_map` of the likelihood applies to the divided logits, as in predictions.
+    A given `logit_map` applies to the divided logits.
 
     Raises:
         LapwingError: if the fit is a regression, which has no logits.

@@ -109,7 +109,7 @@ class Tangent:
         return replace(self, forward=replace(forward, direct=direct), outputs=forward.outputs)
 
     def of_logits(self, activation: str | None) -> Tangent:
-        """Returns the tangent of a network with logits, whose calls replace those of classes that cannot be."""
+        """Returns the tangent of a network with logits. Its calls replace the logits of impossible classes."""
         direct = self.plan.last >= 0 or self.positions.direct
         return replace(self, forward=as_logits(self.forward, None if direct else activation, looks=False))
 

@@ -212,20 +212,15 @@ def no_batch() -> LapwingError:
     )
 
 
-def mean_variances(posteriors: Sequence[Posterior], parts: Iterable[batches.Weighted]) -> list[float]:
-    """Returns the weighted mean of the linearised `J_n Σ J_nᵀ` over outputs and samples, for each posterior."""
-    return means_over_samples(posteriors, parts, lambda _, variance: variance)
-
-
 def means_over_samples(
     posteriors: Sequence[Posterior],
     parts: Iterable[batches.Weighted],
-    function: Callable[[Posterior, Tensor], Tensor],
+    function: Callable[[Posterior, Tensor], Tensor] = lambda _, variance: variance,
 ) -> list[float]:
     """Returns the weighted mean of a function of a posterior and its variances `J_n Σ J_nᵀ` (B, C), for each posterior.
 
-    Each output is in units of its noise ratio. Some positions are used of inputs with more than `WIDTH_OUTPUTS`
-    outputs. The posteriors may differ only in prior and noise.
+    Without a function, these are mean variances. Each output is in units of its noise ratio. Some positions are used of
+    inputs with more than `WIDTH_OUTPUTS` outputs. The posteriors may differ only in prior and noise.
     """
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, every, ratios = None, torch.empty(0), torch.empty(0)

@@ -13,7 +13,7 @@ from ..data import batches
 from ..posterior import Posterior
 from .evidence import Training, spread_batches
 from .gaussian_process import LeaveOneOut
-from .held_out import WIDTH_OUTPUTS, mean_variances, means_over_samples
+from .held_out import WIDTH_OUTPUTS, means_over_samples
 from .input_process import width_by_inputs
 from .leave_one_out import leave_one_out
 from .search import crossing, evenly
@@ -61,7 +61,7 @@ def with_left_out_width(
     precision = torch.full_like(posterior.prior.precision, exact.precision)
     noise = exact.noise_variance
     start = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
-    variance = mean_variances([start], parts)[0]
+    variance = means_over_samples([start], parts)[0]
     factor = width / exact.unseen(noise + variance)
     if exact.drawn:
         noise = (posterior.noise_variance or 0.0) + max(width - exact.drawn, 0.0)
@@ -77,7 +77,7 @@ def with_left_out_width(
             noise = least
             if wanted > 0:  # δ from here up at which the mean variance of training data is the wanted one
                 raised = [posterior.at(precision * 10**decade, least) for decade in RAISED]
-                precision = precision * 10 ** crossing(RAISED, mean_variances(raised, parts), wanted)
+                precision = precision * 10 ** crossing(RAISED, means_over_samples(raised, parts), wanted)
     log.info(
         "Targets that are left out have a variance of %.3g by the exact linearised model of %d weights and %d "
         "samples, and the mean squared residual is %.3g: the noise variance of %s is %.3g",
