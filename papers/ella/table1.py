@@ -267,7 +267,8 @@ class Whole:
         kfac = {name: c for name, c in covariances.items() if name.startswith("KFAC") and has_prior(c)}
         others = {"KFAC": list(kfac.values())} if kfac else None
         found = contracted(self.tangent, x, self.directions, {**(diagonals or {}), **variances}, others)
-        return {**found, **{name: found.pop(f"KFAC, {i}") for i, name in enumerate(kfac)}}
+        named = {name: found.pop(f"KFAC, {i}") for i, name in enumerate(kfac)}
+        return {**found, **named}
 
     @property
     def _prior(self) -> dict[str, Vectors]:
