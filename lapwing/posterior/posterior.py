@@ -496,8 +496,8 @@ class Posterior(Displayed, Generic[P]):
         `G = G_1 + G_2` (KFAC's factors add, not its G), and the statistics of the likelihood add too. So for Diagonal,
         KFAC and Full the result equals one fit to all data, to rounding, unless the Fisher information is drawn (more
         than 1 000 outputs). The mean stays: if the new data should move it, train the network further and fit again.
-        The directions of a subspace, the prior precision, the noise variance, the logit temperature and `history` stay
-        too, even if all data would change them.
+        The directions of a subspace, the prior precision, the noise variance, the logit temperature and map and
+        `history` stay too, even if all data would change them.
 
         Args:
             loader: only the further data, in any form that `lw.fit` accepts.
