@@ -218,28 +218,34 @@ def fashion_as_cifar(count: int) -> Tensor:
     return normalised(nn.functional.pad(x, (2, 2, 2, 2)).expand(-1, 3, -1, -1))
 
 
+DRAWN = (
+    "network", "network, one temperature", "last layer, KFAC, early stopping", "ELLA", "diagonal", "KFAC",
+)  # fmt: skip
+
+
 def draw(results: Mapping[str, Any]) -> None:
-    """Draws boxes over the kinds of corruption, by severity, and errors over the confidence."""
+    """Draws boxes over the kinds of corruption, by severity, and errors over the confidence, on the fewer images."""
     figure, ((*axes,),) = drawing.panels(1, 3, (15, 4.2))
-    severities = [run for run in results["runs"] if run.startswith("severity")]
+    first = {name.removesuffix(", seed 0"): rows for name, rows in results["runs"].items() if "seed 0" in name}
+    runs = {name.removeprefix("all weights, "): rows for name, rows in first.items()}
+    severities = [run for run in results["table"] if run.startswith("severity")]
     for measure, axis in zip(("nll", "ece"), axes, strict=False):
-        for i, name in enumerate(LAST_LAYER):
-            values = [[kind[measure] for kind in results["runs"][run][name]["by kind"].values()] for run in severities]
-            places = [j * (len(LAST_LAYER) + 1) + i for j in range(len(severities))]
+        for i, name in enumerate(DRAWN):
+            values = [[kind[measure] for kind in runs[run][name]["by kind"].values()] for run in severities]
+            places = [j * (len(DRAWN) + 1) + i for j in range(len(severities))]
             boxes = axis.boxplot(values, positions=places, widths=0.8, patch_artist=True, showfliers=False)
             for box, median in zip(boxes["boxes"], boxes["medians"], strict=True):
                 box.set_facecolor(f"C{i}")
                 median.set_color("black")
             axis.plot([], [], "s", color=f"C{i}", label=name)
-        middles = [j * (len(LAST_LAYER) + 1) + (len(LAST_LAYER) - 1) / 2 for j in range(len(severities))]
+        middles = [j * (len(DRAWN) + 1) + (len(DRAWN) - 1) / 2 for j in range(len(severities))]
         axis.set_xticks(middles, [run.removeprefix("severity ") for run in severities])
         axis.set(xlabel="severity (boxes over 19 kinds)", ylabel={"nll": "NLL (nats)", "ece": "ECE"}[measure])
-    for i, name in enumerate(LAST_LAYER):
-        rows = results["runs"]["confidence"][name]
-        points = [(float(key.removeprefix("above ")), row["error"]) for key, row in rows.items()]
+    for i, name in enumerate(DRAWN):
+        points = [(float(key.removeprefix("above ")), row["error"]) for key, row in runs["confidence"][name].items()]
         axes[2].plot(*zip(*points, strict=True), ".-", color=f"C{i}")
     axes[2].set(xlabel="confidence above", ylabel="error, half of the inputs Fashion-MNIST", ylim=(0, None))
-    drawing.legend_below(figure, len(LAST_LAYER))
+    drawing.legend_below(figure, len(DRAWN))
     drawing.save(figure, __file__)
 
 
