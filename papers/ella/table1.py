@@ -435,7 +435,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     for name, row in plain.items():
         if name.startswith(("network", "recommended")) or "prior alone" in name:
             other[name] = [shown(row[f"first {count}"]["nll"]) for count in PARTS] + [shown(row["nll"])]
-    images = ["first 1 000 (Figures 4 and 8)", "2 000 (Table 4)", "4 000 (Figure 7)", "8 000 (Table 1)"]
+    images = ["first 1 000 (Figures 2, 4 and 6)", "2 000 (Table 4)", "4 000 (Figure 7)", "8 000 (Table 1)"]
     return {
         "last layer": grid(columns, last), "all methods": grid(columns, every), "other images": grid(images, other)
     }  # fmt: skip
