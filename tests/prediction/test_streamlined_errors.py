@@ -50,6 +50,15 @@ def test_control_flow_on_data_is_named():
     refuse(Branching(), torch.ones(3, 4, dtype=F64), "torch.export cannot read the forward of Branching")
 
 
+def test_inputs_that_the_network_refuses_are_named():
+    """A tuple of inputs and labels, say: the network cannot take it, and its forward is not to blame."""
+    x = torch.randn(3, 4, dtype=F64)
+    tangent = tn.Tangent.survey(nn.Linear(4, 2).double().eval(), x, tn.matching("*"))
+    covariance = DenseCovariance(tangent.blocks, psd(tangent.size), torch.ones(1, dtype=F64), 1.0)
+    with pytest.raises(LapwingError, match=r"Linear, called as model\(\*inputs\) on tuple"):
+        Streamlined().latent(tangent, covariance, (x, torch.zeros(3)))
+
+
 @pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
 def test_groups_with_correlated_weights_are_named(layer):
     model = nn.Sequential(layer(4, 6, 2, groups=2), nn.Flatten())

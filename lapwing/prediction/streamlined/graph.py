@@ -121,6 +121,8 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
     example = batches.take(inputs, slice(0, tangent.chunk_length(1)))
     if batches.size(example) == 1:  # torch.export fixes a length of one
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
+    with torch.no_grad():
+        tangent.call_with({}, batches.copied(example))  # says what is wrong with inputs that the network refuses
     wrapped = Called(tangent.model, as_logits(tangent.forward, None))
     wrapped.training = tangent.model.training  # train() would reach into the network
     failure: BaseException | None = None
