@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,13 +86,28 @@ def test_the_last_layer_uses_the_correlation_in_predictions_and_deployed(fitted:
     way = lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())
     assert "features=FeatureCorrelation()" in repr(way)  # says that they are set, without their numbers
     torch.testing.assert_close(posterior.latent(x, way).variance.mean(), posterior.latent(x).variance.mean())
-    none = features.FeatureCorrelation(torch.zeros(5, 1).double(), torch.ones(5).double())
+    none = replace(way.via.features, factor=torch.zeros(5, 1).double(), rest=torch.ones(5).double())
     plain, alone = (posterior.latent(x, lw.Streamlined(features=found)) for found in (None, none))
     torch.testing.assert_close(alone.covariance, plain.covariance)
     latent = posterior.latent(x, way)
     mean, variance = lw.deploy(posterior, x, via=way, outputs="latent")(x[:3])
     torch.testing.assert_close(variance, latent.variance[:3])
     torch.testing.assert_close(mean, latent.mean[:3])
+
+
+def test_a_fitted_way_belongs_to_its_posterior_which_may_come_from_a_file(
+    fitted: tuple[lw.Posterior, Tensor], tmp_path: Path
+) -> None:
+    posterior, x = fitted
+    way = lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = lw.load(tmp_path / "posterior.safetensors", posterior.model)
+    torch.testing.assert_close(loaded.latent(x, way).variance, posterior.latent(x, way).variance)
+    other = posterior.with_prior(21.0)
+    with pytest.raises(lw.LapwingError, match=r"another posterior of .* Write via=lw.scale_factor\(posterior, x"):
+        other.latent(x, way)
+    again = lw.scale_factor(other, x, way.via, to=lw.Linearized())  # the way may start from another posterior's
+    torch.testing.assert_close(other.latent(x, again).variance.mean(), other.latent(x).variance.mean())
 
 
 def test_the_covariance_of_a_last_layer_with_correlated_inputs() -> None:
@@ -99,7 +117,7 @@ def test_the_covariance_of_a_last_layer_with_correlated_inputs() -> None:
     factor = torch.randn(4, 2).double()
     rest = 0.5 * torch.rand(4).double()
     x, noise = torch.randn(5, 4).double(), torch.rand(5, 4).double()
-    way = lw.Streamlined(features=features.FeatureCorrelation(factor, rest))
+    way = lw.Streamlined(features=features.FeatureCorrelation(factor, rest, torch.zeros(0, 3).double()))
     latent = lw.propagate(model, lw.Uncertain(x, noise), via=way)
     v = noise @ model[0].weight.square().T
     half = model[1].weight * v.sqrt()[:, None]

@@ -84,7 +84,7 @@ class Streamlined(Way):
             that has them flattened into its inputs, and in networks that merge samples between other dimensions.
         features: correlation of the inputs of a last linear layer, in "diagonal" mode. Leave it None, for independent
             inputs; `lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())` sets it. It belongs to this
-            posterior: a way that another posterior uses has wrong variances, and no message says so.
+            posterior, also after saving and loading; another one refuses it.
 
     Cost: one forward pass with moments, after about a second for the first batch of a network. "diagonal", in products
     of the size of the layer's own: one before the first treated layer, two after it, three at a layer with a diagonal
@@ -187,7 +187,7 @@ class Streamlined(Way):
             return self
         with torch.no_grad():
             with without_compiled():
-                program: Any = self.program(tangent, covariance, inputs)
+                program: Any = replace(self, features=None).program(tangent, covariance, inputs)
             return replace(self, features=correlation_of(tangent, covariance, program, inputs))
 
     def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...]) -> int:

@@ -62,4 +62,4 @@ def correlation_of(
     drawn = drawn / drawn.norm(dim=0).clamp_min(torch.finfo(drawn.dtype).tiny)  # R = drawnᵀ drawn
     _, vectors = symmetric_eigen(drawn @ drawn.mT)
     factor = drawn.mT @ vectors[:, -min(RANK, width) :].to(drawn)
-    return FeatureCorrelation(factor, (1 - factor.square().sum(1)).clamp_min(0))
+    return FeatureCorrelation(factor, (1 - factor.square().sum(1)).clamp_min(0), program.fingerprints())

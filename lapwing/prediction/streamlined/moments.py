@@ -104,6 +104,16 @@ class Moments:
         """`(1 - ρ) v`, the variances of the independent part of each position."""
         return self.variance if self.correlation is None else (1 - self.correlation) * self.variance
 
+    def averages(self, layout: Layout, samples: int, channel: int = -1) -> tuple[Tensor | None, Tensor]:
+        """Returns the means (B, n) over positions of `common`, None for independent positions, and of `individual`."""
+        rho = self.correlation
+        if rho is None:
+            return None, layout.mean(self.variance, samples, channel)
+        if layout.merged or rho.ndim < self.mean.ndim or not is_constant(rho, rho.ndim, layout.positions):
+            return layout.mean(self.common, samples, channel), layout.mean(self.individual, samples, channel)
+        rho, average = layout.mean(rho, samples, channel), layout.mean(self.variance, samples, channel)
+        return root(rho) * layout.mean(root(self.variance), samples, channel), (1 - rho) * average
+
     @property
     def full_correlation(self) -> Tensor | None:
         """ρ in the shape of the variances."""
@@ -112,10 +122,14 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class FeatureCorrelation:
-    """The correlation `R = F Fᵀ + diag(r)` of the n inputs of a last layer: F (n, K) as `factor`, r (n,) as `rest`."""
+    """The correlation `R = F Fᵀ + diag(r)` of the n inputs of a last layer: F (n, K) as `factor`, r (n,) as `rest`.
+
+    `posterior` (P, 3) has the fingerprints of the variances of the posterior to which R was fitted.
+    """
 
     factor: Tensor = field(repr=False)
     rest: Tensor = field(repr=False)
+    posterior: Tensor = field(repr=False)
 
 
 Value = Any
@@ -136,7 +150,7 @@ def variance_of(value: Value) -> Tensor | None:
 
 def root(x: Tensor) -> Tensor:
     """Returns √x, with a finite derivative at 0."""
-    return x.clamp_min(_SMALLEST_VARIANCE).sqrt()
+    return x.clamp_min(_SMALLEST_VARIANCE).sqrt_()
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
@@ -160,15 +174,17 @@ def sum_correlation(
 ) -> Tensor | None:
     """Returns `ρ = Σ ρ_i v_i / Σ v_i` of a sum of independent parts (v_i, ρ_i), or None if no part has a ρ.
 
-    If no ρ_i depends on the position, v_i and their sum are averaged over positions first.
+    Parts without a ρ may be left out, unless there are `positions`: then all v_i are averaged over them, if no ρ_i
+    depends on the position.
     """
-    some = [(variance, rho) for variance, rho in parts if rho is not None]
-    if not some:
+    parts = list(parts)
+    known = [rho for _, rho in parts if rho is not None]
+    if not known:
         return None
-    if positions and all(not isinstance(r, Tensor) or is_constant(r, total.ndim, positions) for _, r in some):
-        some = [(v.expand_as(total).mean(positions, keepdim=True), r) for v, r in some]
-        total = total.mean(positions, keepdim=True)
-    return ratio(total_of([variance * rho for variance, rho in some]), total)
+    if positions and all(not isinstance(r, Tensor) or is_constant(r, total.ndim, positions) for r in known):
+        parts = [(v.expand_as(total).mean(positions, keepdim=True), r) for v, r in parts]
+        total = total_of([variance for variance, _ in parts])
+    return ratio(total_of([variance * rho for variance, rho in parts if rho is not None]), total)
 
 
 def is_constant(x: Tensor, ndim: int, positions: tuple[int, ...]) -> bool:

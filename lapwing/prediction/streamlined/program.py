@@ -15,6 +15,7 @@ from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, EigenTerm, Term
 from ...data import batches
 from ...errors import LapwingError
+from ...network.stamp import fingerprint
 from ...tangent import Block, Tangent
 from . import rules  # noqa: F401 (fills the table)
 from .axes import SampleAxes, read_axes, read_layouts
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from . import Streamlined
 
 log = logging.getLogger("lapwing")
+
+SAME = 1e-5  # relative difference up to which sums of variances belong to one posterior, on any device
 
 
 def build(
@@ -70,7 +73,15 @@ def build(
         node.name: Site(node, roles_of(node, treated), way.attention, network, layouts, correlated) for node in calls
     }
     width = tangent.outputs if tangent.positions.several else None
-    return Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
+    program = Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
+    if way.features is not None:
+        found, fitted = program.fingerprints(), way.features.posterior
+        if found.shape != fitted.shape or not torch.allclose(found, fitted, rtol=SAME, atol=0):
+            raise LapwingError(
+                f"This Streamlined(features=...) was fitted to another posterior of {network}, or to another prior or "
+                "noise. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()) again."
+            )
+    return program
 
 
 def _check_forward_mode(network: str, steps: Schedule, full: bool) -> None:
@@ -201,6 +212,11 @@ class Program:
             if name in self.schedule.uncertain:
                 values[name] = Moments(self.cast(name, values[name]), treated.marginals[parameter])
         return values
+
+    def fingerprints(self) -> Tensor:
+        """Returns the fingerprints (P, 3) of the variances of P treated parameters, which identify the posterior."""
+        prints = [fingerprint(treated.marginals[name]) for treated, name in self.treated.values()]
+        return torch.stack(prints) if prints else torch.zeros(0, 3).double()
 
     def step(self, step: Step, values: Mapping[str, Value], samples: int) -> Value:
         """Returns the value of one step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
         parts.append(apply(mean.square(), spread))
     if shift is not None:
         parts.append(shift.reshape(-1, *(1,) * (w.ndim - 2)))
-    total = total_of(parts).expand_as(h)
+    total = reduce(Tensor.add_, parts).expand_as(h)  # in place, into a new tensor: only the bias is not new, and last
     layout = site.layout
     if layout is None:
         return Moments(h, total)
@@ -56,10 +57,11 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
         kernels = _outputs_first(site, w, groups)
         spreads = None if spread is None else _outputs_first(site, spread, groups)
         averaged = site.constant("averaged", lambda: _averaged(cover, kernels, spreads))  # (O, C)
-        pooled.append(_by_groups(layout.mean(x.individual, site.samples, 1), averaged, groups))
-        if x.correlation is not None:
+        common, individual = x.averages(layout, site.samples, 1)
+        pooled.append(_by_groups(individual, averaged, groups))
+        if common is not None:
             inherited = site.constant("inherited", lambda: _inherited(cover, kernels, spreads))  # (O, C)
-            pooled.append(_by_groups(layout.mean(x.common, site.samples, 1).square(), inherited, groups))
+            pooled.append(_by_groups(common.square(), inherited, groups))
     if spread is not None:
         rows = _mean_patches(_cover(site, arguments, mean, h.shape[2:]), mean)  # (B, C, *kernel)
         spread = _outputs_first(site, spread, arguments["groups"])

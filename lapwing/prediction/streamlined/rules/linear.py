@@ -112,13 +112,13 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
     if layout is None:
         return Moments(h, total, None, start)
     pooled = [part.expand(site.samples, -1) for part in layer.added(layout.mean(mean, site.samples))]
-    if isinstance(x, Moments) and x.correlation is not None:
-        pooled.append(layout.mean(x.common, site.samples).square() @ layer.second())
-    if not pooled:
+    if not pooled and (not isinstance(x, Moments) or x.correlation is None):
         return Moments(h, total, None, start)
     if isinstance(x, Moments):
-        count = total.numel() // pooled[0].numel()  # T
-        pooled.append(layout.mean(x.individual, site.samples) @ layer.second() / count)
+        common, individual = x.averages(layout, site.samples)
+        count = total.numel() // (site.samples * total.shape[-1])  # T
+        shared = [] if common is None else [common.square()]
+        pooled.append(total_of([individual / count, *shared]) @ layer.second())
     rho = layer_correlation(total, total_of(pooled), layout, site.samples, -1)  # (B, O)
     return Moments(h, total, layout.spread(rho, total), start)
 

@@ -52,7 +52,7 @@ def batch_norm(site: Site, arguments: dict[str, Any]) -> Moments | tuple[Moments
     trailing = mean_of(x).ndim - 2
     scale = (arguments["running_var"] + arguments["eps"]).rsqrt()
     scale, shift = (v.reshape(-1, *(1,) * trailing) for v in (scale, -arguments["running_mean"] * scale))
-    mean = torch.addcmul(shift, mean_of(x), scale)
+    mean = (mean_of(x) * scale).add_(shift)  # in place: fresh memory costs more than the sum
     inner = Moments(mean, x.variance, x.correlation) if isinstance(x, Moments) else mean
     result = affine(site, inner, arguments["weight"], arguments["bias"], trailing, scale.square())
     return result if site.node.target is aten.batch_norm.default else (result,)
@@ -76,14 +76,15 @@ def affine(
     if gamma is None:
         out = mean if beta is None else mean + beta
     else:
-        out = mean * gamma if beta is None else torch.addcmul(beta, mean, gamma)
+        out = mean * gamma if beta is None else (mean * gamma).add_(beta)
     crossed = _covariance(site, gamma_v, beta_v, mean.dtype)
 
     def added(mean: Tensor, shape: Any) -> Tensor | None:
         """Returns the variances from γ and β at a certain x̂; `shape` fits their values to its dimensions."""
         total = None if beta_v is None else shape(beta_v)
         if gamma_v is not None:
-            total = torch.addcmul(mean.new_zeros(()) if total is None else total, mean.square(), shape(gamma_v))
+            from_gamma = mean.square().mul_(shape(gamma_v))
+            total = from_gamma if total is None else from_gamma.add_(total)
         return total if crossed is None or total is None else total + 2 * mean * shape(crossed)
 
     from_weights, carried = added(mean, lambda value: value), None
@@ -99,13 +100,14 @@ def affine(
     parts: list[tuple[Tensor, Tensor | float | None]] = []
     channel = 1 if trailing else -1
     width = next((value.numel() for value in (gamma, beta) if value is not None), 0)
-    if from_weights is not None and width == out.shape[channel]:
-        from_weights = from_weights.expand_as(out)
-        average = layout.mean(mean, site.samples, channel)
-        pooled: Any = added(average, lambda value: value.reshape(-1))
-        whole, count = layout.mean(from_weights, site.samples, channel), out.numel() // average.numel()
-        rho = ratio((pooled - whole / count).clamp_min(0), whole - whole / count)
-        parts.append((from_weights, layout.spread(rho, out, channel)))
+    if from_weights is not None:
+        from_weights, rho = from_weights.expand_as(out), None
+        if width == out.shape[channel]:
+            average = layout.mean(mean, site.samples, channel)
+            pooled: Any = added(average, lambda value: value.reshape(-1))
+            whole, count = layout.mean(from_weights, site.samples, channel), out.numel() // average.numel()
+            rho = ratio((pooled - whole / count).clamp_min(0), whole - whole / count)
+        parts.append((from_weights, None if rho is None else layout.spread(rho, out, channel)))
     if carried is not None:
         parts.append((carried, x.correlation))
     return Moments(out, total, sum_correlation(total, parts, layout.positions))
