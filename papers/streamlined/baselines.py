@@ -143,7 +143,7 @@ def gains(runs: Mapping[str, Any], posteriors: Mapping[str, Any]) -> dict[str, d
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the scores of the classifiers, and the NLPD of the regressions with gains over one noise variance."""
-    found = {"MLPs": {}, "transformers": {}, "regressions": {}}
+    found: dict[str, dict[str, list[str]]] = {"MLPs": {}, "transformers": {}, "regressions": {}}
     gained = gains(results["runs"], read(str(table1.__file__))["runs"])
     for name, rows in results["table"].items():
         if name in gained:
