@@ -42,10 +42,9 @@ class KFAC(Method):
         fisher: "sampled" draws a label y from the network's own prediction for each sample, and uses the gradients of
             its log probability, `Λ ≈ r rᵀ` with `r = ∂log p(y|f)` and `E[r rᵀ] = Λ`; for outputs with positions 8
             draws. The factors have a relative error of order 1/√N, and for small N the inverse is too wide: for a
-            10-32-5 network, variances were 1.2 to 1.8 times the exact ones for N = 100, 1.1 to 1.2 times for 400, and
-            within 2 % for 1 600. Confident networks need more samples: their gradients are rare and large. Evidences
-            differed by up to 55 nats: compare only fits with the same `fisher`. None: exact up to 1 000 outputs (of
-            all positions), or if only the last layer is treated; sampled above.
+            10-32-5 network, variances were 1.2 to 1.8 times the exact ones for N = 100 and within 2 % for 1 600.
+            Confident networks need more samples. Evidences differed by up to 55 nats: compare only fits with the same
+            `fisher`. None: exact up to 1 000 outputs (of all positions), or if only the last layer is treated.
 
     Cost: one pass of C backward passes of activations, or of one if sampled; memory O(D_in² + D_out²) per layer. At the
     end, time O(D³) per layer, or O(D² n) for a factor of width D that is summed over n < D rows. A prediction rotates
