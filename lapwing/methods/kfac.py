@@ -44,7 +44,7 @@ class KFAC(Method):
             draws. The factors have a relative error of order 1/√N, and for small N the inverse is too wide: for a
             10-32-5 network, variances were 1.2 to 1.8 times the exact ones for N = 100 and within 2 % for 1 600.
             Confident networks need more samples. Evidences differed by up to 55 nats: compare only fits with the same
-            `fisher`. None: exact up to 1 000 outputs (of all positions), or for the last layer alone; above sampled.
+            `fisher`. None: sampled above 1 000 outputs (of all positions), exact below and for a last layer alone.
 
     Cost: one pass of C backward passes of activations, or of one if sampled; memory O(D_in² + D_out²) per layer. At the
     end, time O(D³) per layer, or O(D² n) for a factor of width D that is summed over n < D rows. A prediction rotates

@@ -354,16 +354,9 @@ class OneSpan:
         found = curvatures(train["outputs"], train["features"], [n for n in COUNTS if n <= shown])
         return cls(val, test, found, (joined(whole.setup.val)[1], joined(whole.setup.test)[1]))
 
-    def row(
-        self,
-        counts: Sequence[int],
-        rank: int = 20,
-        fixed: Callable[[int], float] | None = None,
-        temperatures: Sequence[float] = (1.0,),
-        residual: bool = False,
-    ) -> dict[str, Any]:
-        """Returns test scores at the n, δ and T of lowest validation NLL (section 5.2); `fixed` gives δ for each n."""
-        loss, delta, temperature, n = self.chosen(counts, rank, fixed, temperatures, residual)
+    def row(self, counts: Sequence[int], rank: int = 20, residual: bool = False, **candidates: Any) -> dict[str, Any]:
+        """Returns test scores at the n, δ and T of lowest validation NLL (section 5.2); for options see `chosen`."""
+        loss, delta, temperature, n = self.chosen(counts, rank, residual, **candidates)
         at = ella_latent(self.test, self.curvatures[n][:rank, :rank], delta, residual=residual)
         return {
             "n": n, "prior precision": delta, "T": temperature, "validation nll": loss,
@@ -374,11 +367,11 @@ class OneSpan:
         self,
         counts: Sequence[int],
         rank: int = 20,
+        residual: bool = False,
         fixed: Callable[[int], float] | None = None,
         temperatures: Sequence[float] = (1.0,),
-        residual: bool = False,
     ) -> tuple[float, float, float, int]:
-        """Returns the lowest validation NLL, and the δ, T and n that have it."""
+        """Returns the lowest validation NLL, and the δ, T and n that have it; `fixed` gives δ for each n."""
         found = []
         for n in counts:
             curvature = self.curvatures[n][:rank, :rank]
