@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,38 +13,57 @@ from torch import Tensor, nn
 import lapwing as lw
 from papers.common.corruptions import DIGITS, corrupt
 from papers.common.data import batched, images, random_rows
-from papers.common.scores import averaged
+from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
-from papers.common.training import seeded, shuffled, train
+from papers.common.training import kept, seeded, shuffled, train
 from papers.optimal_subspace.comparison import RANKS, TUNED, WAYS_TUNED, Task, compare_subspaces, draw, swag_from, table
 
 __all__ = ["draw", "run"]
 
 
-def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
+def run(seeds: Sequence[int] = (0, 1), names: Sequence[str] = ("mnist", "fashion_mnist")) -> dict[str, Any]:
     """Returns the measures of every way by s, with λ = 1 and tuned, and those of corrupted MNIST images."""
-    found: dict[str, Any] = {}
-    accuracies, tuned, foreign = {}, {}, []
-    for name in ("mnist", "fashion_mnist"):
-        runs, runs_tuned = [], []
-        for seed in seeds:
-            task, inputs = image_task(name, seed)
-            x, y = inputs["test"]
-            accuracies[f"{name}, seed {seed}"] = float((task.model(x).argmax(-1) == y).double().mean())
-            tuned[f"{name}, seed {seed}"] = delta = task.tuned_precision()
-            runs.append(compare_subspaces(task, inputs, RANKS, 1.0, seed)["test"])
-            runs_tuned.append(compare_subspaces(task, inputs, RANKS, delta, seed, WAYS_TUNED)["test"])
+    rows = Rows(__file__, {})
+    for seed in seeds:
+        for name in names:
+            run, case = f"{name}, seed {seed}", once(partial(image_task, name, seed))
+            rows.add(run, "network", lambda case: network(*case()), case)
+            rows.add(run, "λ = 1", lambda case, seed: measures(*case(), seed), case, seed)
+            rows.add(run, "λ tuned", lambda case, seed: measures_tuned(*case(), seed), case, seed)
             if name == "mnist":
-                kinds = {kind: corrupted(x[:30], y[:30], kind, seed) for kind in DIGITS}
-                foreign.append(compare_subspaces(task, kinds, (100, 500, 1000), 1.0, seed))
-            print(name, seed, runs[-1], flush=True)
-        found[name], found[f"{name}, prior tuned"] = averaged(runs), averaged(runs_tuned)
-    return {
-        "tasks": found,
-        "accuracy": accuracies,
-        "tuned prior precision": tuned,
-        "corrupted mnist": averaged(foreign),
-    }
+                rows.add(run, "corrupted", lambda case, seed: measures_corrupted(*case(), seed), case, seed)
+    table = rows.all()["table"]
+    rows.facts["tasks"] = {name: of["λ = 1"] for name, of in table.items()}
+    rows.facts["tasks"] |= {f"{name}{TUNED}": of["λ tuned"] for name, of in table.items()}
+    rows.facts["corrupted mnist"] = table["mnist"]["corrupted"]
+    return rows.all()
+
+
+Inputs = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def network(task: Task, inputs: Inputs) -> dict[str, float]:
+    """Returns the accuracy at X, and the prior precision of the best evidence."""
+    x, y = inputs["test"]
+    accuracy = float((task.model(x).argmax(-1) == y).double().mean())
+    return {"accuracy": accuracy, "tuned prior precision": task.tuned_precision()}
+
+
+def measures(task: Task, inputs: Inputs, seed: int) -> dict[str, Any]:
+    """Returns the measures of every way by s at λ = 1."""
+    return compare_subspaces(task, inputs, RANKS, 1.0, seed)["test"]
+
+
+def measures_tuned(task: Task, inputs: Inputs, seed: int) -> dict[str, Any]:
+    """Returns the measures of most ways by s at the prior precision of the best evidence."""
+    return compare_subspaces(task, inputs, RANKS, task.tuned_precision(), seed, WAYS_TUNED)["test"]
+
+
+def measures_corrupted(task: Task, inputs: Inputs, seed: int) -> dict[str, Any]:
+    """Returns the measures at 30 images with each kind of corruption."""
+    x, y = inputs["test"]
+    kinds = {kind: corrupted(x[:30], y[:30], kind, seed) for kind in DIGITS}
+    return compare_subspaces(task, kinds, (100, 500, 1000), 1.0, seed)
 
 
 class SmallCNN(nn.Sequential):
@@ -62,15 +82,18 @@ def train_cnn(name: str, seed: int, epochs: int = 3) -> tuple[nn.Module, lw.Post
     Adam with learning rate 0.004 and batches of 256, falling linearly to 0 in the last half of the training.
     """
     data = images(name)
-    generator = torch.Generator().manual_seed(seed)
     with seeded(seed):
         model = SmallCNN()
     steps = epochs * (len(data.x_train) // 256)
-    rows = islice(shuffled(len(data.x_train), 256, generator), steps)
-    optimiser = torch.optim.Adam(model.parameters(), 0.004)
-    train(model, (data.x_train, data.y_train), rows, optimiser, factor=lambda i: min(1.0, 2 * (1 - i / steps)),
-          forward=lambda x: model(_scaled(x)))  # fmt: skip
-    picked = torch.randperm(len(data.x_train), generator=generator)[: 256 * 100]
+
+    def make() -> nn.Module:
+        rows = islice(shuffled(len(data.x_train), 256, torch.Generator().manual_seed(seed)), steps)
+        optimiser = torch.optim.Adam(model.parameters(), 0.004)
+        factor, forward = lambda i: min(1.0, 2 * (1 - i / steps)), lambda x: model(_scaled(x))
+        return train(model, (data.x_train, data.y_train), rows, optimiser, factor=factor, forward=forward)
+
+    model = kept(model, f"small_cnn_{name}_{epochs}_{seed}", make)
+    picked = random_rows(data.x_train, 256 * 100, seed)
     loader = [(_scaled(data.x_train[rows]), data.y_train[rows]) for rows in picked.split(256)]
     swag = swag_from(model, loader, nn.functional.cross_entropy, learning_rate=0.01, snapshots=20)
     return model, swag

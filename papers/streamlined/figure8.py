@@ -37,23 +37,26 @@ def _add(rows: Rows, seed: int) -> None:
         rows.add(run, f"MFVI {name}", lambda name: rotations(task(), task().variational, task().ways(name)[name]), name)
 
 
-def rotations(task: MLPTask, posterior: lw.Posterior | None, way: Way, shown: int = 500) -> dict[str, list[float]]:
-    """Returns accuracy and NLPD of rotated test images by angle, with the factor of the validation images.
+def rotations(
+    task: MLPTask, posterior: lw.Posterior | None, way: Way, shown: int = 500, factor: float | None = None
+) -> dict[str, list[float]]:
+    """Returns accuracy and NLPD of rotated test images by angle.
 
     Args:
         task: network and images.
         posterior: None for the network alone.
         way: through it.
         shown: the first so many test images.
+        factor: of the covariance; None means that of the validation images.
     """
     x, y = task.tested[0][:shown], task.tested[1][:shown]
-    factor = 1.0 if posterior is None else lw.scale_factor(posterior, task.data.val, way).factor
     turned = torch.cat([rotate(x, angle) for angle in ANGLES])  # draws of the weights are shared
     if posterior is None:
         with torch.no_grad():
             probs = task.model(turned).softmax(-1)
     else:
-        probs = probabilities(posterior, task.latent(posterior, turned, way).scaled(factor))
+        scale = lw.scale_factor(posterior, task.data.val, way).factor if factor is None else factor
+        probs = probabilities(posterior, task.latent(posterior, turned, way).scaled(scale))
     parts = probs.split(len(x))
     return {
         "accuracy": [float(f"{metrics.accuracy(part, y):.4g}") for part in parts],

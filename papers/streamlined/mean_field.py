@@ -34,6 +34,7 @@ def _add(rows: Rows, seed: int, reported: int, draws: int) -> None:
     run, setup = f"seed {seed}", once(lambda: Cifar.load(seed, 14_000, reported))
     posterior = once(lambda: resnet_variational(setup(), seed))
     rows.add(run, "MAP", lambda: outputs_row(setup().model, setup().test))
+    rows.add(run, "one temperature", lambda: one_temperature(setup()))
     rows.add(run, "moved mean", lambda: outputs_row(posterior().model, setup().test))
     ways: dict[str, tuple[Way, int | None]] = {
         "sampling": (lw.MonteCarlo(draws), None), "streamlined": (PAPER, None),
@@ -68,6 +69,12 @@ def outputs_row(model: nn.Module, part: Batches) -> dict[str, float]:
     """Returns scores of a network whose outputs are logits."""
     with torch.no_grad():
         return scores(torch.cat([outputs(model, x).softmax(-1) for x, _ in part]), labels(part))
+
+
+def one_temperature(setup: Cifar) -> dict[str, float]:
+    """Returns scores of the network at one temperature, from the images that choose the factor of `scaled_row`."""
+    posterior = lw.fit(setup.model, setup.val[:4], lw.TemperatureScaling())
+    return scores(probabilities(posterior, posterior.latent(setup.test)), labels(setup.test))
 
 
 def scaled_row(posterior: lw.Posterior, way: Way, val: Batches, test: Batches) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from papers.optimal_subspace import figure6, figure8, table1, table2
+from papers.optimal_subspace import baselines, figure6, figure8, table1, table2
 
 
 @pytest.mark.parametrize("noise", [0.2, 3.0], ids=["below the error", "above the error"])
@@ -68,3 +68,21 @@ def test_the_rate_warms_up_and_decays():
     assert factor(149) == factor(749) == 1
     assert factor(1125) == pytest.approx(0.5)
     assert factor(1499) == pytest.approx(1 / 750)
+
+
+@pytest.mark.parametrize("noise", [0.5, None], ids=["targets", "classes"])
+def test_rows_to_beat_of_a_small_network(noise):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2 if noise is None else 1).double().eval()
+    x = torch.randn(40, 3).double()
+    out = model(x).detach()
+    y = torch.randint(2, (40,)) if noise is None else out + torch.randn(40, 1).double()
+    case = baselines.Case(model, [(x[:20], y[:20])], [(x[20:30], y[20:30])], {"nll": (x[30:], y[30:])}, 20, noise)
+    found = {row: case.nll(row)["nll"] for row in baselines.ROWS}
+    assert all(math.isfinite(value) for value in found.values())
+    if noise is None:
+        assert found["network"] == pytest.approx(float(nn.functional.cross_entropy(out[30:], y[30:])))
+    else:
+        squares, variance = (out - y).square(), (out - y)[20:30].square().mean()
+        expected = (squares[30:].mean() / variance + (2 * math.pi * variance).log()) / 2
+        assert found["one number"] == pytest.approx(float(expected))
