@@ -26,10 +26,10 @@ test: .venv/installed
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
-# fits and predictions on a GPU, beside those on the CPU, and every method on every network against its oracle there;
+# every feature on a GPU beside the CPU, and every method on every network against its oracle there;
 # skipped where torch finds none. LAPWING_DEVICE=pretended runs the latter on a pretended GPU
 test-gpu: .venv/installed
-	LAPWING_DEVICE=cuda $(BIN)/python -m pytest -n $(WORKERS) tests/network/test_devices.py tests/methods/test_methods.py
+	LAPWING_DEVICE=cuda $(BIN)/python -m pytest -n $(WORKERS) tests/network/test_devices.py tests/network/test_features_on_gpu.py tests/methods/test_methods.py
 
 test-integrations: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning,mapie]" crepes pandas peft bitsandbytes

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -114,6 +114,9 @@ class Device(TorchDispatchMode):
             (torch, "Generator", Generators("Generator", (), {})),
             (torch.cuda, "_lazy_init", mock.Mock(return_value=None)),
             (torch.cuda, "get_rng_state", mock.Mock(return_value=torch.zeros(0))),
+            (torch.cuda, "set_rng_state", mock.Mock()),
+            (torch.cuda, "manual_seed", mock.Mock()),
+            (torch.cuda, "device", mock.Mock(return_value=nullcontext())),
             (torch.mps, "get_rng_state", mock.Mock(return_value=torch.zeros(0))),
         )
         for owner, name, stand_in in stand_ins:

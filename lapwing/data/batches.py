@@ -172,7 +172,7 @@ def packed(targets: Mapping[str, Tensor]) -> Tensor:
             f"The targets of a batch are {describe(targets)}. Pass (B,) or (B, K) for each key, with the same B."
         )
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    return torch.cat([part.reshape(len(part), -1).to(dtype) for part in parts], 1)
+    return torch.cat([part.reshape(len(part), -1).to(parts[0].device, dtype) for part in parts], 1)
 
 
 def inputs_of(batch: Any) -> Any:
