@@ -68,7 +68,8 @@ def network(name: str, raw: bool, seed: int) -> tuple[nn.Module, Part, Part]:
         batches, factor = repeat(slice(None), options["epochs"]), warm_up_and_decay(options["epochs"], *PHASES[name])
         return train(model, fitted, batches, optimiser, nn.functional.mse_loss, factor)
 
-    return kept(model, f"full_batches_{name}{'_raw' * raw}_{seed}", make), fitted, (x[cut:], y[cut:])
+    named = f"full_batches_{name}{'_raw' * raw}_{options['epochs']}_{seed}"
+    return kept(model, named, make), fitted, (x[cut:], y[cut:])
 
 
 def warm_up_and_decay(steps: int, warm: float, decay: float) -> Callable[[int], float]:

@@ -1,7 +1,10 @@
-"""Networks that somebody keeps would stand for those that the tests train."""
+"""Networks that somebody keeps would stand for those that the tests train, and the tests' would stand for theirs."""
 
 from __future__ import annotations
 
-import os
+import pytest
 
-os.environ.pop("LAPWING_NETWORKS", None)
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept(monkeypatch):
+    monkeypatch.delenv("LAPWING_NETWORKS", raising=False)

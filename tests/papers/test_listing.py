@@ -37,6 +37,7 @@ def test_every_experiment_can_be_run_and_results_have_one():
 def test_a_run_writes_results_and_draws(tmp_path, monkeypatch, capsys):
     experiment = importlib.import_module("papers.ella.table5")
     seen = []
+    monkeypatch.setenv("LAPWING_NETWORKS", str(tmp_path))  # `run` would set it for all tests that follow
     monkeypatch.setattr(experiment, "__file__", str(tmp_path / "table5.py"))
     monkeypatch.setattr(experiment, "run", lambda: {"KFAC": 0.3})
     monkeypatch.setattr(experiment, "draw", seen.append, raising=False)
