@@ -211,7 +211,7 @@ def draw(results: Mapping[str, Any]) -> None:
         drawing.legend_below(figure, 6)
         for line in axes:
             line[0].set_ylabel(LABELS[measure])
-        figure.suptitle("prior precision 1 above, tuned below; means and standard errors of two seeds", fontsize=11)
+        figure.suptitle("prior precision 1 above, tuned below; means and standard errors of the seeds", fontsize=11)
         drawing.save(figure, __file__, measure, sources)
 
 
