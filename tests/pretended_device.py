@@ -115,6 +115,7 @@ class Device(TorchDispatchMode):
             (torch.cuda, "_lazy_init", mock.Mock(return_value=None)),
             (torch.cuda, "get_rng_state", mock.Mock(return_value=torch.zeros(0))),
             (torch.cuda, "set_rng_state", mock.Mock()),
+            (torch.cuda, "mem_get_info", mock.Mock(return_value=(2**34, 2**34))),
             (torch.cuda, "manual_seed", mock.Mock()),
             (torch.cuda, "device", mock.Mock(return_value=nullcontext())),
             (torch.mps, "get_rng_state", mock.Mock(return_value=torch.zeros(0))),

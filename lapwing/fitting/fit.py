@@ -106,8 +106,8 @@ def fit(
             least 0. A weight multiplies Λ and log p(y|f) of its sample: 3 counts it three times, and 0 leaves it out. n
             and `data_size` count samples, not weights.
         forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are not the right call.
-        memory: memory budget in bytes; None means 1 GiB. A fit uses up to twice this, plus the posterior, the
-            activations, and 28 n² bytes to decompose the Kronecker factor of a layer with n inputs.
+        memory: budget in bytes; None means 1 GiB, or an eighth of the GPU's memory if that is more. A fit uses up to
+            twice this, plus the posterior, the activations, and 28 n² bytes for the Kronecker factor of n inputs.
         seed: seed of all random choices.
         checkpoint: path of a file from which a killed fit continues, to the same posterior: call `lw.fit` again with
             the same arguments, and a loader that repeats its order. The file is written after each pass, and within

@@ -110,7 +110,7 @@ class SWAG:
             batch_norm: "refresh" computes the statistics of the averaged weights from the data, in training mode;
                 "keep" uses the statistics of the last snapshot, for networks trained with frozen statistics.
             forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are all wrong.
-            memory: budget in bytes for one chunk of samples; None means 1 GiB.
+            memory: budget in bytes for one chunk of samples; None as in `lw.fit`.
             seed: seed of dropout while batch norm statistics are refreshed.
             sample_weights: whether batches hold weights, as in `lw.fit`, for the noise and the log likelihood.
             progress: whether to show a bar; None shows one on a terminal.

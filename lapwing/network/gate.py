@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..data import batches
@@ -19,11 +20,18 @@ from .refusals import check_layers
 from .tracing import Recording
 
 DEFAULT_MEMORY = 2**30
-"""Default memory budget for one chunk of samples, in bytes: 1 GiB."""
+"""Default memory budget for one chunk of samples, in bytes: 1 GiB, or an eighth of a GPU's memory if that is more."""
 
 
-def checked_memory(memory: int | None) -> int:
-    """Returns the budget in bytes."""
+def checked_memory(memory: int | None, model: nn.Module) -> int:
+    """Returns the budget in bytes.
+
+    On a GPU, short chunks wait for the launches of kernels: ResNet-20, KFAC and 128 images at once take an H100 96
+    forward passes with 1 GiB and 31 with 4 GiB.
+    """
+    device = next(iter(own_parameters(model).values())).device
+    if memory is None and device.type == "cuda":
+        return max(DEFAULT_MEMORY, torch.cuda.mem_get_info(device)[1] // 8)
     memory = DEFAULT_MEMORY if memory is None else memory
     if not isinstance(memory, int) or not 2**24 <= memory < 2**63:
         raise LapwingError(

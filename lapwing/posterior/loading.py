@@ -42,7 +42,7 @@ def load(
         model: the network with the weights of the fit, in eval mode.
         likelihood: the likelihood of the fit, if its class is not registered; otherwise None.
         forward: the same function as in `lw.fit`, or None if the fit had none.
-        memory: memory budget in bytes; None means 1 GiB.
+        memory: memory budget in bytes; None as in `lw.fit`.
 
     Raises:
         LapwingError: if the file is damaged, comes from another program or has another format, or if the model has

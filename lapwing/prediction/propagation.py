@@ -23,8 +23,8 @@ from .way import Way, check_way
 
 def untreated(model: nn.Module, forward: Forward | None, memory: int | None) -> tuple[Tangent, Covariance]:
     """Returns a checked network without treated weights, and Σ over no weights."""
-    memory = checked_memory(memory)
-    tangent = Tangent(checked_network(model), forward, (), RecordingPlan(), Coverage(()), 0, memory)
+    model = checked_network(model)
+    tangent = Tangent(model, forward, (), RecordingPlan(), Coverage(()), 0, checked_memory(memory, model))
     return tangent, Blockwise((), {}, torch.zeros(0, dtype=torch.float64, device=tangent.device), 1.0)
 
 
@@ -47,7 +47,7 @@ def propagate(
         via: `Linearized()`: to first order. `Streamlined()`: layer by layer in one pass; in full mode it equals
             `Linearized()` for the networks that it supports. `MonteCarlo(draws)`: the network itself at draws of x.
         forward: `forward(model, inputs)`, if the network is not called as `model(x)`, `model(*x)` or `model(**x)`.
-        memory: memory budget in bytes for one chunk of samples; None means 1 GiB.
+        memory: memory budget in bytes for one chunk of samples; None as in `lw.fit`.
 
     Returns:
         `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x and Σ_x.

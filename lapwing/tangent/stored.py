@@ -40,7 +40,8 @@ def to_json(tangent: Tangent) -> dict[str, Any]:
 
 def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None, memory: int | None) -> Tangent:
     """Rebuilds the tangent without running the network; raises if a parameter is missing or has another shape."""
-    memory, model = checked_memory(memory), checked_network(model)
+    model = checked_network(model)
+    memory = checked_memory(memory, model)
     named = parameters_of(model)
     if "positions" in data:
         forward = Positions.from_json(data["positions"], forward)

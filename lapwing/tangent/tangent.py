@@ -80,8 +80,8 @@ class Tangent:
         batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network. At
         most four backward passes for any C.
         """
-        memory = checked_memory(memory)
         model = checked_network(model, isinstance(params, LastLayer))
+        memory = checked_memory(memory, model)
         parameters = own_parameters(model)
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
         check_inputs(inputs, (), "the inputs of the first batch")

@@ -496,7 +496,7 @@ def test_sampled_fisher_is_right_in_expectation(monkeypatch):
     draws = []
     for seed in range(60):
         fitted = problem.fit(lw.Diagonal(), seed=seed)
-        draws.append(torch.cat([1 / v for v in fitted.covariance.diagonal().values()]) - 2.0)
+        draws.append(torch.cat([1 / v for v in fitted.covariance.diagonal().values()]).cpu() - 2.0)
     draws = torch.stack(draws)
     error = draws.std(0) / len(draws) ** 0.5
     assert ((draws.mean(0) - problem.G.diagonal()).abs() <= 5 * error + 1e-12).all()

@@ -240,6 +240,16 @@ def test_memory_that_does_not_suffice_for_one_sample(memory: dict[str, int]) -> 
             call()
 
 
+def test_the_default_budget_is_an_eighth_of_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 4)
+    with Device("cuda") as device:
+        model = device.module(network())
+        for total, budget in ((2**30, 2**30), (80 * 2**30, 10 * 2**30)):
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, total=total: (total // 2, total))
+            assert Tangent.survey(model, x).memory == budget
+        assert Tangent.survey(model, x, memory=2**28).memory == 2**28
+
+
 def test_memory_that_no_chunk_takes() -> None:
     tangent = Tangent.survey(network(), torch.randn(4, 4))
 

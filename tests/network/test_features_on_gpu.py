@@ -120,8 +120,8 @@ MORE = [
     matrix, ways, joint_latents, inputs, deployed, saved, tuned, regression, positions, scaled, together, quantities,
 ]  # fmt: skip
 
-DRAWN = {"distribution", "sampled", "scaled"}
-"""Features with random draws: a GPU has others."""
+DRAWN = {"distribution": 0.05, "scaled": 0.05, "sampled": 0.3}
+"""Relative tolerance of features with random draws, which differ on a GPU; of "sampled" there are few."""
 
 ALL = [*(each for each in FEATURES if each.__name__ != "matrix"), *MORE]
 
@@ -142,5 +142,5 @@ def test_a_network_on_a_gpu_has_the_numbers_of_the_cpu(
         found = feature(there, device.put(x) if device else x.to(next(there.parameters()).device), 3)
         found = [part.cpu() for part in found]
     for one, other in zip(found, wanted, strict=True):
-        tolerance = 0.05 if feature.__name__ in DRAWN else 1e-7
+        tolerance = DRAWN.get(feature.__name__, 1e-7)
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))

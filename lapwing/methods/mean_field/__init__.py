@@ -129,7 +129,7 @@ class MeanField(Method):
             scale: factor of Σ.
             params: selection of the uncertain parameters of the optimiser. Not `lw.last_layer`.
             forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are all wrong.
-            memory: budget in bytes for one chunk of samples; None means 1 GiB.
+            memory: budget in bytes for one chunk of samples; None as in `lw.fit`.
             progress: whether to show a bar; None shows one on a terminal.
 
         Raises:
