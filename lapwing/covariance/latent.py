@@ -93,6 +93,10 @@ class Latent(Described):
             term = MarginalTerm(doubled(self.variance.detach()), doubled(self.centred_variance.detach()))
         return replace(self, mean=doubled(self.mean.detach()), terms=(term,))
 
+    def widened(self, variances: Tensor) -> Latent:
+        """Returns the latent with variances (C,) added to each output."""
+        return replace(self, terms=(DenseTerm(self.covariance + torch.diag_embed(variances)),))
+
     def without_wide_factors(self) -> Latent:
         return replace(self, terms=multiplied_out(self.terms, WIDE))
 

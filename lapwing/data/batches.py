@@ -169,7 +169,8 @@ def packed(targets: Mapping[str, Tensor]) -> Tensor:
     parts = [plain(targets[key]) for key in sorted(targets)]
     if any(part.ndim not in (1, 2) for part in parts) or len({len(part) for part in parts}) > 1:
         raise LapwingError(
-            f"The targets of a batch are {describe(targets)}. Pass (B,) or (B, K) for each key, with the same B."
+            f"The targets of a batch are {describe(targets)}. Pass (B,) or (B, K) for each key, with the same B: heads "
+            "of lw.Joint have no positions."
         )
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     return torch.cat([part.reshape(len(part), -1).to(parts[0].device, dtype) for part in parts], 1)

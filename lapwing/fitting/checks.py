@@ -24,6 +24,12 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any,
     """Raises if the parts of a fit do not go together; `inputs` and `targets` are of the first batch."""
     tangent, likelihood = shape.tangent, shape.likelihood
     method.check(tangent, likelihood)
+    if likelihood.head_numbers and tangent.positions.several:
+        key = min(likelihood.head_numbers)
+        raise LapwingError(
+            f"The outputs of {type(tangent.model).__name__} have positions, which heads of lw.Joint have not. Fit one "
+            f"head at a time: [(x, y[{key!r}]) for x, y in loader], with forward=lambda model, x: model(x)[..., 0:2]."
+        )
     if held_out and method.chooses_temperature:
         name = type(method).__name__
         raise LapwingError(

@@ -91,6 +91,11 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
 
     def with_head_numbers(self, numbers: Mapping[str, Sequence[float | None]]) -> Joint:
         """Returns the likelihood with these `head_numbers`; T = None means 1, without a map of the logits."""
+        if numbers.keys() != {*self.keys}:
+            raise LapwingError(
+                f"The fit had heads {shown(sorted(numbers))}, and Joint has {shown(list(self.keys))}. Pass the "
+                "likelihood of the fit: lw.load(path, model, likelihood=joint)."
+            )
         heads = {
             key: self.likelihoods[key].with_noise_variance(noise).with_logit_temperature(temperature)
             for key, (noise, temperature, _) in numbers.items()
@@ -120,7 +125,8 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         if not same or targets.ndim != 2 or targets.shape[1] != sum(widths):
             raise LapwingError(
                 f"Joint has {sum(widths)} targets per sample, {dict(zip(self.keys, widths, strict=True))}. The targets "
-                f"have shape {tuple(targets.shape)}. Let the loader yield (x, {{key: targets (B,) or (B, K)}})."
+                f"have shape {tuple(targets.shape)}. Let the loader yield (x, {{key: targets (B,) or (B, K)}}) with "
+                "all keys in every batch, and NaN for unknown targets."
             )
         found = dict(zip(self.keys, targets.split(widths, 1), strict=True))
         for key, shape in zip(self.keys, shapes, strict=True):

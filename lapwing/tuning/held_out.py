@@ -41,24 +41,15 @@ def sample_scores(
     Samples are as in `contracted`. `temperatures` holds values of log10 T; () uses only the likelihood's own T.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
-    divisors = [10**exponent for exponent in temperatures]
     for place, candidate, latent, labels, _ in contracted(
-        posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(divisors))
+        posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(temperatures))
     ):
-        likelihood = candidate.likelihood
-        if divisors:
-            latent = latent.concatenate([latent.tempered(divisor) for divisor in divisors])  # one copy for each
-            labels = labels.repeat(len(divisors), *[1] * (labels.ndim - 1))
-        prediction = likelihood.predict(latent, likelihood.tuning_link)
-        scores = prediction.log_prob(labels).unflatten(0, (max(1, len(divisors)), -1))
-        counted = likelihood.labelled(labels[: scores.shape[1]])
+        latents = [latent.tempered(10**exponent) for exponent in temperatures] or [latent]
+        scores, counted = _scores(candidate.likelihood, latents, labels), known(candidate.likelihood, labels)
         rows.setdefault(place, []).append((scores if counted is None else scores[:, counted]).cpu())
     joined = _joined(rows)
     if not joined.shape[-1]:
-        raise LapwingError(
-            "None of the held-out labels counts: all of them are the ignore_index of the likelihood. Pass held-out "
-            "data with labels of classes."
-        )
+        raise no_targets()
     return joined.unflatten(0, (len(posteriors), -1))
 
 
@@ -71,31 +62,44 @@ def head_scores(
     covariance, so they are independent. `tempered` tells whether T is open.
     """
     joint: Any = posteriors[0].likelihood
-    choices = {key: [head] for key, head in joint.likelihoods.items()}
-    for key, head in joint.likelihoods.items():
-        if key in joint.estimated:
-            choices[key] = [head.with_noise_variance(10**k * joint.estimated[key]) for k in HEADS]
-        elif tempered and head.logit_temperature == 1:
-            choices[key] = [head.with_logit_temperature(10**k) for k in HEADS]
-    rows: dict[str, dict[tuple[int, int], list[Tensor]]] = {key: {} for key in choices}
-    for place, _, latent, labels, _ in contracted(posteriors, candidates, tracked(loader, "held-out data")):
+    rows: dict[str, dict[tuple[int, int], list[Tensor]]] = {key: {} for key in joint.keys}
+    shown: set[str] = set()  # heads with a known target
+    for place, _, latent, labels, _ in contracted(
+        posteriors, candidates, tracked(loader, "held-out data"), copies=len(HEADS)
+    ):
         targets = joint.by_key(labels, latent.mean.shape[-1])
-        for key, heads in choices.items():
-            part = joint.part(latent, key)
-            logs = [head.predict(part, head.tuning_link).log_prob(targets[key]).cpu() for head in heads]
-            rows[key].setdefault(place, []).append(torch.stack(logs))
+        for key, head in joint.likelihoods.items():
+            part, noise = joint.part(latent, key), joint.estimated.get(key)
+            parts = [part]
+            if noise is not None:  # the smallest σ² in the likelihood, and the rest in the latents
+                head, ratios = head.with_noise_variance(noise * 10 ** HEADS[0]), head.ratios(part.covariance)
+                parts = [part.widened((noise * 10**k - head.noise_variance) * ratios) for k in HEADS]
+            elif tempered and head.logit_temperature == 1:
+                parts = [part.tempered(10**k) for k in HEADS]
+            rows[key].setdefault(place, []).append(_scores(head, parts, targets[key]).cpu())
+            counted = known(head, targets[key])
+            shown |= {key} if counted is None or bool(counted.any()) else set()
     profile: Any = 0.0
     best = [joint.head_numbers for _ in rows[joint.keys[0]]]
-    for key, parts in rows.items():
-        scores, noise, several = _joined(parts), joint.estimated.get(key), len(choices[key]) > 1
+    for key, found in rows.items():
+        scores, noise = _joined(found), joint.estimated.get(key)
+        if not shown or (key not in shown and len(scores[0]) > 1):
+            raise no_targets(f" {key!r}" if shown else "")
         means = scores.mean(-1, dtype=torch.float64)  # (posteriors * candidates, K)
-        low = HEADS.index(0.0) if several and noise is None else 0  # T >= 1
+        low = HEADS.index(0.0) if noise is None and len(means[0]) > 1 else 0  # T >= 1
         profile = profile + scores[torch.arange(len(scores)), low + means[:, low:].argmax(-1)]
-        for numbers, line in zip(best, means.tolist(), strict=True) if several else ():
+        for numbers, line in zip(best, means.tolist(), strict=True) if len(means[0]) > 1 else ():
             factor = 10 ** refined(HEADS, line, line.index(max(line)))
             numbers[key] = (None, factor, None) if noise is None else (noise * factor, None, noise)
     scores = profile.unflatten(0, (len(posteriors), -1)).unsqueeze(2)
     return scores, [joint.with_head_numbers(numbers) for numbers in best]
+
+
+def _scores(likelihood: Likelihood, latents: Sequence[Latent], labels: Tensor) -> Tensor:
+    """Returns `log p(y)` under each of K latents, (K, B), by one prediction."""
+    prediction = likelihood.predict(Latent.concatenate(latents), likelihood.tuning_link)
+    repeated = labels.repeat(len(latents), *[1] * (labels.ndim - 1))
+    return prediction.log_prob(repeated).unflatten(0, (len(latents), -1))
 
 
 def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
@@ -202,6 +206,21 @@ def tangent_of_samples(posterior: Posterior) -> Tangent:
     joins = ratios is None or len(ratios) == tangent.width  # only a Gaussian likelihood has ratios
     few = tangent.positions.several and tangent.width <= WIDTH_OUTPUTS
     return tangent.with_joined_positions() if few and joins else tangent
+
+
+def known(likelihood: Likelihood, targets: Tensor) -> Tensor | None:
+    """Returns a mask of the samples with a target that counts and is not NaN; None if all of them count."""
+    if targets.is_floating_point():
+        return ~targets.isnan().reshape(len(targets), -1).all(1)
+    return likelihood.labelled(targets)
+
+
+def no_targets(head: str = "") -> LapwingError:
+    """Returns the error for held-out data of which no target counts."""
+    return LapwingError(
+        f"None of the held-out targets{head} counts: all of them are NaN, or the ignore_index of the likelihood. Pass "
+        "held-out data with some known targets."
+    )
 
 
 def no_batch() -> LapwingError:

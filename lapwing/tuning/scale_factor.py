@@ -25,6 +25,7 @@ from ..posterior import Posterior
 from ..posterior.latents import first_inputs
 from ..prediction import Linearized, Scaled, Way
 from .choice import RISING
+from .held_out import known, no_targets
 from .search import golden_section
 
 log = logging.getLogger("lapwing")
@@ -170,7 +171,7 @@ def _latents(
     Expectations need all moments, with positions as rows; otherwise latents keep the moments that the link reads.
     """
     kept: list[tuple[Any, Tensor]] = []
-    count = 0
+    count, any_known = 0, False
     for batch in loader:
         inputs, targets = batches.split(batch, posterior.tangent.device)
         latent: Any = posterior.latent(inputs, via)
@@ -195,10 +196,14 @@ def _latents(
             reads_covariance = posterior.likelihood.reads_covariance(chosen)
         latent = latent.compact(reads_covariance)
         kept.append((latent, targets.to(latent.mean.device)))
+        counted = known(posterior.likelihood, targets)
+        any_known = any_known or counted is None or bool(counted.any())
     if not kept:
         raise LapwingError(
             "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
         )
+    if not any_known:
+        raise no_targets()
     return kept, count
 
 

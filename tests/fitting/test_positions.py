@@ -402,6 +402,6 @@ def test_labels_of_which_none_counts():
     none = [(x, torch.full_like(y, -100)) for x, y in loader]
     with pytest.raises(lw.LapwingError, match="None of the labels counts"):
         lw.fit(model, none)
-    with pytest.raises(lw.LapwingError, match="None of the held-out labels counts"):
+    with pytest.raises(lw.LapwingError, match="None of the held-out targets counts"):
         lw.fit(model, loader, validation=none)
     assert lw.fit(model, [loader[0], none[1]]).samples == 5

@@ -159,6 +159,53 @@ def test_prior_precisions_are_compared_at_the_best_numbers_of_the_heads(tmp_path
     assert field.likelihood.likelihoods["kind"].logit_temperature > 1
 
 
+class Refilled(list):
+    """Batches of 10 rows in one buffer per tensor, which the loader fills again for each batch, and spoils last."""
+
+    def __iter__(self):
+        x, y = torch.empty(10, 3, dtype=F64), {"kind": torch.empty(10, dtype=F64), "box": torch.empty(10, 2, dtype=F64)}
+        for inputs, targets in super().__iter__():
+            x.copy_(inputs)
+            for key, value in targets.items():
+                y[key].copy_(value)
+            yield x, y
+        for buffer in (x, *y.values()):
+            buffer.fill_(1e3)
+
+
+def test_loaders_that_refill_their_buffers_and_frozen_layers_give_the_same_heads():
+    model, y = overconfident()
+    joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
+    for parameter in model.kind[0].parameters():
+        parameter.requires_grad_(False)
+    y["kind"] = torch.where(torch.arange(40) < 10, torch.nan, y["kind"].double())  # unknown in the first batch
+    rows = [slice(i, i + 10) for i in (0, 10, 20, 30)]
+    train = [(X[part], {key: value[part] for key, value in Y.items()}) for part in rows[:3]]
+    held_out = [(HELD_OUT[part], {key: value[part] for key, value in y.items()}) for part in rows]
+    fits = [
+        lw.fit(model, kind(train), lw.KFAC(), likelihood=joint, validation=kind(held_out)) for kind in (list, Refilled)
+    ]
+    assert fits[0].likelihood.head_numbers == fits[1].likelihood.head_numbers
+    torch.testing.assert_close(fits[0].latent(X).covariance, fits[1].latent(X).covariance)
+    tables = [lw.compare({"a": fits[0]}, kind(held_out)).rows["a"] for kind in (list, Refilled)]
+    assert all(tables[0][name] == tables[1][name] for name in tables[0] if name != "passes")
+
+
+def test_held_out_data_without_a_known_target_of_a_head_are_refused():
+    model, y = overconfident()
+    without = {**y, "kind": torch.full((40,), torch.nan)}
+    with pytest.raises(lw.LapwingError, match="held-out targets 'kind' counts: all of them are NaN"):
+        fitted(model, validation=(HELD_OUT, without))
+    given = lw.Joint({"kind": lw.Categorical(logit_temperature=2.0), "box": lw.Gaussian(0.3)}, outputs=OUTPUTS)
+    assert fitted(model, joint=given, prior_precision=None, validation=(HELD_OUT, without)).prior_precision > 0
+    nothing = {**without, "box": torch.full((40, 2), torch.nan)}
+    with pytest.raises(lw.LapwingError, match="held-out targets counts"):
+        fitted(model, joint=given, prior_precision=None, validation=(HELD_OUT, nothing))
+    alone = lw.fit(model.box, (X, Y["box"]), lw.Full(), likelihood=lw.Gaussian(0.3, missing=True))
+    with pytest.raises(lw.LapwingError, match="held-out targets counts"):
+        lw.scale_factor(alone, (HELD_OUT, nothing["box"]))
+
+
 def test_open_noise_tuning_and_file(tmp_path):
     joint, model = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS), network()
     residual = (model(X)[:, [4, 3]] - Y["box"]).detach().square()
@@ -179,6 +226,9 @@ def test_open_noise_tuning_and_file(tmp_path):
     held_out.save(tmp_path / "joint.safetensors")
     again = lw.load(tmp_path / "joint.safetensors", model, likelihood=joint)  # whose noise is open
     torch.testing.assert_close(again.predict(X)["box"].std, held_out.predict(X)["box"].std)
+    other = lw.Joint({"kind": lw.Categorical(), "size": lw.Gaussian()}, {"kind": slice(0, 3), "size": [4, 3]})
+    with pytest.raises(lw.LapwingError, match=r"heads \['box', 'kind'\], and Joint has \['kind', 'size'\]"):
+        lw.load(tmp_path / "joint.safetensors", model, likelihood=other)
     weighted = lw.fit(model, [(X, Y, torch.ones(30))], lw.Full(), likelihood=joint, sample_weights=True)
     assert math.isfinite(weighted.log_marginal_likelihood())
 
@@ -224,7 +274,9 @@ def test_what_does_not_fit_is_refused():
         (lambda: lw.compare({"a": fitted(model)}, (X, {"kind": Y["kind"]})), r"keys \['kind'\], and the"),
         (lambda: fitted(model).update((X, other)), r"heads \['box', 'kind'\]"),
         (lambda: fitted(model).influence((X, other), X), r"heads \['box', 'kind'\]"),
-        (lambda: fitted(model, short), "Joint has 3 targets per sample"),
+        (lambda: fitted(model, short), "Joint has 3 targets per sample.*all keys in every batch"),
+        (lambda: lw.fit(model, [(X[:, None].expand(-1, 2, 3), Y)], likelihood=JOINT), "heads of lw.Joint have not"),
+        (lambda: fitted(model, {**Y, "box": torch.zeros(30, 2, 2)}), "lw.Joint have no positions"),
         (lambda: fitted(model, {**Y, "kind": Y["kind"] + 1}), "The target 'kind' does not fit. .*labels 0 to 2"),
         (lambda: fitted(network(3)), "outputs from 0 to 2 that no other head has"),
         (lambda: packed({"a": X, "b": X[:3]}), "the same B"),
