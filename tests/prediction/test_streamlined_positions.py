@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.network.eager import without_compiled
 from lapwing.prediction.linearized import Linearized
@@ -281,3 +282,37 @@ def test_differentiable_in_inputs_where_variances_are_zero():
 
     assert torch.autograd.gradcheck(variance, (x.requires_grad_(),))
     assert F.relu(model[0](x)).eq(0).any()
+
+
+# ---- the order of images in memory
+
+
+class Images(nn.Module):
+    """Convolutions with and without groups, a transposed one, and images of one channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.narrow, self.wide = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 1), nn.Conv2d(1, 4, 3)
+        self.groups, self.norm = nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)
+        self.up, self.head = nn.ConvTranspose2d(4, 2, 3, stride=2), nn.Linear(2 * 9 * 9, 3)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.narrow(self.first(x).relu()), 2)
+        x = self.norm(self.groups(self.wide(x))).relu()
+        return self.head(self.up(x).flatten(1))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_order_of_images_in_memory_does_not_matter(samples):
+    """Convolutions in float32 on a CPU put the channels last; those in float64 do not."""
+    torch.manual_seed(0)
+    model, x, latents = Images().eval(), torch.randn(3, 1, 16, 16), []
+    for dtype in (torch.float32, F64):
+        model, x = model.to(dtype), x.to(dtype)
+        shown = [(x, torch.arange(3))]
+        posterior = lw.fit(model, shown, lw.Diagonal(), params=lw.everything, prior_precision=10.0)
+        latents.append(posterior.latent(x[:samples], via=Streamlined()))
+    narrow, precise = latents
+    torch.testing.assert_close(narrow.mean.double(), precise.mean.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(narrow.variance.double(), precise.variance.double(), rtol=1e-4, atol=0)

@@ -49,12 +49,12 @@ class Streamlined(Way):
         E[h] = W m + b        Cov[h] = W Cov[a] Wᵀ + Σ_ii' E[a aᵀ]_ii' Cov[W_ji, W_j'i']        at layers with weights
         E[g(h)] = g(m)        Cov[g(h)] = J_g Cov[h] J_gᵀ                                       at everything else
 
-    `torch.export` reads the network's forward as a graph, so any module, `forward=` and Hugging Face models work. The
-    means are the network's outputs. Layers count as independent of each other, and within a layer the covariance of its
-    weights counts in full. Several calls that form one function of a tensor (an activation or a norm written by hand)
-    are linearised as one function, norms with their statistics. If only the last layer is treated, the result equals
-    `Linearized()`. Uncertain inputs (`lw.Uncertain`) are propagated too. "diagonal" mode loses the correlation of their
-    noise between hidden units, in deep networks most of their variance.
+    `torch.export` reads the network's forward as a graph, so any module, `forward=` and Hugging Face models work. Means
+    are the network's outputs, up to rounding. Layers count as independent of each other, and within a layer the
+    covariance of its weights counts in full. Several calls that form one function of a tensor (an activation or a norm
+    written by hand) are linearised as one function, norms with their statistics. If only the last layer is treated, the
+    result equals `Linearized()`. Uncertain inputs (`lw.Uncertain`) are propagated too. "diagonal" mode loses the
+    correlation of their noise between hidden units, in deep networks most of their variance.
 
     In "diagonal" mode the entries of a sample's tensors are independent: channels, copies of an entry, the two sides of
     a sum. Only positions of one channel (pixels, tokens), which share a layer's weights, are correlated, with one ρ for
@@ -106,7 +106,7 @@ class Streamlined(Way):
         >>> loader = [(x, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))]
         >>> posterior = lw.fit(model, loader, lw.Diagonal(), prior_precision=10.0)
         >>> latent = posterior.latent(x, via=lw.Streamlined())
-        >>> latent.variance.shape, bool((latent.mean == model(x)).all())
+        >>> latent.variance.shape, torch.allclose(latent.mean, model(x), atol=1e-6)
         (torch.Size([8, 3]), True)
     """
 

@@ -29,6 +29,11 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
     """
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     mean, variance = mean_of(x), variance_of(x)
+    if mean.ndim == 4 and mean.dtype == torch.float32 and mean.is_cpu and arguments["groups"] == 1:
+        # Most of these convolutions are a tenth to two thirds faster with channels last, and later calls keep the
+        # order. Convolutions in float64 or with groups can be slower. Other devices were not measured.
+        mean = mean.contiguous(memory_format=torch.channels_last)
+        variance = None if variance is None else variance.contiguous(memory_format=torch.channels_last)
     w, b, spread = mean_of(weight), mean_of(bias), variance_of(weight)
 
     def apply(x: Tensor, kernel: Tensor) -> Tensor:
@@ -52,20 +57,18 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
     if layout is None:
         return Moments(h, total)
     pooled: list[Tensor] = []
+    groups, cover = arguments["groups"], _cover(site, arguments, mean, h.shape[2:])
+    kernels = _outputs_first(site, w, groups)
+    spreads = None if spread is None else _outputs_first(site, spread, groups)
     if isinstance(x, Moments):
-        groups, cover = arguments["groups"], _cover(site, arguments, mean, h.shape[2:])
-        kernels = _outputs_first(site, w, groups)
-        spreads = None if spread is None else _outputs_first(site, spread, groups)
         averaged = site.constant("averaged", lambda: _averaged(cover, kernels, spreads))  # (O, C)
         common, individual = x.averages(layout, site.samples, 1)
         pooled.append(_by_groups(individual, averaged, groups))
         if common is not None:
             inherited = site.constant("inherited", lambda: _inherited(cover, kernels, spreads))  # (O, C)
             pooled.append(_by_groups(common.square(), inherited, groups))
-    if spread is not None:
-        rows = _mean_patches(_cover(site, arguments, mean, h.shape[2:]), mean)  # (B, C, *kernel)
-        spread = _outputs_first(site, spread, arguments["groups"])
-        pooled.append(_pooled(treated, rows, spread, shared, arguments["groups"]))
+    if spreads is not None:
+        pooled.append(_pooled(treated, _mean_patches(cover, mean), spreads, shared, groups))
     if shift is not None:
         pooled.append(shift.expand(h.shape[0], -1))
     if not pooled:
@@ -145,10 +148,9 @@ def _cover(site: Site, arguments: dict[str, Any], mean: Tensor, grid: torch.Size
 
 
 def _mean_patches(cover: Sequence[Tensor], mean: Tensor) -> Tensor:
-    """Returns the means of an input's patches over positions (B, C, *kernel)."""
-    for matrix in reversed(cover):
-        mean = (mean @ matrix.mT).movedim(-1, 2)  # a dimension of space becomes one of the kernel
-    return mean
+    """Returns the means of an input's patches over positions (B, C, K)."""
+    weights = reduce(torch.kron, cover)  # (K, N) for the N places of the input
+    return (weights @ mean.flatten(2).mT).mT
 
 
 def _pooled(treated: Treated | None, rows: Tensor, spread: Tensor, bias: bool, groups: int) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..moments import Moments, Value, mean_of, ratio, sum_correlation, total_of, variance_of
+from ..moments import Moments, Value, mean_of, ratio, root, sum_correlation, total_of, variance_of
 from ..operations import Arguments, Kind, Operation, Slope, aten, broadcast, is_a, register_aten
 from ..sites import Site
 
@@ -48,86 +50,100 @@ def sample_norm(site: Site, arguments: dict[str, Any]) -> Moments:
 
 def batch_norm(site: Site, arguments: dict[str, Any]) -> Moments | tuple[Moments]:
     """Returns the moments of `F.batch_norm` in eval mode with treated weights; with certain ones it is element-wise."""
-    x = arguments["input"]
-    trailing = mean_of(x).ndim - 2
-    scale = (arguments["running_var"] + arguments["eps"]).rsqrt()
-    scale, shift = (v.reshape(-1, *(1,) * trailing) for v in (scale, -arguments["running_mean"] * scale))
-    mean = (mean_of(x) * scale).add_(shift)  # in place: fresh memory costs more than the sum
-    inner = Moments(mean, x.variance, x.correlation) if isinstance(x, Moments) else mean
-    result = affine(site, inner, arguments["weight"], arguments["bias"], trailing, scale.square())
+    x, eps, statistics = arguments["input"], arguments["eps"], (arguments["running_mean"], arguments["running_var"])
+
+    def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.batch_norm(x, *statistics, weight, bias, eps=eps)
+
+    factor, trailing = (statistics[1] + eps).reciprocal(), mean_of(x).ndim - 2
+    result = affine(site, x, arguments["weight"], arguments["bias"], trailing, scaled, factor)
     return result if site.node.target is aten.batch_norm.default else (result,)
 
 
 def affine(
-    site: Site, x: Value, weight: Value | None, bias: Value | None, trailing: int, factor: Tensor | None = None
+    site: Site,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    trailing: int,
+    scaled: Callable[[Tensor, Tensor | None, Tensor | None], Tensor] | None = None,
+    factor: Tensor | None = None,
 ) -> Moments:
     """Returns the moments of `γ x̂ + β`, with γ and β correlated within each feature as in the posterior.
 
-        Var = (γ² + Var[γ]) v + Var[γ] x̂² + Var[β] + 2 x̂ Cov[γ, β]
+        Var = (γ² + Var[γ]) v + (√Var[γ] x̂ + Cov[γ, β]/√Var[γ])² + Var[β] - Cov[γ, β]²/Var[γ]
 
-    `trailing` dimensions follow the features. The variances of x̂ still need the `factor`, if there is one.
+    `trailing` dimensions follow the features. x is x̂, unless `scaled(x, γ, β)` returns `γ x̂ + β`, with `∂x̂/∂x` squared
+    in `factor`.
     """
 
-    def wide(value: Any) -> Any:
-        return None if value is None else value.reshape(*value.shape, *(1,) * trailing)
+    def wide(value: Tensor) -> Tensor:
+        return value.reshape(*value.shape, *(1,) * trailing)
 
+    def product(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        x = x if weight is None else x * wide(weight)
+        return x if bias is None else x + wide(bias)
+
+    scaled = scaled or product
     mean, variance = mean_of(x), variance_of(x)
-    gamma, beta, gamma_v, beta_v = map(wide, (mean_of(weight), mean_of(bias), variance_of(weight), variance_of(bias)))
-    if gamma is None:
-        out = mean if beta is None else mean + beta
-    else:
-        out = mean * gamma if beta is None else (mean * gamma).add_(beta)
-    crossed = _covariance(site, gamma_v, beta_v, mean.dtype)
-
-    def added(mean: Tensor, shape: Any) -> Tensor | None:
-        """Returns the variances from γ and β at a certain x̂; `shape` fits their values to its dimensions."""
-        total = None if beta_v is None else shape(beta_v)
-        if gamma_v is not None:
-            from_gamma = mean.square().mul_(shape(gamma_v))
-            total = from_gamma if total is None else from_gamma.add_(total)
-        return total if crossed is None or total is None else total + 2 * mean * shape(crossed)
-
-    from_weights, carried = added(mean, lambda value: value), None
-    if variance is not None:
-        slope = mean.new_ones(()) if gamma is None else gamma.square()
-        slope = total_of([slope, gamma_v])
-        carried = variance * (slope if factor is None else slope * factor)
-    total = total_of([from_weights, carried])
-    total = total if total.shape == out.shape else total.expand_as(out)
-    layout = site.layout
+    gamma, beta = mean_of(weight), mean_of(bias)
+    out = scaled(mean, gamma, beta)
+    slope, spread, shift, rest = _terms(site, weight, bias, factor)
+    layout, channel = site.layout, 1 if trailing else -1
+    width = next((value.numel() for value in (gamma, beta) if value is not None), 0)
+    by_channel = layout if width == out.shape[channel] else None
+    from_weights = None if rest is None else wide(rest)
+    pooled = [] if rest is None else [rest.flatten()]  # the variances of means over positions, from the weights
+    if spread is not None:
+        along = scaled(mean, spread, shift)
+        if by_channel is not None:
+            pooled.append(by_channel.mean(along, site.samples, channel).square())
+        along.square_()  # in place, here and below: fresh memory costs more than the sum
+        from_weights = along if from_weights is None else along.add_(from_weights)
+    carried = variance if variance is None or slope is None else variance * wide(slope)
+    total = total_of([carried, from_weights]).expand_as(out)
     if layout is None:
         return Moments(out, total)
     parts: list[tuple[Tensor, Tensor | float | None]] = []
-    channel = 1 if trailing else -1
-    width = next((value.numel() for value in (gamma, beta) if value is not None), 0)
     if from_weights is not None:
         from_weights, rho = from_weights.expand_as(out), None
-        if width == out.shape[channel]:
-            average = layout.mean(mean, site.samples, channel)
-            pooled: Any = added(average, lambda value: value.reshape(-1))
-            whole, count = layout.mean(from_weights, site.samples, channel), out.numel() // average.numel()
-            rho = ratio((pooled - whole / count).clamp_min(0), whole - whole / count)
-        parts.append((from_weights, None if rho is None else layout.spread(rho, out, channel)))
+        if by_channel is not None:
+            whole = by_channel.mean(from_weights, site.samples, channel)
+            alone = whole / (out.numel() // whole.numel())
+            rho = layout.spread(ratio((total_of(pooled) - alone).clamp_min(0), whole - alone), out, channel)
+        parts.append((from_weights, rho))
     if carried is not None:
         parts.append((carried, x.correlation))
     return Moments(out, total, sum_correlation(total, parts, layout.positions))
 
 
-def _covariance(site: Site, gamma_v: Tensor | None, beta_v: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns Cov[γ, β] in the shape of γ's variances, or None if it is 0."""
-    weight, bias = site.roles.get("weight"), site.roles.get("bias")
-    if gamma_v is None or beta_v is None or weight is None or bias is None or weight[0] is not bias[0]:
-        return None
-    treated = weight[0]
+def _terms(
+    site: Site, weight: Value | None, bias: Value | None, factor: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns `(γ² + Var[γ]) factor`, `√Var[γ]`, `Cov[γ, β]/√Var[γ]` and `Var[β] - Cov[γ, β]²/Var[γ]`.
+
+    None stands for 1 in the first, and for 0 in the others.
+    """
+    gamma, gamma_v, beta_v = mean_of(weight), variance_of(weight), variance_of(bias)
+    slope = factor
+    if gamma is not None:
+        square = total_of([gamma.square(), gamma_v])
+        slope = square if factor is None else square * factor
+    if gamma_v is None:
+        return slope, None, None, beta_v
+    spread, gamma_of, beta_of = root(gamma_v), site.roles.get("weight"), site.roles.get("bias")
+    if beta_v is None or gamma_of is None or beta_of is None or gamma_of[0] is not beta_of[0]:
+        return slope, spread, None, beta_v
+    treated = gamma_of[0]
     if treated.is_diagonal:
-        return None
+        return slope, spread, None, beta_v
 
-    def make() -> Tensor:  # Var[γ_i + β_i] = Var γ_i + Var β_i + 2 Cov[γ_i, β_i]
-        eye = torch.eye(gamma_v.numel(), dtype=dtype, device=gamma_v.device)
-        variances = treated.covariance.push(torch.cat([eye, eye], 1), None, False).flatten()
-        return (variances - gamma_v.flatten() - beta_v.flatten()) / 2
+    def make() -> Tensor:  # Var[γ_i + β_i]
+        eye = torch.eye(gamma_v.numel(), dtype=gamma_v.dtype, device=gamma_v.device)
+        return treated.covariance.push(torch.cat([eye, eye], 1), None, False).reshape(gamma_v.shape)
 
-    return site.constant("crossed", make).reshape(gamma_v.shape)
+    shift = (site.constant("both", make) - gamma_v - beta_v) / (2 * spread)
+    return slope, spread, shift, (beta_v - shift.square()).clamp_min(0)
 
 
 def softmax(site: Site, arguments: dict[str, Any]) -> Moments:
