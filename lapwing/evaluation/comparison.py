@@ -93,7 +93,7 @@ class Comparison:
         return extra("pandas").DataFrame(rows, index=list(self.rows), columns=list(self.columns))
 
     def plot(self, row: str | None = None) -> Any:
-        """Draws the pictures that fit the task: one row of the table in blue beside the first row in orange.
+        """Draws the pictures that fit the task: one row of the table in blue, the first row in orange.
 
         Classes: reliability, and risk against coverage. Regression: calibration of intervals, and residuals against
         spread. Each out-of-distribution set adds the score of the row that detects it best. `row=None` chooses the

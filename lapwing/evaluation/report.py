@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
-    """Returns the pictures of a row beside the first row: a kind, a function `draw(ax)`, and the names for texts.
+    """Returns pictures that compare a row with the first row: a kind, a function `draw(ax)`, and the names for texts.
 
     Raises:
         LapwingError: if the table has no such row, or no predictions.
