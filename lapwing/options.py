@@ -64,13 +64,10 @@ def _numbers(value: Any) -> tuple[Any, ...]:
     return tuple(plain) if isinstance(plain, (list, tuple)) else (plain,)
 
 
-def _are_positive(value: Any) -> bool:
-    numbers = _numbers(value)
-    return bool(numbers) and all(map(is_positive, numbers))
-
-
 POSITIVE_NUMBERS = Rule(
-    _are_positive, "a positive finite number or a list of them", lambda value: tuple(map(float, _numbers(value)))
+    lambda value: _numbers(value) != () and all(map(is_positive, _numbers(value))),
+    "a positive finite number or a list of them",
+    lambda value: tuple(map(float, _numbers(value))),
 )
 """One number or several, such as weights of classes; kept as a tuple of floats."""
 
@@ -143,7 +140,8 @@ def _refusal_of(options: Any, item: Field[Any], value: Any) -> LapwingError:
     else:
         subject, prefix = kind.__name__, "lw." if kind.__module__.startswith("lapwing.") else ""
         line = f"{prefix}{subject}({line})"
-    return refusal(subject, item.name, value, _listed(accepted), line)
+    *others, last = accepted
+    return refusal(subject, item.name, value, f"{', '.join(others)} or {last}" if others else last, line)
 
 
 def refusal(subject: str, name: str, value: Any, accepted: str, line: str) -> LapwingError:
@@ -155,11 +153,6 @@ def check_argument(function: str, name: str, value: Any, rule: Rule, write: str)
     """Raises for an argument of a function that a rule does not accept; `write` is an accepted value as code."""
     if not rule.accepts(value):
         raise refusal(function, name, value, rule.text, f"{name}={write}")
-
-
-def _listed(texts: list[str]) -> str:
-    """Returns "a", "a or b", or "a, b or c"."""
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
 def _is_required(item: Field[Any]) -> bool:

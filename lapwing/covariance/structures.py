@@ -31,14 +31,10 @@ from .terms import (
 
 
 class Structure(ABC):
-    """The curvature of one block, `U diag(λ) Uᵀ`.
-
-    Attributes:
-        eigenvalues: λ, in any shape of P entries; weights w have the same shape.
-    """
+    """The curvature of one block, `U diag(λ) Uᵀ`."""
 
     kind: str
-    eigenvalues: Tensor
+    eigenvalues: Tensor  # λ, in any shape of P entries; weights w have the same shape
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor | None]:

@@ -31,25 +31,17 @@ _NUMBERS, _ROWS = 2**24, 2**22
 class Head:
     """A last linear layer with one position per sample.
 
-        moment_r = Σ_q (Vᵀ a)_q² s_rq + Σ_i v_i u_ri + β_r        r: moments, as `moments_of` orders them
-
-    Attributes:
-        source: name of its input.
-        basis: Vᵀ (Q, I), None if it is the identity.
-        offset: column of Vᵀ for the bias (Q,), or None.
-        scale: s (R, Q), None for certain weights.
-        shift: β (R,), or None.
-        through: u (R, I), None for certain inputs.
+    moment_r = Σ_q (Vᵀ a)_q² s_rq + Σ_i v_i u_ri + β_r        r: moments, as `moments_of` orders them
     """
 
-    source: str
+    source: str  # name of its input
     weight: Tensor
     bias: Tensor | None
-    basis: Tensor | None
-    offset: Tensor | None
-    scale: Tensor | None
-    shift: Tensor | None
-    through: Tensor | None
+    basis: Tensor | None  # Vᵀ (Q, I), None if it is the identity
+    offset: Tensor | None  # column of Vᵀ for the bias (Q,)
+    scale: Tensor | None  # s (R, Q), None for certain weights
+    shift: Tensor | None  # β (R,)
+    through: Tensor | None  # u (R, I), None for certain inputs
 
     def __call__(self, value: Value) -> tuple[Tensor, Tensor]:
         """Returns the outputs (..., O) and the variances (B, R)."""

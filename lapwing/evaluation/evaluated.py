@@ -95,25 +95,16 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a row of the table predicts.
+    """What a row of the table predicts. `rows` and `outside` are only for a network alone, batch by batch."""
 
-    Attributes:
-        values: the entries of `Prediction.for_metrics` of all samples, on the CPU.
-        known: scores of the held-out inputs if there are out-of-distribution sets; `foreign`: scores of each set.
-        score: the score of FPR95 and AUPR.
-        cost: time of a prediction, in forward passes; `seconds` is the time of the fit.
-        rows: for a network alone, its outputs (n, C), targets and sample numbers (n,), batch by batch.
-        outside: for a network alone, name of an out-of-distribution set -> outputs (n, C), batch by batch.
-    """
-
-    values: dict[str, Tensor]
-    known: Scores
-    foreign: dict[str, Scores]
-    score: str
-    cost: float = 1.0
-    seconds: float | None = None
-    rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    outside: dict[str, list[Tensor]] = field(default_factory=dict)
+    values: dict[str, Tensor]  # the entries of `Prediction.for_metrics` of all samples, on the CPU
+    known: Scores  # of the held-out inputs, if there are out-of-distribution sets
+    foreign: dict[str, Scores]  # of each out-of-distribution set
+    score: str  # the score of FPR95 and AUPR
+    cost: float = 1.0  # time of a prediction, in forward passes
+    seconds: float | None = None  # time of the fit
+    rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # outputs (n, C), targets, sample numbers
+    outside: dict[str, list[Tensor]] = field(default_factory=dict)  # name of an out-of-distribution set -> outputs
 
     @cached_property
     def numbers(self) -> dict[str, float]:

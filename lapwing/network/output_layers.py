@@ -101,22 +101,16 @@ def output_layers(
 
 
 class _Origins(EagerMode):
-    """Notes which tensors depend on the inputs, and which of them are gradients that the network takes itself.
-
-    Attributes:
-        nodes: nodes of the graph whose results depend on the inputs, except nodes within torch functions.
-        constant: nodes of functions of weights and of tensors that are neither weights nor depend on the inputs.
-        gradients: node of each gradient that the network takes -> nodes of the tensors that it differentiates.
-    """
+    """Notes which tensors depend on the inputs, and which of them are gradients that the network takes itself."""
 
     def __init__(self, weights: Iterable[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._known = {id(tensor): (tensor, False, True) for tensor in weights}  # keeps tensors: ids stay unique
         self._weights = set(self._known)
         self._known |= {id(tensor): (tensor, True, True) for tensor in inputs}
-        self.nodes = {tensor.grad_fn for tensor in inputs}
-        self.constant = set[Node | None]()
-        self.gradients: dict[Node, list[Node | None]] = {}
+        self.nodes = {tensor.grad_fn for tensor in inputs}  # depend on the inputs; without nodes within torch functions
+        self.constant = set[Node | None]()  # functions of weights and of tensors that are neither
+        self.gradients: dict[Node, list[Node | None]] = {}  # each gradient that the network takes -> of these tensors
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..jacobian.layers import Use, Watched, register_reader
+from ..jacobian.layers import Watched, register_reader
 from ..jacobian.layers.linear import LinearUse
 
 Intercept = Callable[[Callable, tuple, dict], Any]
@@ -77,12 +77,7 @@ def _noted_product(states: Tensor, weight: Tensor, bias: Tensor | None, out: Ten
     return out
 
 
-def _read_product(args: tuple, kwargs: dict, watched: Watched) -> Use:
-    states, weight, bias, _ = args
-    return LinearUse(states, weight, bias, False)
-
-
-register_reader(_read_product, _noted_product)
+register_reader(lambda args, kwargs, watched: LinearUse(*args[:3], False), _noted_product)
 
 
 class _Steps:

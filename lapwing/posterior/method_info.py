@@ -26,7 +26,10 @@ class MethodInfo:
         """Describes a `Method`."""
         names = [f.name for f in fields(method)] if is_dataclass(method) else []
         options = {name: getattr(method, name) for name in names}
-        plain = {name: value for name, value in options.items() if _is_json(value)}
+        plain = {
+            name: value for name, value in options.items()
+            if value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))
+        }  # fmt: skip
         return cls(type(method).__name__, repr(method), plain, method.accepts_further_data)
 
     @classmethod
@@ -43,8 +46,3 @@ class MethodInfo:
         if self.first_samples is not None:
             text += ", curvature of the first {} of {} samples".format(*self.first_samples)
         return text + " after a former posterior" if self.after_former else text
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a value is a finite number, a string, a bool or None."""
-    return value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))

@@ -33,18 +33,14 @@ BEYOND = 5.0  # decades by which an ascent may leave that range and come back: a
 class Training:
     """Inputs of a tuning, in addition to the posterior.
 
-    Attributes:
-        loader: training data.
-        prefixes: posteriors of the first n samples, by rising n, if the tuning sets `Tuning.prefixes`; with
-            `data_size`, also the unscaled posterior of all samples.
-        shown: number of samples of the loader, or None if unknown. The posterior may be of fewer.
-        chosen: whether the loader holds only the samples that the tuning reads: see `Tuning.training_samples`.
+    `prefixes` are posteriors of the first n samples, by rising n, if the tuning sets `Tuning.prefixes`; with
+    `data_size`, also the unscaled posterior of all samples.
     """
 
-    loader: Iterable[Any] = ()
+    loader: Iterable[Any] = ()  # training data
     prefixes: tuple[Posterior, ...] = ()
-    shown: int | None = None
-    chosen: bool = False
+    shown: int | None = None  # number of samples of the loader, if known; the posterior may be of fewer
+    chosen: bool = False  # whether the loader holds only the samples that the tuning reads: `Tuning.training_samples`
 
 
 def spread_batches(

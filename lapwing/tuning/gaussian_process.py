@@ -21,26 +21,20 @@ MAX_EXPLAINED = 0.9  # maximum part of the targets, without copies, that the wei
 class LeaveOneOut:
     """The exact Gaussian process of the linearised network on some training samples, at its own best δ and σ².
 
-    Attributes:
-        width: s, the mean variance, or the mean squared error if it is larger, of a target that all other of the N
-            samples predict.
-        variance: mean variance by the n samples of the kernel.
-        training_variance: `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior of these samples, which has seen the targets.
-        curve: width by N samples, divided by the width by n.
-        explained: number of targets that `weights` weights explain, divided by the number of all targets.
-        drawn: mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors.
+    The width s is the mean variance, or the mean squared error if it is larger, of a target that all other of the N
+    samples predict. The training variance is `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior, which has seen them.
     """
 
     width: float
-    variance: float
+    variance: float  # mean variance by the n samples of the kernel
     training_variance: float
-    curve: float
+    curve: float  # width by N samples, divided by the width by n
     precision: float
     noise_variance: float
     samples: int
     weights: int
-    explained: float = 0.0
-    drawn: float = 0.0
+    explained: float = 0.0  # number of targets that the weights explain, divided by the number of all targets
+    drawn: float = 0.0  # mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors
 
     def unseen(self, training_variance: float) -> float:
         """Returns the width of a posterior's predictions of unseen targets, at this δ and σ², by its training variance.
@@ -58,25 +52,15 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class Process:
-    """The Gaussian process of M pairs of a sample and an output, at δ = 1; δσ² is `10^log10` of the kernel's mean.
+    """The Gaussian process of M pairs of a sample and an output, at δ = 1; δσ² is `10^log10` of the kernel's mean."""
 
-    Attributes:
-        values: eigenvalues of the kernel `√w JJᵀ √w` (M,), of each output relative to its noise.
-        vectors: its eigenvectors (M, M).
-        labels: `√w r` (M,), in the same unit.
-        counts: w (M,), number of targets that each pair represents.
-        same: whether a sample is left out together with another (n, n). All samples have equally many pairs.
-        weights: number of weights that count.
-        outputs_per_pair: number of outputs of a sample, divided by the number of its pairs.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    labels: Tensor
-    counts: Tensor
-    same: Tensor
-    weights: int
-    outputs_per_pair: float = 1.0
+    values: Tensor  # eigenvalues of the kernel `√w JJᵀ √w` (M,), of each output relative to its noise
+    vectors: Tensor  # its eigenvectors (M, M)
+    labels: Tensor  # `√w r` (M,), in the same unit
+    counts: Tensor  # w (M,), number of targets that each pair represents
+    same: Tensor  # whether a sample is left out together with another (n, n); all have equally many pairs
+    weights: int  # number of weights that count
+    outputs_per_pair: float = 1.0  # number of outputs of a sample, divided by the number of its pairs
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:

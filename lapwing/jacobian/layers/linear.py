@@ -91,13 +91,9 @@ def _matmul(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     left, right = args
     if right.ndim == 2 and not watched(left):
         return _use(left, right, None, True, watched)
-    first, second = (_batch_letters(one, max(left.ndim, right.ndim)) for one in args)
+    letters = "abcdefgh"[: max(left.ndim, right.ndim) - 2]  # one for each batch dimension, counted from the last
+    first, second = (letters[len(letters) + 2 - one.ndim :] for one in args)
     return einsum_use(f"{first}ij,{second}jk->{max(first, second, key=len)}ik", left, right, watched)
-
-
-def _batch_letters(tensor: Tensor, ndim: int) -> str:
-    """Returns one letter for each batch dimension of a product of matrices, counted from the last."""
-    return "abcdefgh"[: ndim - 2][ndim - tensor.ndim :]
 
 
 def _einsum(args: tuple, kwargs: dict, watched: Watched) -> Use | None:

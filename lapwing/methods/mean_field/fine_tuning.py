@@ -76,7 +76,8 @@ class FineTuning(IteratePass[Descent]):
         """Returns the user's δ, a scalar or one per weight (P,), or the best scalar if δ is open."""
         problem, blocks = self._problem, self._tangent.blocks
         if not problem.prior.fixed:
-            return best_precision(state.values["log_std"], state.values["mean"] - self._centre)
+            offset, log_std = state.values["mean"] - self._centre, state.values["log_std"]
+            return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())  # of least divergence
         if bool((problem.precision == problem.precision[0]).all()):
             return problem.precision[0].to(state.values["mean"])
         sizes = torch.tensor([block.size for block in blocks], device=problem.precision.device)
@@ -291,8 +292,3 @@ def divergence(log_std: Tensor, offset: Tensor, precision: Tensor) -> Tensor:
     """Returns `KL(N(m, diag σ²) ‖ N(μ0, Δ⁻¹)) = 1/2 Σ [δ(σ² + (m - μ0)²) - 1 - log δ - 2 log σ]`; offset = m - μ0."""
     terms = precision * ((2 * log_std).exp() + offset.square()) - 1 - precision.log() - 2 * log_std
     return doubled(terms).sum() / 2
-
-
-def best_precision(log_std: Tensor, offset: Tensor) -> Tensor:
-    """Returns the scalar δ of least divergence, `P / (‖m - μ0‖² + Σ σ²)`."""
-    return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())
