@@ -1,4 +1,4 @@
-"""The rows to beat in Tables 1 to 5 and Figure 8: one number from validation data, prior alone, recommended call.
+"""The rows to beat in Tables 1, 2, 4 and 5: one number from validation data, the prior alone, the recommended call.
 
 One number is a temperature of the logits, or a noise variance. The recommended call is `lw.fit` with validation data
 and no other choice. Networks, splits and test data are those of the tables.
@@ -19,7 +19,6 @@ from papers.common.results import Rows, once, read
 from papers.common.scores import averaged, probabilities
 from papers.common.tables import grid, shown
 from papers.streamlined import table1, table2
-from papers.streamlined.figure8 import ANGLES, rotations
 from papers.streamlined.setting import Setting, apart, labels, scores, treated
 from papers.streamlined.table1 import NETWORKS, RegressionTask, points_of
 from papers.streamlined.table2 import MLPTask, class_row
@@ -93,9 +92,9 @@ def regression(task: RegressionTask, row: str) -> dict[str, Any]:
 
 
 def classifier(task: MLPTask, row: str) -> dict[str, Any]:
-    """Returns the scores of an MLP, and those on rotated images (Figure 8)."""
+    """Returns the scores of an MLP."""
     if row == "as it is":
-        return {**task.network(), "rotated": rotations(task, None, lw.Linearized())}
+        return task.network()
     posterior = fitted(
         row, task.model, task.data.train[: table2.SHOWN], task.data.val, lw.everything, data_size=len(task.whole[0])
     )
@@ -103,8 +102,7 @@ def classifier(task: MLPTask, row: str) -> dict[str, Any]:
         probabilities(posterior, task.latent(posterior, x, lw.Linearized()))
         for x in (task.tested[0], task.data.foreign[:2000])
     )
-    turned = rotations(task, posterior, lw.Linearized(), factor=1.0)
-    return {**class_row(inside, task.tested[1], outside), **_chosen(posterior), "rotated": turned}
+    return {**class_row(inside, task.tested[1], outside), **_chosen(posterior)}
 
 
 def transformer(setting: Setting, row: str) -> dict[str, Any]:
@@ -159,14 +157,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     gains_of = [f"gain of {GAINS.get(row, row)}" for row in next(iter(gained.values()))]
     columns = ["noise of the training residuals", "of the validation residuals", *gains_of]
     scored = ["NLPD", "ECE", "AUROC", "temperature"]
-    rotated = {
-        row: [shown(part["rotated"]["nlpd"][str(ANGLES.index(angle))], 2) for angle in (0, 30, 90, 180)]
-        for row, part in results["table"]["mnist MLP"].items()
-        if "rotated" in part
-    }
     return {
         "MLPs": grid(scored, found["MLPs"]),
-        "rotated": grid(["0°", "30°", "90°", "180°"], rotated),
         "transformers": grid(scored, found["transformers"]),
         "regressions": grid(columns, found["regressions"]),
     }

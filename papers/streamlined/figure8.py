@@ -31,7 +31,9 @@ def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
 def _add(rows: Rows, seed: int) -> None:
     run, task = f"seed {seed}", once(lambda: MLPTask.load("mnist", seed))
     laplace = once(lambda: task().laplace(lw.KFAC(), lw.Evidence()))
+    tempered = once(lambda: lw.fit(task().model, task().data.val, lw.TemperatureScaling()))
     rows.add(run, "network", lambda: rotations(task(), None, lw.Linearized()))
+    rows.add(run, "one temperature", lambda: rotations(task(), tempered(), lw.Linearized(), factor=1.0))
     for name in ("streamlined", "GLM", "sampling"):
         rows.add(run, f"LA {name}", lambda name: rotations(task(), laplace(), task().ways(name)[name]), name)
         rows.add(run, f"MFVI {name}", lambda name: rotations(task(), task().variational, task().ways(name)[name]), name)
@@ -65,7 +67,7 @@ def rotations(
 
 
 STYLES = {"streamlined": "-", "GLM": "--", "sampling": ":"}
-COLOURS = {"network": "#555555", "LA": "#1f77b4", "MFVI": "#d62728"}
+COLOURS = {"network": "#555555", "one temperature": "#e377c2", "LA": "#1f77b4", "MFVI": "#d62728"}
 
 
 def draw(results: Mapping[str, Any]) -> None:
@@ -75,9 +77,10 @@ def draw(results: Mapping[str, Any]) -> None:
     for axis, measure in zip(axes, ("nlpd", "accuracy"), strict=True):
         for name in runs[0]:
             posterior, _, way = name.partition(" ")
+            colour = COLOURS.get(name) or COLOURS[posterior]
             curves = [run[name][measure] for run in runs if name in run]
             mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
-            axis.plot(results["angles"], mean, STYLES.get(way, "-"), color=COLOURS[posterior], label=name)
+            axis.plot(results["angles"], mean, STYLES.get(way, "-"), color=colour, label=name)
         axis.set_xlabel("rotation in degrees")
         axis.set_ylabel({"nlpd": "NLPD"}.get(measure, measure))
     axes[0].legend(fontsize=7, frameon=False)
