@@ -77,7 +77,7 @@ def _noted_product(states: Tensor, weight: Tensor, bias: Tensor | None, out: Ten
     return out
 
 
-register_reader(lambda args, kwargs, watched: LinearUse(*args[:3], False), _noted_product)
+register_reader(lambda args, kwargs, watched: LinearUse(args[0], args[1], args[2], False), _noted_product)
 
 
 class _Steps:
