@@ -22,6 +22,7 @@ from ..data.data import Data
 from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
+from ..likelihoods.targets import any_counts, no_targets
 from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
 from ..methods.problem import Problem
 from ..methods.rows import class_labels
@@ -205,11 +206,7 @@ class Runner:
                 at.sums = at.sums.with_tensors(ranks.joined(label, tensors, joins, problem.tangent.device))
                 at.summary = at.sums.summary if collects else at.summary
             if collects and not at.sums.any_counted:
-                raise LapwingError(
-                    "None of the labels counts: all of them are the ignore_index of the likelihood, or NaN. Pass "
-                    "class labels, another likelihood=lw.Categorical(ignore_index=...), or targets that are not "
-                    "all NaN."
-                )
+                raise no_targets("labels")
             at.whole |= collects
         at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
         at.finished = True
@@ -244,7 +241,8 @@ class Runner:
                 inputs, targets = batches.take(inputs, rows), targets[rows]
                 weights = None if weights is None else weights[rows]
             if samples:
-                counted = self._counted(targets, problem)
+                counted = problem.likelihood.labelled(targets)
+                at.sums.any_counted = at.sums.any_counted or any_counts(targets, counted)
                 yield Batch(
                     problem.tangent, inputs, targets, before + at.start, counted, weights=weights,
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=rounds,
@@ -256,13 +254,6 @@ class Runner:
             if self._checkpoint is not None and isinstance(step, SumPass):
                 at.generator = problem.root.generator.get_state()
                 self._checkpoint.after_batch(step.label, at)
-
-    def _counted(self, targets: Tensor, problem: Problem) -> Tensor | None:
-        """Returns which targets count, None for all; sets `any_counted`."""
-        counted, sums = problem.likelihood.labelled(targets), self._at.sums
-        if not sums.any_counted:
-            sums.any_counted = bool((~targets.isnan() if counted is None else counted).any())
-        return counted
 
     def _check_size(self, samples: int, to: str) -> None:
         """Sets n the first time; raises if the data have no sample, or another number. Shares of ranks may be empty."""

@@ -17,6 +17,19 @@ def which_count(labels: Tensor, ignored: int) -> Tensor | None:
     return None if bool(mask.all()) else mask
 
 
+def any_counts(targets: Tensor, counted: Tensor | None) -> bool:
+    """Whether a target counts, by the mask of `Likelihood.labelled`; without a mask, whether one is not NaN."""
+    return bool((~targets.isnan() if counted is None else counted).any())
+
+
+def no_targets(which: str) -> LapwingError:
+    """Returns the error for data of which no target counts."""
+    return LapwingError(
+        f"None of the {which} counts: all of them are NaN, or the ignore_index of the likelihood. Pass some known "
+        "ones, or another likelihood=lw.Categorical(ignore_index=...)."
+    )
+
+
 def check_labels(
     name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor, ignored: int | None = None
 ) -> None:

@@ -17,6 +17,7 @@ from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
+from ..likelihoods.targets import any_counts, no_targets
 from ..linalg import doubled
 from ..methods.temperature_scaling import refined
 from ..network.positions import EXACT_OUTPUTS
@@ -41,15 +42,17 @@ def sample_scores(
     Samples are as in `contracted`. `temperatures` holds values of log10 T; () uses only the likelihood's own T.
     """
     rows: dict[tuple[int, int], list[Tensor]] = {}
+    any_known = False
     for place, candidate, latent, labels, _ in contracted(
         posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(temperatures))
     ):
         latents = [latent.tempered(10**exponent) for exponent in temperatures] or [latent]
-        scores, counted = _scores(candidate.likelihood, latents, labels), known(candidate.likelihood, labels)
+        scores, counted = _scores(candidate.likelihood, latents, labels), candidate.likelihood.labelled(labels)
+        any_known = any_known or any_counts(labels, counted)
         rows.setdefault(place, []).append((scores if counted is None else scores[:, counted]).cpu())
     joined = _joined(rows)
-    if not joined.shape[-1]:
-        raise no_targets()
+    if not any_known:
+        raise no_targets("held-out targets")
     return joined.unflatten(0, (len(posteriors), -1))
 
 
@@ -63,7 +66,7 @@ def head_scores(
     """
     joint: Any = posteriors[0].likelihood
     rows: dict[str, dict[tuple[int, int], list[Tensor]]] = {key: {} for key in joint.keys}
-    shown: set[str] = set()  # heads with a known target
+    known: set[str] = set()  # heads with a known target
     for place, _, latent, labels, _ in contracted(
         posteriors, candidates, tracked(loader, "held-out data"), copies=len(HEADS)
     ):
@@ -77,14 +80,14 @@ def head_scores(
             elif tempered and head.logit_temperature == 1:
                 parts = [part.tempered(10**k) for k in HEADS]
             rows[key].setdefault(place, []).append(_scores(head, parts, targets[key]).cpu())
-            counted = known(head, targets[key])
-            shown |= {key} if counted is None or bool(counted.any()) else set()
+            if any_counts(targets[key], head.labelled(targets[key])):
+                known.add(key)
     profile: Any = 0.0
     best = [joint.head_numbers for _ in rows[joint.keys[0]]]
     for key, found in rows.items():
         scores, noise = _joined(found), joint.estimated.get(key)
-        if not shown or (key not in shown and len(scores[0]) > 1):
-            raise no_targets(f" {key!r}" if shown else "")
+        if not known or (key not in known and len(scores[0]) > 1):
+            raise no_targets(f"held-out targets {key!r}")
         means = scores.mean(-1, dtype=torch.float64)  # (posteriors * candidates, K)
         low = HEADS.index(0.0) if noise is None and len(means[0]) > 1 else 0  # T >= 1
         profile = profile + scores[torch.arange(len(scores)), low + means[:, low:].argmax(-1)]
@@ -206,21 +209,6 @@ def tangent_of_samples(posterior: Posterior) -> Tangent:
     joins = ratios is None or len(ratios) == tangent.width  # only a Gaussian likelihood has ratios
     few = tangent.positions.several and tangent.width <= WIDTH_OUTPUTS
     return tangent.with_joined_positions() if few and joins else tangent
-
-
-def known(likelihood: Likelihood, targets: Tensor) -> Tensor | None:
-    """Returns a mask of the samples with a target that counts and is not NaN; None if all of them count."""
-    if targets.is_floating_point():
-        return ~targets.isnan().reshape(len(targets), -1).all(1)
-    return likelihood.labelled(targets)
-
-
-def no_targets(head: str = "") -> LapwingError:
-    """Returns the error for held-out data of which no target counts."""
-    return LapwingError(
-        f"None of the held-out targets{head} counts: all of them are NaN, or the ignore_index of the likelihood. Pass "
-        "held-out data with some known targets."
-    )
 
 
 def no_batch() -> LapwingError:

@@ -18,6 +18,7 @@ from ..display import warns_once
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..likelihoods.prediction_at_positions import predicted
+from ..likelihoods.targets import any_counts, no_targets
 from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
@@ -25,7 +26,6 @@ from ..posterior import Posterior
 from ..posterior.latents import first_inputs
 from ..prediction import Linearized, Scaled, Way
 from .choice import RISING
-from .held_out import known, no_targets
 from .search import golden_section
 
 log = logging.getLogger("lapwing")
@@ -196,14 +196,13 @@ def _latents(
             reads_covariance = posterior.likelihood.reads_covariance(chosen)
         latent = latent.compact(reads_covariance)
         kept.append((latent, targets.to(latent.mean.device)))
-        counted = known(posterior.likelihood, targets)
-        any_known = any_known or counted is None or bool(counted.any())
+        any_known = any_known or any_counts(targets, posterior.likelihood.labelled(targets))
     if not kept:
         raise LapwingError(
             "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
         )
     if not any_known:
-        raise no_targets()
+        raise no_targets("held-out targets")
     return kept, count
 
 

@@ -199,7 +199,7 @@ def test_held_out_data_without_a_known_target_of_a_head_are_refused():
     given = lw.Joint({"kind": lw.Categorical(logit_temperature=2.0), "box": lw.Gaussian(0.3)}, outputs=OUTPUTS)
     assert fitted(model, joint=given, prior_precision=None, validation=(HELD_OUT, without)).prior_precision > 0
     nothing = {**without, "box": torch.full((40, 2), torch.nan)}
-    with pytest.raises(lw.LapwingError, match="held-out targets counts"):
+    with pytest.raises(lw.LapwingError, match="held-out targets 'box' counts"):
         fitted(model, joint=given, prior_precision=None, validation=(HELD_OUT, nothing))
     alone = lw.fit(model.box, (X, Y["box"]), lw.Full(), likelihood=lw.Gaussian(0.3, missing=True))
     with pytest.raises(lw.LapwingError, match="held-out targets counts"):
