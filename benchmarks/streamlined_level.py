@@ -3,7 +3,8 @@
 A diagonal posterior over all weights; 300 test images, with the exact variances of the linearised network as the truth.
 64 training images give `lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())`, without labels. *Level*
 is the ratio of the mean variances, *rank* Spearman's rank correlation with the exact ones over images: the mean over
-classes of those of one class, and that of the means over classes. One seed.
+classes of those of one class, and that of the means over classes. On a CPU, *passes* is the cost of a batch of 100 in
+forward passes in eager mode: one thread, CPU time, the fastest of many. One seed.
 
     python -m benchmarks.streamlined_level  # writes results/streamlined_level.json; needs LAPWING_DATA
 """
@@ -18,12 +19,14 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from benchmarks.measure import write
+from benchmarks.streamlined_cost import fastest
 from papers.common.data import batched, images
 from papers.common.networks import cifar_resnet20
 
 SEED = 0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHOWN, FITTED, TESTED = 1000, 64, 300
+SHOWN, FITTED, TESTED, BATCH = 1000, 64, 300, 100
+SECONDS = 45.0  # of timing
 
 
 def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
@@ -84,7 +87,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 
 def nearness(model: nn.Module, name: str, size: int, precision: float) -> dict[str, dict[str, float]]:
-    """Returns level and ranks of streamlined variances, plain and fitted to 64 images."""
+    """Returns level, ranks and cost of streamlined variances, plain and fitted to 64 images."""
     data = images(name)
     shown = batched(data.x_train[:SHOWN].to(DEVICE), data.y_train[:SHOWN].to(DEVICE))
     model = model.to(DEVICE).eval()
@@ -103,11 +106,19 @@ def nearness(model: nn.Module, name: str, size: int, precision: float) -> dict[s
             "rank by class": sum(by_class) / len(by_class),
             "rank of means": spearman(found.mean(1), exact.mean(1)),
         }
+    if DEVICE.type == "cpu":
+        few = x[:BATCH]
+        with torch.no_grad():
+            calls = [lambda way=way: posterior.latent(few, via=way) for way in ways.values()]
+            forward, *times = fastest([lambda: model(few), *calls], SECONDS)
+        for label, milliseconds in zip(ways, times, strict=True):
+            rows[label]["passes"] = milliseconds / forward
     return rows
 
 
 def main() -> dict[str, Any]:
     """Runs everything."""
+    torch.set_num_threads(1)
     torch.manual_seed(SEED)
     fashion = images("fashion_mnist")
     data = fashion.x_train[:6000], fashion.y_train[:6000]
