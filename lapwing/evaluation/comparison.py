@@ -224,14 +224,16 @@ def compare(
         data.check_keys(posterior.likelihood)
     candidates, base = rows_of(posteriors, data)
     label = "mutual_information" if isinstance(score, Novelty) else score
-    mapped = [True] * any(getattr(posterior.likelihood, "logit_map", ()) for posterior in fitted)
+    mapped = any(getattr(posterior.likelihood, "logit_map", ()) for posterior in fitted)
     rows: dict[str, Evaluated] = {}
     notes = ["The weights of samples are ignored: every sample counts once."] if sample_weights else []
     for name, candidate in candidates.items():
         own = Data(loader, network, sample_weights, columns=candidate.columns)
         inputs = {key: as_inputs(ordered(value, own.columns), network) for key, value in sets.items()}
         rows[name] = evaluated(candidate, tracked(own, name), inputs, repeats, label, (fit_seconds or {}).get(name))
-        for matrix in (False, *mapped) if name == base and candidate.likelihood else ():
+        if name != base:
+            continue
+        for matrix in (False, True) if mapped else (False,):
             half = by_halves(rows[name], candidate.likelihood, matrix)  # type: ignore[arg-type]
             if half is not None and half[0] not in posteriors:
                 rows[half[0]] = half[1]

@@ -308,10 +308,8 @@ def scores_of(prediction: Any, names: Iterable[str]) -> Scores:
 def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) -> tuple[str, Evaluated, str] | None:
     """Returns the network with a temperature or noise variance from held-out data: the row's name, run and note.
 
-    `matrix` adds the affine map of the logits of `lw.Validation(calibration="matrix")`.
-
-    The number for the samples of even number is chosen on the samples of odd number, and conversely. Returns None for
-    likelihoods without temperature and noise variance, and for a single sample.
+    The samples of odd number choose for those of even number, and conversely. Returns None for likelihoods without
+    temperature and noise variance, and for a single sample. `matrix` adds a map as of `calibration="matrix"`.
     """
     if not network.rows or not network.values["sample"].any():
         return None

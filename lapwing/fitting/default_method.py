@@ -74,10 +74,7 @@ def method_and_tangent(
 def default_fit(
     data: FitData, survey: Callable[..., Tangent], count: Callable[[], int]
 ) -> tuple[Method, Tangent, str] | str:
-    """Returns the method, the tangent of all trained weights, and the reason; or the reason for the last layer.
-
-    All trained weights are the default of a cheap regression, and of networks with a frozen last layer, as with LoRA.
-    """
+    """Returns the method, the tangent of all trained weights, and the reason; or the reason for the last layer."""
     frozen, likelihood = _frozen_last_layer(data.model, survey), data.likelihood
     if not frozen and not _is_regression(likelihood):
         return f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
@@ -92,7 +89,7 @@ def default_fit(
             f"{method} over all {tangent.size} trained weights, the default for a regression of this size. For cheaper "
             "predictions write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)."
         )  # fmt: skip
-    if frozen:
+    if frozen:  # as with LoRA
         return KFAC(), tangent, (
             f"KFAC over all {tangent.size} trained weights, the default if the last layer is frozen. For that "
             f"layer, {', '.join(frozen)}, write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)."

@@ -111,8 +111,7 @@ def plan(
 
     Accepts the arguments of `lw.fit`, and `method` may be a list of methods, or "all" for the default and every
     method of the package. If `lw.fit` refuses some of them, their plans say why. `data_size` is used if the loader does
-    not know its length. With `validation` and no method `lw.fit` may fit a classifier a second time, by KFAC over all
-    weights. The plan describes the first fit; plan `lw.KFAC()` for the second.
+    not know its length.
 
     Returns:
         A frozen `Plan`, or a tuple of them if `method` is a list or "all". Both print as a table.

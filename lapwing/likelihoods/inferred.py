@@ -151,10 +151,7 @@ def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor]) -> None:
-    """Warns if the outputs (B, C) of some samples are not means of their targets, as a Gaussian likelihood needs.
-
-    `statistics` are sums of `likelihood.statistics` over all data.
-    """
+    """Warns if the outputs (B, C) of some samples are not means of their targets; `statistics` are of all data."""
     if "targets" not in statistics:
         return
     known, sums = statistics["targets"]

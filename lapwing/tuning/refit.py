@@ -109,10 +109,7 @@ class Refit(Tuning):
 
 
 def fresh_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Returns a copy whose trained layers have fresh weights, and the names of trained parameters that did not change.
-
-    Frozen parameters keep their values.
-    """
+    """Returns a copy whose trained layers have fresh weights, and the trained parameters that did not change."""
     fresh = copy.deepcopy(model)
     before = parameters_of(model)
     for module in fresh.modules():

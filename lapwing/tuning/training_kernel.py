@@ -120,13 +120,10 @@ def _means_of_outputs(labels: Tensor, counts: Tensor, outputs: Tensor) -> Tensor
 
 
 def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
-    """Returns whether two samples are copies or the same (N, N), by `JJᵀ` (M, M) and y (N, C).
-
-    No samples are copies if the kernel holds only some of their outputs.
-    """
+    """Returns whether two samples are copies or the same (N, N), by `JJᵀ` (M, M) and y (N, C)."""
     count, outputs = targets.shape
     itself = torch.eye(count, dtype=torch.bool, device=gram.device)
-    if times < outputs:
+    if times < outputs:  # the kernel holds only some of their outputs
         return itself
     kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
     size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
