@@ -174,7 +174,7 @@ def labels_of(kind: type, name: str) -> tuple[Any, ...]:
 
 
 def _labels(annotation: Any) -> tuple[Any, ...]:
-    """Returns the labels of an annotation; None counts where there are others."""
+    """Returns the labels of an annotation; None counts only if there are other labels."""
     if annotation is bool:
         return True, False
     if get_origin(annotation) is Literal:

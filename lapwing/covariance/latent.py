@@ -104,7 +104,7 @@ class Latent(Described):
         return replace(self, checked=True)
 
     def without_impossible(self) -> Latent:
-        """Returns the latent in which outputs of classes that cannot be follow the average of the other outputs."""
+        """Returns the latent in which outputs of impossible classes follow the average of the other outputs."""
         mask = possible(self.mean)
         if mask.all():
             return self

@@ -49,7 +49,7 @@ class Described:
         return replace(self, mean=self.mean / temperature)
 
     def mapped(self: Any, matrix: Tensor, shift: Tensor) -> Any:
-        """Returns the latent of `M f + b` for a matrix M (C, C) and a shift b (C,); logits of no class stay."""
+        """Returns the latent of `M f + b` for M (C, C) and b (C,); logits of impossible classes stay."""
         raise LapwingError(
             f"Matrix scaling mixes all logits, and a {type(self).__name__} holds only some. Leave outputs= out of "
             "lw.Linearized(outputs=...)."
@@ -70,7 +70,7 @@ class Described:
 
 
 def moved(values: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
-    """Returns `M f + b` for outputs f (..., C). Logits of classes that cannot be stay, and enter no other logit."""
+    """Returns `M f + b` for outputs f (..., C). Logits of impossible classes stay, and enter no other logit."""
     mask = possible(values)
     return torch.where(mask, torch.where(mask, values, 0.0) @ matrix.T + shift, values)
 

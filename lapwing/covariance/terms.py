@@ -285,7 +285,7 @@ def selected(matrix: Tensor, outputs: Tensor) -> Tensor:
 
 
 def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
-    """Returns a sum with another term. It adds matrices, or variances, so that at most one is there, at the end."""
+    """Returns the sum with one more term. Matrices, or variances, are added up: a sum ends with at most one of them."""
     if not terms or not isinstance(terms[-1], (DenseTerm, MarginalTerm, ScaleTerm)):
         return (*terms, term)
     *factors, last = terms

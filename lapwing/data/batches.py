@@ -360,7 +360,7 @@ def check_outputs(outputs: Tensor, where: str) -> None:
 
 
 def check_rows(bad: Tensor, where: str) -> None:
-    """Raises if the outputs of some samples are NaN or infinite: those where `bad` (B,) is True."""
+    """Raises for the samples whose outputs are NaN or infinite, by their mask `bad` (B,)."""
     if bad.any():
         raise LapwingError(
             f"The outputs at {where} are NaN or infinite for {int(bad.sum())} of {len(bad)} samples (first: sample "

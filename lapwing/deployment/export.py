@@ -216,7 +216,7 @@ def _end(program: Program) -> tuple[Step, ...]:
 
 
 def _whole(output: Moments, kinds: int, logits: Logits | None) -> tuple[Tensor, Tensor]:
-    """Returns the means and `moments_of` a program's output, less the average over classes that can be if centred."""
+    """Returns the means and `moments_of` a program's output, minus the average over possible classes if centred."""
     matrix = output.covariance
     term = EigenTerm(None, output.variance) if matrix is None else DenseTerm(matrix, output.centred)
     if logits is None or logits.activation == "sigmoid":

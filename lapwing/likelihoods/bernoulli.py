@@ -209,7 +209,7 @@ class BernoulliPrediction(DiscretePrediction):
         return torch.bernoulli(probs, generator=generator).long()
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns log probabilities (B,), and of each known answer the probabilities of no and yes, label, output."""
+        """Returns log probabilities (B,), and for each known answer the probabilities of no and yes, label, output."""
         yes = self.probs.double().flatten()
         rows, answers = super().for_metrics(targets), targets.flatten().to(yes)
         numbers, outputs = torch.arange(len(yes), device=yes.device), self.log_odds.shape[1]

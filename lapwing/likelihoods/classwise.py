@@ -30,7 +30,7 @@ NODES = 24
 """Nodes of the mutual information and of the search for κ."""
 
 _WIDEST = 8.0  # largest 1/scale of the probit approximation in the search for κ
-_FAR = -1e30  # logit of a class that cannot be
+_FAR = -1e30  # logit of an impossible class
 
 
 def contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ class RegressionMixture(MixturePrediction):
         return torch.stack([member.aleatoric_variance for member in self.members]).mean(0)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of the targets of each input, (B,); of the known ones if some may be missing."""
+        """Returns the log density of the targets of each input, (B,), over the known targets if some are missing."""
         logs = torch.stack([member.log_prob(targets) for member in self.members])
         return logs.logsumexp(0) - math.log(len(logs))
 

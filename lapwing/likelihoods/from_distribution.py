@@ -31,7 +31,7 @@ LARGEST_SUPPORT = 64
 
 @contextmanager
 def _one_dtype_explained() -> Iterator[None]:
-    """Says what to write if a function has tensors of one dtype: a fit calls it in the outputs' dtype and float64."""
+    """Raises with the line to write if a function has tensors of one dtype: a fit calls it in two dtypes."""
     try:
         yield
     except RuntimeError as error:

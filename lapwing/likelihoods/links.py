@@ -54,7 +54,7 @@ def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _possible(mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a mask of the classes that can be (B, C), and their number (B, 1). The others have no variance."""
+    """Returns a mask of the possible classes (B, C), and their number (B, 1). Impossible ones have no variance."""
     mask = possible(mean)
     return mask, mask.sum(-1, keepdim=True).to(mean)
 

@@ -119,7 +119,7 @@ def _log_ratios(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Returns the table of `tabulated_log_odds` (1, 1, stds, logits), by Chebyshev interpolation of 6 144 entries."""
 
     def interpolation(count: int, points: int) -> tuple[Tensor, Tensor]:
-        """Returns Chebyshev nodes between 0 and 1, and the matrix from values there to values at even points."""
+        """Returns Chebyshev nodes between 0 and 1, and the matrix from values at them to values at even points."""
         angles = math.pi * (torch.arange(count, dtype=torch.float64) + 0.5) / count
         orders = torch.arange(count, dtype=torch.float64)[:, None]
         weights = torch.full_like(orders, 2.0 / count)

@@ -52,13 +52,13 @@ def check_finite(matrix: Tensor) -> None:
 
 
 def possible(logits: Tensor, dim: int = -1) -> Tensor:
-    """Returns a mask of the classes that can be.
+    """Returns a mask of the possible classes.
 
-    A class cannot be if its logit is more than 500 below the largest one of its row, and more than 20 times the size of
-    that one: a mask adds a number of another size, and a network that is very sure has large logits everywhere.
+    A class is impossible if its logit is below the largest one of its row by more than 500 and by more than 20 times
+    the size of the largest: a mask adds a far larger number, while a confident network has large logits everywhere.
     """
     largest = logits.amax(dim, keepdim=True)
-    return ~(largest - logits > (20.0 * largest.abs()).clamp_min(500.0))  # NaN is not such a class
+    return ~(largest - logits > (20.0 * largest.abs()).clamp_min(500.0))  # NaN counts as possible
 
 
 def nonnegative(values: Tensor) -> Tensor:

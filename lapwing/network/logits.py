@@ -1,4 +1,4 @@
-"""Logits of classes that cannot be, such as masked actions and padding: -inf, or far below all others.
+"""Logits of impossible classes, such as masked actions and padding: -inf, or far below all others.
 
 Masks may differ between samples and batches. Outputs that a treated layer gives directly stay: nothing masks them.
 """
@@ -17,7 +17,7 @@ from .invoke import invoke
 from .positions import Positions
 
 EXCLUDED = -3e4
-"""Logit of a class that cannot be, relative to the mean of the others near 0. float16 can express it."""
+"""Logit of an impossible class, relative to the mean of the possible ones near 0. float16 can express it."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Logits:
 
     forward: Forward | None  # the user's `forward(model, inputs)`, or None
     activation: str  # from outputs to probabilities: "softmax", or "sigmoid" for each output on its own
-    looks: bool = True  # outputs without such classes stay the same object, which waits for the device
+    looks: bool = True  # outputs without impossible classes stay the same object, which waits for the device
 
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
         return invoke(model, inputs, self.forward)
 
     def finite(self, outputs: Tensor, axis: int = -1) -> Tensor:
-        """Returns outputs with other logits of classes that cannot be. Before a sigmoid only -inf is replaced.
+        """Returns outputs with other logits of impossible classes. Before a sigmoid only -inf is replaced.
 
-        After a softmax they are the mean of the others minus 30 000 or more. So their probability stays 0, and their
-        gradient is the mean gradient of the others: the average over all classes, which links subtract, is the average
-        over those that can be.
+        Before a softmax they become the mean of the possible logits minus 30 000 or more. So their probability stays 0,
+        and their gradient is the mean gradient of the possible ones. Links subtract the average over all classes, which
+        then equals the average over the possible ones.
         """
         softmax = self.activation == "softmax"
         mask = possible(outputs.detach(), axis) if softmax else outputs != -torch.inf
