@@ -234,14 +234,10 @@ def imports() -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs everything three times and writes `benchmarks/results/cost.json` (`cost_cuda.json` on a GPU)."""
+    """Runs everything three times on the CPU and writes `benchmarks/results/cost.json`."""
     torch.set_num_threads(2)
-    name = "cost"
-    if torch.cuda.is_available():
-        torch.set_default_device("cuda")
-        name = "cost_cuda"
     results = reduce(fastest, (costs() for _ in range(3)))
-    print(write(name, {**results, "memory": memory(), "import, seconds": imports()}, SEED))
+    print(write("cost", {**results, "memory": memory(), "import, seconds": imports()}, SEED))
 
 
 if __name__ == "__main__":

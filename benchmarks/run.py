@@ -1,8 +1,10 @@
-"""`make bench`: the cost benchmarks, and the trained networks where the data folder is at hand."""
+"""`make bench`: the cost benchmarks, on a GPU too if there is one, and trained networks if the data folder is there."""
 
 from __future__ import annotations
 
-from benchmarks import cost, real_networks, regression, streamlined_cost
+import torch
+
+from benchmarks import cost, gpu, real_networks, regression, streamlined_cost
 from papers.common.data import available
 
 
@@ -10,6 +12,8 @@ def main() -> None:
     """Runs all benchmarks."""
     cost.main()
     streamlined_cost.main(["mlp", "resnet20", "vit"])
+    if torch.cuda.is_available():
+        gpu.main([])
     if available(*(f"uci_{name}.npz" for name in regression.TABLES)):
         regression.main()
     if available("mnist.npz", "mnist_cnn_ella.safetensors"):

@@ -957,13 +957,3 @@ def test_more_draws_than_memory_holds() -> None:
             ask()
     with pytest.raises(lw.LapwingError, match="not a number of draws"):
         answers.predict(x).sample("a")
-
-
-def test_meta_as_the_default_device() -> None:
-    model, loader = nn.Linear(4, 3).eval(), [(torch.randn(6, 4), torch.arange(6) % 3)]
-    torch.set_default_device("meta")
-    try:
-        with pytest.raises(lw.LapwingError, match="default device is meta"):
-            lw.fit(model, loader)
-    finally:
-        torch.set_default_device(None)

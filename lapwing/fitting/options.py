@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from .. import ranks
@@ -89,11 +88,6 @@ class FitOptions(Options):
             raise LapwingError(
                 f"prior=posterior decides the method, the parameters, the likelihood and the prior, and "
                 f"{', '.join(given)} was given too. Write lw.fit(model, loader, prior=posterior)."
-            )
-        if torch.empty(0).is_meta:
-            raise LapwingError(
-                "torch's default device is meta, whose tensors hold no numbers. Call torch.set_default_device('cpu') "
-                "first."
             )
 
     def precision(self, count: Callable[[], int]) -> float | Mapping[str, float] | None:

@@ -1,6 +1,6 @@
-"""Decorators of public functions: they run outside the caller's autocast and inference mode.
+"""Decorators of public functions: they run outside the caller's autocast, default device and inference mode.
 
-The caller's autocast applies to the layers of the network (`network_precision`), and not to lapwing's contractions.
+Autocast and default device apply to the network (`network_precision`), and not to lapwing's contractions.
 """
 
 from __future__ import annotations
@@ -20,15 +20,26 @@ from .eager import LOCK
 _AUTOCAST: ContextVar[tuple[str, ...]] = ContextVar("devices_of_autocast", default=())
 """Devices for which the caller has autocast on; set while a `full_precision` function runs."""
 
+_DEFAULT: ContextVar[torch.device | None] = ContextVar("default_device_of_the_caller", default=None)
+"""The caller's default device unless it is the CPU; set while a `full_precision` function runs."""
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function without the caller's autocast. `network_precision` switches autocast on again for the network."""
+    """Runs a function without the caller's autocast and default device; `network_precision` restores both."""
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        default = torch.get_default_device()
+        if default.type != "cpu":
+            callers = _DEFAULT.set(default)
+            try:
+                with torch.device("cpu"):
+                    return wrapped(*args, **kwargs)
+            finally:
+                _DEFAULT.reset(callers)
         devices = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
         if not devices:
             return function(*args, **kwargs)
@@ -55,11 +66,12 @@ def network_casts() -> bool:
 
 @contextlib.contextmanager
 def network_precision() -> Iterator[None]:
-    """Runs a call of the network under the caller's autocast, if it is on."""
+    """Runs a call of the network under the caller's autocast, if it is on, and default device."""
     devices = tuple(device for device in _AUTOCAST.get() if not torch.is_autocast_enabled(device))
     _set_autocast(devices, True)
     try:
-        yield
+        with _DEFAULT.get() or contextlib.nullcontext():
+            yield
     finally:
         _set_autocast(devices, False)
 

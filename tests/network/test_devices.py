@@ -107,6 +107,24 @@ def test_predictions_elsewhere() -> None:
     assert lw.deploy(posterior, away(X))(X).shape == (8, 3)
 
 
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(2), lw.VaLLA(4), lw.SampledLLA(4)], ids=repr)
+def test_a_default_device_changes_nothing(method: lw.Method) -> None:
+    """A tensor that lapwing makes on the default device would be on meta, without numbers."""
+
+    model = network()
+
+    def answers() -> list[Tensor]:
+        posterior = lw.fit(model, HERE, method, params=lw.everything, validation=HERE)
+        ways = (None, lw.MonteCarlo(3), lw.Streamlined())[: 3 if isinstance(method, lw.KFAC) else 2]
+        return [posterior.latent(X).covariance, *(posterior.predict(X, via).probs for via in ways)]
+
+    expected = answers()
+    with torch.device("meta"):
+        found = answers()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize(("likelihood", "y"), [("gaussian", REAL), ("bernoulli", (REAL > 0).float())])
 def test_targets_of_every_likelihood_elsewhere(likelihood: str, y: Tensor) -> None:
     posterior = lw.fit(network(1), [(away(X), away(y))], likelihood=likelihood)
