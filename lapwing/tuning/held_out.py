@@ -100,7 +100,8 @@ def head_scores(
 
 def _scores(likelihood: Likelihood, latents: Sequence[Latent], labels: Tensor) -> Tensor:
     """Returns `log p(y)` under each of K latents, (K, B), by one prediction."""
-    prediction = likelihood.predict(Latent.concatenate(latents), likelihood.tuning_link)
+    joined = Latent.concatenate(latents) if len(latents) > 1 else latents[0]  # one latent is not copied
+    prediction = likelihood.predict(joined, likelihood.tuning_link)
     repeated = labels.repeat(len(latents), *[1] * (labels.ndim - 1))
     return prediction.log_prob(repeated).unflatten(0, (len(latents), -1))
 
