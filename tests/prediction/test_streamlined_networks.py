@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.prediction.linearized import Linearized
@@ -166,3 +167,28 @@ def test_own_forward_with_functional_operations():
     called = tn.Tangent.survey(model, {**by_dict, "names": list("abcde")}, tn.matching("*"), forward=forward)
     again = Streamlined().latent(called, covariance, {**by_dict, "names": list("abcde")})
     torch.testing.assert_close(again.covariance, latent.covariance)
+
+
+class Steered(nn.Module):
+    """A convolution and a linear layer whose weights are scaled by a second input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 2, 3)
+        self.kernel, self.matrix = nn.Parameter(torch.randn(2, 2, 3, 3)), nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x, scale):
+        x = F.conv2d(self.first(x), self.kernel * scale.mean())
+        return F.linear(x.flatten(1), self.matrix * scale.mean())
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("positions", ["correlated", "independent"])
+def test_weights_that_the_inputs_scale(positions):
+    """The variances of a first batch's weights were kept for later batches."""
+    torch.manual_seed(0)
+    model, x, scale = Steered().double().eval(), torch.randn(4, 1, 6, 6, dtype=F64), torch.ones(4, dtype=F64)
+    shown = [((x, scale), torch.tensor([0, 1, 2, 0]))]
+    posterior = lw.fit(model, shown, lw.Diagonal(), params=lw.matching("first.*"), prior_precision=1.0)
+    once, twice = (posterior.latent((x, s), via=Streamlined(positions=positions)).variance for s in (scale, 2 * scale))
+    torch.testing.assert_close(twice, 16 * once)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -316,3 +317,29 @@ def test_order_of_images_in_memory_does_not_matter(samples):
     narrow, precise = latents
     torch.testing.assert_close(narrow.mean.double(), precise.mean.double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(narrow.variance.double(), precise.variance.double(), rtol=1e-4, atol=0)
+
+
+class Texts(nn.Module):
+    """Two convolutions over tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 3), nn.Linear(4, 3)
+        self.first, self.second = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, tokens):
+        return self.head(self.second(self.first(self.table(tokens).mT).relu()).mean(2))
+
+
+@pytest.mark.quick(2)
+def test_texts_of_another_length_have_their_own_means_over_positions():
+    """The means over positions of a first batch's length were kept for other lengths."""
+    torch.manual_seed(0)
+    model, long, short = Texts().double().eval(), torch.randint(9, (4, 7)), torch.randint(9, (4, 3))
+    shown = [(long, torch.tensor([0, 1, 2, 0]))]
+    some = lw.matching("first.*", "second.*")
+    found = []
+    for order in ((short,), (long, short)):
+        posterior = lw.fit(copy.deepcopy(model), shown, lw.Diagonal(), params=some, prior_precision=1.0)
+        found.append([posterior.latent(tokens, via=Streamlined()).variance for tokens in order][-1])
+    torch.testing.assert_close(*found)

@@ -26,7 +26,7 @@ from .moments import Layout, Moments, Value, mean_of
 from .operations import Kind, has_forward_mode, is_a, length_of, operation_of, shape_of
 from .rules.linear import linear_with_covariances
 from .schedule import Schedule, Step, schedule
-from .sites import Site, Treated, arguments_of, refusal, roles_of, run
+from .sites import Site, Treated, arguments_of, refusal, roles_of, run, weights_of
 
 if TYPE_CHECKING:
     from . import Streamlined
@@ -69,9 +69,9 @@ def build(
             network, way.attention,
         )  # fmt: skip
     layouts = read_layouts(steps, graph, example, network) if of_values or (correlated and not full) else {}
-    sites = {
-        node.name: Site(node, roles_of(node, treated), way.attention, network, layouts, correlated) for node in calls
-    }
+    varying = _varying(graph)
+    options = way.attention, network, layouts, correlated
+    sites = {n.name: Site(n, roles_of(n, treated), *options, weights_of(n) in varying) for n in calls}
     width = tangent.outputs if tangent.positions.several else None
     program = Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
     if way.features is not None:
@@ -82,6 +82,15 @@ def build(
                 "noise. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()) again."
             )
     return program
+
+
+def _varying(graph: Graph) -> frozenset[str]:
+    """Returns the names of the inputs and of all values that are computed from them."""
+    names = {name for name in graph.leaves if name is not None}
+    for node in graph.nodes:
+        if not names.isdisjoint(source.name for source in node.all_input_nodes):
+            names.add(node.name)
+    return frozenset(names)
 
 
 def _check_forward_mode(network: str, steps: Schedule, full: bool) -> None:

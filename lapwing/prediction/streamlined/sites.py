@@ -59,7 +59,7 @@ class Site:
     """One call with everything that does not depend on the inputs.
 
     `roles` maps an argument's name to its treated parameter, as (block, parameter name), and `layouts` a value's name
-    to its dimensions.
+    to its dimensions. `varies` is whether its weights are computed from the inputs of the network.
     """
 
     node: fx.Node
@@ -68,6 +68,7 @@ class Site:
     network: str
     layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
     correlated: bool = True
+    varies: bool = False
     samples: int = 0
     _constants: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -103,7 +104,9 @@ class Site:
         return treated if fits else None
 
     def constant(self, key: str, make: Callable[[], Any]) -> Any:
-        """Returns `make()`, computed once."""
+        """Returns `make()`, computed once if the weights are the same for all inputs."""
+        if self.varies:
+            return make()
         if key not in self._constants:
             with torch.no_grad():
                 self._constants[key] = make()
@@ -118,6 +121,13 @@ def roles_of(node: fx.Node, treated: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the treated parameters among the arguments of a call, by name."""
     arguments = named(node, node.args, node.kwargs).items()
     return {name: treated[a.name] for name, a in arguments if isinstance(a, fx.Node) and a.name in treated}
+
+
+def weights_of(node: fx.Node) -> str | None:
+    """Returns the name of the matrix weights among the arguments of a call, or None."""
+    arguments = named(node, node.args, node.kwargs)
+    weights = [arguments[name] for name in ("weight", "mat2", "other") if name in arguments]
+    return weights[0].name if weights and isinstance(weights[0], fx.Node) else None
 
 
 def refusal(network: str, node: fx.Node, problem: str, advice: str = "") -> LapwingError:

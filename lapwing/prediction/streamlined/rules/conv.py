@@ -57,15 +57,15 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
     if layout is None:
         return Moments(h, total)
     pooled: list[Tensor] = []
-    groups, cover = arguments["groups"], _cover(site, arguments, mean, h.shape[2:])
+    groups, sizes, cover = arguments["groups"], tuple(mean.shape[2:]), _cover(site, arguments, mean, h.shape[2:])
     kernels = _outputs_first(site, w, groups)
     spreads = None if spread is None else _outputs_first(site, spread, groups)
     if isinstance(x, Moments):
-        averaged = site.constant("averaged", lambda: _averaged(cover, kernels, spreads))  # (O, C)
+        averaged = site.constant(f"averaged {sizes}", lambda: _averaged(cover, kernels, spreads))  # (O, C)
         common, individual = x.averages(layout, site.samples, 1)
         pooled.append(_by_groups(individual, averaged, groups))
         if common is not None:
-            inherited = site.constant("inherited", lambda: _inherited(cover, kernels, spreads))  # (O, C)
+            inherited = site.constant(f"inherited {sizes}", lambda: _inherited(cover, kernels, spreads))  # (O, C)
             pooled.append(_by_groups(common.square(), inherited, groups))
     if spreads is not None:
         pooled.append(_pooled(treated, _mean_patches(cover, mean), spreads, shared, groups))
