@@ -29,17 +29,11 @@ WIDE = 8
 
 @dataclass(frozen=True, repr=False)
 class Latent(Described):
-    """`f(x) ~ N(mean, Σ terms)` independently for each of B inputs.
+    """`f(x) ~ N(mean, Σ terms)` independently for each of B inputs: mean (B, C), terms (B, C, C)."""
 
-    Attributes:
-        mean: (B, C), the network's outputs.
-        terms: covariances whose sum is the covariance.
-        checked: whether moments that are not finite raise an error. Tuning skips candidates with such moments.
-    """
-
-    mean: Tensor
-    terms: tuple[Term, ...]
-    checked: bool = False
+    mean: Tensor  # the network's outputs
+    terms: tuple[Term, ...]  # covariances whose sum is the covariance
+    checked: bool = False  # whether moments that are not finite raise an error; tuning skips such candidates
     joint = False
     draws = None
     _row_names: ClassVar[tuple[str, ...]] = ("mean",)
@@ -170,15 +164,10 @@ def without_spread(outputs: Tensor) -> Latent:
 
 @dataclass(frozen=True, repr=False)
 class SelectedLatent(Latent):
-    """The latent of k of the C outputs of each input: `mean` (B, k) and terms (B, k, k).
+    """The latent of k of the C outputs of each input: `mean` (B, k) and terms (B, k, k)."""
 
-    Attributes:
-        outputs: indices of the selected outputs, int64 (B, k).
-        every_mean: (B, C), the means of all outputs.
-    """
-
-    outputs: Tensor = field(kw_only=True)
-    every_mean: Tensor = field(kw_only=True)
+    outputs: Tensor = field(kw_only=True)  # indices of the selected outputs, int64 (B, k)
+    every_mean: Tensor = field(kw_only=True)  # means of all outputs, (B, C)
     is_selected = True
     _row_names: ClassVar[tuple[str, ...]] = ("mean", "outputs", "every_mean")
 
@@ -214,12 +203,7 @@ class SelectedLatent(Latent):
 
 @dataclass(frozen=True, repr=False)
 class JointLatent(Described):
-    """`f(x_1..B) ~ N(mean, covariance)` with the covariances between inputs.
-
-    Attributes:
-        mean: (B, C).
-        covariance: (B, C, B, C).
-    """
+    """`f(x_1..B) ~ N(mean, covariance)` with covariances between inputs: mean (B, C), covariance (B, C, B, C)."""
 
     mean: Tensor
     covariance: Tensor

@@ -77,15 +77,10 @@ def moved(values: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class LatentAtPositions(Described):
-    """`f_t(x) ~ N(mean, covariance)` for each position t, such as a token or a pixel.
+    """`f_t(x) ~ N(mean, covariance)` for each position t, such as a token or a pixel."""
 
-    Attributes:
-        rows: the latent of B T rows with C outputs each, as likelihoods and links read it.
-        places: positions of these rows in the outputs.
-    """
-
-    rows: Latent | LatentDraws | LinearDraws
-    places: Places
+    rows: Latent | LatentDraws | LinearDraws  # of B T rows with C outputs each, as likelihoods and links read it
+    places: Places  # positions of these rows in the outputs
     joint = False
     has_positions = True
 

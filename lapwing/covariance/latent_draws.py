@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class LatentDraws(Described):
-    """Network outputs under S draws of the weights.
-
-    Attributes:
-        draws: (S, B, C).
-    """
+    """Network outputs (S, B, C) under S draws of the weights."""
 
     draws: Tensor
     joint: bool = False
@@ -87,17 +83,13 @@ class LatentDraws(Described):
 class LinearDraws(Described):
     """`f ~ N(mean, 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`: a Gaussian over outputs and inputs from S draws.
 
-    The mean is the network's output. The expected deviation is 0, so second moments are divided by S.
-
-    Attributes:
-        mean: (B, C).
-        deviations: d (S, B, C), from the same weight draws at all inputs.
-        joint: whether `covariance` includes covariances between inputs.
+    The mean (B, C) is the network's output. The expectation of the deviations d (S, B, C) is 0, so second moments are
+    divided by S.
     """
 
     mean: Tensor
-    deviations: Tensor
-    joint: bool = False
+    deviations: Tensor  # d, from the same weight draws at all inputs
+    joint: bool = False  # whether `covariance` includes covariances between inputs
     draws = None
     has_factor = True
 

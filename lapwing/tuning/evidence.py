@@ -86,13 +86,10 @@ def spread_batches(
 
 
 class Tuning(Options, ABC):
-    """Chooses prior precision and noise variance if the user gave none.
-
-    Attributes:
-        prefixes: number of first parts of the data (a half, a quarter, ...) whose posteriors the tuning needs.
-    """
+    """Chooses prior precision and noise variance if the user gave none."""
 
     prefixes: int = 0
+    """Number of first parts of the data (a half, a quarter, ...) whose posteriors the tuning needs."""
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """Whether the tuning reads the lower bound of the evidence, if δ or σ² is open."""
