@@ -28,10 +28,10 @@ def run(seeds: Sequence[int] = (0, 1), names: Sequence[str] = ("mnist", "fashion
         for name in names:
             run, case = f"{name}, seed {seed}", once(partial(image_task, name, seed))
             rows.add(run, "network", lambda case: network(*case()), case)
-            rows.add(run, "λ = 1", lambda case, seed: measures(*case(), seed), case, seed)
-            rows.add(run, "λ tuned", lambda case, seed: measures_tuned(*case(), seed), case, seed)
+            rows.add(run, "λ = 1", lambda case, seed: measures(*case(), seed=seed), case, seed)
+            rows.add(run, "λ tuned", lambda case, seed: measures_tuned(*case(), seed=seed), case, seed)
             if name == "mnist":
-                rows.add(run, "corrupted", lambda case, seed: measures_corrupted(*case(), seed), case, seed)
+                rows.add(run, "corrupted", lambda case, seed: measures_corrupted(*case(), seed=seed), case, seed)
     table = rows.all()["table"]
     rows.facts["tasks"] = {name: of["λ = 1"] for name, of in table.items()}
     rows.facts["tasks"] |= {f"{name}{TUNED}": of["λ tuned"] for name, of in table.items()}
