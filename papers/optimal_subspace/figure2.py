@@ -28,10 +28,10 @@ def run(seeds: Sequence[int] = (0, 1), names: Sequence[str] = ("mnist", "fashion
         for name in names:
             run, case = f"{name}, seed {seed}", once(partial(image_task, name, seed))
             rows.add(run, "network", lambda case: network(*case()), case)
-            rows.add(run, "λ = 1", lambda case, seed: measures(*case(), seed=seed), case, seed)
-            rows.add(run, "λ tuned", lambda case, seed: measures_tuned(*case(), seed=seed), case, seed)
+            rows.add(run, "λ = 1", lambda case, seed: measures(seed, *case()), case, seed)
+            rows.add(run, "λ tuned", lambda case, seed: measures_tuned(seed, *case()), case, seed)
             if name == "mnist":
-                rows.add(run, "corrupted", lambda case, seed: measures_corrupted(*case(), seed=seed), case, seed)
+                rows.add(run, "corrupted", lambda case, seed: measures_corrupted(seed, *case()), case, seed)
     table = rows.all()["table"]
     rows.facts["tasks"] = {name: of["λ = 1"] for name, of in table.items()}
     rows.facts["tasks"] |= {f"{name}{TUNED}": of["λ tuned"] for name, of in table.items()}
@@ -49,17 +49,17 @@ def network(task: Task, inputs: Inputs) -> dict[str, float]:
     return {"accuracy": accuracy, "tuned prior precision": task.tuned_precision()}
 
 
-def measures(task: Task, inputs: Inputs, seed: int) -> dict[str, Any]:
+def measures(seed: int, task: Task, inputs: Inputs) -> dict[str, Any]:
     """Returns the measures of every way by s at λ = 1."""
     return compare_subspaces(task, inputs, RANKS, 1.0, seed)["test"]
 
 
-def measures_tuned(task: Task, inputs: Inputs, seed: int) -> dict[str, Any]:
+def measures_tuned(seed: int, task: Task, inputs: Inputs) -> dict[str, Any]:
     """Returns the measures of most ways by s at the prior precision of the best evidence."""
     return compare_subspaces(task, inputs, RANKS, task.tuned_precision(), seed, WAYS_TUNED)["test"]
 
 
-def measures_corrupted(task: Task, inputs: Inputs, seed: int) -> dict[str, Any]:
+def measures_corrupted(seed: int, task: Task, inputs: Inputs) -> dict[str, Any]:
     """Returns the measures at 30 images with each kind of corruption."""
     x, y = inputs["test"]
     kinds = {kind: corrupted(x[:30], y[:30], kind, seed) for kind in DIGITS}
