@@ -27,6 +27,7 @@ import lapwing as lw
 from benchmarks.cost import cnn
 from benchmarks.large import resnet18
 from benchmarks.measure import write
+from benchmarks.streamlined_cost import Logits
 from papers.common.networks import ResNet20
 
 SEED, ROUNDS, DELTA = 0, 3, 1e4
@@ -39,18 +40,6 @@ def vit() -> nn.Module:
 
     sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
     return Logits(ViTForImageClassification(ViTConfig(num_labels=10, **sizes)))
-
-
-class Logits(nn.Module):
-    """A network of transformers that returns a tensor."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns (B, C)."""
-        return self.model(x).logits
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {

@@ -43,15 +43,18 @@ def vit() -> nn.Module:
         image_size=32, patch_size=4, num_channels=3, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
         intermediate_size=256, num_labels=10,
     )  # fmt: skip
-    return _Logits(ViTForImageClassification(config)).eval()
+    return Logits(ViTForImageClassification(config)).eval()
 
 
-class _Logits(nn.Module):
+class Logits(nn.Module):
+    """A network of transformers that returns a tensor."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns (B, C)."""
         return self.model(x).logits
 
 
