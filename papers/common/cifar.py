@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from papers.common.data import CENTRE_AND_SCALE, Batches, batched, images, random_rows
+from papers.common.device import DEVICE
 from papers.common.networks import cifar_resnet20
 from papers.common.training import kept_tensors
 
-_CENTRE, _SCALE = (torch.tensor(values)[:, None, None] for values in CENTRE_AND_SCALE["cifar10"])
+_CENTRE, _SCALE = (torch.tensor(values, device=DEVICE)[:, None, None] for values in CENTRE_AND_SCALE["cifar10"])
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,15 @@ class LastLayer:
 
 def normalised(pixels: Tensor) -> Tensor:
     """Returns pixels of [0, 1] as the ResNet-20 expects them."""
-    return (pixels - _CENTRE) / _SCALE
+    return (pixels.to(DEVICE) - _CENTRE) / _SCALE
 
 
 def pixels(x: Tensor) -> Tensor:
     """Returns normalised images as pixels of [0, 1]."""
     return (x * _SCALE + _CENTRE).clamp(0, 1)
+
+
+def fashion_as_cifar(count: int) -> Tensor:
+    """Returns Fashion-MNIST test images padded to 32 x 32, in three channels, normalised as the ResNet-20 expects."""
+    x = images("fashion_mnist").x_test[:count]
+    return normalised(nn.functional.pad(x, (2, 2, 2, 2)).expand(-1, 3, -1, -1))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
+from papers.common.device import DEVICE
 
 VARIABLE = "LAPWING_DATA"
 
@@ -131,7 +132,12 @@ def images(name: str) -> Images:
     def labels(array: Any) -> Tensor:
         return torch.as_tensor(array).long()
 
-    return Images(pixels(found["x_train"]), labels(found["y_train"]), pixels(found["x_test"]), labels(found["y_test"]))
+    parts = (
+        form(found[f"{kind}_{part}"]).to(DEVICE)
+        for part in ("train", "test")
+        for kind, form in (("x", pixels), ("y", labels))
+    )
+    return Images(*parts)
 
 
 def batched(x: Tensor, y: Tensor, size: int = 100) -> Batches:

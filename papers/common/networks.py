@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from papers.common.data import file
+from papers.common.device import DEVICE
 from papers.common.training import Network
 
 
@@ -121,4 +122,4 @@ def _with_weights(model: Network, path: Path) -> Network:
         raise lw.LapwingError(
             f"{path} does not hold the weights of {type(model).__name__} ({error}). Put its checkpoint there."
         ) from error
-    return model.eval()
+    return model.eval().to(DEVICE)

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from papers.common.device import DEVICE
+
 Network = TypeVar("Network", bound=nn.Module)
 Part = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -148,4 +150,4 @@ def kept_tensors(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, 
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({key: value.contiguous() for key, value in make().items()}, path)
-    return load_file(path)
+    return load_file(path, device=str(DEVICE))

@@ -18,7 +18,7 @@ from papers.common.data import Batches, batched, images, random_rows
 from papers.common.networks import mnist_cnn
 from papers.common.scores import averaged
 from papers.common.tables import grid, shown
-from papers.ella.stopping import features
+from papers.ella.shared import features
 
 
 def run(
@@ -101,7 +101,7 @@ def nystrom_errors(
         covariance = posterior.covariance
         assert isinstance(covariance, LowRank)
         directions = torch.cat([*covariance.basis.rows().values()], -1)  # (K, P)
-        values = features(posterior, [(val, torch.zeros(len(val)))]).values
+        values = features(posterior, val)
         few = [rank for rank in ranks if rank <= covariance.rank]
         residuals = _residuals(exact.kernel, exact.rows @ directions.T, few)
         for rank, residual in zip(few, residuals, strict=True):

@@ -11,13 +11,15 @@ from torch import Tensor
 import lapwing as lw
 from lapwing.covariance import Latent
 from lapwing.tangent import Record
+from lapwing.tuning import Training, Tuning
 from papers.common import drawing
 from papers.common.cifar import LastLayer
 from papers.common.results import read
 from papers.common.scores import averaged, class_scores
 from papers.common.tables import grid, shown
 from papers.ella import table1
-from papers.ella.stopping import DELTAS, KeepPrefixes
+
+DELTAS = tuple(10 ** (i / 2) for i in range(-8, 9))
 
 FAST = {"seeds": (0,)}
 """Arguments of a run for `python -m papers verify`."""
@@ -34,6 +36,24 @@ def run(seeds: Sequence[int] = (0, 1, 2), shown: int = 14_000, reported: int = 4
         outputs, labels = (torch.cat(part) for part in zip(*((setup.layer(x), y) for x, y in setup.test), strict=True))
     plain = class_scores(outputs.softmax(-1), labels)
     return {"images": shown, "reported": reported, "seeds": len(seeds), "MAP": plain, "over n": averaged(runs)}
+
+
+class KeepPrefixes(Tuning):
+    """Tunes nothing and keeps the posteriors of the first parts of the data.
+
+    Attributes:
+        found: those posteriors, by rising number of samples, then that of all data (scaled, with `data_size`).
+    """
+
+    found: tuple[lw.Posterior, ...] = ()
+
+    def __init__(self, prefixes: int) -> None:
+        self.prefixes = prefixes
+
+    def tune(self, posterior: lw.Posterior, training: Training = Training()) -> lw.Posterior:  # noqa: B008 (frozen)
+        """Returns the posterior as it is."""
+        self.found = (*training.prefixes, posterior)
+        return posterior
 
 
 def last_layer_over_n(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.covariance import Latent, PriorCovariance
+from lapwing.covariance import Latent, LowRank, PriorCovariance
 from lapwing.covariance.base import split_blocks
 from lapwing.covariance.terms import DenseTerm, FactoredTerm
 from lapwing.methods.rows import choose_balanced
@@ -22,7 +22,7 @@ def balanced_directions(tangent: Tangent, x: Tensor, y: Tensor, rows: int, rank:
     The rows are those of `lw.ELLA(rank, rows, sampling="balanced")`: as many images of each class, random outputs.
     """
     generator = torch.Generator().manual_seed(seed)
-    samples = choose_balanced(y, rows, generator)
+    samples = choose_balanced(y.cpu(), rows, generator)
     outputs = torch.randint(tangent.width, (rows,), generator=generator)
     return directions_of(tangent, x, samples, outputs, rank)
 
@@ -31,6 +31,14 @@ def directions_of(tangent: Tangent, x: Tensor, samples: Tensor, outputs: Tensor,
     """Returns the leading right singular vectors (K, P) of the rows of J at pairs of a sample and an output."""
     rows = Anchors(tangent, (x,), samples, outputs).rows(tangent.dtype)
     return orthonormal_span(rows, tangent.memory, rank).to(rows)
+
+
+@torch.no_grad()
+def features(posterior: lw.Posterior, x: Tensor) -> Tensor:
+    """Returns J Wᵀ (N, C, K) at inputs, for the basis W of a posterior of low rank."""
+    covariance = posterior.covariance
+    assert isinstance(covariance, LowRank)
+    return torch.cat([covariance.basis.project(record) for _, record in posterior.tangent.records(x)])
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def resnet_variational(setup: Cifar, seed: int, steps: int = 300) -> lw.Posterio
 def shifted(x: Tensor, seed: int, most: int = 4) -> Tensor:
     """Mirrors half of the images (B, channels, H, W) and shifts all by up to 4 pixels a side, zeros coming in."""
     generator = torch.Generator().manual_seed(seed)
-    mirrored = torch.rand(len(x), generator=generator) < 0.5
+    mirrored = (torch.rand(len(x), generator=generator) < 0.5).to(x.device)
     x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
     wide, (height, width) = F.pad(x, (most,) * 4), x.shape[2:]
     places = torch.randint(0, 2 * most + 1, (len(x), 2), generator=generator).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from lapwing import LapwingError
 from lapwing.evaluation import metrics
 from lapwing.likelihoods import Likelihood
+from papers.common.device import clock
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.together import methods, tasks
@@ -99,9 +99,9 @@ def scored(task: Task, fit: Fitted, way: str, base: Tensor) -> dict[str, Any]:
     """Returns the scores of `row`; "gain" is the mean of `base` minus the losses, with its error over test samples."""
     x, y = task.test
     forward = forward_seconds(task, x)
-    start = time.process_time()
+    start = clock()
     latent = fit.latent(x, fit.ways[way])
-    spent = time.process_time() - start
+    spent = clock() - start
     outside = None if task.foreign is None else fit.latent(task.foreign, fit.ways[way])
     a, b = (torch.cat(parts) for parts in zip(*task.val, strict=True))
     likelihood, factor = methods.best(fit.likelihood, fit.latent(a, fit.ways[way]), b)
@@ -121,14 +121,14 @@ def scored(task: Task, fit: Fitted, way: str, base: Tensor) -> dict[str, Any]:
 
 
 def forward_seconds(task: Task, x: Tensor) -> float:
-    """Returns processor seconds of a plain forward pass of all inputs, the fastest of five."""
+    """Returns seconds (see `clock`) of a plain forward pass of all inputs, the fastest of five."""
     spent = []
     for _ in range(5):
-        start = time.process_time()
+        start = clock()
         with torch.no_grad():
             for part in x.split(250):
                 task.model(part)
-        spent.append(time.process_time() - start)
+        spent.append(clock() - start)
     return max(min(spent), 1e-6)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from lapwing.covariance import AnyLatent, LatentDraws, without_spread
 from lapwing.likelihoods import Likelihood
 from lapwing.prediction import Way
 from papers.common.data import Part
+from papers.common.device import clock
 from papers.together.tasks import Task
 
 WAYS: dict[str, Way] = {"GLM": lw.Linearized(), "sampling": lw.MonteCarlo(30), "streamlined": lw.Streamlined()}
@@ -124,11 +124,11 @@ def names(trains: bool, regression: bool) -> list[str]:
 
 def fitted(name: str, task: Task) -> Fitted:
     """Fits a method and measures the fit."""
-    start = time.process_time()
+    start = clock()
     if name in NETWORKS:
         return _networks(name, task, start)
     posterior = {**POSTERIORS, **TABLES_ONLY}[name](task)
-    seconds = time.process_time() - start
+    seconds = clock() - start
     more = 0 if posterior.model is task.model else _weights(task)
     delta = posterior.prior_precision
     return Fitted(
@@ -145,7 +145,7 @@ def _networks(name: str, task: Task, start: float) -> Fitted:
         models += [task.with_network(task.seed + 100 * i).model for i in (1, 2)]
     elif name == "temperature or noise":
         likelihood = tuned(likelihood, lambda x: without_spread(_outputs(task.model, x)), task.val)
-    seconds = time.process_time() - start
+    seconds = clock() - start
 
     def latent(x: Tensor, way: Way) -> AnyLatent:
         del way

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from papers.common.cifar import Cifar
+from papers.common.cifar import Cifar, fashion_as_cifar
 from papers.common.data import Batches, Part, batched, pictures, random_rows, rows_and_targets, split
 from papers.common.networks import mlp
 from papers.common.training import Recipe, drawn, kept, seeded, train
@@ -208,10 +208,11 @@ def transformer(name: str, seed: int) -> Task:
 
 
 def resnet(name: str, seed: int) -> Task:
-    """Returns the CIFAR-10 ResNet-20. Held-out images are the first 500 test images; MNIST images are foreign."""
+    """Returns the CIFAR-10 ResNet-20; the first 500 test images are held out, Fashion-MNIST images are foreign."""
     setup = Cifar.load(seed, 1000, 1000)
     test = torch.cat([x for x, _ in setup.test]), torch.cat([y for _, y in setup.test])
-    return Task(name, seed, setup.model, setup.train, 50_000, setup.val[: HELD_OUT // 100], test, None)
+    foreign = fashion_as_cifar(FOREIGN)
+    return Task(name, seed, setup.model, setup.train, 50_000, setup.val[: HELD_OUT // 100], test, foreign)
 
 
 TASKS: dict[str, Callable[[str, int], Task]] = {

@@ -1,0 +1,18 @@
+"""The device of images and of their networks, which LAPWING_DEVICE names, and a clock for it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+DEVICE = torch.device(os.environ.get("LAPWING_DEVICE", "cpu"))
+
+
+def clock() -> float:
+    """Returns seconds of the processor, or on a GPU seconds, after all its work is done."""
+    if DEVICE.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
