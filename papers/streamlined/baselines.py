@@ -152,11 +152,11 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
             continue
         kind = "MLPs" if name.endswith("MLP") else "transformers"
         for row, part in rows.items():
-            cells = [shown(part[key]) for key in ("nlpd", "ece", "auroc")]
+            cells = [*(shown(part[key]) for key in ("nlpd", "ece", "auroc")), shown(part["accuracy"], 1, 100)]
             found[kind][f"{name.rpartition(' ')[0]}, {row}"] = [*cells, shown(part.get("temperature"), 2)]
     gains_of = [f"gain of {GAINS.get(row, row)}" for row in next(iter(gained.values()))]
     columns = ["noise of the training residuals", "of the validation residuals", *gains_of]
-    scored = ["NLPD", "ECE", "AUROC", "temperature"]
+    scored = ["NLPD", "ECE", "AUROC", "accuracy, %", "temperature"]
     return {
         "MLPs": grid(scored, found["MLPs"]),
         "transformers": grid(scored, found["transformers"]),

@@ -84,9 +84,6 @@ def table(found: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns NLPD and ECE of the ViT, and the network's own."""
+    """Returns NLPD and ECE of the ViT."""
     parts = [f"fashion_mnist, {part}" for part in ("attention", "MLPs", "last layer")]
-    network = results["table"]["fashion_mnist, MAP"]["MAP"]
-    cells = [shown(network["nlpd"]), shown(network["ece"]), shown(network["accuracy"], 1, 100), shown(network["auroc"])]
-    row = {"network": cells}
-    return {"scores": table(results["table"], parts), "network": grid(["NLPD", "ECE", "accuracy, %", "AUROC"], row)}
+    return {"scores": table(results["table"], parts)}

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from papers.common.results import Rows
-from papers.common.tables import grid, shown
 from papers.streamlined.table4 import add, table
 
 PUBLISHED = {
@@ -25,8 +24,5 @@ def run(seeds: Sequence[int] = (0, 1), tested: int = 600) -> dict[str, Any]:
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns NLPD and ECE of the GPT-2, and the network's own."""
-    network = results["table"]["sst2, MAP"]["MAP"]
-    row = {"network": [shown(network["nlpd"]), shown(network["ece"]), shown(network["accuracy"], 1, 100)]}
-    scores = table(results["table"], ["sst2, MLPs"])
-    return {"scores": scores, "network": grid(["NLPD", "ECE", "accuracy, %"], row)}
+    """Returns NLPD and ECE of the GPT-2."""
+    return {"scores": table(results["table"], ["sst2, MLPs"])}
