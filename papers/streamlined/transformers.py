@@ -149,17 +149,28 @@ def sst2(seed: int) -> Task:
     return _texts("sst2", texts, labels, 64, Recipe(4, 1e-3, 64))
 
 
+def agnews(seed: int) -> Task:
+    """Reads AG News: 8 000 texts train, 2 000 others validate; foreign are SST-2 texts."""
+    found, other = arrays("text_agnews"), arrays("text_sst2")
+    y_train, y_test = (torch.as_tensor(found[f"y_{part}"]).long() for part in ("train", "test"))
+    train, val = random_rows(y_train, 10_000, seed).split([8000, 2000])
+    texts = ([found["text_train"][i] for i in rows.tolist()] for rows in (train, val))
+    labels = y_train[train], y_train[val], y_test
+    parts = (*texts, list(found["text_test"]), list(other["text_test"]))
+    return _texts("agnews", parts, labels, 64, Recipe(4, 1e-3, 64), classes=4)
+
+
 def _texts(
-    name: str, texts: Sequence[Sequence[str]], labels: Sequence[Tensor], length: int, recipe: Recipe, words: int = 3000
+    name: str, texts: Sequence[Sequence[str]], labels: Sequence[Tensor], length: int, recipe: Recipe, classes: int = 2
 ) -> Task:
-    tokeniser = vocabulary(texts[0], words)
+    tokeniser = vocabulary(texts[0], 3000)
     *parts, foreign = (tokens(tokeniser, part, length) for part in texts)
     train, val, test = zip(parts, labels, strict=True)
     size = tokeniser.get_vocab_size()
-    return Task(name, train, val, test, foreign, lambda: gpt2(size, length), recipe)
+    return Task(name, train, val, test, foreign, lambda: gpt2(size, length, classes=classes), recipe)
 
 
-TASKS: dict[str, Callable[..., Task]] = {"fashion_mnist": fashion_mnist, "sst2": sst2}
+TASKS: dict[str, Callable[..., Task]] = {"fashion_mnist": fashion_mnist, "sst2": sst2, "agnews": agnews}
 
 
 def task(name: str, seed: int) -> Task:
