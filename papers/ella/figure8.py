@@ -19,8 +19,9 @@ from papers.common.data import images as read_images
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores
 from papers.common.tables import grid, shown
+from papers.common.training import kept_tensors
 from papers.ella.shared import ella_latent
-from papers.ella.table1 import ROWS, OneSpan, Whole, best_prior, fitted, prior_latent, tempered
+from papers.ella.table1 import ROWS, OneSpan, Whole, best_prior, fitted, joined, prior_latent, tempered
 
 Predict = Callable[[Any], Tensor]
 """Features (n, 64), or contracted images, to class probabilities by the default link."""
@@ -29,52 +30,67 @@ LAST_LAYER = (
     "network", "network, one temperature", "last layer, prior alone", "last layer, KFAC, validation",
     "last layer, KFAC, early stopping", "recommended call",
 )  # fmt: skip
-ALL_WEIGHTS = ("diagonal, validation", "KFAC, validation")
-BY_SEED = ("ELLA", "ELLA, prior alone", "VaLLA", "sampled LLA")
-"""The prior precision, and for ELLA the number of its images, are tuned on the validation images, as for the others."""
-
-FOREIGN = 2000
-"""Numbers of test images and of images of Fashion-MNIST whose confidence is compared."""
+ALL_WEIGHTS = ("ELLA", "ELLA, prior alone", "diagonal", "KFAC")
+"""Tuned on the validation images: the prior precision, and for ELLA the number of its images."""
 
 
 def run(
-    severities: Sequence[int] = (1, 3, 5), images: int = 500, shown: int = 14_000, seeds: Sequence[int] = range(5)
+    severities: Sequence[int] = (1, 3, 5),
+    images: int = 500,
+    fewer: int = 50,
+    seeds: Sequence[int] = (0, 1),
+    shown: int = 1000,
 ) -> dict[str, Any]:
     """Returns scores by kind of corruption, and errors against confidence, of the network and of posteriors.
-
-    This took a minute on a GPU, and takes hours on two cores.
 
     Args:
         severities: strengths of the corruptions.
         images: test images of each kind and severity, the same for all kinds.
-        shown: training images.
-        seeds: of ELLA's rows; the first two also of VaLLA and sampled LLA.
+        fewer: the first of these images, for the posteriors of all weights, whose predictions cost more.
+        seeds: of ELLA's rows.
+        shown: training images of the posteriors of all weights.
     """
-    rows = Rows(__file__, {"images of each kind": images, "foreign": FOREIGN})
-    setup = once(lambda: LastLayer.load(0, shown))
-    whole = once(lambda: Whole([(ROWS[0], seed) for seed in seeds], shown, FOREIGN))
+    rows = Rows(__file__, {"images of each kind": images, "images of each kind, all weights": fewer})
+    setup = once(lambda: LastLayer.load(0))
     last = once(lambda: last_layer_methods(setup()))
-    others = [once(partial(all_weights_methods, whole, i)) for i in range(len(seeds))]
-
-    def add(run: str, score: Callable[..., Any], *parts: Callable[[], Tensor]) -> None:
-        """Adds a row for each method, on images that are read and contracted once."""
-        features = [once(lambda x=x: setup().trunk(x())) for x in parts]  # type: ignore[misc]
-        seen = [once(lambda x=x: whole().of(x(), ALL_WEIGHTS)) for x in parts]  # type: ignore[misc]
-        for name in LAST_LAYER:
-            rows.add(run, name, score, last, name, *features)
-        for name in ALL_WEIGHTS:
-            rows.add(run, name, score, others[0], name, *seen)
-        for seed, methods in zip(seeds, others, strict=True):
-            for name in BY_SEED[:2]:
-                rows.add(f"{run}, seed {seed}", name, score, methods, name, *seen)
-        for seed, methods in zip(seeds[:2], others, strict=False):
-            for name in BY_SEED[2:]:
-                rows.add(f"{run}, seed {seed}", name, score, methods, name, *parts)
-
     for severity in severities:
-        add(f"severity {severity}", partial(_scored, images), once(partial(corrupted, severity, images)))
-    add("confidence", _confident, lambda: reported_images()[0][:FOREIGN], once(lambda: fashion_as_cifar(FOREIGN)))
+        part = once(partial(corrupted_features, setup, severity, images))
+        for name in LAST_LAYER:
+            rows.add(f"severity {severity}", name, partial(_scored, last, name, part, images))
+    confident = once(lambda: clean_and_foreign(setup(), 2000))
+    for name in LAST_LAYER:
+        rows.add("confidence", name, partial(_confident, last, name, confident))
+
+    whole = once(lambda: Whole([(ROWS[0], seed) for seed in seeds], shown, 500))
+    methods = [once(partial(all_weights_methods, whole, i)) for i in range(len(seeds))]
+    for severity in severities:
+        part = once(partial(corrupted_features, setup, severity, images))
+        features = once(partial(_first_of_each_kind, part, fewer))
+        seen = once(partial(_contracted_corrupted, whole, severity, fewer))
+        _add_all(rows, f"all weights, severity {severity}", seeds, last, methods, _scored, features, seen, fewer)
+    features = once(lambda: clean_and_foreign(setup(), 500))
+    seen = once(lambda: clean_and_foreign_contracted(whole(), 500))
+    _add_all(rows, "all weights, confidence", seeds, last, methods, _confident, features, seen)
     return rows.all()
+
+
+def _add_all(
+    rows: Rows,
+    run: str,
+    seeds: Sequence[int],
+    last: Callable[[], dict[str, Predict]],
+    methods: Sequence[Callable[[], dict[str, Predict]]],
+    score: Callable[..., Any],
+    features: Callable[[], Any],
+    seen: Callable[[], Any],
+    *arguments: Any,
+) -> None:
+    """Adds the rows of all weights; the others are on the same images, and do not depend on the seed."""
+    for name in LAST_LAYER:
+        rows.add(f"{run}, seed {seeds[0]}", name, partial(score, last, name, features, *arguments))
+    for i, seed in enumerate(seeds):
+        for name in ALL_WEIGHTS if i == 0 else ALL_WEIGHTS[:2]:
+            rows.add(f"{run}, seed {seed}", name, partial(score, methods[i], name, seen, *arguments))
 
 
 def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
@@ -102,9 +118,8 @@ def last_layer_methods(setup: LastLayer) -> dict[str, Predict]:
 
 
 def all_weights_methods(whole: Callable[[], Whole], place: int) -> dict[str, Predict]:
-    """Returns the methods of all weights at a place in the order of seeds, of contracted images or of images."""
+    """Returns the methods of `ALL_WEIGHTS`, of contracted images; ELLA on the span at a place in the order of seeds."""
     span, shown = OneSpan.of(whole, place), slice(place * Whole.rank, place * Whole.rank + 20)
-    seed = whole().spans[place][1]
 
     def ella(counts: Sequence[int]) -> Predict:
         _, delta, _, n = span.chosen(counts)
@@ -119,12 +134,9 @@ def all_weights_methods(whole: Callable[[], Whole], place: int) -> dict[str, Pre
     def dense(name: str) -> Predict:
         return lambda part: lw.Categorical().predict(Latent(part["outputs"], (DenseTerm(part[name]),))).probs
 
-    def of(posterior: Callable[[], lw.Posterior]) -> Predict:
-        return lambda x: torch.cat([posterior().predict(part).probs for part in x.split(500)])
-
     return {
-        **{name: dense(name) for name in ALL_WEIGHTS}, "ELLA": ella(span.counts), "ELLA, prior alone": ella([0]),
-        "VaLLA": of(once(lambda: whole().valla(100, seed))), "sampled LLA": of(once(lambda: whole().sampled(seed))),
+        "ELLA": ella(span.counts), "ELLA, prior alone": ella([0]),
+        **{name: dense(f"{name}, validation") for name in ("diagonal", "KFAC")},
     }  # fmt: skip
 
 
@@ -141,8 +153,28 @@ def reported_images() -> tuple[Tensor, Tensor]:
     return data.x_test[2000:], data.y_test[2000:]
 
 
+def corrupted_features(setup: Callable[[], LastLayer], severity: int, images: int) -> Tensor:
+    """Returns the features of corrupted images."""
+    make = lambda: {"features": setup().trunk(corrupted(severity, images))}  # noqa: E731
+    return kept_tensors(f"resnet20_corrupted_features_{severity}_{images}", make)["features"]
+
+
+def _first_of_each_kind(part: Callable[[], Tensor], count: int) -> Tensor:
+    return part().unflatten(0, (len(COMMON), -1))[:, :count].flatten(0, 1)
+
+
+def _contracted_corrupted(whole: Callable[[], Whole], severity: int, count: int) -> dict[str, Tensor]:
+    """Returns what the posteriors of all weights need of the first corrupted images of each kind."""
+    return contracted_by(whole(), corrupted(severity, count))
+
+
+def contracted_by(whole: Whole, x: Tensor) -> dict[str, Tensor]:
+    """Contracts images with the posteriors of `ALL_WEIGHTS`."""
+    return whole.of(x, ("diagonal, validation", "KFAC, validation"))
+
+
 def _scored(
-    images: int, methods: Callable[[], dict[str, Predict]], name: str, part: Callable[[], Any]
+    methods: Callable[[], dict[str, Predict]], name: str, part: Callable[[], Any], images: int
 ) -> dict[str, Any]:
     """Returns the scores of all corrupted images, and scores by kind."""
     labels = reported_images()[1][:images]
@@ -152,11 +184,22 @@ def _scored(
     return {**class_scores(probs, labels.repeat(len(COMMON))), "by kind": by_kind}
 
 
+def clean_and_foreign(setup: LastLayer, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the features of the first test images, and of as many of Fashion-MNIST."""
+    foreign = kept_tensors("resnet20_foreign", lambda: {"features": setup.trunk(fashion_as_cifar(2000))})["features"]
+    return joined(setup.test)[0][:count], foreign[:count]
+
+
+def clean_and_foreign_contracted(whole: Whole, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns likewise what the posteriors of all weights need."""
+    return {key: part[:count] for key, part in whole.test.items()}, contracted_by(whole, fashion_as_cifar(count))
+
+
 def _confident(
-    methods: Callable[[], dict[str, Predict]], name: str, *parts: Callable[[], Any]
+    methods: Callable[[], dict[str, Predict]], name: str, parts: Callable[[], tuple[Any, Any]]
 ) -> dict[str, dict[str, float]]:
     """Returns the error of inputs predicted above each confidence (Figure 4 a), foreign ones always being errors."""
-    probs, outside = (methods()[name](part()) for part in parts)
+    probs, outside = (methods()[name](part) for part in parts())
     confidence = torch.cat([probs.amax(-1), outside.amax(-1)])
     wrong = torch.cat([probs.argmax(-1) != reported_images()[1][: len(probs)], torch.ones_like(outside[:, 0]).bool()])
     found = {}
@@ -169,18 +212,16 @@ def _confident(
 
 
 DRAWN = (
-    "network", "network, one temperature", "last layer, KFAC, early stopping", *ALL_WEIGHTS, "ELLA", "VaLLA",
-    "sampled LLA",
+    "network", "network, one temperature", "last layer, KFAC, early stopping", "ELLA", "diagonal", "KFAC",
 )  # fmt: skip
 
 
 def draw(results: Mapping[str, Any]) -> None:
-    """Draws boxes over the kinds of corruption, by severity, and errors over the confidence, of seed 0."""
+    """Draws boxes over the kinds of corruption, by severity, and errors over the confidence, on the fewer images."""
     figure, ((*axes,),) = drawing.panels(1, 3, (15, 4.2))
-    runs = {run: dict(rows) for run, rows in results["runs"].items() if "seed" not in run}
-    for run, rows in runs.items():
-        rows |= results["runs"][f"{run}, seed 0"]
-    severities = [run for run in runs if run.startswith("severity")]
+    first = {name.removesuffix(", seed 0"): rows for name, rows in results["runs"].items() if "seed 0" in name}
+    runs = {name.removeprefix("all weights, "): rows for name, rows in first.items()}
+    severities = [run for run in results["table"] if run.startswith("severity")]
     for measure, axis in zip(("nll", "ece"), axes, strict=False):
         for i, name in enumerate(DRAWN):
             values = [[kind[measure] for kind in runs[run][name]["by kind"].values()] for run in severities]
@@ -197,7 +238,7 @@ def draw(results: Mapping[str, Any]) -> None:
         points = [(float(key.removeprefix("above ")), row["error"]) for key, row in runs["confidence"][name].items()]
         axes[2].plot(*zip(*points, strict=True), ".-", color=f"C{i}")
     axes[2].set(xlabel="confidence above", ylabel="error, half of the inputs Fashion-MNIST", ylim=(0, None))
-    drawing.legend_below(figure, 4)
+    drawing.legend_below(figure, len(DRAWN))
     drawing.save(figure, __file__)
 
 
@@ -205,9 +246,14 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns scores on corrupted images by severity, and errors at high confidence."""
     table = results["table"]
     severities = [run for run in table if run.startswith("severity")]
-    lines = {}
-    for name in (*LAST_LAYER, *ALL_WEIGHTS, *BY_SEED):
-        found = [table[run][name] for run in severities]
-        cells = [f"{shown(row['nll'], 2)} / {shown(row['ece'], 2)}" for row in found]
-        lines[name] = [*cells, shown(table["confidence"][name]["above 0.9"]["error"], 2)]
-    return {"scores": grid([*(f"NLL / ECE at {run}" for run in severities), "error above confidence .9"], lines)}
+
+    def rows(prefix: str, names: Sequence[str]) -> str:
+        lines = {}
+        for name in names:
+            found = [table[run][name] for run in (f"{prefix}{run}" for run in severities) if name in table.get(run, {})]
+            cells = [f"{shown(row['nll'], 2)} / {shown(row['ece'], 2)}" for row in found]
+            if found:
+                lines[name] = [*cells, shown(table[f"{prefix}confidence"][name]["above 0.9"]["error"], 2)]
+        return grid([*(f"NLL / ECE at {run}" for run in severities), "error above confidence .9"], lines)
+
+    return {"last layer": rows("", LAST_LAYER), "all weights": rows("all weights, ", (*LAST_LAYER, *ALL_WEIGHTS))}

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import lapwing as lw
+from papers.common.cifar import Cifar
 from papers.common.data import Pictures, Table, batched
 from papers.common.measures import cqm
 from papers.common.training import Recipe
 from papers.valla import cost, figure4, figure5, published, published_images
+from papers.valla.table1 import CifarTask
 from papers.valla.training import trained
 
 
@@ -50,6 +53,30 @@ def test_networks_of_the_cost(name):
     model, loader = cost.network(name, samples=2, batch=2)
     with torch.no_grad():
         assert model(loader[0][0]).shape == (2, 10)
+
+
+def test_rows_of_the_resnet_table_at_a_small_network():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 10)).eval()
+    x, y = torch.randn(300, 3, 2, 2), torch.arange(300) % 10
+    parts = [(x[i : i + 50], y[i : i + 50]) for i in range(0, 300, 50)]
+    setup = Cifar(model, parts[:2], parts[2:4], parts[4:])
+    corrupted = {severity: (torch.randn(38, 3, 2, 2), torch.arange(38) % 10) for severity in (1, 3)}
+    task = CifarTask(setup, x[200:], y[200:], corrupted)
+    alone = task.network_scores()
+    one = task.one_temperature()
+    assert one["softmax"]["accuracy"] == alone["softmax"]["accuracy"]
+    assert one["corrupted"]["3"]["nll"] < alone["corrupted"]["3"]["nll"]
+    rows = [task.row(lw.Diagonal(), lw.everything, lw.Validation(parts[2:4]), 0), task.sampled_row(0, (1e4, 1e12), 4)]
+    for row in rows:
+        assert set(row) >= {"probit", "Monte Carlo", "prior_precision", "seconds", "predict_seconds"}
+        assert row["images"] == 100
+        for severity in ("1", "3"):
+            found = row["corrupted"][severity]
+            assert len(found["nll by kind"]) == 19
+            assert found["nll"] == pytest.approx(sum(found["nll by kind"]) / 19, rel=1e-5)
+    assert rows[1]["prior_precision"] in (1e4, 1e12)
+    certain = task.sampled_row(0, (1e12,), 4)
+    assert certain["probit"]["nll"] == pytest.approx(alone["softmax"]["nll"], abs=1e-4)
 
 
 def test_rows_of_the_published_fit(monkeypatch):
