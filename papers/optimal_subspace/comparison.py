@@ -199,7 +199,7 @@ def draw(results: Mapping[str, Any]) -> None:
             sources.append(str(Path(__file__).parent / f"{path.stem}.py"))
     plain = [task for task in tasks if not task.endswith(TUNED)]
     for measure in ("relative_error", "trace", "nll"):
-        shown = [task for task in plain if any(measure in row for row in tasks[task]["low rank, KFAC"].values())]
+        shown = [task for task in plain if measure == "trace" or "full" in tasks[task]]
         figure, axes = drawing.panels(2, len(shown), (2.9 * len(shown), 6.4))
         for column, task in enumerate(shown):
             for axis, name in zip(axes[:, column], (task, task + TUNED), strict=True):
