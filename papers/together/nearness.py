@@ -164,10 +164,13 @@ def _draw_lines(table: Mapping[str, Any], name: str, xlabel: str, single: Sequen
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the divergence from full LLA by method and size, and the cost of a prediction."""
+    """Returns the divergence from full LLA by method, at sizes 20 and 100, and the cost of a prediction."""
     table = results["table"]
-    lines, labels = {}, dict.fromkeys(name for rows in table.values() for name in rows if name != "full LLA")
+    labels = dict.fromkeys(name for rows in table.values() for name in rows)
+    lines = {}
     for label in labels:
+        if label == "full LLA" or label.endswith((", 10", ", 50", ", 200")):
+            continue
         found = [rows.get(label, {}) for rows in table.values()]
         lines[label] = [_short(row.get(name)) for row in found for name in ("KL(LLA || method)", "passes")]
     columns = [f"{name}{part}" for name in table for part in ("", ", passes")]

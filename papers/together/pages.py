@@ -10,11 +10,10 @@ from papers.together import comparison, methods
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns gains by way and as fitted, the scores of each network through linearised prediction, and the costs."""
+    """Returns gains by way and as fitted, other scores through linearised prediction, and the costs."""
     found = {f"gains, {way}": gains(results, way) for way in methods.WAYS}
-    found["gains as fitted"] = as_fitted(results)
-    found |= {name: scores(rows) for name, rows in results["table"].items()}
-    return {**found, "costs": costs(results["table"])}
+    more = {"gains as fitted": as_fitted(results), "scores": scores(results["table"]), "costs": costs(results["table"])}
+    return {**found, **more}
 
 
 def gains(results: Mapping[str, Any], way: str) -> str:
@@ -59,22 +58,25 @@ def _gain(results: Mapping[str, Any], task: str, name: str) -> str:
     return shown({"mean": found["mean"], "standard_error": error}) + " †" * (min(factors) < 1.01 * methods.FACTORS[0])
 
 
-MEASURES = {"nll": 3, "ece": 3, "accuracy": 3, "auroc": 3, "rmse": 3, "coverage 0.9": 3}
-"""Score -> digits after the point."""
+MEASURES = ("ece", "accuracy", "auroc", "rmse", "coverage 0.9")
+"""Scores beside the NLL, which the gains show."""
 
 
-def scores(rows: Mapping[str, Any]) -> str:
-    """Returns the scores of all methods on a network through linearised prediction, with the held-out numbers."""
-    first = next(row["validated"] for row in rows.values() if "validated" in row)
-    measures = [name for name in MEASURES if name in first]
-    lines = {}
+def scores(table: Mapping[str, Any]) -> str:
+    """Returns the scores of all methods through linearised prediction, with the held-out numbers."""
+    columns, lines = [], {}
     for method in methods.names(trains=True, regression=True):
-        row = rows.get(method if method in methods.NETWORKS else f"{method}, GLM", {})
-        if "validated" in row:
-            plain = method == methods.NETWORKS[0]
-            found = row["fitted" if plain else "validated"]
-            lines[shown_name(method)] = [shown(found.get(name), MEASURES[name]) for name in measures]
-    return grid([name.upper() if name in ("nll", "ece", "auroc", "rmse") else name for name in measures], lines)
+        part = "fitted" if method == methods.NETWORKS[0] else "validated"
+        cells, columns = [], []
+        for task, rows in table.items():
+            measures = [name for name in MEASURES if name in rows[comparison.BASE]["validated"]]
+            found = rows.get(method if method in methods.NETWORKS else f"{method}, GLM", {}).get(part, {})
+            cells += [shown(found.get(name)) for name in measures]
+            names = [name.upper() if name in ("ece", "auroc", "rmse") else name for name in measures]
+            columns += [f"{task}: {names[0]}", *names[1:]]
+        if any(cells):
+            lines[shown_name(method)] = cells
+    return grid(columns, lines)
 
 
 def costs(table: Mapping[str, Any]) -> str:
