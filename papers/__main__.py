@@ -10,7 +10,8 @@
 An experiment is a file in a paper's folder with a function `run()`, which returns its results. It may also have
 `draw(results)`, which draws its pictures, `tables(results)`, which returns its tables for the page, and `PUBLISHED`,
 which holds what the paper printed. Data sets are read from the folder that LAPWING_DATA names. Trained networks are
-kept in the folder that LAPWING_NETWORKS names.
+kept in the folder that LAPWING_NETWORKS names. Images and the networks for them are on the device that
+LAPWING_PAPERS_DEVICE names, such as cuda: `ella table1` and `together given` take hours on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device of images and of their networks, which LAPWING_DEVICE names, and a clock for it."""
+"""The device of images and of their networks, which LAPWING_PAPERS_DEVICE names, and a clock for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import torch
 
-DEVICE = torch.device(os.environ.get("LAPWING_DEVICE", "cpu"))
+DEVICE = torch.device(os.environ.get("LAPWING_PAPERS_DEVICE", "cpu"))
 
 
 def clock() -> float:
