@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from papers.common.tables import grid, rounded, shown
@@ -10,25 +10,26 @@ from papers.together import comparison, methods
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns gains by way and as fitted, other scores through linearised prediction, and the costs."""
-    found = {f"gains, {way}": gains(results, way) for way in methods.WAYS}
+    """Returns gains through all ways, each way and as fitted, other scores through linearised prediction, and costs."""
+    found = {"gains": gains(results, tuple(methods.WAYS))}
+    found |= {f"gains, {way}": gains(results, (way,)) for way in methods.WAYS}
     more = {"gains as fitted": as_fitted(results), "scores": scores(results["table"]), "costs": costs(results["table"])}
     return {**found, **more}
 
 
-def gains(results: Mapping[str, Any], way: str) -> str:
+def gains(results: Mapping[str, Any], ways: Sequence[str]) -> str:
     """Returns how much lower a method's NLL is than that of the network at one number; ± over networks or samples.
 
     A dagger marks a factor of the covariance at the lower edge of its range, which leaves hardly any spread.
     """
-    tasks = list(results["table"])
+    columns = [task + f", {way}" * (len(ways) > 1) for task in results["table"] for way in ways]
     lines = {}
     for method in methods.names(trains=True, regression=True):
-        name = method if method in methods.NETWORKS else f"{method}, {way}"
-        cells = [_gain(results, task, name) for task in tasks]
+        names = [method] if method in methods.NETWORKS else [f"{method}, {way}" for way in ways]
+        cells = [_gain(results, task, name) for task in results["table"] for name in names]
         if any(cells) and method not in (comparison.BASE, methods.NETWORKS[0]):
             lines[shown_name(method)] = cells
-    return grid(tasks, lines)
+    return grid(columns, lines)
 
 
 def as_fitted(results: Mapping[str, Any]) -> str:
