@@ -21,7 +21,7 @@ from papers.common.scores import class_scores
 from papers.common.tables import grid, shown
 from papers.common.training import kept_tensors
 from papers.ella.shared import ella_latent
-from papers.ella.table1 import ROWS, OneSpan, Whole, best_prior, fitted, joined, prior_latent, tempered
+from papers.ella.table1 import OneSpan, Whole, best_prior, fitted, joined, prior_latent, tempered
 
 Predict = Callable[[Any], Tensor]
 """Features (n, 64), or contracted images, to class probabilities by the default link."""
@@ -61,7 +61,7 @@ def run(
     for name in LAST_LAYER:
         rows.add("confidence", name, partial(_confident, last, name, confident))
 
-    whole = once(lambda: Whole([(ROWS[0], seed) for seed in seeds], shown, 500))
+    whole = once(lambda: Whole([(512, seed) for seed in seeds], shown, 500))
     methods = [once(partial(all_weights_methods, whole, i)) for i in range(len(seeds))]
     for severity in severities:
         part = once(partial(corrupted_features, setup, severity, images))
@@ -243,17 +243,12 @@ def draw(results: Mapping[str, Any]) -> None:
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns scores on corrupted images by severity, and errors at high confidence."""
-    table = results["table"]
+    """Returns scores on the fewer corrupted images by severity, and errors at high confidence."""
+    names = {name: name.removeprefix("all weights, ") for name in results["table"] if name.startswith("all weights, ")}
+    table = {short: results["table"][name] for name, short in names.items()}
     severities = [run for run in table if run.startswith("severity")]
-
-    def rows(prefix: str, names: Sequence[str]) -> str:
-        lines = {}
-        for name in names:
-            found = [table[run][name] for run in (f"{prefix}{run}" for run in severities) if name in table.get(run, {})]
-            cells = [f"{shown(row['nll'], 2)} / {shown(row['ece'], 2)}" for row in found]
-            if found:
-                lines[name] = [*cells, shown(table[f"{prefix}confidence"][name]["above 0.9"]["error"], 2)]
-        return grid([*(f"NLL / ECE at {run}" for run in severities), "error above confidence .9"], lines)
-
-    return {"last layer": rows("", LAST_LAYER), "all weights": rows("all weights, ", (*LAST_LAYER, *ALL_WEIGHTS))}
+    lines = {}
+    for name in (*LAST_LAYER, *ALL_WEIGHTS):
+        cells = [f"{shown(table[run][name]['nll'], 2)} / {shown(table[run][name]['ece'], 2)}" for run in severities]
+        lines[name] = [*cells, shown(table["confidence"][name]["above 0.9"]["error"], 2)]
+    return {"all weights": grid([*(f"NLL / ECE at {run}" for run in severities), "error above confidence .9"], lines)}

@@ -23,7 +23,7 @@ def balanced_directions(tangent: Tangent, x: Tensor, y: Tensor, rows: int, rank:
     """
     generator = torch.Generator().manual_seed(seed)
     samples = choose_balanced(y.cpu(), rows, generator)
-    outputs = torch.randint(tangent.width, (rows,), generator=generator)
+    outputs = torch.randint(tangent.width, (len(samples),), generator=generator)
     return directions_of(tangent, x, samples, outputs, rank)
 
 
