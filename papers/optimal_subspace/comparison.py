@@ -190,7 +190,10 @@ LABELS = {
 
 
 def draw(results: Mapping[str, Any]) -> None:
-    """Draws every measure over s for the tasks of all experiments; above with λ = 1, below with λ tuned."""
+    """Draws every measure over s for the tasks of all experiments; above with λ = 1, below with λ tuned.
+
+    A task without full Laplace has the trace alone.
+    """
     tasks: dict[str, Any] = dict(results["tasks"])
     sources = []
     for path in sorted((Path(__file__).parent / "results").glob("*.json")):
@@ -200,7 +203,7 @@ def draw(results: Mapping[str, Any]) -> None:
     plain = [task for task in tasks if not task.endswith(TUNED)]
     for measure in ("relative_error", "trace", "nll"):
         shown = [task for task in plain if measure == "trace" or "full" in tasks[task]]
-        figure, axes = drawing.panels(2, len(shown), (2.9 * len(shown), 6.4))
+        figure, axes = drawing.panels(2, len(shown), (8.7, 6.4))
         for column, task in enumerate(shown):
             for axis, name in zip(axes[:, column], (task, task + TUNED), strict=True):
                 if name in tasks:
@@ -208,7 +211,7 @@ def draw(results: Mapping[str, Any]) -> None:
                     axis.set_title(name, fontsize=10)
                 else:
                     axis.set_axis_off()
-        drawing.legend_below(figure, 6)
+        drawing.legend_below(figure, 5)
         for line in axes:
             line[0].set_ylabel(LABELS[measure])
         figure.suptitle("prior precision 1 above, tuned below; means and standard errors of the seeds", fontsize=11)
