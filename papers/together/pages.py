@@ -65,7 +65,8 @@ MEASURES = ("ece", "accuracy", "auroc", "rmse", "coverage 0.9")
 
 def scores(table: Mapping[str, Any]) -> str:
     """Returns the scores of all methods through linearised prediction, with the held-out numbers."""
-    columns, lines = [], {}
+    columns: list[str] = []
+    lines = {}
     for method in methods.names(trains=True, regression=True):
         part = "fitted" if method == methods.NETWORKS[0] else "validated"
         cells, columns = [], []
