@@ -78,7 +78,7 @@ def over_draws(
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the NLPD by the number of draws."""
-    counts = ("10", "50", "200", "1000")
+    counts = ("50", "100", "200", "1000")
     rows = {
         name: [shown(found["sampling"].get(count, {}).get("nlpd")) for count in counts]
         for name, found in results["table"].items()

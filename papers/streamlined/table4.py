@@ -79,7 +79,7 @@ def table(found: Mapping[str, Any], names: Sequence[str]) -> str:
             parts += [of[f"MFVI {way}"]["plain"], of[f"MFVI {way}"]["scaled"]]
             cells = [f"{shown(part['nlpd'])}; {shown(part['ece'], 3)}" if part else "" for part in parts]
             rows[f"{name}, {way}"] = [*cells, shown(parts[0]["accuracy"], 1, 100), shown(parts[0]["auroc"])]
-    columns = ["GLM's δ", "own δ", "evidence's δ, factor", "mean field", "mean field, factor"]
+    columns = ["GLM's δ", "own δ", "bounded evidence's δ, factor", "mean field", "mean field, factor"]
     return grid([*columns, "accuracy at GLM's δ, %", "AUROC at GLM's δ"], rows)
 
 
