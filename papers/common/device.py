@@ -11,7 +11,7 @@ DEVICE = torch.device(os.environ.get("LAPWING_PAPERS_DEVICE", "cpu"))
 
 
 def clock() -> float:
-    """Returns seconds of the processor, or on a GPU seconds, after all its work is done."""
+    """Returns processor seconds on a CPU, and wall-clock seconds on a GPU, after its work is done."""
     if DEVICE.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize()

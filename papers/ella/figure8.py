@@ -66,7 +66,7 @@ def run(
     for severity in severities:
         part = once(partial(corrupted_features, setup, severity, images))
         features = once(partial(_first_of_each_kind, part, fewer))
-        seen = once(partial(_contracted_corrupted, whole, severity, fewer))
+        seen = once(lambda severity=severity: contracted_by(whole(), corrupted(severity, fewer)))  # type: ignore[misc]
         _add_all(rows, f"all weights, severity {severity}", seeds, last, methods, _scored, features, seen, fewer)
     features = once(lambda: clean_and_foreign(setup(), 500))
     seen = once(lambda: clean_and_foreign_contracted(whole(), 500))
@@ -163,11 +163,6 @@ def _first_of_each_kind(part: Callable[[], Tensor], count: int) -> Tensor:
     return part().unflatten(0, (len(COMMON), -1))[:, :count].flatten(0, 1)
 
 
-def _contracted_corrupted(whole: Callable[[], Whole], severity: int, count: int) -> dict[str, Tensor]:
-    """Returns what the posteriors of all weights need of the first corrupted images of each kind."""
-    return contracted_by(whole(), corrupted(severity, count))
-
-
 def contracted_by(whole: Whole, x: Tensor) -> dict[str, Tensor]:
     """Contracts images with the posteriors of `ALL_WEIGHTS`."""
     return whole.of(x, ("diagonal, validation", "KFAC, validation"))
@@ -191,7 +186,7 @@ def clean_and_foreign(setup: LastLayer, count: int) -> tuple[Tensor, Tensor]:
 
 
 def clean_and_foreign_contracted(whole: Whole, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns likewise what the posteriors of all weights need."""
+    """Returns what the posteriors of all weights need of the first test images, and of as many of Fashion-MNIST."""
     return {key: part[:count] for key, part in whole.test.items()}, contracted_by(whole, fashion_as_cifar(count))
 
 

@@ -62,6 +62,7 @@ def test_balanced_rows_have_the_same_number_of_each_class(task):
     assert first.shape == (4, posterior.tangent.size)
     assert torch.allclose(first @ first.T, torch.eye(4).double())
     assert not torch.allclose(first, second)
+    assert balanced_directions(posterior.tangent, x, y, 60, 4, 0).shape == first.shape  # more rows than samples
 
 
 def test_the_toy_has_the_network_and_the_divergence_of_the_paper(monkeypatch):
