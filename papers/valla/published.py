@@ -12,6 +12,7 @@ from torch import Tensor
 import lapwing as lw
 from papers.common.data import Batches, batched
 from papers.common.results import Rows, once
+from papers.common.scores import averaged
 from papers.common.tables import grid, shown
 from papers.valla.figure4 import SHORT, TABLES, TableTask, regression_scores
 
@@ -50,12 +51,12 @@ def _add_table(rows: Rows, name: str, seed: int) -> None:
     rows.add(run, "VaLLA 100", lambda: task().published())
 
 
-def published_fit(val: Batches, link: Any = None, steps: int = STEPS) -> lw.VaLLA:
-    """Returns VaLLA with M = 100 by the α-divergence at α = 1, which ends at the first rise of the validation NLL."""
+def published_fit(val: Batches, link: Any = None, steps: int = STEPS, points: int = 100) -> lw.VaLLA:
+    """Returns VaLLA by the α-divergence at α = 1, which ends at the first rise of the validation NLL."""
     fit = lw.AlphaDivergence(
         steps=steps, learning_rate=RATE, validation=val, every=EVERY, link=link, schedule="constant", stop="first rise"
     )
-    return lw.VaLLA(100, fit)
+    return lw.VaLLA(points, fit)
 
 
 def path_of(posterior: lw.Posterior) -> dict[str, Any]:
@@ -117,17 +118,34 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the NLL on tables, and how the published fits ended."""
     table = {SHORT[name]: of for name, of in results["table"].items()}
     rows = {label: [shown(of.get(label, {}).get("nll")) for of in table.values()] for label in LABELS}
-    return {"tables": grid(list(table), rows), "ends": ends(table)}
+    return {"tables": grid(list(table), rows), "ends": ends(results["runs"], SHORT, LABELS[-1:])}
 
 
-def ends(table: Mapping[str, Any]) -> str:
-    """Returns how the published fits ended."""
+def ends(runs: Mapping[str, Any], headings: Mapping[str, str], labels: Sequence[str]) -> str:
+    """Returns how the published fits ended, means over seeds.
+
+    Args:
+        runs: "name, seed 0" -> row -> values.
+        headings: name -> name in the table.
+        labels: rows of published fits.
+    """
     rows = {}
-    for name, of in table.items():
-        found = of["VaLLA 100"]
-        looks = [look["mean"] for look in found["looks"].values()]
-        rows[name] = [
-            shown(found["steps"], 0), shown(found["ended by the rise"], 1), shown(found["seconds"], 0),
-            *(f"{look:.3f}" for look in (looks[0], min(looks))),
-        ]  # fmt: skip
-    return grid(("steps", "share ended by the rise", "seconds", "validation NLL at the start", "lowest"), rows)
+    for name, heading in headings.items():
+        for label in labels:
+            fits = [of[label] for run, of in runs.items() if run.startswith(f"{name}, seed") and label in of]
+            if fits:
+                found = averaged([{**_ends(fit), "seconds": fit["seconds"]} for fit in fits])
+                cells = [shown(found[key], digits) for key, digits in DIGITS.items()]
+                rows[f"{heading}: {label}" if len(labels) > 1 else heading] = cells
+    return grid(tuple(DIGITS), rows)
+
+
+DIGITS = {"steps": 0, "share ended by the rise": 1, "seconds": 0, "validation NLL at the start": 3, "lowest": 3}
+
+
+def _ends(fit: Mapping[str, Any]) -> dict[str, float]:
+    looks = fit["looks"]
+    return {
+        "steps": fit["steps"], "share ended by the rise": fit["ended by the rise"],
+        "validation NLL at the start": looks[0], "lowest": min(looks),
+    }  # fmt: skip

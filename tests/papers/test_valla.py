@@ -103,7 +103,7 @@ def test_rows_of_images_of_the_published_fit(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10)).eval()
     loader = batched(x, y, 40)
     rows = published_images.ImageRows(figure5.ImageTask(model, Pictures(loader, loader, loader, 3 * x), x, y), 0)
-    found = rows.published()
+    found = rows.published(7)
     assert set(found) >= {"textbook probit", "Monte Carlo", "steps"}
     one, own = rows.one_temperature(), rows.network(1.0)
     assert one["nll"] < own["nll"]
