@@ -54,6 +54,9 @@ PARTS = (4000,)
 COUNTS = (0, *(2**i for i in range(2, 14)), 14_000)
 """n, the numbers of images whose curvature is kept."""
 
+SAMPLED = 2000
+"""Training images of sampled LLA, whose solves take a pass over them for each iteration."""
+
 ROWS = (2000, 512, 128, 32)
 """M. All rows but those of Table 4 have the first."""
 
@@ -65,7 +68,8 @@ def run(seeds: Sequence[int] = range(5), shown: int = 14_000, reported: int = 80
     minutes on a GPU, and takes a day on two cores.
 
     Args:
-        seeds: of ELLA's rows and of MFVI's draws. Nothing else is random but the draws of the link.
+        seeds: of ELLA's rows, of VaLLA's inducing points and of draws; sampled LLA and MFVI have the first three.
+            Nothing else is random but the draws of the link.
         shown: training images of all curvatures, scaled to all.
         reported: test images.
     """
@@ -75,9 +79,7 @@ def run(seeds: Sequence[int] = range(5), shown: int = 14_000, reported: int = 80
     _add_whole(rows, whole)
     for i, seed in enumerate(seeds):
         _add_ella(rows, [once(partial(OneSpan.of, whole, i * len(ROWS) + j)) for j in range(len(ROWS))], seed)
-    for name, (steps, some) in {"MFVI, 300 steps": (300, seeds[:3]), "MFVI, 3 000 steps": (3000, seeds[1:2])}.items():
-        for seed in some:
-            rows.add(f"all weights, seed {seed}", name, lambda s, n: _variational_row(whole().setup, s, n), seed, steps)
+    _add_others(rows, whole, seeds)
     return rows.all()
 
 
@@ -211,26 +213,43 @@ class Whole:
     @cached_property
     def posteriors(self) -> dict[str, lw.Posterior]:
         """Diagonal and KFAC, as fitted; `choices` has their prior precisions."""
-        return {
-            name: lw.fit(
-                self.setup.model, self.setup.train, method, params=lw.everything, tune=None, data_size=ALL,
-                progress=False,
-            )
-            for name, method in {"diagonal": lw.Diagonal(), "KFAC": lw.KFAC()}.items()
-        }  # fmt: skip
+        return {"diagonal": self.fit(lw.Diagonal(), tune=None), "KFAC": self.fit(lw.KFAC(), tune=None)}
+
+    def fit(self, method: lw.Method, images: int | None = None, **options: Any) -> lw.Posterior:
+        """Fits a posterior of all weights to the first training images, or to all."""
+        train = self.setup.train if images is None else self.setup.train[: images // 100]
+        options = {"params": lw.everything, "data_size": ALL, "progress": False, **options}
+        return lw.fit(self.setup.model, train, method, **options)
+
+    def valla(self, points: int, seed: int) -> lw.Posterior:
+        """Fits VaLLA's closed form, with a validated prior precision."""
+        return self.fit(lw.VaLLA(points), tune=self.prior_alone, seed=seed)
+
+    def sampled(self, seed: int, deltas: Sequence[float] = (300.0, 1000.0, 3000.0)) -> lw.Posterior:
+        """Fits sampled LLA with 16 draws at each prior precision; returns the one of lowest validation NLL."""
+        found, method = [], lw.SampledLLA(16, em_steps=0)
+        for delta in deltas:
+            posterior = self.fit(method, SAMPLED, prior_precision=delta, tune=None, seed=seed)
+            prediction = lw.Categorical().predict(posterior.latent(self.setup.val, progress=False))
+            found.append((-float(prediction.log_prob(joined(self.setup.val)[1]).mean()), posterior))
+        return min(found, key=lambda pair: pair[0])[1]
 
     @cached_property
     def choices(self) -> dict[str, tuple[float, float]]:
         """Method and tuning -> δ and T, tuned by the evidence, and on the validation images."""
-        found, prior_alone = {}, lw.Validation(self.setup.val, tempered=False, tolerance=0.0)
-        with_t = lw.Validation(self.setup.val)
-        tunings = {"evidence": lw.Evidence(), "validation": prior_alone, "validation with T": with_t}
+        found, with_t = {}, lw.Validation(self.setup.val)
+        tunings = {"evidence": lw.Evidence(), "validation": self.prior_alone, "validation with T": with_t}
         for name, posterior in self.posteriors.items():
             for how, tune in tunings.items():
                 tuned = tune.tune(posterior, Training())
                 assert isinstance(tuned.prior_precision, float)
                 found[f"{name}, {how}"] = tuned.prior_precision, tuned.logit_temperature or 1.0
         return found
+
+    @property
+    def prior_alone(self) -> lw.Validation:
+        """Tunes the prior precision on the validation images, without a temperature."""
+        return lw.Validation(self.setup.val, tempered=False, tolerance=0.0)
 
     @cached_property
     def directions(self) -> Tensor:
@@ -294,6 +313,25 @@ def _whole_prior(whole: Whole) -> dict[str, Any]:
     loss, delta, _ = best_point(lambda delta: latent(whole.val, delta), joined(whole.setup.val)[1])
     scores = scored(latent(whole.test, delta), joined(whole.setup.test)[1])
     return {"prior precision": delta, "validation nll": loss, **scores}
+
+
+def _add_others(rows: Rows, whole: Callable[[], Whole], seeds: Sequence[int]) -> None:
+    """Adds the rows of VaLLA for all seeds, and those of sampled LLA and MFVI for the first three."""
+    makes: dict[str, Callable[[int], dict[str, Any]]] = {
+        "VaLLA, 100 points": lambda seed: _fitted_row(whole().setup, whole().valla(100, seed)),
+        "VaLLA, 200 points": lambda seed: _fitted_row(whole().setup, whole().valla(200, seed)),
+        "sampled LLA, 16 draws": lambda seed: _fitted_row(whole().setup, whole().sampled(seed)),
+        "MFVI, 300 steps": lambda seed: _variational_row(whole().setup, seed, 300),
+        "MFVI, 3 000 steps": lambda seed: _variational_row(whole().setup, seed, 3000),
+    }
+    for name, make in makes.items():
+        for seed in seeds if name.startswith("VaLLA") else seeds[:3]:
+            rows.add(f"all weights, seed {seed}", name, make, seed)
+
+
+def _fitted_row(setup: Cifar, posterior: lw.Posterior) -> dict[str, Any]:
+    latent = posterior.latent(setup.test, progress=False)
+    return {"prior precision": posterior.prior_precision, **scored(latent, joined(setup.test)[1])}
 
 
 def _variational_row(setup: Cifar, seed: int, steps: int) -> dict[str, Any]:
