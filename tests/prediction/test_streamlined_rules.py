@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
+import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
@@ -283,6 +284,26 @@ def test_treated_norm_equals_derivatives(norm, kind, params):
         inner = (jacobians(plain, x).square() @ v[..., None])[..., 0]  # of x̂: the plain norm has γ = 1, β = 0
         expected = expected + (model[0].weight.square() + gamma_v) * inner
     torch.testing.assert_close(latent.variance, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("kept", ["scales", "shifts", "both"])
+def test_treated_norm_of_few_weights(kept, dtype):
+    """Scales or shifts without variance, as a subset of the weights leaves them, divide by nothing."""
+    model = nn.Sequential(nn.BatchNorm1d(40), nn.Flatten()).to(dtype).eval()
+    with torch.no_grad():
+        model[0].weight.uniform_(0.5, 2.0)
+        model[0].bias.uniform_(0.5, 2.0)
+        weight, bias = model[0].weight, model[0].bias
+        weight[::2] *= 0.01 if kept == "shifts" else 1.0
+        bias[1::2] *= 0.01 if kept == "scales" else 1.0
+        if kept == "both":
+            weight[::2], bias[1::3] = 0.01, 0.02
+    x, y = torch.randn(30, 40, dtype=dtype), torch.randint(40, (30,))
+    method = lw.SubsetOfWeights(30, by="magnitude")
+    posterior = lw.fit(model, [(x, y)], method, prior_precision=0.3, tune=None, params=lw.everything)
+    found, exact = (posterior.latent(x, via=way).variance for way in (lw.Streamlined(), lw.Linearized()))
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-5)
 
 
 def cut_variance(tangent, covariance, name, like):

@@ -142,7 +142,8 @@ def _terms(
         eye = torch.eye(gamma_v.numel(), dtype=gamma_v.dtype, device=gamma_v.device)
         return treated.covariance.push(torch.cat([eye, eye], 1), None, False).reshape(gamma_v.shape)
 
-    shift = (site.constant("both", make) - gamma_v - beta_v) / (2 * spread)
+    most = root(beta_v)  # |Cov[γ, β]| <= √(Var[γ] Var[β]); beyond it is rounding, divided by a √Var[γ] near 0
+    shift = ((site.constant("both", make) - gamma_v - beta_v) / (2 * spread)).clamp(-most, most)
     return slope, spread, shift, (beta_v - shift.square()).clamp_min(0)
 
 
