@@ -70,7 +70,8 @@ def origin(experiment: ModuleType) -> str:
     records = list(results.records(results.made(str(experiment.__file__))))
     commits = dict.fromkeys(f"{record['commit']} ({record['date']})" for record in records)
     seeds = sorted({int(seed) for record in records for seed in record["seeds"].split(", ")})
-    mixed = ", rows of several commits, from before rows recorded theirs" * (len(commits) > 1)
+    older = len(commits) > 1 and any("backfilled" in record for record in records)
+    mixed = ", rows of several commits, from before rows recorded theirs" * older
     return f"`{path.name}`: commit {', '.join(commits)}{mixed}; seeds {', '.join(map(str, seeds))}."
 
 
