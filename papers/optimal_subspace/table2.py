@@ -30,7 +30,7 @@ SHOWN, TESTED, VALIDATING = 400, 100, 1000
 """Training images that posteriors sum over, test images X, and other test images that choose δ and the temperature."""
 
 
-def run(seeds: Sequence[int] = range(3)) -> dict[str, Any]:
+def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns the measures of every way by s at λ = 1, the errors of subsets for s up to P, and the network's NLL."""
     rows = Rows(__file__, {"epochs": EPOCHS, "images of the curvature": SHOWN})
     for seed in seeds:
