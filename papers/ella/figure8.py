@@ -32,7 +32,10 @@ LAST_LAYER = (
 )  # fmt: skip
 ALL_WEIGHTS = ("diagonal", "KFAC")
 SPANS = ("ELLA", "ELLA, prior alone")
-"""All are tuned on the validation images: the prior precision, and for ELLA the number of its images."""
+"""Methods of all weights, `SPANS` on ELLA's directions.
+
+All are tuned on the validation images: the prior precision, and for ELLA the number of its images.
+"""
 
 CONFIDENT = 500
 """Test images, and as many foreign ones, whose errors are counted by confidence."""

@@ -135,12 +135,13 @@ def ends(runs: Mapping[str, Any], headings: Mapping[str, str], labels: Sequence[
             fits = [of[label] for run, of in runs.items() if run.startswith(f"{name}, seed") and label in of]
             if fits:
                 found = averaged([{**_ends(fit), "seconds": fit["seconds"]} for fit in fits])
-                cells = [shown(found[key], digits) for key, digits in DIGITS.items()]
+                cells = [shown(found[key], digits) for key, digits in ENDS.items()]
                 rows[f"{heading}: {label}" if len(labels) > 1 else heading] = cells
-    return grid(tuple(DIGITS), rows)
+    return grid(tuple(ENDS), rows)
 
 
-DIGITS = {"steps": 0, "share ended by the rise": 1, "seconds": 0, "validation NLL at the start": 3, "lowest": 3}
+ENDS = {"steps": 0, "share ended by the rise": 1, "seconds": 0, "validation NLL at the start": 3, "lowest": 3}
+"""Columns of the table of ends -> digits."""
 
 
 def _ends(fit: Mapping[str, Any]) -> dict[str, float]:

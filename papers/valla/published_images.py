@@ -23,7 +23,7 @@ STEPS = 6000
 
 
 POINTS = (100, 200)
-"""M."""
+"""M, the numbers of inducing points."""
 
 
 def run(
