@@ -118,7 +118,7 @@ def regression(name: str, seed: int) -> Case:
 
 def published_cnn(seed: int) -> Case:
     """Returns the network of `table2` with its images."""
-    return image_case("mnist", table2.Mnist(seed).task, seed)
+    return image_case("mnist", table2.ImageRows("mnist", seed).task, seed)
 
 
 def small_cnn(name: str, seed: int) -> Case:

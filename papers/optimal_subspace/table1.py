@@ -36,10 +36,24 @@ WAYS = ("low rank, KFAC", "low rank, diagonal", "low rank, prior", "subset, magn
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns the measures of every way by s at λ = 1, the NLL of the network at two noise variances, differences."""
-    rows = Rows(__file__, {"rows of the curvature": SHOWN})
+    return compared(__file__, seeds, SHOWN, dict.fromkeys(SHOWN, RANKS))
+
+
+def compared(
+    experiment: str, seeds: Sequence[int], shown: Mapping[str, int], ranks: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Returns what `run` returns, for some tables.
+
+    Args:
+        experiment: its `__file__`.
+        seeds: of the networks.
+        shown: table -> most training rows that posteriors sum over.
+        ranks: table -> s.
+    """
+    rows = Rows(experiment, {"rows of the curvature": dict(shown)})
     for seed in seeds:
-        for name in TABLES:
-            rows.add(f"{name}, seed {seed}", "λ = 1", measures, name, seed)
+        for name in shown:
+            rows.add(f"{name}, seed {seed}", "λ = 1", measures, name, seed, shown[name], ranks[name])
     rows.facts["NLL minus the network's"] = differences(rows.runs)
     return rows.all()
 
@@ -77,10 +91,16 @@ def warm_up_and_decay(steps: int, warm: float, decay: float) -> Callable[[int], 
     return lambda step: min(1.0, (step + 1) / (warm * steps), (steps - step) / ((1 - decay) * steps))
 
 
-def measures(name: str, seed: int) -> dict[str, Any]:
+def measures(name: str, seed: int, shown: int, ranks: Sequence[int]) -> dict[str, Any]:
     """Returns the measures of every way for one network, at half of the other rows, at most 200.
 
     "one noise variance" is the network with the mean squared error of the other half as noise variance.
+
+    Args:
+        name: one of `TABLES`.
+        seed: of the network, the split and the subsets.
+        shown: most training rows that posteriors sum over.
+        ranks: s.
     """
     model, (x, y), (x_other, y_other) = network(name, False, seed)
     count = min(200, len(x_other) // 2)
@@ -88,10 +108,9 @@ def measures(name: str, seed: int) -> dict[str, Any]:
         noise = float((model(x) - y).square().mean())
         squares = (model(x_other) - y_other).double().square()
     swag = swag_from(model, batched(x, y, 256), nn.functional.mse_loss, learning_rate=0.001, snapshots=20)
-    shown = SHOWN[name]
     task = Task(model, batched(x[:shown], y[:shown], 250), len(x), lw.Gaussian(noise), swag)
     inputs = {"test": (x_other[:count], y_other[:count])}
-    found = compare_subspaces(task, inputs, RANKS, 1.0, seed, WAYS)["test"]
+    found = compare_subspaces(task, inputs, ranks, 1.0, seed, WAYS)["test"]
     found["network"] = {"nll": gaussian_nll(squares[:count], noise)}
     found["one noise variance"] = {"nll": gaussian_nll(squares[:count], float(squares[count:].mean()))}
     return {**found, "noise variance": noise, "test error": float(squares[:count].mean())}
@@ -99,14 +118,18 @@ def measures(name: str, seed: int) -> dict[str, Any]:
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns relative errors, and NLL minus that of the network with the same seed."""
-    tasks = _tasks(results)
+    return by_rank(results, list(results["table"]), (100, 500, 1000))
+
+
+def by_rank(results: Mapping[str, Any], names: Sequence[str], ranks: Sequence[int]) -> dict[str, str]:
+    """Returns relative errors, and NLL minus that of the network, of some tables at some s."""
     return {
-        "relative error": table(tasks, list(tasks), "relative_error", (100, 500, 1000)),
-        "nll": table(results["NLL minus the network's"], list(tasks), "nll", (100, 500, 1000)),
+        "relative error": table(_tasks(results), names, "relative_error", ranks),
+        "nll": table(results["NLL minus the network's"], names, "nll", ranks),
     }
 
 
-def draw(results: Mapping[str, Any]) -> None:
+def draw(results: Mapping[str, Any], experiment: str = __file__) -> None:
     """Draws relative error, and NLL minus that of the network, over s: means and standard errors of the seeds."""
     tasks = _tasks(results)
     figure, axes = drawing.panels(len(tasks), 2, (9, 3.4 * len(tasks) + 0.8))
@@ -119,7 +142,7 @@ def draw(results: Mapping[str, Any]) -> None:
         line[0].set_ylabel(LABELS["relative_error"])
         line[1].set_ylabel("NLL minus the network's (nats)")
     drawing.legend_below(figure, 5)
-    drawing.save(figure, __file__)
+    drawing.save(figure, experiment)
 
 
 def _tasks(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Table 2, and Figures 2, 5 and 7 by its settings on MNIST: 12 458 weights, one convolution twice, 20 epochs."""
+"""Table 2, and Figures 2, 5 and 7 by its settings on MNIST: 12 458 weights, one convolution twice, 20 epochs.
+
+`table2_fashion` has the same for Fashion-MNIST.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ from papers.common.training import kept, seeded, shuffled, train
 from papers.optimal_subspace.comparison import COLOURS, LABELS, Task, compare_subspaces, curves, swag_from, table
 from papers.optimal_subspace.table1 import WAYS, warm_up_and_decay
 
-EPOCHS, RATE, PHASES = 20, 0.004, (0.1, 0.3)
-"""The paper's Table 2 for MNIST."""
+SETTINGS: dict[str, tuple[int, float, tuple[float, float]]] = {
+    "mnist": (20, 0.004, (0.1, 0.3)),
+    "fashion_mnist": (40, 0.002, (0.1, 0.5)),
+}
+"""The paper's Table 2: epochs, learning rate, and the shares of the epochs for warm-up and decay, as in `table1`."""
 RANKS = (10, 50, 100, 200, 500, 1000)
 LONG = (1000, 3000, 6000, 9000, 11_000, 12_458)
 """s of Figure 5."""
@@ -32,18 +38,29 @@ SHOWN, TESTED, VALIDATING = 400, 100, 1000
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns the measures of every way by s at λ = 1, the errors of subsets for s up to P, and the network's NLL."""
-    rows = Rows(__file__, {"epochs": EPOCHS, "images of the curvature": SHOWN})
+    return compared(__file__, "mnist", seeds)
+
+
+def compared(experiment: str, name: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """Returns what `run` returns, for one data set.
+
+    Args:
+        experiment: its `__file__`.
+        name: one of `SETTINGS`.
+        seeds: of network and images.
+    """
+    rows = Rows(experiment, {"epochs": SETTINGS[name][0], "images of the curvature": SHOWN})
     for seed in seeds:
-        task = once(lambda seed=seed: Mnist(seed))  # type: ignore[misc]
-        rows.add(f"mnist, seed {seed}", "network", lambda task: task().network(), task)
-        rows.add(f"mnist, seed {seed}", "recommended call", lambda task: task().recommended(), task)
-        rows.add(f"mnist, seed {seed}", "λ = 1", lambda task: task().measures(), task)
-        rows.add(f"mnist, seed {seed}", "subsets to P", lambda task: task().long_subsets(), task)
+        task = once(lambda seed=seed: ImageRows(name, seed))  # type: ignore[misc]
+        rows.add(f"{name}, seed {seed}", "network", lambda task: task().network(), task)
+        rows.add(f"{name}, seed {seed}", "recommended call", lambda task: task().recommended(), task)
+        rows.add(f"{name}, seed {seed}", "λ = 1", lambda task: task().measures(), task)
+        rows.add(f"{name}, seed {seed}", "subsets to P", lambda task: task().long_subsets(), task)
     return rows.all()
 
 
 class PublishedCNN(nn.Module):
-    """The network of the authors' program for MNIST: 3 x 3 convolutions, ReLU and pooling, one convolution twice.
+    """The network of the authors' program: 3 x 3 convolutions, ReLU and pooling, one convolution twice.
 
     Inputs (B, 1, 28, 28) in [-1, 1], outputs (B, 10); 12 458 weights.
     """
@@ -61,7 +78,7 @@ class PublishedCNN(nn.Module):
         return self.last(x.flatten(1))
 
 
-class Mnist:
+class ImageRows:
     """The trained network, SWAG from 20 more snapshots of SGD, and the images of the measures.
 
     Attributes:
@@ -73,12 +90,12 @@ class Mnist:
         seed: of network and images.
     """
 
-    def __init__(self, seed: int) -> None:
-        data, self.seed = images("mnist"), seed
+    def __init__(self, name: str, seed: int) -> None:
+        data, self.seed = images(name), seed
         data = Images(2 * data.x_train - 1, data.y_train, 2 * data.x_test - 1, data.y_test)
         with seeded(seed):
             model = PublishedCNN().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        model = kept(model, f"mnist_twice_{seed}", lambda: fit(model, data, seed))
+        model = kept(model, f"{name}_twice_{seed}", lambda: fit(model, data, name, seed))
         some = random_rows(data.x_train, 256 * 100, seed)
         swag = swag_from(model, batched(data.x_train[some], data.y_train[some], 256), F.cross_entropy, 0.01, 20)
         picked, order = random_rows(data.x_train, SHOWN, seed), random_rows(data.x_test, TESTED + VALIDATING, seed)
@@ -139,12 +156,13 @@ class Mnist:
         return found
 
 
-def fit(model: nn.Module, data: Images, seed: int) -> nn.Module:
+def fit(model: nn.Module, data: Images, name: str, seed: int) -> nn.Module:
     """Trains the network by the settings of Table 2."""
-    steps = EPOCHS * -(-len(data.x_train) // 256)
+    epochs, rate, phases = SETTINGS[name]
+    steps = epochs * -(-len(data.x_train) // 256)
     batches = islice(shuffled(len(data.x_train), 256, torch.Generator().manual_seed(seed)), steps)
-    optimiser = torch.optim.Adam(model.parameters(), RATE)
-    factor = warm_up_and_decay(steps, *PHASES)
+    optimiser = torch.optim.Adam(model.parameters(), rate)
+    factor = warm_up_and_decay(steps, *phases)
     forward = lambda x: model(x.contiguous(memory_format=torch.channels_last))  # noqa: E731  # 1.6 times as fast
     return train(model, (data.x_train, data.y_train), batches, optimiser, factor=factor, forward=forward)
 
@@ -178,8 +196,9 @@ def subset_errors(at: Tensor, rows: Tensor, sizes: Sequence[int]) -> dict[str, d
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns relative errors and NLL at X, the NLL of the rows to beat, and errors of subsets for s up to P."""
-    found = results["table"]["mnist"]
-    tasks, long = {"mnist": found["λ = 1"]}, {"mnist": found["subsets to P"]}
+    (name,) = results["table"]
+    found = results["table"][name]
+    tasks, long = {name: found["λ = 1"]}, {name: found["subsets to P"]}
     beat = {
         row: [shown(found[of].get(f"{measure}{where}"), 4) for where in ("", ", 9 000 images")]
         for row, of, measure in (
@@ -189,32 +208,29 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         )
     }
     return {
-        "relative error": table(tasks, ["mnist"], "relative_error", RANKS),
-        "nll": table(tasks, ["mnist"], "nll", RANKS, 2),
+        "relative error": table(tasks, [name], "relative_error", RANKS),
+        "nll": table(tasks, [name], "nll", RANKS, 2),
         "rows to beat": grid([f"NLL, the {TESTED} images of X", "NLL, 9 000 test images"], beat),
-        "subsets to P": table(long, ["mnist"], "relative_error", LONG),
+        "subsets to P": table(long, [name], "relative_error", LONG),
     }
 
 
-def draw(results: Mapping[str, Any]) -> None:
+def draw(results: Mapping[str, Any], experiment: str = __file__) -> None:
     """Draws relative error and NLL over s, and the relative errors of subsets for s up to P."""
+    (name,) = results["table"]
+    found = results["table"][name]
+    network = {"network": {"nll": found["network"]["nll"]}}
+    network["one temperature"] = {"nll": found["network"]["nll, one temperature"]}
     figure, ((*axes,),) = drawing.panels(1, 3, (12, 4))
     for axis, measure in zip(axes, ("relative_error", "nll"), strict=False):
-        curves(axis, _tasks(results)["mnist"], measure)
+        curves(axis, {**found["λ = 1"], **network}, measure)
         axis.set_ylabel(LABELS[measure])
-    for way, errors in results["table"]["mnist"]["subsets to P"].items():
+    for way, errors in found["subsets to P"].items():
         points = [(int(size), error["relative_error"]["mean"]) for size, error in errors.items()]
         axes[2].plot(*zip(*points, strict=True), ".--", color=COLOURS[way])
     axes[2].set(xlabel="s", ylabel=LABELS["relative_error"], title="subsets for s up to P")
     seeds = len(results["runs"])
-    figure.suptitle(f"MNIST, 12 458 weights, λ = 1, {seeds} seed{'s' * (seeds > 1)}", fontsize=10)
+    heading = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}[name]
+    figure.suptitle(f"{heading}, 12 458 weights, λ = 1, {seeds} seed{'s' * (seeds > 1)}", fontsize=10)
     drawing.legend_below(figure, 5)
-    drawing.save(figure, __file__)
-
-
-def _tasks(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the measures with rows of the network, as `table` and `curves` read them."""
-    found = results["table"]["mnist"]
-    constant = {"network": {"nll": found["network"]["nll"]}}
-    constant["one temperature"] = {"nll": found["network"]["nll, one temperature"]}
-    return {"mnist": {**found["λ = 1"], **constant}}
+    drawing.save(figure, experiment)

@@ -102,7 +102,7 @@ def test_networks_of_optimal_subspaces(data_folder, monkeypatch):
     assert weights == {"wine": 18177, "energy": 17793, "california": 17793, "naval": 18561}
     assert rows == {"wine": 1279, "energy": 614, "california": 16512, "naval": 9547}
     assert sum(weight.numel() for weight in table2.PublishedCNN().parameters()) == 12458
-    assert (table2.EPOCHS, table2.RATE, table2.PHASES) == (20, 0.004, (0.1, 0.3))
+    assert table2.SETTINGS == {"mnist": (20, 0.004, (0.1, 0.3)), "fashion_mnist": (40, 0.002, (0.1, 0.5))}
 
 
 def test_variance_of_a_product_of_correlated_gaussians():

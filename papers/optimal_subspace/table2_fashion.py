@@ -1,0 +1,19 @@
+"""Table 2, and Figures 2, 5 and 7 by its settings on Fashion-MNIST: the network of `table2`, 40 epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from papers.optimal_subspace import table2
+from papers.optimal_subspace.table2 import tables as tables
+
+
+def run(seeds: Sequence[int] = range(2)) -> dict[str, Any]:
+    """Returns what `table2.run` returns."""
+    return table2.compared(__file__, "fashion_mnist", seeds)
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws what `table2.draw` draws."""
+    table2.draw(results, __file__)
