@@ -35,9 +35,7 @@ def run(
     rows = Rows(__file__, {})
     for seed in seeds:
         for name in transformers:
-            setting = once(partial(_transformer, name, seed))
-            for row in ("as it is", "one temperature", *("prior alone, " + part for part in PARTS[name]), CALL):
-                rows.add(f"{name} transformer, seed {seed}", row, lambda s, r: transformer(s(), r), setting, row)
+            add_transformer(rows, name, seed, *TRANSFORMERS[name])
         for name in ("mnist", "fashion_mnist"):
             mlp = once(partial(MLPTask.load, name, seed))
             for row in ("as it is", "one temperature", "prior alone", CALL):
@@ -50,10 +48,17 @@ def run(
     return rows.all()
 
 
+def add_transformer(rows: Rows, name: str, seed: int, tested: int, tuned: int) -> None:
+    """Adds the rows of one transformer; arguments are those of `Setting.load`."""
+    setting = once(lambda: Setting.load(name, seed, tested=tested, tuned=tuned))
+    for row in ("as it is", "one temperature", *("prior alone, " + part for part in PARTS[name]), CALL):
+        rows.add(f"{name} transformer, seed {seed}", row, lambda s, r: transformer(s(), r), setting, row)
+
+
 CALL = "recommended call"
 NOISES = ("noise of training residuals", "noise of validation residuals")
 GAINS = {"GLM": "GLM x factor", "streamlined": "streamlined x factor"}
-PARTS = {"fashion_mnist": ("attention", "MLPs", "last layer"), "sst2": ("MLPs",)}
+PARTS = {name: ("attention", "MLPs", "last layer") for name in ("fashion_mnist", "cifar10")} | {"sst2": ("MLPs",)}
 """Transformer -> parts of it whose prior is scored."""
 
 
@@ -115,11 +120,6 @@ def transformer(setting: Setting, row: str) -> dict[str, Any]:
     return {**scores(inside, labels(setting.test)), **apart(inside, outside), **_chosen(posterior)}
 
 
-def _transformer(name: str, seed: int) -> Setting:
-    tested, tuned = TRANSFORMERS[name]
-    return Setting.load(name, seed, tested=tested, tuned=tuned)
-
-
 def _chosen(posterior: lw.Posterior) -> dict[str, float]:
     found = {"temperature": posterior.logit_temperature, "prior precision": posterior.prior_precision}
     return {name: value for name, value in found.items() if value is not None}
@@ -141,6 +141,20 @@ def gains(runs: Mapping[str, Any], posteriors: Mapping[str, Any]) -> dict[str, d
     return {name: averaged(folds) for name, folds in found.items()}
 
 
+SCORED = ("NLPD", "ECE", "AUROC", "accuracy, %", "temperature")
+
+
+def class_cells(name: str, rows: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Returns the cells of a classifier's rows, in the order of `SCORED`."""
+    return {
+        f"{name}, {row}": [
+            *(shown(part[key]) for key in ("nlpd", "ece", "auroc")), shown(part["accuracy"], 1, 100),
+            shown(part.get("temperature"), 2),
+        ]
+        for row, part in rows.items()
+    }  # fmt: skip
+
+
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the scores of the classifiers, and the NLPD of the regressions with gains over one noise variance."""
     found: dict[str, dict[str, list[str]]] = {"MLPs": {}, "transformers": {}, "regressions": {}}
@@ -151,14 +165,11 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
             found["regressions"][name] = [*(shown(rows[noise]["nlpd"], 2) for noise in NOISES), *gain]
             continue
         kind = "MLPs" if name.endswith("MLP") else "transformers"
-        for row, part in rows.items():
-            cells = [*(shown(part[key]) for key in ("nlpd", "ece", "auroc")), shown(part["accuracy"], 1, 100)]
-            found[kind][f"{name.rpartition(' ')[0]}, {row}"] = [*cells, shown(part.get("temperature"), 2)]
+        found[kind] |= class_cells(name.rpartition(" ")[0], rows)
     gains_of = [f"gain of {GAINS.get(row, row)}" for row in next(iter(gained.values()))]
     columns = ["noise of the training residuals", "of the validation residuals", *gains_of]
-    scored = ["NLPD", "ECE", "AUROC", "accuracy, %", "temperature"]
     return {
-        "MLPs": grid(scored, found["MLPs"]),
-        "transformers": grid(scored, found["transformers"]),
+        "MLPs": grid(SCORED, found["MLPs"]),
+        "transformers": grid(SCORED, found["transformers"]),
         "regressions": grid(columns, found["regressions"]),
     }

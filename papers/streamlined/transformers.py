@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from papers.common.cifar import fashion_as_cifar
 from papers.common.data import Part, arrays, images, random_rows
 from papers.common.training import kept, seeded, train
 
@@ -43,7 +44,7 @@ class Task:
 
     Attributes:
         name: one of `TASKS`.
-        train: inputs and labels (N,); images (N, 1, 28, 28), or tokens (N, T), padded behind.
+        train: inputs and labels (N,); images (N, channels, H, W), or tokens (N, T), padded behind.
         val: held out of the training part, to tune with.
         test: to report.
         foreign: inputs of another data set, of the same kind.
@@ -60,8 +61,10 @@ class Task:
     recipe: Recipe
 
 
-def vit(size: int = 28, patch: int = 7, width: int = 64, layers: int = 4, classes: int = 10) -> nn.Module:
-    """Returns a Hugging Face ViT for grey images, with random weights.
+def vit(
+    size: int = 28, patch: int = 7, width: int = 64, layers: int = 4, classes: int = 10, channels: int = 1
+) -> nn.Module:
+    """Returns a Hugging Face ViT with random weights.
 
     Args:
         size: of the images, in pixels a side.
@@ -69,11 +72,12 @@ def vit(size: int = 28, patch: int = 7, width: int = 64, layers: int = 4, classe
         width: of the tokens.
         layers: blocks of attention and an MLP of twice the width.
         classes: outputs.
+        channels: of the images.
     """
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        image_size=size, patch_size=patch, num_channels=1, hidden_size=width, num_hidden_layers=layers,
+        image_size=size, patch_size=patch, num_channels=channels, hidden_size=width, num_hidden_layers=layers,
         num_attention_heads=4, intermediate_size=2 * width,
     )  # fmt: skip
     config.num_labels = classes
@@ -140,6 +144,18 @@ def fashion_mnist(seed: int) -> Task:
     return Task("fashion_mnist", seen, held_out, (data.x_test, data.y_test), foreign, vit, Recipe(40))
 
 
+def cifar10(seed: int) -> Task:
+    """Reads CIFAR-10: 14 000 images train, the first 2 000 test images validate; foreign are Fashion-MNIST images.
+
+    The seed is that of the training alone.
+    """
+    del seed
+    data = images("cifar10")
+    val, test = ((data.x_test[part], data.y_test[part]) for part in (slice(2000), slice(2000, None)))
+    build = lambda: vit(32, 8, channels=3)  # noqa: E731
+    return Task("cifar10", (data.x_train, data.y_train), val, test, fashion_as_cifar(2000), build, Recipe(20))
+
+
 def sst2(seed: int) -> Task:
     """Reads SST-2 in its own three parts; foreign are AG News texts. The seed is that of the training alone."""
     del seed
@@ -170,7 +186,9 @@ def _texts(
     return Task(name, train, val, test, foreign, lambda: gpt2(size, length, classes=classes), recipe)
 
 
-TASKS: dict[str, Callable[..., Task]] = {"fashion_mnist": fashion_mnist, "sst2": sst2, "agnews": agnews}
+TASKS: dict[str, Callable[..., Task]] = {
+    "fashion_mnist": fashion_mnist, "cifar10": cifar10, "sst2": sst2, "agnews": agnews,
+}  # fmt: skip
 
 
 def task(name: str, seed: int) -> Task:
