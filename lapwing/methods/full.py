@@ -32,7 +32,7 @@ class Full(Method):
     precision is small, sums in float32 would lose the directions of least curvature.
 
     Args:
-        form: "auto" (dual if NC < P), "primal" or "dual".
+        form: "auto" (dual if NC < .6 P: with more rows it needs more memory than the primal form), "primal" or "dual".
 
     Cost: one pass. Primal: time O(P³) once, memory 16 P² bytes, and twice that during the decomposition. Dual: memory
     O(NC P), time O((NC)² P) once.
@@ -57,7 +57,8 @@ class Full(Method):
 
     def _is_primal(self, tangent: Tangent, rows: int) -> bool:
         """Whether the fit sums the GGN; otherwise it keeps all rows."""
-        return tangent.positions.several or self.form == "primal" or (self.form == "auto" and rows >= tangent.size)
+        many = rows >= 0.6 * tangent.size  # `footprint`: 20 NC P + 80 (NC)² bytes against 40 P²
+        return tangent.positions.several or self.form == "primal" or (self.form == "auto" and many)
 
     def _need(self, tangent: Tangent, rows: int) -> MemoryNeed:
         size = tangent.size
