@@ -57,8 +57,7 @@ class Full(Method):
 
     def _is_primal(self, tangent: Tangent, rows: int) -> bool:
         """Whether the fit sums the GGN; otherwise it keeps all rows."""
-        many = rows >= 0.6 * tangent.size  # `footprint`: 20 NC P + 80 (NC)² bytes against 40 P²
-        return tangent.positions.several or self.form == "primal" or (self.form == "auto" and many)
+        return tangent.positions.several or self.form == "primal" or (self.form == "auto" and rows > 0.6 * tangent.size)
 
     def _need(self, tangent: Tangent, rows: int) -> MemoryNeed:
         size = tangent.size

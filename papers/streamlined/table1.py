@@ -293,8 +293,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     for name, found in results["table"].items():
         la, mf = found["LA"], found["MFVI"]
         paper, errors = (PUBLISHED[kind][name] for kind in ("nlpd", "rmse"))
-        ways = [("sampling", "plain"), ("GLM", "plain"), ("GLM", "scaled"), ("streamlined", "plain")]
-        ways += [("streamlined", "scaled"), ("no spread", "plain")]
+        ways = [(way, kind) for way in ("sampling", "GLM", "streamlined") for kind in ("plain", "scaled")]
+        ways.append(("no spread", "plain"))
         cells = [shown(la[way][kind]["nlpd"], 2) for way, kind in ways]
         nlpd[name] = [", ".join(f"{number:.2f}" for number, _ in paper[2:]), *cells]
         ways = [("sampling", "plain"), ("sampling", "scaled"), ("streamlined", "plain"), ("streamlined", "scaled")]
@@ -305,8 +305,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         p = results["p values"][name]
         cells = [f"{la[way]['factor']['mean']:.2g}" for way in ("sampling", "GLM", "streamlined")]
         factors[name] = [*cells, *(f"{p[f'LA GLM, {kind}']:.2g}" for kind in ("plain", "scaled"))]
-    columns = ["sampling", "GLM", "GLM x factor", "streamlined", "streamlined x factor", "no spread"]
     fields = ["sampling", "sampling x factor", "streamlined", "streamlined x factor"]
+    columns = [*fields[:2], "GLM", "GLM x factor", *fields[2:], "no spread"]
     kinds = ["factor of sampling", "of GLM", "of streamlined", "p value of GLM", "of GLM x factor"]
     return {
         "nlpd": grid(["paper: sampling, GLM, streamlined", *columns], nlpd),

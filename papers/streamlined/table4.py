@@ -74,13 +74,13 @@ def table(found: Mapping[str, Any], names: Sequence[str]) -> str:
     for name in names:
         for way in ("sampling", "GLM", "streamlined", "streamlined, positions correlated"):
             of = found[name]
-            parts = [of[f"LA {way}"]["plain"], of[f"LA {way}, own δ"]]
+            parts = [of[f"LA {way}"]["plain"], of[f"LA {way}"]["scaled"], of[f"LA {way}, own δ"]]
             parts += [of[f"LA {way}, δ by evidence"]["scaled"] if f"LA {way}, δ by evidence" in of else None]
             parts += [of[f"MFVI {way}"]["plain"], of[f"MFVI {way}"]["scaled"]]
             cells = [f"{shown(part['nlpd'])}; {shown(part['ece'], 3)}" if part else "" for part in parts]
             rows[f"{name}, {way}"] = [*cells, shown(parts[0]["accuracy"], 1, 100), shown(parts[0]["auroc"])]
-    columns = ["GLM's δ", "own δ", "bounded evidence's δ, factor", "mean field", "mean field, factor"]
-    return grid([*columns, "accuracy at GLM's δ, %", "AUROC at GLM's δ"], rows)
+    columns = ["GLM's δ, factor", "own δ", "bounded evidence's δ, factor", "mean field", "mean field, factor"]
+    return grid(["GLM's δ", *columns, "accuracy at GLM's δ, %", "AUROC at GLM's δ"], rows)
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

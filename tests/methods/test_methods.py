@@ -250,8 +250,9 @@ class TestFullAuto(OnFewNetworks, TestFullPrimal):
 
     def test_takes_the_smaller_form(self):
         assert type(setup("mlp").fit(lw.Full()).covariance).__name__ == "LowRankWithResidual"  # 27 rows, 83 weights
-        wide = Setup(ZOO["mlp_scalar"], EVERY, 40)
-        assert type(wide.fit(lw.Full()).covariance).__name__ == "DenseCovariance"  # 40 rows, 31 weights
+        for rows, name in ((18, "LowRankWithResidual"), (19, "DenseCovariance"), (40, "DenseCovariance")):
+            problem = Setup(ZOO["mlp_scalar"], EVERY, rows)  # 31 weights, 18 < .6 x 31 < 19
+            assert type(problem.fit(lw.Full()).covariance).__name__ == name
 
 
 class EllaConformance(MethodConformance):
