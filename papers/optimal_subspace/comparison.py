@@ -28,7 +28,7 @@ from papers.common.training import train
 
 
 def low_rank(rank: int, curvature: Any) -> lw.OptimalSubspace:
-    """Returns the directions of 1 000 rows of J, or of as many rows as directions if that is more (appendix A.3)."""
+    """Returns the method with directions from 1 000 rows of J, from more if the rank is larger (appendix A.3)."""
     return lw.OptimalSubspace(rank, curvature, rows=max(1000, rank))
 
 

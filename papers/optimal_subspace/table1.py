@@ -42,7 +42,7 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
 def compared(
     experiment: str, seeds: Sequence[int], shown: Mapping[str, int], ranks: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns what `run` returns, for some tables.
+    """Returns the rows and differences of `run` for some tables.
 
     Args:
         experiment: its `__file__`.
@@ -118,20 +118,16 @@ def measures(name: str, seed: int, shown: int, ranks: Sequence[int]) -> dict[str
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns relative errors, and NLL minus that of the network with the same seed."""
-    return by_rank(results, list(results["table"]), (100, 500, 1000))
-
-
-def by_rank(results: Mapping[str, Any], names: Sequence[str], ranks: Sequence[int]) -> dict[str, str]:
-    """Returns relative errors, and NLL minus that of the network, of some tables at some s."""
+    tasks = tasks_of(results)
     return {
-        "relative error": table(_tasks(results), names, "relative_error", ranks),
-        "nll": table(results["NLL minus the network's"], names, "nll", ranks),
+        "relative error": table(tasks, list(tasks), "relative_error", (100, 500, 1000)),
+        "nll": table(results["NLL minus the network's"], list(tasks), "nll", (100, 500, 1000)),
     }
 
 
 def draw(results: Mapping[str, Any], experiment: str = __file__) -> None:
     """Draws relative error, and NLL minus that of the network, over s: means and standard errors of the seeds."""
-    tasks = _tasks(results)
+    tasks = tasks_of(results)
     figure, axes = drawing.panels(len(tasks), 2, (9, 3.4 * len(tasks) + 0.8))
     for line, name in zip(axes, tasks, strict=True):
         count = sum(run.startswith(f"{name},") for run in results["runs"])
@@ -145,7 +141,8 @@ def draw(results: Mapping[str, Any], experiment: str = __file__) -> None:
     drawing.save(figure, experiment)
 
 
-def _tasks(results: Mapping[str, Any]) -> dict[str, Any]:
+def tasks_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns table -> way -> s -> measures; numbers of the network alone are left out."""
     return {
         name: {way: of for way, of in rows["λ = 1"].items() if "mean" not in of}
         for name, rows in results["table"].items()

@@ -42,7 +42,7 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
 
 
 def compared(experiment: str, name: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """Returns what `run` returns, for one data set.
+    """Returns the rows of `run` for one data set.
 
     Args:
         experiment: its `__file__`.
