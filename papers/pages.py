@@ -25,7 +25,7 @@ from typing import Any
 
 from papers import ledger
 from papers.common import results
-from papers.common.tables import grid
+from papers.common.tables import grid, rounded
 
 HOME = Path(__file__).parent
 MARKER = re.compile(r"(<!-- (verdicts of|entries of|table of|counts)([^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -85,11 +85,11 @@ def counts(entries: Entries) -> str:
 
 
 def verdicts(entries: Entries) -> str:
-    """Returns what was published, our numbers and the verdict, for each table and figure."""
+    """Returns what was published, our findings and the verdict, for each table and figure."""
     rows = {}
     for entry in entries:
         if entry.verdict != "tested":
-            rows[entry.item] = [entry.claim, "; ".join(numbers(entry)), f"**{entry.verdict}**"]
+            rows[entry.item] = [entry.claim, "<br>".join(findings(entry)), f"**{entry.verdict}**"]
     return grid(("published", "ours", "verdict"), rows)
 
 
@@ -102,15 +102,28 @@ def all_entries(entries: Entries) -> str:
     return grid(("the paper's claim", "our setting", "verdict", "tests"), rows)
 
 
-def numbers(entry: ledger.Entry) -> list[str]:
-    """Returns the numbers of an entry with their labels and standard errors."""
-    cells = []
+def findings(entry: ledger.Entry) -> list[str]:
+    """Returns the statements that our numbers confirm (✓) and refute (✗), and a line with the other numbers."""
+    texts, named = numbers(entry), set()
+    lines = []
+    for mark, statements in (("✓", entry.holds), ("✗", entry.fails)):
+        for statement in statements:
+            parts = re.split(r" ([<≈]) ", statement)
+            named |= set(parts)
+            lines.append(" ".join([mark, *(f"{part} ({texts[part]})" if part in texts else part for part in parts)]))
+    others = "; ".join(f"{label}: {text}" for label, text in texts.items() if label not in named)
+    return [*lines, others] if others else lines
+
+
+def numbers(entry: ledger.Entry) -> dict[str, str]:
+    """Returns label -> our number with its standard error."""
+    texts = {}
     for label, key in entry.ours.items():
         found = ledger.value(key)
         if (number := ledger.mean(found)) is not None:
             error = round(found["standard_error"], 4) if isinstance(found, Mapping) else 0
-            cells.append(f"{label}: {number:.3g}" + f" ± {error:.2g}" * bool(error))
-    return cells
+            texts[label] = rounded(number, 3) + f" ± {rounded(error)}" * bool(error)
+    return texts
 
 
 def unsupported(path: Path) -> list[str]:

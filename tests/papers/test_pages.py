@@ -49,6 +49,24 @@ def test_the_command_writes_the_pages(tmp_path, monkeypatch):
     assert copy.read_text(encoding="utf-8") == f"<!-- counts -->\n{pages.counts(ENTRIES)}<!-- end -->\n"
 
 
+def test_findings_have_the_statements_with_their_numbers():
+    table = "ella/results/table5.json: KL(LLA || method)/equal noise"
+    entry = ledger.Entry(
+        paper="ella",
+        item="Table 9",
+        claim="",
+        setting="",
+        verdict="partly",
+        ours={"KFAC": f"{table}/KFAC", "last layer, KFAC": f"{table}/last layer", "ELLA": f"{table}/ELLA"},
+        holds=("0.2 < KFAC < last layer, KFAC",),
+        fails=("KFAC ≈ 0.4",),
+    )
+    one, other, third = (pages.numbers(entry)[label] for label in entry.ours)
+    assert re.fullmatch(r"0\.3\d+ ± 0\.\d+", one)
+    confirmed = f"✓ 0.2 < KFAC ({one}) < last layer, KFAC ({other})"
+    assert pages.findings(entry) == [confirmed, f"✗ KFAC ({one}) ≈ 0.4", f"ELLA: {third}"]
+
+
 def test_cells():
     found = {"mean": 0.26345, "standard_error": 0.0012}
     assert shown(found) == "0.263 ± 0.001"
