@@ -122,7 +122,7 @@ def numbers(entry: ledger.Entry) -> dict[str, str]:
         found = ledger.value(key)
         if (number := ledger.mean(found)) is not None:
             error = round(found["standard_error"], 4) if isinstance(found, Mapping) else 0
-            texts[label] = rounded(number, 3) + f" ± {rounded(error)}" * bool(error)
+            texts[label] = rounded(number, 4 if abs(number) > 1 else 3) + f" ± {rounded(error)}" * bool(error)
     return texts
 
 
