@@ -182,6 +182,21 @@ class TestHardCases:
         total = sum(float(v.sum()) for v in fitted.covariance.diagonal().values())
         assert total == (15 / 2 if method.residual else 0)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_few_directions_of_many_rows(self, dtype, monkeypatch):
+        """Their Gram matrix gives them. If it cannot resolve the given rank, the QR decides how many there are."""
+        monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
+        generator = torch.Generator().manual_seed(0)
+        left, right = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((20, 4), (4, 70)))
+        rows = (left * torch.tensor([1, 0.5, 0.2, 0.1])) @ right
+        best = torch.linalg.svd(rows, full_matrices=False)[2]
+        for rank in (2, 4, 9):
+            V = subspace.orthonormal_span(rows.to(dtype), 2**30, rank)
+            assert V.dtype == dtype
+            found = V.double()[: min(rank, 4)]
+            close((found @ best[: len(found)].T).abs(), torch.eye(len(found)).double(), 1e-5)
+            assert len(V) == min(rank, 4) or dtype == torch.float32  # where rounding adds directions
+
     def test_more_rows_than_weights(self, monkeypatch):
         monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
         problem = setup("mlp_scalar", samples=60)
