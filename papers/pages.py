@@ -68,11 +68,12 @@ def origin(experiment: ModuleType) -> str:
     """Returns a line that says which commits and seeds made the results of an experiment."""
     path = results.path_of(str(experiment.__file__))
     records = list(results.records(results.made(str(experiment.__file__))))
-    commits = dict.fromkeys(f"{record['commit']} ({record['date']})" for record in records)
+    dates = {record["commit"]: record["date"] for record in records}
+    commits = ", ".join(f"{commit} ({date})" for commit, date in dates.items())
     seeds = sorted({int(seed) for record in records for seed in record["seeds"].split(", ")})
-    older = len(commits) > 1 and any("backfilled" in record for record in records)
+    older = len(dates) > 1 and any("backfilled" in record for record in records)
     mixed = ", rows of several commits, from before rows recorded theirs" * older
-    return f"`{path.name}`: commit {', '.join(commits)}{mixed}; seeds {', '.join(map(str, seeds))}."
+    return f"`{path.name}`: commit {commits}{mixed}; seeds {', '.join(map(str, seeds))}."
 
 
 def counts(entries: Entries) -> str:
