@@ -63,16 +63,16 @@ def exact_reference(model: nn.Module, train: Tensor, val: Tensor, precisions: Se
     tangent = Tangent.survey(model, train[:4], memory=2**28)
     rows, val_rows = (_rows(tangent, x) for x in (train, val))
     with torch.no_grad():
-        root = lw.Categorical().fisher_root(model(train))  # (N, C, C)
+        root = lw.Categorical().fisher_root(model(train))  # (N, C, R)
     count, width = len(train), tangent.outputs
 
     def rooted(matrix: Tensor) -> Tensor:
-        """Returns Rᵀ times a matrix (NC, n), block by block."""
+        """Returns Rᵀ (NR, NC) times a matrix (NC, n), block by block."""
         return torch.einsum("ncr,ncm->nrm", root.to(matrix.dtype), matrix.reshape(count, width, -1)).flatten(0, 1)
 
     kernel = _gram(rows)
     ntk = rooted(rooted(kernel.double()).T.contiguous())
-    cross = rooted((rows @ val_rows.T).double())  # (NC, VC)
+    cross = rooted((rows @ val_rows.T).double())  # (NR, VC)
     blocks = val_rows.reshape(len(val), width, -1)
     prior = (blocks @ blocks.mT).double()
     found = {}
@@ -81,9 +81,9 @@ def exact_reference(model: nn.Module, train: Tensor, val: Tensor, precisions: Se
         diagonal += delta
         factor = torch.linalg.cholesky(ntk)
         diagonal -= delta
-        solved = torch.linalg.solve_triangular(factor, cross, upper=False)  # (NC, VC)
+        solved = torch.linalg.solve_triangular(factor, cross, upper=False)  # (NR, VC)
         del factor
-        solved = solved.reshape(len(rows), len(val), width)
+        solved = solved.reshape(-1, len(val), width)
         found[delta] = (prior - torch.einsum("mvc,mvd->vcd", solved, solved)) / delta
     return ExactNTK(rows, kernel, found)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import lapwing as lw
 from papers.common.images import resized_crops
-from papers.ella import table5
+from papers.ella import figure2, table5
 from papers.ella.shared import balanced_directions, contracted, curvatures, directions_of, ella_latent
 
 
@@ -101,3 +101,10 @@ class TestResizedCrops:
         assert 1.25 < ratio.max() <= 4 / 3 + 1e-2
         assert crops.min() >= 0
         assert crops.max() <= 31
+
+
+def test_the_exact_covariance_of_figure_2_is_that_of_full_laplace(task):
+    model, x, _ = task
+    exact = figure2.exact_reference(model, x, x[:5], (2.0, 0.5))
+    for delta, found in exact.covariances.items():
+        torch.testing.assert_close(found, fit(task, lw.Full(), delta).latent(x[:5]).covariance, rtol=0, atol=1e-5)
