@@ -71,9 +71,7 @@ def origin(experiment: ModuleType) -> str:
     dates = {record["commit"]: record["date"] for record in records}
     commits = ", ".join(f"{commit} ({date})" for commit, date in dates.items())
     seeds = sorted({int(seed) for record in records for seed in record["seeds"].split(", ")})
-    older = len(dates) > 1 and any("backfilled" in record for record in records)
-    mixed = ", rows of several commits, from before rows recorded theirs" * older
-    return f"`{path.name}`: commit {commits}{mixed}; seeds {', '.join(map(str, seeds))}."
+    return f"`{path.name}`: commit {commits}; seeds {', '.join(map(str, seeds))}."
 
 
 def counts(entries: Entries) -> str:

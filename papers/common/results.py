@@ -2,7 +2,6 @@
 
 The file has two parts. "results" holds the numbers. "made" says what made them: commit, date, versions, machine and
 seeds, in one record for a script that writes all its rows at once, and in a record for each run and row otherwise.
-Records with "backfilled" are of rows that are older than the records; their commit is the first whose file has the row.
 """
 
 from __future__ import annotations
