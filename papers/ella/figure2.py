@@ -172,7 +172,7 @@ def draw(results: Mapping[str, Any]) -> None:
             x, y, error = zip(*sorted(points), strict=True)
             axis.errorbar(x, y, error, fmt=".-", label=f"K = {rank}")
         label = kind.replace("nystrom", "error of the NTK").replace("ella at", "error of ELLA's covariance\nat")
-        axis.set(xscale="log", yscale="log", xlabel="M, rows of the Jacobian (seeds 0 and 1)", ylabel=label)
+        axis.set(xscale="log", yscale="log", xlabel="M, rows of the Jacobian (means of five seeds)", ylabel=label)
     axes[0][0].legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
 
