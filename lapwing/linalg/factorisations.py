@@ -54,7 +54,7 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
 
     V is ordered by falling singular value, with at most `rank` directions, without those with `s < 1e-11 s_max`. It is
     float64, or has the dtype of the rows if M <= P and `whole` is False. With `whole`, one QR decomposition of all rows
-    needs 24 to 32 bytes per entry. Otherwise few directions are those of the Gram matrix. If it cannot resolve them, QR
+    needs 24 to 32 bytes per entry. Otherwise few directions come from the Gram matrix. If it cannot resolve them, QR
     decompositions of slices give a triangle with the same inner products, in three times the time.
 
     Cost: time O(M P min(M, P)), memory O(M P), or O(K P + min(M, P)²).

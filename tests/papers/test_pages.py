@@ -51,16 +51,9 @@ def test_the_command_writes_the_pages(tmp_path, monkeypatch):
 
 def test_findings_have_the_statements_with_their_numbers():
     table = "ella/results/table5.json: KL(LLA || method)/equal noise"
-    entry = ledger.Entry(
-        paper="ella",
-        item="Table 9",
-        claim="",
-        setting="",
-        verdict="partly",
-        ours={"KFAC": f"{table}/KFAC", "last layer, KFAC": f"{table}/last layer", "ELLA": f"{table}/ELLA"},
-        holds=("0.2 < KFAC < last layer, KFAC",),
-        fails=("KFAC ≈ 0.4",),
-    )
+    ours = {"KFAC": f"{table}/KFAC", "last layer, KFAC": f"{table}/last layer", "ELLA": f"{table}/ELLA"}
+    holds, fails = ("0.2 < KFAC < last layer, KFAC",), ("KFAC ≈ 0.4",)
+    entry = ledger.Entry("ella", "Table 9", "", "", "partly", ours, holds, fails)
     one, other, third = (pages.numbers(entry)[label] for label in entry.ours)
     assert re.fullmatch(r"0\.3\d+ ± 0\.\d+", one)
     confirmed = f"✓ 0.2 < KFAC ({one}) < last layer, KFAC ({other})"
