@@ -17,7 +17,7 @@ from papers.optimal_subspace.comparison import Task, compare_subspaces, draw, ta
 __all__ = ["draw", "run"]
 
 
-def run(seeds: Sequence[int] = (0, 1)) -> dict[str, Any]:
+def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns the trace of each way by s."""
     ways = ("low rank, KFAC", "low rank, diagonal", "low rank, prior", "subset, magnitude", "subset, diagonal")
     runs = []
