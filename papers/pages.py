@@ -120,8 +120,8 @@ def numbers(entry: ledger.Entry) -> dict[str, str]:
     for label, key in entry.ours.items():
         found = ledger.value(key)
         if (number := ledger.mean(found)) is not None:
-            error = round(found["standard_error"], 4) if isinstance(found, Mapping) else 0
-            texts[label] = rounded(number, 4 if abs(number) > 1 else 3) + f" ± {rounded(error)}" * bool(error)
+            error = found["standard_error"] if isinstance(found, Mapping) else 0
+            texts[label] = rounded(number, 4 if abs(number) > 1 else 3) + f" ± {rounded(error)}" * (error >= 5e-5)
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Table 2, and Figures 2, 5 and 7 by its settings on Fashion-MNIST: the network of `table2`, 40 epochs."""
+"""Table 2, and Figures 2 and 7 by its settings on Fashion-MNIST: the network of `table2`, 40 epochs."""
 
 from __future__ import annotations
 
