@@ -237,6 +237,20 @@ def test_early_stopping_returns_the_best_not_the_last():
     assert float(found) == pytest.approx(float(scores[best]), rel=1e-6)
 
 
+def test_held_out_data_in_every_form_that_fit_accepts():
+    model, x, y = toy()
+    pair = x[::7], y[::7] + 0.5
+    forms = [[pair], pair, (pair[0].numpy(), pair[1].numpy()), torch.utils.data.TensorDataset(*pair)]
+    found = [
+        lw.fit(
+            model, [(x, y)], lw.VaLLA(5, fit=lw.AlphaDivergence(steps=20, validation=held_out, every=10))
+        ).history["validation"]
+        for held_out in forms
+    ]  # fmt: skip
+    for scores in found:
+        assert torch.equal(scores, found[0])
+
+
 def test_the_first_rise_ends_the_steps_and_the_last_values_are_returned():
     model, x, y = toy()
     held_out = [(x[::7], y[::7] + 0.5), (x[3::7], y[3::7] - 0.5)]
@@ -248,7 +262,7 @@ def test_the_first_rise_ends_the_steps_and_the_last_values_are_returned():
     assert (scores[1:-1] <= scores[:-2]).all()
     found = -torch.cat([fitted.predict(a).log_prob(b) for a, b in held_out]).mean()
     assert float(found) == pytest.approx(float(scores[-1]), rel=1e-6)
-    with pytest.raises(lw.LapwingError, match=r'stop="first rise", validation=\[\(x_val, y_val\)\]'):
+    with pytest.raises(lw.LapwingError, match=r'stop="first rise", validation=\(x_val, y_val\)'):
         lw.AlphaDivergence(stop="first rise")
 
 

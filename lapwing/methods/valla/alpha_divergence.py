@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
 from ...data import batches
+from ...data.frames import as_loader, check_data
 from ...errors import LapwingError
 from ...likelihoods import Link
 from ...linalg import cholesky, generator_on
-from ...options import Rule, at_least, instance_of, number, option, positive
+from ...options import at_least, instance_of, number, option, positive
 from ...tangent import Anchors
 from ..passes import Batch, FitResult, Passes
 from ..problem import MemoryNeed, Problem
@@ -25,11 +26,6 @@ from . import VallaFit
 from .inducing import Kernel
 from .moving_points import MovingSteps, divergence, initial_noise
 from .objective_rows import ObjectiveRows, picked_count
-
-LOADER = Rule(
-    lambda value: hasattr(value, "__iter__") and not isinstance(value, (Tensor, str)),
-    "a loader of held-out (inputs, targets) batches",
-)
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,8 @@ class AlphaDivergence(VallaFit):
         alpha: α; 1 is the log predictive density, in closed form if the link of the likelihood has one.
         steps: maximum number of mini-batches.
         learning_rate: Adam's learning rate, for inducing inputs in units of their spread.
-        validation: held-out batches. Their NLL is computed every `every` steps and ends the fit as `stop` says. None
-            takes all steps and returns the final values.
+        validation: held-out data in any form that `lw.fit` accepts. Their NLL is computed every `every` steps, and ends
+            the fit as `stop` says. None takes all steps and returns the final values.
         every: number of steps between two evaluations.
         patience: number of evaluations without improvement.
         link: link that computes `E_q[p(y|f)^α]` and the validation NLL; None means the likelihood's default if it has a
@@ -70,7 +66,7 @@ class AlphaDivergence(VallaFit):
     alpha: float = option(1.0, number(0))
     steps: int = option(2000, at_least(1))
     learning_rate: float = option(0.01, positive())
-    validation: Iterable[Any] | None = option(None, LOADER, write="[(x_val, y_val)]", repr=False)
+    validation: Any = field(default=None, repr=False)
     every: int = option(100, at_least(1))
     patience: int = option(3, at_least(1))
     link: Link | None = option(None, instance_of("a link", Link), write="lw.Probit()")
@@ -79,10 +75,12 @@ class AlphaDivergence(VallaFit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stop == "first rise" and self.validation is None:
+        if self.validation is not None:
+            check_data(self.validation, "AlphaDivergence(validation=...)")
+        elif self.stop == "first rise":
             raise LapwingError(
                 'AlphaDivergence(stop="first rise") ends at the first rise of a validation NLL, and has no validation '
-                'data. Write AlphaDivergence(stop="first rise", validation=[(x_val, y_val)]).'
+                'data. Write AlphaDivergence(stop="first rise", validation=(x_val, y_val)).'
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
@@ -98,6 +96,7 @@ class AlphaSteps(MovingSteps):
     def __init__(self, fit: AlphaDivergence, problem: Problem, anchors: Anchors, noise_variance: float | None) -> None:
         super().__init__(problem, anchors, fit.steps, fit.learning_rate, noise_variance)
         self._fit = fit
+        self._held_out = None if fit.validation is None else as_loader(fit.validation, problem.tangent.model)
         self._start = problem.likelihood.noise_variance if noise_variance is None else noise_variance
         link = problem.likelihood.default_link
         closed = link.closed_form and type(link) in problem.likelihood.integrals(problem.tangent.outputs, fit.alpha)
@@ -164,14 +163,14 @@ class AlphaSteps(MovingSteps):
     @torch.no_grad()
     def _evaluate(self, state: Descent) -> None:
         """Computes the validation NLL; keeps the best values unless the first rise ends the steps."""
-        if self._fit.validation is None:
+        if self._held_out is None:
             return
         values, tangent, likelihood = state.values, self.problem.tangent, self.problem.likelihood
         noise = self.noise_at(values)
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
         logs, counts = [], []
         generator = self.problem.generator()  # the same positions at every evaluation
-        for raw in self._fit.validation:
+        for raw in self._held_out:
             inputs, targets = batches.split(raw, tangent.device)
             tangent.check(inputs, "the validation inputs")
             batch = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets))
@@ -183,7 +182,7 @@ class AlphaSteps(MovingSteps):
         if not logs:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
-                "batches that can be read at every evaluation: [(x_val, y_val)]."
+                "data that can be read at every evaluation: (x_val, y_val)."
             )
         score, count = torch.cat(logs).sum(), torch.cat(counts).sum()
         state.note(validation=-score / count)
