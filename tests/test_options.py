@@ -29,7 +29,8 @@ NAMES = {
 """What the lines to write may refer to."""
 
 UNDECLARED = {
-    "lw.Validation(loader)", "lw.EarlyStopping(loader)", "lw.Linearized(outputs)", "lw.OptimalSubspace(at)",
+    "lw.Validation(loader)", "lw.EarlyStopping(loader)", "lw.AlphaDivergence(validation)", "lw.Linearized(outputs)",
+    "lw.OptimalSubspace(at)",
 }  # fmt: skip
 """Data, and options that are checked with the network at hand."""
 

@@ -25,7 +25,7 @@ FAST = {"names": ("SERVO", "LD", "AM", "REV", "CCS"), "folds": (0,)}
 """Arguments of a run for `python -m papers verify`."""
 
 
-def run(names: Sequence[str] = tuple(NETWORKS), folds: Sequence[int] = range(2)) -> dict[str, Any]:
+def run(names: Sequence[str] = tuple(NETWORKS), folds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns the NLPD by the number of draws, and the scores of MFVI; "seed" is the fold that is tested."""
     rows = Rows(__file__, {})
     for name in names:
