@@ -127,7 +127,7 @@ def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:
     factor, inner = 1.0, via
     while isinstance(inner, Scaled):
         factor, inner = factor * inner.factor, inner.via
-    if inner == Linearized():
+    if isinstance(inner, Linearized) and inner == Linearized():
         return Streamlined(), factor, True  # equal if only the last layer is treated
     if isinstance(inner, Streamlined) and inner.covariance == "diagonal":
         return inner, factor, False
