@@ -67,11 +67,19 @@ def _table(kind: str, of: str, entries: Entries) -> str:
 def origin(experiment: ModuleType) -> str:
     """Returns a line that says which commits and seeds made the results of an experiment."""
     path = results.path_of(str(experiment.__file__))
-    records = list(results.records(results.made(str(experiment.__file__))))
-    dates = {record["commit"]: record["date"] for record in records}
+    made = results.made(str(experiment.__file__))
+    dates = {record["commit"]: record["date"] for record in results.records(made)}
     commits = ", ".join(f"{commit} ({date})" for commit, date in dates.items())
-    seeds = sorted({int(seed) for record in records for seed in record["seeds"].split(", ")})
-    return f"`{path.name}`: commit {commits}; seeds {', '.join(map(str, seeds))}."
+    found: dict[str, set[int]] = {}
+    for run, rows in ({"": {"": made}} if "commit" in made else made).items():
+        for record in rows.values():
+            found.setdefault(run.partition("seed")[0].rstrip(" ,"), set()).update(map(int, record["seeds"].split(", ")))
+    groups: dict[str, list[str]] = {}
+    for name, seeds in found.items():
+        groups.setdefault(", ".join(map(str, sorted(seeds))), []).append(name)
+    most = max(groups, key=lambda seeds: len(groups[seeds]))
+    others = "".join(f"; of `{'`, `'.join(names)}` {seeds}" for seeds, names in groups.items() if seeds != most)
+    return f"`{path.name}`: commit {commits}; seeds {most}{others}."
 
 
 def counts(entries: Entries) -> str:
