@@ -249,6 +249,9 @@ def test_held_out_data_in_every_form_that_fit_accepts():
     ]  # fmt: skip
     for scores in found:
         assert torch.equal(scores, found[0])
+    frame = pytest.importorskip("pandas").DataFrame({"a": [0.0, 1.0], "b": [1.0, 0.0]})
+    with pytest.raises(lw.LapwingError, match=r"reads no frames. Pass \(x.to_numpy\(\), y.to_numpy\(\)\)"):
+        lw.AlphaDivergence(validation=(frame, pair[1][:2]))  # columns in another order than in the fit are not noticed
 
 
 def test_the_first_rise_ends_the_steps_and_the_last_values_are_returned():

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
 from ...data import batches
-from ...data.frames import as_loader, check_data
+from ...data.frames import as_loader, check_data, columns_of
 from ...errors import LapwingError
 from ...likelihoods import Link
 from ...linalg import cholesky, generator_on
@@ -42,7 +42,7 @@ class AlphaDivergence(VallaFit):
         alpha: α; 1 is the log predictive density, in closed form if the link of the likelihood has one.
         steps: maximum number of mini-batches.
         learning_rate: Adam's learning rate, for inducing inputs in units of their spread.
-        validation: held-out data in any form that `lw.fit` accepts. Their NLL is computed every `every` steps, and ends
+        validation: held-out data in any form that `lw.fit` accepts, except frames. Their NLL, every `every` steps, ends
             the fit as `stop` says. None takes all steps and returns the final values.
         every: number of steps between two evaluations.
         patience: number of evaluations without improvement.
@@ -77,6 +77,10 @@ class AlphaDivergence(VallaFit):
         super().__post_init__()
         if self.validation is not None:
             check_data(self.validation, "AlphaDivergence(validation=...)")
+            if columns_of(self.validation):  # the fit's order of the columns is not known here
+                raise LapwingError(
+                    "AlphaDivergence(validation=...) reads no frames. Pass (x.to_numpy(), y.to_numpy())."
+                )
         elif self.stop == "first rise":
             raise LapwingError(
                 'AlphaDivergence(stop="first rise") ends at the first rise of a validation NLL, and has no validation '
