@@ -48,6 +48,7 @@ WAYS: dict[str, Callable[[int], lw.Method]] = {
 RANKS = (10, 50, 100, 200, 500, 1000)
 WAYS_TUNED = tuple(way for way in WAYS if way not in ("low rank, EKFAC", "subset, random"))
 TUNED = ", prior tuned"
+MINUS_FULL = "NLL minus full Laplace's"
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,13 @@ def draw(results: Mapping[str, Any]) -> None:
     A task without full Laplace has the trace alone.
     """
     tasks: dict[str, Any] = dict(results["tasks"])
+    minus_full: dict[str, Any] = {}
     sources = []
     for path in sorted((Path(__file__).parent / "results").glob("*.json")):
-        if found := json.loads(path.read_text())["results"].get("tasks", {}):
-            tasks |= found
+        found = json.loads(path.read_text())["results"]
+        if "tasks" in found:
+            tasks |= found["tasks"]
+            minus_full |= found.get(MINUS_FULL, {})
             sources.append(str(Path(__file__).parent / f"{path.stem}.py"))
     plain = [task for task in tasks if not task.endswith(TUNED)]
     for measure in ("relative_error", "trace", "nll"):
@@ -213,14 +217,15 @@ def draw(results: Mapping[str, Any]) -> None:
         figure, axes = drawing.panels(2, len(shown), (8.7, 6.4))
         for column, task in enumerate(shown):
             for axis, name in zip(axes[:, column], (task, task + TUNED), strict=True):
-                if name in tasks:
-                    curves(axis, tasks[name], measure)
+                ways = (minus_full if measure == "nll" and name.endswith(TUNED) else tasks).get(name)
+                if ways:
+                    curves(axis, ways, measure)
                     axis.set_title(name, fontsize=10)
                 else:
                     axis.set_axis_off()
         drawing.legend_below(figure, 5)
-        for line in axes:
-            line[0].set_ylabel(LABELS[measure])
+        axes[0, 0].set_ylabel(LABELS[measure])
+        axes[1, 0].set_ylabel(f"{MINUS_FULL} (nats)" if measure == "nll" else LABELS[measure])
         figure.suptitle("prior precision 1 above, tuned below; means and standard errors of the seeds", fontsize=11)
         drawing.save(figure, __file__, measure, sources)
 

@@ -16,7 +16,18 @@ from papers.common.data import batched, images, random_rows
 from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
 from papers.common.training import kept, seeded, shuffled, train
-from papers.optimal_subspace.comparison import RANKS, TUNED, WAYS_TUNED, Task, compare_subspaces, draw, swag_from, table
+from papers.optimal_subspace.comparison import (
+    MINUS_FULL,
+    RANKS,
+    TUNED,
+    WAYS_TUNED,
+    Task,
+    compare_subspaces,
+    draw,
+    swag_from,
+    table,
+)
+from papers.optimal_subspace.table1 import differences
 
 __all__ = ["draw", "run"]
 
@@ -36,6 +47,8 @@ def run(seeds: Sequence[int] = range(5), names: Sequence[str] = ("mnist", "fashi
     rows.facts["tasks"] = {name: of["λ = 1"] for name, of in table.items()}
     rows.facts["tasks"] |= {f"{name}{TUNED}": of["λ tuned"] for name, of in table.items()}
     rows.facts["corrupted mnist"] = table["mnist"]["corrupted"]
+    gains = differences(rows.runs, "λ tuned", "full")
+    rows.facts[MINUS_FULL] = {f"{name}{TUNED}": of for name, of in gains.items()}
     return rows.all()
 
 

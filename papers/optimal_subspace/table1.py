@@ -149,17 +149,17 @@ def tasks_of(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def differences(runs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the NLL of each way minus that of the network with the same seed, table -> way -> s -> mean and error."""
+def differences(runs: Mapping[str, Any], part: str = "λ = 1", base: str = "network") -> dict[str, Any]:
+    """Returns the NLL of each way minus the NLL of `base` with the same seed, table -> way -> s -> mean and error."""
     found: dict[str, list[Any]] = {}
     for run, rows in runs.items():
-        ways = {way: of for way, of in rows["λ = 1"].items() if isinstance(of, Mapping)}
-        network = ways["network"]["nll"]
-        found.setdefault(run.partition(",")[0], []).append({way: _minus(of, network) for way, of in ways.items()})
+        ways = {way: of for way, of in rows[part].items() if isinstance(of, Mapping)}
+        start = ways[base]["nll"]
+        found.setdefault(run.partition(",")[0], []).append({way: _minus(of, start) for way, of in ways.items()})
     return {name: averaged(of) for name, of in found.items()}
 
 
-def _minus(found: Mapping[str, Any], network: float) -> dict[str, Any]:
+def _minus(found: Mapping[str, Any], start: float) -> dict[str, Any]:
     if "nll" in found:
-        return {"nll": found["nll"] - network}
-    return {rank: {"nll": row["nll"] - network} for rank, row in found.items()}
+        return {"nll": found["nll"] - start}
+    return {rank: {"nll": row["nll"] - start} for rank, row in found.items()}
