@@ -76,7 +76,7 @@ class Task:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `lw.fit` that all methods share."""
-        options: dict[str, Any] = {"data_size": self.size, "seed": self.seed, "memory": 2**30, "progress": False}
+        options: dict[str, Any] = {"data_size": self.size, "seed": self.seed, "memory": 2**31, "progress": False}
         return {**options, "likelihood": "gaussian"} if self.regression else options
 
     def with_network(self, seed: int) -> Task:
