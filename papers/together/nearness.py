@@ -154,8 +154,8 @@ def _draw_lines(table: Mapping[str, Any], name: str, xlabel: str, single: Sequen
                     )  # fmt: skip
                 if label in single:
                     break
-        axis.set(xscale="log", yscale="log", title=f"{task}, mean of three seeds", xlabel=xlabel)
-        axis.set_xticks(SIZES if name else (20, 30, 50, 100, 150), minor=False)
+        axis.set(xscale="log", yscale="log", title=f"{task}, mean of five seeds", xlabel=xlabel)
+        axis.set_xticks(SIZES if name else (10, 20, 50, 100, 200), minor=False)
         axis.minorticks_off()
         axis.xaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("KL(full LLA || method), nats")
