@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -100,6 +101,17 @@ def test_gains_are_paired_differences_to_one_number():
     }
     found = comparison.gains({**runs, "other, seed 0": {"KFAC, GLM": {"refused": "No."}}})
     assert found == {"toy": {"KFAC, GLM": {"mean": pytest.approx(0.6), "standard_error": pytest.approx(0.1)}}}
+
+
+@pytest.mark.parametrize("name", ["classification", "given"])
+def test_all_rows_of_a_run_are_of_one_network(name):
+    """The gain that a row had over one temperature when it was made is its difference to the run's row today."""
+    runs = json.loads((HOME / "together" / "results" / f"{name}.json").read_text(encoding="utf-8"))["results"]["runs"]
+    rows = [(run[comparison.BASE], row) for run in runs.values() for row in run.values() if "gain" in row]
+    assert rows
+    for base, row in rows:
+        gain = base["validated"]["nll"] - row["validated"]["nll"]
+        assert gain == pytest.approx(row["gain"], rel=1e-3, abs=1e-4)
 
 
 def test_every_task_has_the_methods_that_apply():
