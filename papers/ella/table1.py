@@ -316,7 +316,7 @@ def _whole_prior(whole: Whole) -> dict[str, Any]:
 
 
 def _add_others(rows: Rows, whole: Callable[[], Whole], seeds: Sequence[int]) -> None:
-    """Adds the rows of VaLLA, sampled LLA and MFVI; 3 000 steps of MFVI take an hour, and have three seeds."""
+    """Adds the rows of VaLLA, sampled LLA and MFVI; MFVI of 3 000 steps has three seeds, since it takes longest."""
     makes: dict[str, Callable[[int], dict[str, Any]]] = {
         "VaLLA, 100 points": lambda seed: _fitted_row(whole().setup, whole().valla(100, seed)),
         "VaLLA, 200 points": lambda seed: _fitted_row(whole().setup, whole().valla(200, seed)),

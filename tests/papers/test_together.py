@@ -105,7 +105,7 @@ def test_gains_are_paired_differences_to_one_number():
 
 @pytest.mark.parametrize("name", ["classification", "given"])
 def test_all_rows_of_a_run_are_of_one_network(name):
-    """The gain that a row had over one temperature when it was made is its difference to the run's row today."""
+    """Each row records its gain over one temperature; the NLLs in the file give the same gain."""
     runs = json.loads((HOME / "together" / "results" / f"{name}.json").read_text(encoding="utf-8"))["results"]["runs"]
     rows = [(run[comparison.BASE], row) for run in runs.values() for row in run.values() if "gain" in row]
     assert rows
