@@ -281,3 +281,29 @@ def test_class_probabilities_do_not_lose_digits_to_the_shift_of_all_logits(metho
         torch.testing.assert_close(posterior.predict(problem.test, via=via).probs, wanted, rtol=0, atol=2e-5)
     deployed = lw.deploy(posterior, problem.test)(problem.test)
     torch.testing.assert_close(deployed, wanted, rtol=0, atol=2e-5)
+
+
+class HeadAtPositions(nn.Module):
+    """A text classifier: its last layer gives logits at every position, and the last position or their mean counts."""
+
+    def __init__(self, mean: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.mean = nn.Linear(4, 6), nn.Linear(6, 3, bias=False), mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.body(x).tanh())
+        return logits.mean(1) if self.mean else logits[:, -1]
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Diagonal()], ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("params", [lw.last_layer, lw.everything], ids=["last layer", "everything"])
+def test_a_head_at_positions_keeps_the_digits_of_differences_of_logits(params, method: lw.Method, mean: bool) -> None:
+    """The variance of a shift of all logits has more digits here than float32."""
+    model, x = HeadAtPositions(mean), torch.randn(40, 5, 4)
+    labels = torch.randint(3, (40,))
+    options = {"params": params, "prior_precision": 1e-7, "tune": None}
+    single = lw.fit(model, [(x, labels)], method, **options)
+    precise = lw.fit(copy.deepcopy(model).double(), [(x.double(), labels)], method, **options)
+    wanted = precise.latent(x.double()).centred_variance.float()
+    torch.testing.assert_close(single.latent(x).centred_variance, wanted, rtol=0.02, atol=0.0)

@@ -12,9 +12,10 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..jacobian.jacobian import Reads, Weighting
-from ..linalg import SLICE_NUMBERS, doubled
+from ..jacobian.jacobian import Reads, Weighting, reflect_
+from ..linalg import SLICE_NUMBERS, doubled, nonnegative
 from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import DiagonalLayer, FactorLayer, LayerBlock
 from .terms import (
@@ -98,10 +99,17 @@ def weighted(
         return ((EigenTerm(basis, s) if g is None else FactoredTerm(g, s)).read(reads) for s in scales)
     found = jacobian.weighted(candidates, reads)
     if reads == "covariances":
-        return map(DenseTerm, found)
+        return map(unreflected, found)
     if reads == "variances":
         return (MarginalTerm(*diagonals) for diagonals in found)
     return (ScaleTerm(trace.unsqueeze(-1) / jacobian.cotangents) for trace in found)
+
+
+def unreflected(matrix: Tensor) -> DenseTerm:
+    """Returns the covariance M and its centred variances from `Q M Q` (B, C, C), with the Q of `reflect_`."""
+    differences = F.pad(matrix[:, 1:, 1:], (1, 0, 1, 0))  # without the row and column of the mean over outputs
+    matrix, centred = (reflect_(reflect_(values, 1), 2) for values in (matrix, differences))
+    return DenseTerm(matrix, nonnegative(centred.diagonal(dim1=-2, dim2=-1)))
 
 
 def _scales(scales: Iterable[Tensor], basis: Tensor | None) -> Iterable[ScaleTerm]:

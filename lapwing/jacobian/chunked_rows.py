@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import nonnegative
-from .jacobian import BlockJacobian, Reads, Weighting, materialised
+from .jacobian import BlockJacobian, Reads, Weighting, materialised, reflect_
 
 
 class ChunkedRows(BlockJacobian):
@@ -38,7 +38,7 @@ class ChunkedRows(BlockJacobian):
             for samples, outputs, rows in self.parts():
                 grams = grams or [rows.new_zeros(self.batch, self.cotangents, self.cotangents) for _ in roots]
                 for root, gram in zip(roots, grams, strict=True):
-                    scaled = (rows * root[:, None, outputs]).flatten(3)
+                    scaled = reflect_((rows * root[:, None, outputs]).flatten(3), 2)
                     gram[samples] += (scaled @ scaled.mT).sum(1)
             return grams
         sums: Tensor | None = None

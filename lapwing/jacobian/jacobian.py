@@ -70,6 +70,20 @@ def _squares(rows: Tensor, weights: Tensor, reads: Reads) -> Tensor:
     return torch.stack([rows.square() @ weights, centred.square_() @ weights])
 
 
+def reflect_(values: Tensor, dim: int) -> Tensor:
+    """Replaces X by its reflection `Q X` along a dimension of R entries, and returns it; `Q Q = I`.
+
+    The first row of `Q X` is √R times the mean of the rows of X. The other rows depend on differences of the rows
+    alone, so they keep their digits if the mean is large.
+    """
+    count = values.shape[dim]
+    if count > 1:
+        mean = values.mean(dim, keepdim=True) * count**0.5
+        values -= (mean - values.narrow(dim, 0, 1)) / (count**0.5 - 1)
+        values.narrow(dim, 0, 1).copy_(mean)
+    return values
+
+
 def materialised(candidates: Iterable[Weighting]) -> list[Weighting]:
     """Returns weightings, a single one with all of its w: the next chunk of samples meets it again."""
     several = list(candidates)
@@ -116,7 +130,7 @@ class BlockJacobian(ABC):
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
-        return self.weighted([Weighting(weights)], "covariances")[0]
+        return reflect_(reflect_(self.weighted([Weighting(weights)], "covariances")[0], 1), 2)
 
     def weighted_factors(self, candidates: Iterable[Weighting]) -> tuple[Tensor | None, Iterator[Tensor]] | None:
         """Returns g (B, R, O) and scales s (B, O), with `J diag(w) Jᵀ = g diag(s) gᵀ` for several weights w.
@@ -128,7 +142,7 @@ class BlockJacobian(ABC):
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
         """Returns the part of `J diag(w) Jᵀ` that is read, one tensor for each of several weights w.
 
-        - "covariances": the matrix (B, R, R).
+        - "covariances": the matrix `Q J diag(w) Jᵀ Q` (B, R, R) with the Q of `reflect_`.
         - "variances": the diagonals (2, B, R) of `J diag(w) Jᵀ` and of `H J diag(w) Jᵀ H`, with `H = I - 11ᵀ/R`.
         - "scale": the trace (B,) of `H J diag(w) Jᵀ H`.
 
@@ -139,7 +153,7 @@ class BlockJacobian(ABC):
             grams: list = [0] * len(several)
             for part, rows in self.row_slices():
                 for i, weighting in enumerate(several):
-                    scaled = rows * weighting.at(itemgetter(part)).sqrt()
+                    scaled = reflect_(rows * weighting.at(itemgetter(part)).sqrt(), 1)
                     grams[i] = grams[i] + scaled @ scaled.mT  # (B, R, R)
             return grams
         slices = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..linalg import add_squares
-from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting
+from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, reflect_
 from .shared_outer import SharedOuter
 from .strips import Strips
 
@@ -107,13 +107,14 @@ class Outer(MatrixJacobian):
         return self._g, map(self.input_scale, candidates)
 
     def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
-        """Returns `g diag(s) gᵀ` (B, R, R), `Σ_j g² s_j` for g and H g (2, B, R), or `Σ_j s_j Σ_r (H g)²_j` (B,).
+        """Returns `Q g diag(s) gᵀ Q` (B, R, R), `Σ_j g² s_j` for g and H g (2, B, R), or `Σ_j s_j Σ_r (H g)²_j` (B,).
 
         Time for n weights: O(n B R² O), O(n B R O), or O(n B O).
         """
         scales = map(self.input_scale, candidates)
         if reads == "covariances":
-            return [(self.g * scale.unsqueeze(1)) @ self.g.mT for scale in scales]
+            g = reflect_(self.g.clone(), 1)
+            return [(g * scale.unsqueeze(1)) @ g.mT for scale in scales]
         centred = self.g - self.g.mean(1, keepdim=True)
         if reads == "scale":
             squares = centred.square_().sum(1)  # (B, O)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .chunked_rows import ChunkedRows, RotatedOuter
-from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, materialised
+from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, materialised, reflect_
 from .strips import Strip, Strips
 
 REDUCTION = 40
@@ -141,9 +141,10 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         return super().weighted(several, reads)
 
     def _covariances_by_pairs(self, several: Sequence[Weighting]) -> list[Tensor]:
-        """Returns `Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ` (B, R, R) for each weighting W."""
+        """Returns `Q Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ Q` (B, R, R) for each weighting W."""
         grams = [list[Tensor]() for _ in several]
         for samples, inputs, g, h in self._pairs(self._cached):
+            g, h = reflect_(g, 1), reflect_(h, 1)
             for weighting, parts in zip(several, grams, strict=True):
                 scales = inputs @ self._matrices(weighting.flat).mT  # (G, b k, O)
                 scales = scales.transpose(0, 1).unflatten(0, (samples.stop - samples.start, -1)).unsqueeze(1)

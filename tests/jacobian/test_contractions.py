@@ -10,7 +10,7 @@ import torch
 import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.jacobian import shared_outer
-from lapwing.jacobian.jacobian import SumOfUses, Weighting
+from lapwing.jacobian.jacobian import SumOfUses, Weighting, reflect_
 from lapwing.jacobian.layers.embedding import OneHot
 from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips
@@ -50,10 +50,10 @@ def kronecker_factors(block, jacobian, reduce: bool, dtype=torch.float64) -> tup
 
 def check_weighted(jacobian, rows: torch.Tensor, weights: torch.Tensor) -> None:
     """`J diag(w) Jᵀ` for several w (n, P), its variances and its scale, against rows J (B, R, P)."""
-    centred = rows - rows.mean(1, keepdim=True)
+    centred, turned = rows - rows.mean(1, keepdim=True), reflect_(rows.clone(), 1)
     norms = [torch.stack([part.square() @ w for part in (rows, centred)]) for w in weights]
     wanted = {
-        "covariances": [(rows * w) @ rows.mT for w in weights],
+        "covariances": [(turned * w) @ turned.mT for w in weights],
         "variances": norms,
         "scale": [both[1].sum(-1) for both in norms],
     }

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting
+from ..jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, reflect_
 from .use import BatchAxis, Use, Watched, by_name, register_reader
 
 
@@ -56,6 +56,7 @@ class OneHot(MatrixJacobian):
         found = []
         for factor in map(self._factor, candidates):
             if reads == "covariances":
+                factor = reflect_(factor, 1)
                 found.append(factor @ factor.mT)
                 continue
             norms = [part.square().sum(-1) for part in (factor, factor - factor.mean(1, keepdim=True))]
