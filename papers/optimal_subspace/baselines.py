@@ -28,7 +28,7 @@ ROWS = ("network", "one number", "prior alone", CALL)
 NETWORKS = {
     "mnist": "MNIST, 20 epochs", "mnist, 3 epochs": "MNIST, 3 epochs", "fashion_mnist, 3 epochs": "Fashion-MNIST",
 }  # fmt: skip
-"""Image networks, and their headings. The other rows of the first are in `table2`, with more seeds and images."""
+"""Image networks, and their headings. The other rows of the first are in `table2`, with more images."""
 OTHERS = 2000
 """Test images beside X and those that choose."""
 

@@ -9,7 +9,7 @@ from papers.optimal_subspace import table1
 from papers.optimal_subspace.comparison import table
 
 SHOWN = {"naval": 9547, "california": 16_512}
-"""All training rows. `table1` has 1 500 of them, and more seeds."""
+"""All training rows. `table1` has 1 500 of them."""
 RANKS = {"naval": table1.RANKS, "california": (*table1.RANKS, 2000, 3000, 4000, 5000)}
 
 
