@@ -17,10 +17,15 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     return {**found, **more}
 
 
-def gains(results: Mapping[str, Any], ways: Sequence[str]) -> str:
-    """Returns how much lower a method's NLL is than that of the network at one number; ± over networks or samples.
+FEW = 3
+"""Fewest networks of which an error over networks is shown."""
 
-    A dagger marks a factor of the covariance at the lower edge of its range, which leaves hardly any spread.
+
+def gains(results: Mapping[str, Any], ways: Sequence[str]) -> str:
+    """Returns how much lower a method's NLL is than that of the network at one number.
+
+    ± is over networks, or over test samples if there are fewer than `FEW` networks. A dagger marks a factor of the
+    covariance at the lower edge of its range, which leaves hardly any spread.
     """
     columns = [task + f", {way}" * (len(ways) > 1) for task in results["table"] for way in ways]
     lines = {}
@@ -54,8 +59,8 @@ def _gain(results: Mapping[str, Any], task: str, name: str) -> str:
     row = results["table"][task].get(name, {})
     if found is None:
         return "refused" if name in results["table"][task] else ""
-    error = found["standard_error"] or row.get("gain error", {}).get("mean", 0.0)
-    factors = [rows.get(name, {}).get("factor", 1) for run, rows in results["runs"].items() if run.startswith(task)]
+    factors = [rows[name].get("factor", 1) for run, rows in results["runs"].items() if run.startswith(task) and name in rows]
+    error = found["standard_error"] if len(factors) >= FEW else row["gain error"]["mean"]
     return shown({"mean": found["mean"], "standard_error": error}) + " †" * (min(factors) < 1.01 * methods.FACTORS[0])
 
 

@@ -131,30 +131,31 @@ def test_full_lla_is_at_distance_zero_from_itself(monkeypatch):
 
 
 def test_tables_of_the_page():
-    """Gains have the error over networks, or of one network the error over test samples, and a mark without spread."""
+    """Gains have the error over networks, or of few networks the error over test samples, and a mark without spread."""
 
     def rows(*values: float) -> dict[str, dict[str, float]]:
         return {"nll": averaged(values), "coverage 0.9": averaged([0.9] * len(values))}
 
-    base = {"temperature or noise": {"validated": rows(1.0, 1.2), "passes": averaged([1.0, 1.0])}}
+    base = {"temperature or noise": {"validated": rows(1.0, 1.2, 1.1), "passes": averaged([1.0, 1.0, 1.0])}}
     number, plain = {"temperature or noise": {"validated": {"nll": 1.0}}}, "KFAC, no held-out data, GLM"
     found = {
         "table": {
-            "two": {**base, "KFAC, GLM": {"validated": rows(0.8, 0.8), "passes": averaged([9.0, 11.0])}},
+            "three": {**base, "KFAC, GLM": {"validated": rows(0.8, 0.8, 0.8), "passes": averaged([9.0, 10.0, 11.0])}},
             "one": {**base, "KFAC, GLM": {"validated": rows(0.9), "gain error": averaged([0.05])}},
         },
         "runs": {
-            "two, seed 0": {**number, "KFAC, GLM": {"factor": 1.0, "fitted": {"nll": 1.2}}},
-            "two, seed 1": {**number, "KFAC, GLM": {"factor": 1e-3, "fitted": {"nll": 1.4}}},
+            "three, seed 0": {**number, "KFAC, GLM": {"factor": 1.0, "fitted": {"nll": 1.2}}},
+            "three, seed 1": {**number, "KFAC, GLM": {"factor": 1e-3, "fitted": {"nll": 1.4}}},
+            "three, seed 2": {**number, "KFAC, GLM": {"factor": 1.0, "fitted": {"nll": 1.3}}},
             "one, seed 0": {**number, "KFAC, GLM": {"factor": 0.1}, plain: {"fitted": {"nll": 1.3}}},
         },
-        "gains": {"two": {"KFAC, GLM": averaged([0.2, 0.4])}, "one": {"KFAC, GLM": averaged([0.1])}},
+        "gains": {"three": {"KFAC, GLM": averaged([0.2, 0.3, 0.4])}, "one": {"KFAC, GLM": averaged([0.1])}},
     }
     made = comparison_pages.tables(found)
-    assert "| KFAC | 0.300 ± 0.100 † | 0.100 ± 0.050 |" in made["gains, GLM"]
-    assert "| KFAC | -0.300 ± 0.100 |  |" in made["gains as fitted"]
+    assert "| KFAC | 0.300 ± 0.058 † | 0.100 ± 0.050 |" in made["gains, GLM"]
+    assert "| KFAC | -0.300 ± 0.058 |  |" in made["gains as fitted"]
     assert "| KFAC, fitted without held-out data |  | -0.300 |" in made["gains as fitted"]
-    assert "| | two: coverage 0.9 | one: coverage 0.9 |" in made["scores"]
+    assert "| | three: coverage 0.9 | one: coverage 0.9 |" in made["scores"]
     assert "| KFAC | 0.900 | 0.900 |" in made["scores"]
     assert "| KFAC |  | 10 |" in made["costs"]
 
