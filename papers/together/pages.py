@@ -59,7 +59,9 @@ def _gain(results: Mapping[str, Any], task: str, name: str) -> str:
     row = results["table"][task].get(name, {})
     if found is None:
         return "refused" if name in results["table"][task] else ""
-    factors = [rows[name].get("factor", 1) for run, rows in results["runs"].items() if run.startswith(task) and name in rows]
+    factors = [
+        rows[name].get("factor", 1) for run, rows in results["runs"].items() if run.startswith(task) and name in rows
+    ]
     error = found["standard_error"] if len(factors) >= FEW else row["gain error"]["mean"]
     return shown({"mean": found["mean"], "standard_error": error}) + " †" * (min(factors) < 1.01 * methods.FACTORS[0])
 
