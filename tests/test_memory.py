@@ -25,7 +25,7 @@ BUDGET = 2**24
 METHODS = (
     lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(20, 50), lw.ELLA(20, 15, residual="prior"), lw.ELLA(100, 150),
     lw.SubsetOfWeights(300), lw.OptimalSubspace(10, rows=60), lw.VaLLA(10), lw.Full(), lw.SubsetOfData(50),
-    lw.SampledLLA(4), lw.MeanField(20),
+    lw.SampledLLA(3), lw.MeanField(20),
 )  # fmt: skip
 WAYS = (
     lw.MonteCarlo(20), lw.Streamlined(), lw.Linearized(draws=64), lw.Linearized(outputs=3),
