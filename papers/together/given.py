@@ -15,6 +15,6 @@ __all__ = ["run", "tables"]
 def run(seeds: Sequence[int] = range(5), names: Sequence[str] = tasks.GIVEN) -> dict[str, Any]:
     """Returns a row for each method, way and network; the seed draws data, and weights before training.
 
-    The page has five seeds of the ViT (40 minutes of a core each), three of the GPT-2 (two hours), and one ResNet-20.
+    The page has five seeds of the ViT (40 minutes of a core each) and of the GPT-2 (two hours), and one ResNet-20.
     """
     return run_all(__file__, names, seeds)
