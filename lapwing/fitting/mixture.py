@@ -25,7 +25,7 @@ from ..network.entry import full_precision, outside_modes
 from ..options import Rule, check_argument
 from ..posterior import Posterior
 from ..tuning.held_out import sample_scores
-from ..tuning.search import evenly
+from ..tuning.search import evenly, pull
 
 log = logging.getLogger("lapwing")
 
@@ -128,6 +128,9 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
     candidates = lambda member: [_changed(member, 10**exponent) for exponent in FACTORS]  # noqa: E731
     scores = torch.cat([sample_scores([member], candidates, held_out) for member in posteriors])  # (M, K, 1, N)
     row = scores.double().logsumexp(0).mean(-1).flatten().nan_to_num(-torch.inf)
+    if posteriors[0].logit_temperature is None:  # scores of labels count a pseudo-row already
+        outputs = posteriors[0].tangent.outputs
+        row += torch.tensor([pull(exponent, outputs) for exponent in FACTORS]) / scores.shape[-1]
     factor = 10 ** refined(FACTORS, row.tolist(), int(row.argmax()))
     log.info("Held-out data multiply the temperature of the mixture by %.3g", factor)
     return Mixture(tuple(_changed(member, factor) for member in posteriors))

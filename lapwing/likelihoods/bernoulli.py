@@ -195,6 +195,9 @@ class BernoulliPrediction(DiscretePrediction):
         check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets, self.soft_targets, self.missing)
         return _answers(self.log_odds, targets).sum(-1)
 
+    def uniform_log_prob(self, outputs: Tensor) -> Tensor:
+        return (F.logsigmoid(self.log_odds) + F.logsigmoid(-self.log_odds)).sum(-1) / 2
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws answers, 0 or 1, int64 (n, B, C), independently by `probs`.
 

@@ -15,7 +15,7 @@ from ..covariance.terms import DenseTerm
 from ..data.frames import as_targets
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
-from ..linalg import check_draws, doubled, seeded
+from ..linalg import check_draws, doubled, possible, seeded
 from ..options import POSITIVE_NUMBERS, integer, number, option
 from . import quadrature
 from .base import Integrals, Likelihood
@@ -273,6 +273,11 @@ class ClassPrediction(DiscretePrediction):
         targets = as_targets(targets, self.log_probs.device)
         _check_targets("ClassPrediction.log_prob", self.log_probs, targets, self.ignore_index)
         return _of_targets(self.log_probs, targets, self.ignore_index)
+
+    def uniform_log_prob(self, outputs: Tensor) -> Tensor:
+        logits = outputs if outputs.shape == self.log_probs.shape else self.log_probs  # not so for `lw.Ordinal`
+        mask = possible(logits)
+        return torch.where(mask, self.log_probs, 0.0).sum(-1) / mask.sum(-1)
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the log probabilities (n,), class probabilities (n, C) and labels (n,) of the n labels that count."""

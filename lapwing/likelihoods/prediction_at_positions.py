@@ -74,6 +74,9 @@ class PredictionAtPositions(Prediction):
     def summary(self) -> dict[str, Tensor]:
         return {name: self._whole(value) for name, value in self.rows.summary().items()}
 
+    def uniform_log_prob(self, outputs: Tensor) -> Tensor | None:
+        return self.rows.uniform_log_prob(self.latent.rows.mean)
+
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for metrics by name, with one row for each position that counts."""
         values, count = self.rows.for_metrics(self._rows_of(targets)), self.latent.places.count

@@ -27,7 +27,7 @@ from ..errors import LapwingError, check_choice, shown
 class Prediction(Displayed, ABC):
     """The distribution of y at B inputs. A new prediction extends `DiscretePrediction` or `RealPrediction`."""
 
-    _internal = frozenset({"for_metrics", "point", "summary", "uncertainty"})
+    _internal = frozenset({"for_metrics", "point", "summary", "uncertainty", "uniform_log_prob"})
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:
@@ -53,6 +53,10 @@ class Prediction(Displayed, ABC):
     @abstractmethod
     def summary(self) -> dict[str, Tensor]:
         """Returns the outputs of a deployed network by name, as functions of the latent's means and variances."""
+
+    def uniform_log_prob(self, outputs: Tensor) -> Tensor | None:
+        """Returns the mean log probability (B,) of the labels that are possible at outputs (B, C); None for real y."""
+        return None
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for metrics by name, with rows in the order of the inputs; checks the targets.

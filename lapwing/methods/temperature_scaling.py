@@ -44,7 +44,8 @@ class TemperatureScaling(Method):
     inputs no better than the network.
 
     T is the best of 161 candidates from 0.01 to 100, refined by a parabola through its neighbours (NLL to 1e-5 nats).
-    A given `logit_map` applies to the divided logits.
+    The likelihood counts one further row with a uniform label, because n rows that are all right show an error of about
+    1/n at best. A given `logit_map` applies to the divided logits.
 
     Raises:
         LapwingError: if the fit is a regression, which has no logits.
@@ -75,13 +76,14 @@ class TemperatureScaling(Method):
 
     def passes(self, problem: Problem) -> Passes:
         self.check(problem.tangent, problem.likelihood)
-        scores = (yield _Scores(problem)).sums
+        state = yield _Scores(problem)
+        scores = state.sums + state.uniform / state.weight  # one pseudo-row with a uniform label
         at = int(scores.argmax())
         chosen = refined(TEMPERATURES.tolist(), scores.tolist(), at)
         if at in (0, len(scores) - 1):
             log.warning(
                 "The best temperature of TemperatureScaling is %.3g, the end of the range. %s", 10**chosen,
-                "The network predicts every class correctly: use more data, which the network was not trained on."
+                "The outputs hardly differ between the classes: check that the network returns logits."
                 if at == 0 else "The logits do not predict the classes: check the network and the order of the labels.",
             )  # fmt: skip
         covariance = LowRankPlusDiagonal(problem.tangent.blocks, problem.block_zeros(), problem.block_zeros(0))
@@ -94,9 +96,11 @@ class TemperatureScaling(Method):
 
 @dataclass
 class LogLikelihoods(State):
-    """Log likelihoods of the candidates, summed over data (K,)."""
+    """Sums over data: log likelihoods of the candidates (K,), the same for a uniform label (K,), and weights ()."""
 
     sums: Tensor
+    uniform: Tensor
+    weight: Tensor
 
 
 class _Scores(SumPass[LogLikelihoods]):
@@ -108,13 +112,19 @@ class _Scores(SumPass[LogLikelihoods]):
         self._likelihood = problem.likelihood.plain
 
     def init(self) -> LogLikelihoods:
-        return LogLikelihoods(torch.zeros_like(TEMPERATURES))
+        zeros = torch.zeros_like(TEMPERATURES)
+        return LogLikelihoods(zeros, zeros.clone(), zeros[0].clone())
 
     def update(self, state: LogLikelihoods, batch: Batch) -> None:
         rows = batch.rows()
         outputs, targets, weights = rows["outputs"], rows["targets"], rows["weights"]
         self._likelihood.check(outputs, targets)
+        counted = self._likelihood.labelled(targets)
+        every = torch.ones(len(outputs)).to(outputs) if counted is None else counted.to(outputs)
+        every = every if weights is None else apply_weights(every, weights)
+        state.weight += doubled(every).sum().cpu()
         for k, exponent in enumerate(TEMPERATURES.tolist()):
-            likelihood = self._likelihood.with_logit_temperature(10**exponent)
-            logs = doubled(likelihood.predict(without_spread(outputs)).log_prob(targets))
-            state.sums[k] += (logs if weights is None else apply_weights(logs, weights)).sum().cpu()
+            prediction = self._likelihood.with_logit_temperature(10**exponent).predict(without_spread(outputs))
+            state.sums[k] += apply_weights(doubled(prediction.log_prob(targets)), every).sum().cpu()
+            uniform = prediction.uniform_log_prob(outputs)
+            state.uniform[k] += apply_weights(doubled(uniform), every).sum().cpu()

@@ -67,14 +67,14 @@ def best_of(
     loader: Iterable[Any],
     temperatures: Sequence[float] = (),
     tolerance: float = 0.0,
-    product: float | None = None,
+    trained: tuple[float, float] | None = None,
 ) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
     Values that the user gave are kept. Each point of a grid over log10 δ uses the best second number: for classifiers T
     out of `temperatures` (() keeps T), for regressions the factor c of the covariance of y, see `width_scores`. The
-    best point is refined by the parabola through its neighbours. `tolerance` is as in `Validation`; `product` is
-    `λ = δσ²` by the training data, kept unless another λ is surely better.
+    best point is refined by the parabola through its neighbours. `tolerance` is as in `Validation`; `trained` holds
+    δ and σ² by the training data, whose `λ = δσ²` is kept unless another λ is surely better.
     """
     first = posteriors[0]
     open_prior = has_prior(first.covariance) and not first.prior.fixed
@@ -86,7 +86,7 @@ def best_of(
     if not open_prior:
         return _best_point(posteriors, NOISES, loader, (), 0.0, lambda one, log10: one.with_noise(noise * 10**log10))
     if first.likelihood.has_closed_width:
-        return _best_width(posteriors, exponents, noise, loader, product)
+        return _best_width(posteriors, exponents, noise, loader, trained)
     return _best_point(posteriors, exponents, loader, temperatures, tolerance)
 
 
@@ -152,10 +152,14 @@ def _best_width(
     exponents: Sequence[float],
     noise: float,
     loader: Iterable[Any],
-    product: float | None,
+    trained: tuple[float, float] | None,
 ) -> Posterior:
-    """Returns the posterior at the best δ and σ² of a regression: a grid over δ at one σ², and c in closed form."""
-    every = [*exponents] if product is None else [*exponents, math.log10(product / noise)]
+    """Returns the posterior at the best δ and σ² of a regression: a grid over δ at one σ², and c in closed form.
+
+    A few held-out samples may all have small residuals. So at the λ of the training data, log σ² is pulled towards its
+    value by the training data, with the weight of one sample.
+    """
+    every = [*exponents] if trained is None else [*exponents, math.log10(trained[0] * trained[1] / noise)]
     scores, factors = width_scores(
         posteriors, lambda posterior: [at_precision(posterior, 10**exponent) for exponent in every], loader
     )
@@ -164,8 +168,9 @@ def _best_width(
     best, row = posteriors[which], table[which].tolist()
     exponent = refined(exponents, row, at)
     factor = _between(exponents, factors[which].tolist(), at, exponent)
-    if product is not None and not surely_better(scores[which, at], scores[which, -1], SURE):
-        exponent, factor = every[-1], float(factors[which, -1])
+    if trained is not None and not surely_better(scores[which, at], scores[which, -1], SURE):
+        samples, by_training = scores.shape[-1], math.log10(trained[1] / noise)
+        exponent, factor = every[-1], (samples * float(factors[which, -1]) + by_training) / (samples + 1)
     elif at in (0, len(exponents) - 1):
         _warn_of_edge(best, exponents, row, at, exponent - factor)
     return best.at(torch.full_like(best.prior.precision, 10 ** (exponent - factor)), noise * 10**factor)
@@ -229,7 +234,7 @@ def _sharpened(
         return best
     changes = (scores[:, place] - scores[last, place]).abs().mean(-1, dtype=torch.float64).tolist()
     at = next(i for i, change in enumerate(changes) if change <= (FAINT if tolerance else 0.0))
-    if changes[at] < PLATEAU:
+    if changes[at] < PLATEAU and at > 0:  # the widest spread is no spread that was switched off
         _warn_of_no_spread(best, exponents[at])
     return at_precision(best, 10 ** exponents[at])
 

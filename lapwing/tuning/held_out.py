@@ -39,18 +39,20 @@ def sample_scores(
 ) -> Tensor:
     """Returns the log likelihood of each held-out sample that counts, (posteriors, candidates, temperatures, N).
 
-    Samples are as in `contracted`. `temperatures` holds values of log10 T; () uses only the likelihood's own T.
+    Samples are as in `contracted`. `temperatures` holds values of log10 T; () uses only the likelihood's own T. Scores
+    of labels include the pseudo-row of `_ScoreTable`.
     """
-    rows: dict[tuple[int, int], list[Tensor]] = {}
-    any_known = False
+    table, any_known = _ScoreTable(), False
     for place, candidate, latent, labels, _ in contracted(
         posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(temperatures))
     ):
         latents = [latent.tempered(10**exponent) for exponent in temperatures] or [latent]
-        scores, counted = _scores(candidate.likelihood, latents, labels), candidate.likelihood.labelled(labels)
+        counted = candidate.likelihood.labelled(labels)
         any_known = any_known or any_counts(labels, counted)
-        rows.setdefault(place, []).append((scores if counted is None else scores[:, counted]).cpu())
-    joined = _joined(rows)
+        scores, uniform = _scores(candidate.likelihood, latents, latent.mean, labels)
+        rows = slice(None) if counted is None else counted
+        table.add(place, scores[:, rows], None if uniform is None else uniform[:, rows])
+    joined = table.joined()
     if not any_known:
         raise no_targets("held-out targets")
     return joined.unflatten(0, (len(posteriors), -1))
@@ -65,7 +67,7 @@ def head_scores(
     covariance, so they are independent. `tempered` tells whether T is open.
     """
     joint: Any = posteriors[0].likelihood
-    rows: dict[str, dict[tuple[int, int], list[Tensor]]] = {key: {} for key in joint.keys}
+    tables = {key: _ScoreTable() for key in joint.keys}
     known: set[str] = set()  # heads with a known target
     for place, _, latent, labels, _ in contracted(
         posteriors, candidates, tracked(loader, "held-out data"), copies=len(HEADS)
@@ -79,13 +81,17 @@ def head_scores(
                 parts = [part.widened((noise * 10**k - head.noise_variance) * ratios) for k in HEADS]
             elif tempered and head.logit_temperature == 1:
                 parts = [part.tempered(10**k) for k in HEADS]
-            rows[key].setdefault(place, []).append(_scores(head, parts, targets[key]).cpu())
-            if any_counts(targets[key], head.labelled(targets[key])):
+            counted = head.labelled(targets[key])
+            scores, uniform = _scores(head, parts, part.mean, targets[key])
+            rows = slice(None) if counted is None else counted
+            tables[key].add(place, scores, None if uniform is None else uniform[:, rows])
+            if any_counts(targets[key], counted):
                 known.add(key)
     profile: Any = 0.0
-    best = [joint.head_numbers for _ in rows[joint.keys[0]]]
-    for key, found in rows.items():
-        scores, noise = _joined(found), joint.estimated.get(key)
+    found = {key: table.joined() for key, table in tables.items()}
+    best = [joint.head_numbers for _ in found[joint.keys[0]]]
+    for key, scores in found.items():
+        noise = joint.estimated.get(key)
         if not known or (key not in known and len(scores[0]) > 1):
             raise no_targets(f"held-out targets {key!r}")
         means = scores.mean(-1, dtype=torch.float64)  # (posteriors * candidates, K)
@@ -98,19 +104,45 @@ def head_scores(
     return scores, [joint.with_head_numbers(numbers) for numbers in best]
 
 
-def _scores(likelihood: Likelihood, latents: Sequence[Latent], labels: Tensor) -> Tensor:
-    """Returns `log p(y)` under each of K latents, (K, B), by one prediction."""
+def _scores(
+    likelihood: Likelihood, latents: Sequence[Latent], outputs: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Returns `log p(y)` under each of K latents (K, B), by one prediction, and the same for a uniform label."""
     joined = Latent.concatenate(latents) if len(latents) > 1 else latents[0]  # one latent is not copied
-    prediction = likelihood.predict(joined, likelihood.tuning_link)
-    repeated = labels.repeat(len(latents), *[1] * (labels.ndim - 1))
-    return prediction.log_prob(repeated).unflatten(0, (len(latents), -1))
+    prediction, count = likelihood.predict(joined, likelihood.tuning_link), len(latents)
+    uniform = prediction.uniform_log_prob(outputs.repeat(count, 1))
+    scores = prediction.log_prob(labels.repeat(count, *[1] * (labels.ndim - 1)))
+    return scores.unflatten(0, (count, -1)), None if uniform is None else uniform.unflatten(0, (count, -1))
 
 
-def _joined(rows: dict[tuple[int, int], list[Tensor]]) -> Tensor:
-    """Returns the scores of all held-out samples (candidates, K, N) from parts (K, N_part); raises without samples."""
-    if not rows:
-        raise no_batch()
-    return torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
+class _ScoreTable:
+    """Scores of candidates, collected over batches. For labels they count one pseudo-row with a uniform label.
+
+    n samples that are all right show an error of about 1/n at best. Without the pseudo-row the temperature of highest
+    likelihood is then 0. This is label smoothing with the weight of one sample in n + 1.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], list[Tensor]] = {}
+        self._uniform: dict[tuple[int, int], Tensor] = {}  # sums (K + 1,), the last one the number of samples
+
+    def add(self, place: tuple[int, int], scores: Tensor, uniform: Tensor | None = None) -> None:
+        """Adds the scores (K, N_part) of a candidate, and the log probabilities (K, n_part) of a uniform label."""
+        self._parts.setdefault(place, []).append(scores.cpu())
+        if uniform is not None:
+            sums = torch.cat([doubled(uniform), torch.ones_like(doubled(uniform[:1]))]).sum(1).cpu()
+            self._uniform[place] = self._uniform.get(place, 0.0) + sums
+
+    def joined(self) -> Tensor:
+        """Returns the scores of all held-out samples (candidates, K, N); raises without samples."""
+        if not self._parts:
+            raise no_batch()
+        scores = torch.stack([torch.cat(parts, 1) for _, parts in sorted(self._parts.items())])
+        if self._uniform:  # an equal part for each sample, so that paired differences keep their standard errors
+            sums = torch.stack([part for _, part in sorted(self._uniform.items())])  # (candidates, K + 1)
+            mean = sums[:, :-1] / sums[:, -1:].clamp_min(1)
+            scores += (mean / scores.shape[-1]).to(scores)[..., None]
+        return scores
 
 
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list[float]:
@@ -142,7 +174,7 @@ def width_scores(
     The mean of `log N(y; f, c S)` is highest at `c = mean rᵀS⁻¹r / C`, `r = y - f`, over the C known targets. Residuals
     are at least the rounding error of the targets, as in `Gaussian.residual_variance`. Computed in float64.
     """
-    rows: dict[tuple[int, int], list[Tensor]] = {}
+    table = _ScoreTable()
     for place, candidate, latent, labels, _ in contracted(posteriors, candidates, tracked(loader, "held-out data")):
         latent = latent.compact(covariances=latent.mean.shape[1] > 1)
         prediction, labels = candidate.likelihood.predict(latent), labels.to(latent.mean.device)
@@ -150,9 +182,10 @@ def width_scores(
         volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # at r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
         sizes = doubled(labels).nan_to_num().reshape(latent.mean.shape).square().sum(-1)
-        rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1), sizes]).cpu())
-    joined = _joined(rows)
-    volume, squares, counts, sizes = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
+        table.add(place, torch.stack([volume, squares, (~holes).sum(-1), sizes]))
+    volume, squares, counts, sizes = (
+        table.joined().unflatten(0, (len(posteriors), -1)).unbind(2)
+    )  # (posteriors, candidates, N)
     known = counts.sum(-1, keepdim=True)
     rounding = ROUNDING * sizes.sum(-1, keepdim=True) / known
     rounding = torch.where(rounding > 0, rounding, ROUNDING)

@@ -51,8 +51,9 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
     """Returns the map `W z + b` of the logits z of a `LogitLikelihood`'s predictions, as `logit_map`; () if none pays.
 
     `W = I + D + R` has a diagonal D and a rest R, which is 0 for sigmoids. With s the standard deviation of the logits,
-    it maximises `Σ_n log p(y_n) - λ/2 [Σ (s D)² + √C Σ (s R)² + Σ b²]`, at the λ of `STRENGTHS` whose predictions of
-    left-out folds gain most, less `PAYS` standard errors. The folds are random, and the same at every call.
+    it maximises `Σ_n log p(y_n) - λ/2 [Σ (s D)² + √C Σ (s R)² + Σ b²]`, where the sum includes a pseudo-row with a
+    uniform label. λ is the one of `STRENGTHS` whose predictions of left-out folds gain most, less `PAYS` standard
+    errors. The folds are random, and the same at every call.
 
     Source: Berta et al. 2025, Structured Matrix Scaling for Multi-Class Calibration (arXiv 2511.03685): it has the
     separate penalties. λ by cross-validation, and the spread of the logits, are lapwing's.
@@ -66,8 +67,10 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
     weights[:, -1] = free[:, -1] = 1.0
 
     def scores(point: Tensor, rows: Tensor) -> Tensor:
-        moved = identity + point.reshape(size, -1) * free
-        return plain.predict(latent.taken(rows).mapped(moved[:, :-1], moved[:, -1])).log_prob(labels[rows])
+        moved, part = identity + point.reshape(size, -1) * free, latent.taken(rows)
+        prediction = plain.predict(part.mapped(moved[:, :-1], moved[:, -1]))
+        uniform = prediction.uniform_log_prob(part.mean)
+        return prediction.log_prob(labels[rows]) + uniform.mean() / count
 
     def best(rows: Tensor, strength: float, start: Tensor) -> Tensor:
         def score(point: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ..posterior import Posterior
 from ..posterior.latents import first_inputs
 from ..prediction import Linearized, Scaled, Way
 from .choice import RISING
-from .search import golden_section
+from .search import golden_section, pull
 
 log = logging.getLogger("lapwing")
 
@@ -51,7 +51,8 @@ def scale_factor(
     `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined` also gets
     the correlation of the features before a last linear layer. Another posterior needs a factor of its own: fit again.
 
-    With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. With
+    With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. The sum counts one
+    further row: for labels a row with a uniform label, otherwise `-C/4 (log s)²`, which pulls s towards 1. With
     `by="evidence"`, s maximises the lower bound of the evidence for `q_s = N(θ̂, s Σ)` over training data,
 
         N/n 1/τ Σ_n E[log p(y_n|f)] - KL(q_s ‖ N(μ0, Δ⁻¹)),   f ~ N(m_n, s V_n)
@@ -151,13 +152,18 @@ def _score_of(
 
     def score(exponent: float) -> float:
         factor, total = 10**exponent, 0.0
+        rows = []  # log probabilities of a uniform label, for labels
         for latent, targets in kept:
             scaled = latent.scaled(factor)
             if expected:  # draws, if there are any, are the same at every scale
                 values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
             else:
-                values = predicted(likelihood, scaled, link, None).log_prob(targets)
+                prediction = predicted(likelihood, scaled, link, None)
+                values, uniform = prediction.log_prob(targets), prediction.uniform_log_prob(latent.mean)
+                rows += [] if uniform is None else [uniform]
             total += float(values.sum())
+        if not expected:
+            total += float(torch.cat(rows).mean()) if rows else pull(exponent, posterior.tangent.outputs)
         return total / count - (factor * trace - size * math.log(factor)) / 2
 
     return score

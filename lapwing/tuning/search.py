@@ -69,6 +69,15 @@ def golden_section(function: Callable[[float], float], low: float, high: float, 
     return (left + right) / 2
 
 
+def pull(exponent: float, outputs: int) -> float:
+    """Returns `-C/4 (log s)²` for a factor s = 10^exponent of a covariance of C outputs: it pulls log s towards 0.
+
+    It weighs as much as one sample, because the Fisher information of a Gaussian sample about log s is C/2. Without it
+    a few held-out samples with small residuals make s far too small.
+    """
+    return -outputs / 4 * (exponent * math.log(10)) ** 2
+
+
 def crossing(points: Sequence[float], costs: Sequence[float], bound: float) -> float:
     """Returns the first of rising points from which on all costs are at most a positive bound, or the last point.
 

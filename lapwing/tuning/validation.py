@@ -24,7 +24,7 @@ from .choice import RISING, SURE, TEMPERATURES, best_of, surely_better, with_ran
 from .evidence import Training, Tuning, without_rank
 from .held_out import at_precision, contracted, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
-from .regression_width import SAMPLES, inputs_read, trained_product
+from .regression_width import SAMPLES, inputs_read, trained_values
 from .search import ascend, evenly
 
 log = logging.getLogger("lapwing")
@@ -65,7 +65,9 @@ class Validation(_OnHeldOutData):
     """Chooses δ, and σ² or a logit temperature T, by the mean log likelihood of held-out data.
 
     Predictions are linearised, with the default link. Values that the user gave are kept, and so is a logit temperature
-    other than 1. The best point of the grid is refined by a parabola through its neighbours.
+    other than 1. The best point of the grid is refined by a parabola through its neighbours. n held-out labels that are
+    all right show an error of about 1/n at best, so the likelihood of labels counts one further sample with a uniform
+    label: label smoothing with the weight 1/(n + 1).
 
     Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits, because
     spread cannot correct logits that are all too large. Among pairs that the held-out data cannot distinguish from the
@@ -76,9 +78,10 @@ class Validation(_OnHeldOutData):
     Regression: for each `λ = δσ²`, the best factor c of the covariance of y, `(δ, σ²) -> (δ/c, c σ²)`, has a closed
     form, `mean r²/(σ² + v)` for one output. λ determines how widths differ between inputs, which few held-out samples
     cannot show. So it comes from the training data, as in `BoundedEvidence`, unless another λ is better by three
-    standard errors of the paired difference. Each of several outputs of `lw.Gaussian()` then gets its own noise
-    variance, as ratios to σ², if it is better by as much. Outputs (B, T, C) get T C of them if T is fixed and T C at
-    most 200, otherwise C. Give `noise_ratios` to keep them.
+    standard errors of the paired difference. At the λ of the training data log c is pulled, with the weight of one
+    sample, towards the noise variance that the training data show. Each of several outputs of `lw.Gaussian()` then gets
+    its own noise variance, as ratios to σ², if it is better by as much. Outputs (B, T, C) get T C of them if T is fixed
+    and T C at most 200, otherwise C. Give `noise_ratios` to keep them.
 
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 
@@ -139,12 +142,12 @@ class Validation(_OnHeldOutData):
         open_numbers = (self.tempered and posterior.logit_temperature == 1) or posterior.likelihood.head_numbers
         if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and not open_numbers:
             return posterior
-        product = None
+        trained = None
         if self._reads_training(posterior) and training.shown is not None:
-            product = trained_product(posterior, training)
+            trained = trained_values(posterior, training)
         best = best_of(
             with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
-            TEMPERATURES if self.tempered else (), self.tolerance, product,
+            TEMPERATURES if self.tempered else (), self.tolerance, trained,
         )  # fmt: skip
         best = _with_output_noise(best, held_out)
         if self.calibration == "temperature":

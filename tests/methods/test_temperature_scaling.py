@@ -25,6 +25,13 @@ def data(outputs=3):
     return model, x, y
 
 
+def loss(likelihood, logits, y):
+    """The mean loss of n samples and 1/n of the loss of a pseudo-row with a uniform label."""
+    labels = range(logits.shape[1]) if logits.shape[1] > 1 else (False, True)
+    uniform = torch.stack([likelihood.log_prob(logits, torch.full_like(y, label)) for label in labels]).mean()
+    return -float(likelihood.log_prob(logits, y).mean() + uniform / len(y))
+
+
 @pytest.mark.parametrize("outputs", [1, 2, 3])
 def test_the_temperature_is_scipys(outputs):
     model, x, y = data(outputs)
@@ -32,10 +39,10 @@ def test_the_temperature_is_scipys(outputs):
     with torch.no_grad():
         logits = model(x)
     best = minimize_scalar(
-        lambda t: -float(scaled.likelihood.log_prob(logits / 10**t, y).mean()), bounds=(-2, 2), options={"xatol": 1e-9}
+        lambda t: loss(scaled.likelihood, logits / 10**t, y), bounds=(-2, 2), options={"xatol": 1e-9}
     )
     assert scaled.logit_temperature == pytest.approx(10**best.x, rel=2e-3)
-    assert -scaled.predict(x).log_prob(y).mean() == pytest.approx(best.fun, abs=1e-5)
+    assert loss(scaled.likelihood, logits / scaled.logit_temperature, y) == pytest.approx(best.fun, abs=1e-5)
 
 
 def test_a_temperature_is_a_posterior(tmp_path):
@@ -64,7 +71,28 @@ def test_a_temperature_is_deployed():
     torch.testing.assert_close(lw.deploy(scaled, x)(x), scaled.predict(x).probs)
 
 
-def test_separable_data_have_no_best_temperature(caplog):
+def test_samples_that_are_all_right_do_not_sharpen_without_bound():
+    """Without the pseudo-row T would be the smallest candidate, 0.01."""
     model, x, _ = data()
-    lw.fit(model, [(x, model(x).argmax(1))], lw.TemperatureScaling())
-    assert "the end of the range. The network predicts every class correctly" in caplog.text
+    found = []
+    for count in (20, 100):
+        logits, y = model(x[:count]).detach(), model(x[:count]).argmax(1)
+        scaled = lw.fit(model, [(x[:count], y)], lw.TemperatureScaling())
+        options = {"bounds": (-2, 2), "options": {"xatol": 1e-9}}
+        best = minimize_scalar(lambda t, z=logits, y=y: loss(lw.Categorical(), z / 10**t, y), **options)
+        assert scaled.logit_temperature == pytest.approx(10**best.x, rel=2e-3)
+        found.append(scaled.logit_temperature)
+    assert 0.05 < found[1] < found[0]  # more samples show a smaller error
+
+
+@pytest.mark.parametrize("batch", [7, 40])
+def test_weights_and_batches_do_not_change_the_pseudo_row(batch):
+    """A weight of 2 equals a sample that is shown twice; samples of weight 0, and ignored labels, do not count."""
+    model, x, y = data()
+    weights = torch.tensor([2.0, 1.0, 0.0, 1.0]).repeat(10)
+    labels = torch.where(torch.arange(40) % 4 == 3, -100, y[:40])
+    once = list(zip(x[:40].split(batch), labels.split(batch), weights.split(batch), strict=True))
+    weighted = lw.fit(model, once, lw.TemperatureScaling(), sample_weights=True)
+    kept = torch.cat([torch.arange(0, 40, 4), torch.arange(0, 40, 4), torch.arange(1, 40, 4)])
+    shown = lw.fit(model, [(x[kept], y[kept])], lw.TemperatureScaling())
+    assert weighted.logit_temperature == pytest.approx(shown.logit_temperature, rel=1e-9)

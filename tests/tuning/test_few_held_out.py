@@ -1,0 +1,109 @@
+"""Few held-out samples, most of them right: tuning on them never costs much, because losses count a pseudo-row."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from sklearn import datasets
+from torch import nn
+
+import lapwing as lw
+from tests.quick import others_slow
+
+SETS = [
+    ("iris", 20, 0), ("iris", 42, 2), ("wine", 42, 1), ("breast_cancer", 20, 0), ("breast_cancer", 42, 1),
+    ("breast_cancer", 100, 2), ("digits", 20, 2), ("digits", 42, 1), ("digits", 100, 0), ("wine", 20, 2),
+]  # fmt: skip
+"""Name of the table, number of held-out samples, and seed; 0, 2, 0, 0, 1, 0, 1, 4, 5 and 1 of them are wrong."""
+
+
+@cache
+def trained(name: str, count: int, seed: int, outputs: int | None = None):
+    """A trained network, and its training, held-out and test data."""
+    table = getattr(datasets, f"load_{name}")()
+    x, y = torch.tensor(table.data).float(), torch.tensor(table.target)
+    x = (x - x.mean(0)) / (x.std(0) + 1e-9)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    train = min(300, (len(x) - count) // 2)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(x.shape[1], 30), nn.Tanh(), nn.Linear(30, outputs or int(y.max()) + 1))
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    loss = nn.functional.cross_entropy if outputs is None else nn.functional.binary_cross_entropy_with_logits
+    y = y if outputs is None else y.float()[:, None]
+    parts = [(x[rows], y[rows]) for rows in order.tensor_split([train, train + count])]
+    for _ in range(150):
+        optimiser.zero_grad()
+        loss(model(parts[0][0]), parts[0][1]).backward()
+        optimiser.step()
+    model.eval()
+    return model, *parts
+
+
+def fit(model, train, *method, **options):
+    kind = "categorical" if train[1].ndim == 1 else "bernoulli"
+    return lw.fit(model, train, *method, likelihood=kind, **options)
+
+
+TUNINGS = {
+    "validation": lambda model, train, held_out: fit(model, train, validation=held_out),
+    "all weights": lambda model, train, held_out: fit(model, train, lw.KFAC(), validation=held_out),
+    "matrix": lambda model, train, held_out: fit(model, train, tune=lw.Validation(held_out, calibration="matrix")),
+    "temperature": lambda model, train, held_out: fit(model, held_out, lw.TemperatureScaling()),
+    "early stopping": lambda model, train, held_out: fit(model, train, lw.KFAC(), tune=lw.EarlyStopping(held_out)),
+    "mixture": lambda model, train, held_out: lw.mixture([fit(model, train)] * 2, held_out),
+}  # fmt: skip
+
+
+def losses(tuning, sets, outputs=None):
+    """How much the mean NLL of test samples exceeds the network's, for each set."""
+    found = []
+    for case in sets:
+        model, train, held_out, (x, y) = trained(*case, outputs)
+        loss = nn.functional.cross_entropy if outputs is None else nn.functional.binary_cross_entropy_with_logits
+        posterior = TUNINGS[tuning](model, train, held_out)
+        with torch.no_grad():
+            found.append(-float(posterior.predict(x).log_prob(y).mean()) - float(loss(model(x), y)))
+    return found
+
+
+@pytest.mark.parametrize("tuning", others_slow(TUNINGS, ["validation", "temperature"]))
+def test_ten_small_sets_lose_next_to_nothing(tuning):
+    """Without the pseudo-row, held-out samples that are all right cost up to 16 nats."""
+    found = losses(tuning, SETS)
+    assert sum(found) / len(found) < 0.01
+    assert max(found) < 0.05
+
+
+@pytest.mark.parametrize("tuning", others_slow(TUNINGS, ["validation"]))
+def test_one_yes_or_no_output(tuning):
+    found = losses(tuning, [case for case in SETS if case[0] == "breast_cancer"], outputs=1)
+    assert sum(found) / len(found) < 0.01
+    assert max(found) < 0.05
+
+
+def test_heads_of_joint_whose_labels_are_all_right():
+    model, *parts = trained("iris", 20, 0)
+    joint = lw.Joint({"a": lw.Categorical(), "b": lw.Categorical()}, {"a": slice(0, 3), "b": slice(3, 6)})
+    train, held_out, (x, y) = ((x, {"a": y, "b": y}) for x, y in parts)
+    options = {"likelihood": joint, "forward": lambda net, i: torch.cat([net(i), net(i)], 1)}
+    posterior = lw.fit(model, train, lw.KFAC(), validation=held_out, **options)
+    with torch.no_grad():
+        network = float(nn.functional.cross_entropy(model(x), y["a"]))
+    assert -float(posterior.predict(x).log_prob(y).mean()) < 2 * (network + 0.05)
+
+
+def test_few_residuals_that_are_small_by_chance_do_not_decide_the_noise():
+    """The ten smallest residuals of a table are held out: log σ² is pulled to its value by the training data."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 3, generator=generator)
+    y = x[:, :1] + 0.5 * torch.randn(400, 1, generator=generator)
+    model = nn.Linear(3, 1).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0.0, 0.0]]))
+        model.bias.zero_()
+        picked = 200 + (y - model(x))[200:, 0].abs().argsort()[:10]
+    posterior = lw.fit(model, (x[:200], y[:200]), lw.Full(), validation=(x[picked], y[picked]))
+    residuals = float((y - x[:, :1])[picked].square().mean())
+    assert posterior.noise_variance / residuals == pytest.approx((0.25 / residuals) ** (1 / 11), rel=0.1)
