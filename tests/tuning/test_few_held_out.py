@@ -84,8 +84,8 @@ def test_one_yes_or_no_output(tuning):
 
 
 def test_heads_of_joint_whose_labels_are_all_right():
-    model, *parts = trained("iris", 20, 0)
-    joint = lw.Joint({"a": lw.Categorical(), "b": lw.Categorical()}, {"a": slice(0, 3), "b": slice(3, 6)})
+    model, *parts = trained("breast_cancer", 20, 0)
+    joint = lw.Joint({"a": lw.Categorical(), "b": lw.Categorical()}, {"a": slice(0, 2), "b": slice(2, 4)})
     train, held_out, (x, y) = ((x, {"a": y, "b": y}) for x, y in parts)
     options = {"likelihood": joint, "forward": lambda net, i: torch.cat([net(i), net(i)], 1)}
     posterior = lw.fit(model, train, lw.KFAC(), validation=held_out, **options)
