@@ -113,16 +113,16 @@ def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:
     """Returns the posterior with the values, the rank and the samples that rank 0 chose."""
     if not ranks.several():
         return posterior
-    precision, likelihood, data, rank, method = ranks.sent("the numbers that were tuned", (
+    precision, likelihood, data, rank, method, aim = ranks.sent("the numbers that were tuned", (
         posterior.prior.precision.tolist(), posterior.likelihood, (posterior.samples, posterior.data_factor),
-        getattr(posterior.covariance, "rank", None), posterior.method,
+        getattr(posterior.covariance, "rank", None), posterior.method, posterior.aim,
     ))  # fmt: skip
     if not ranks.rank():
         return posterior
     chosen = next(one for one in (posterior, *parts) if (one.samples, one.data_factor) == data)
     if rank is not None and has_rank(chosen.covariance) and chosen.covariance.rank != rank:
         chosen = replace(chosen, covariance=chosen.covariance.with_rank(rank))
-    chosen = replace(chosen, likelihood=likelihood, method=method)
+    chosen = replace(chosen, likelihood=likelihood, method=method, aim=aim)
     if has_prior(chosen.covariance):
         return chosen.at(chosen.prior.precision.new_tensor(precision), likelihood.noise_variance)
     return chosen

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ..errors import LapwingError, shown
 
-FORMAT = 5  # the format that is written, and the first that every later version reads: see docs/file-format.md
+FORMAT = 6  # the format that is written: see docs/file-format.md
+OLDEST = 5  # the first format that every later version reads
 KEY = "lapwing"  # of the JSON header in the metadata of the safetensors file
 
 
@@ -136,10 +137,10 @@ def _check_format(path: str | os.PathLike[str], version: Any) -> None:
     """Raises for a file of another format."""
     if type(version) is not int or version < 1:
         raise ValueError("its format is unknown")
-    if version != FORMAT:
+    if not OLDEST <= version <= FORMAT:
         line = f"newer than the {FORMAT} that this version reads. Install a newer version of lapwing-torch."
-        if version < FORMAT:
-            line = f"older than the {FORMAT} that this version reads. Fit again and write it with posterior.save(path)."
+        if version < OLDEST:
+            line = f"older than the {OLDEST} that this version reads. Fit again and write it with posterior.save(path)."
         raise LapwingError(f"The file {_shown(path)} has format {version}, {line}")
 
 

@@ -32,12 +32,12 @@ def latent_of(
     if not isinstance(x, Tensor):
         x = as_inputs(x, tangent.model)
     if not batches.is_loader(x):
-        return _latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
+        return latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
         parts = [
-            _latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False).without_wide_factors()
+            latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False).without_wide_factors()
             for batch in tracked(x, "predictions")
         ]
     if not parts:
@@ -79,7 +79,8 @@ def _inputs_of(batch: Any, tangent: Tangent) -> Any:
 
 
 @outside_modes
-def _latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
+def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
+    """Returns the latent distribution of the outputs for one batch, with checks of the outputs."""
     inputs, values, spreads = prepared(inputs, tangent.device)
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))

@@ -17,6 +17,7 @@ from ..likelihoods.registry import REGISTERED
 from ..linalg import double_device, placed
 from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
+from ..prediction import Aim
 from ..tangent import Tangent
 from ..tangent.stored import from_json
 from .files import read_safetensors, reason
@@ -131,7 +132,7 @@ def _rebuilt(
         tangent.of_logits(likelihood.activation), covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], MethodInfo.from_json(header["method"]),
         given["noise_variance"], Stamp.of(tangent.state()), part("history/"),
-        tuple(map(tuple, header.get("columns", ()))),
+        tuple(map(tuple, header.get("columns", ()))), Aim.from_json(header.get("aim")),
     )  # fmt: skip
 
 

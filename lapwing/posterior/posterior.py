@@ -11,7 +11,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, Covariance, PriorCovariance, has_prior
+from ..covariance import AnyLatent, Covariance, PriorCovariance, has_positions, has_prior
 from ..data.frames import Columns, ordered
 from ..data.progress import with_progress
 from ..display import Displayed, warns_once
@@ -23,7 +23,7 @@ from ..network.entry import full_precision, outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp
 from ..options import SEED, check_argument, instance_of, integer, positive
-from ..prediction import DefaultWay, Quantity, Way
+from ..prediction import Aim, DefaultWay, Quantity, Way
 from ..prediction.quantities import quantity
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
@@ -62,6 +62,7 @@ class Posterior(Displayed, Generic[P]):
         temperature: τ.
         method: how the posterior was made; `print(posterior.method)` shows the method and its options.
         columns: names of the columns of the frames of the fit; later frames are read in their order.
+        aim: the way and the link for which held-out data chose the numbers: `aim.via` and `aim.link`; or None.
         history: tensors by name that the method reports about its fit, such as the objective at each step.
 
     Example:
@@ -89,6 +90,7 @@ class Posterior(Displayed, Generic[P]):
     stamp: Stamp  # fingerprint of the network's state at the fit
     history: Mapping[str, Tensor] = field(default_factory=dict)
     columns: Columns = ()
+    aim: Aim | None = None
 
     def __repr__(self) -> str:
         """One line; `model` is the network, and `print(posterior.tangent.coverage)` lists its blocks."""
@@ -281,6 +283,7 @@ class Posterior(Displayed, Generic[P]):
         check_flag("latent", "joint", joint)
         return latent_of(self.tangent, self.covariance, ordered(x, self.columns), via, joint, progress)
 
+    @warns_once
     @full_precision
     @memory_errors("The prediction", SMALLER_PREDICTION)
     def predict(
@@ -296,8 +299,10 @@ class Posterior(Displayed, Generic[P]):
 
         Args:
             x: a batch of inputs or a loader, as in `latent`.
-            via: the way through the network; None as in `latent`.
-            link: the link from the latent Gaussian to class probabilities; None means the default of the likelihood.
+            via: the way through the network. None means the way of the tuning, such as
+                `lw.Validation(loader, via=lw.MonteCarlo())`, or else is as in `latent`.
+            link: the link from the latent Gaussian to class probabilities. None means the link of the tuning, or else
+                the default of the likelihood.
             generator: random generator for links that draw; None means seed 0.
             progress: whether to show a bar over a loader's batches, as in `latent`.
 
@@ -313,7 +318,12 @@ class Posterior(Displayed, Generic[P]):
         """
         rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
         check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
-        return predicted(self.likelihood, self.latent(x, via, progress=progress), link, generator)
+        if self.aim is None:
+            return predicted(self.likelihood, self.latent(x, via, progress=progress), link, generator)
+        latent = self.latent(x, self.aim.via if via is None else via, progress=progress)
+        rows = latent.rows if has_positions(latent) else latent
+        link = self.aim.link_for(via, link, lambda: self.likelihood.choose_link(rows, None))
+        return predicted(self.likelihood, latent, link, generator)
 
     @warns_once
     @outside_modes

@@ -57,6 +57,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "method": asdict(posterior.method),
         "forward": tangent.users_forward is not None,
         "columns": posterior.columns,
+        "aim": None if posterior.aim is None else posterior.aim.to_json(),
         "dtypes": {name: str(value.dtype) for name, value in state.items()},
     }
     try:

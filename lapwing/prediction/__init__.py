@@ -6,6 +6,7 @@ the default way. `streamlined` is a wing: only `lapwing/__init__` imports it.
 
 from __future__ import annotations
 
+from .aim import Aim
 from .linearized import DefaultWay, Linearized
 from .montecarlo import MonteCarlo
 from .propagation import propagate
@@ -13,4 +14,4 @@ from .quantities import Quantity
 from .uncertain import Uncertain
 from .way import Scaled, Way
 
-__all__ = ["DefaultWay", "Linearized", "MonteCarlo", "Quantity", "Scaled", "Uncertain", "Way", "propagate"]
+__all__ = ["Aim", "DefaultWay", "Linearized", "MonteCarlo", "Quantity", "Scaled", "Uncertain", "Way", "propagate"]

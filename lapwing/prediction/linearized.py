@@ -167,6 +167,8 @@ class DefaultWay(Way):
     Uncertain inputs, and networks that do not support draws, always get the exact covariance.
     """
 
+    tuned_as = "Linearized"
+
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         """Returns the latent Gaussian, exact or from draws."""
         outputs = tangent.width

@@ -37,6 +37,11 @@ class Way(Options, ABC):
         """Returns the number of outputs that the latent has of C: all, unless the way selects some."""
         return outputs
 
+    @property
+    def tuned_as(self) -> str | None:
+        """The kind of ways that one prior precision suits; None if a fit of the way itself makes it suit any."""
+        return type(self).__name__
+
 
 def check_way(via: Any) -> None:
     """Raises unless this is a way."""
@@ -85,3 +90,7 @@ class Scaled(Way):
     def width(self, outputs: int) -> int:
         """Returns the number of outputs of the other way."""
         return self.via.width(outputs)
+
+    @property
+    def tuned_as(self) -> None:
+        return None

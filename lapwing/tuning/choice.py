@@ -22,6 +22,7 @@ from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
 from ..options import Rule
 from ..posterior import Posterior
+from ..prediction import Aim
 from .evidence import without_rank
 from .held_out import at_precision, head_scores, no_batch, sample_scores, width_scores
 from .search import evenly
@@ -35,6 +36,8 @@ SHARP = evenly(-2.0, 0.0, 21)  # candidates for log10 T of an underconfident net
 WIDER = 1e-3  # maximum cost, in nats per sample, of a wider spread than the best, for any standard error
 FAINT = 5e-3  # maximum change of log probabilities, in nats per sample, by the spread of an underconfident network
 SURE = 3.0  # paired standard errors by which another λ must beat the λ of the training data, and ratios one σ²
+STEPS = evenly(-1.0, 7.0, 9)  # candidates for log10 of δ over the best one of linearised predictions, for another way
+AROUND = evenly(-1.0, 1.5, 26)  # candidates for log10 of σ² over the best one of linearised predictions
 NOISES = evenly(-6.0, 0.5, 27)  # candidates for log10 of σ² over the mean squared held-out residual at a given prior
 
 RISING = Rule(
@@ -68,19 +71,24 @@ def best_of(
     temperatures: Sequence[float] = (),
     tolerance: float = 0.0,
     trained: tuple[float, float] | None = None,
+    aim: Aim = Aim(),  # noqa: B008 (frozen)
 ) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
     Values that the user gave are kept. Each point of a grid over log10 δ uses the best second number: for classifiers T
     out of `temperatures` (() keeps T), for regressions the factor c of the covariance of y, see `width_scores`. The
     best point is refined by the parabola through its neighbours. `tolerance` is as in `Validation`; `trained` holds
-    δ and σ² by the training data, whose `λ = δσ²` is kept unless another λ is surely better.
+    δ and σ² by the training data, whose `λ = δσ²` is kept unless another λ is surely better. For another way than the
+    linearised one, the best δ of linearised predictions is the start of a search over nine δ.
     """
     first = posteriors[0]
+    if not aim.contracts:
+        start = best_of(posteriors, decades, points, loader, temperatures, tolerance, trained)
+        return _best_by_way(posteriors, start, loader, temperatures, tolerance, aim)
     open_prior = has_prior(first.covariance) and not first.prior.fixed
     exponents = evenly(*decades, points)
     if first.noise_fixed:
-        return _best_point(posteriors, exponents if open_prior else [], loader, temperatures, tolerance)
+        return _best_point(posteriors, exponents if open_prior else [], loader, temperatures, tolerance, aim=aim)
     noise = _residual(first, loader)
     posteriors = [posterior.with_noise(noise) for posterior in posteriors]
     if not open_prior:
@@ -97,6 +105,7 @@ def _best_point(
     temperatures: Sequence[float],
     tolerance: float,
     at_noise: Callable[[Posterior, float], Posterior] | None = None,
+    aim: Aim = Aim(),  # noqa: B008 (frozen)
 ) -> Posterior:
     """Returns the posterior at the best δ, or σ² with `at_noise`, if there are exponents, at the best T or heads."""
     moved = at_noise or (lambda posterior, exponent: at_precision(posterior, 10**exponent))
@@ -109,12 +118,13 @@ def _best_point(
     if posteriors[0].likelihood.head_numbers:
         scores, heads = head_scores(posteriors, candidates, loader, bool(temperatures))
     else:
-        scores = sample_scores(posteriors, candidates, loader, [SHARPER, *temperatures] if open_temperature else ())
+        tried = [SHARPER, *temperatures] if open_temperature else ()
+        scores = sample_scores(posteriors, candidates, loader, tried, aim)
     sharper, scores = scores[:, :, 0], scores[:, :, 1:] if open_temperature else scores
     means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
     if open_temperature and _is_underconfident(sharper, scores):
         which, _ = _highest(sharper[:, -1:].mean(-1, dtype=torch.float64))
-        best = _sharpened(posteriors[which], exponents, candidates, loader, tolerance)
+        best = _sharpened(posteriors[which], exponents, candidates, loader, tolerance, aim)
         if not has_prior(best.covariance) and float(best.prior.precision.min()) > 0:
             log.warning(
                 "Predictions by %s are underconfident on the held-out data, which chose a logit temperature of %.2g. "
@@ -135,7 +145,7 @@ def _best_point(
         spread = scores[which, at, places[which, at]] - scores[which, -1, places[which, at]]
         if best.logit_temperature is not None and float(spread.abs().mean()) < PLATEAU:
             _warn_of_no_spread(best, exponent)
-        elif at in (0, len(exponents) - 1) and at_noise is None:
+        elif at in (0, len(exponents) - 1) and at_noise is None and aim.contracts:
             _warn_of_edge(best, exponents, row, at, exponent)
     if open_temperature:
         tops = [refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]
@@ -145,6 +155,40 @@ def _best_point(
     if heads:
         best = replace(best, likelihood=heads[which * len(row) + at])
     return best if exponent is None else moved(best, exponent)
+
+
+def _best_by_way(
+    posteriors: Sequence[Posterior],
+    start: Posterior,
+    loader: Iterable[Any],
+    temperatures: Sequence[float],
+    tolerance: float,
+    aim: Aim,
+) -> Posterior:
+    """Returns the posterior of the best predictions by a way, out of δ around the best one of linearised predictions.
+
+    An open σ² is chosen in two steps, because it changes the covariance too: the best σ² of each δ at the covariance of
+    the start's σ², and then the best of these pairs.
+    """
+    first = posteriors[0]
+    open_prior = has_prior(first.covariance) and not first.prior.fixed
+    steps = [math.log10(float(start.prior.precision[0])) + step for step in STEPS] if open_prior else []
+    if first.noise_fixed:
+        return _best_point(posteriors, steps, loader, temperatures, tolerance, aim=aim)
+    noise = float(start.noise_variance or 0.0)
+    posteriors, noises = [one.with_noise(noise) for one in posteriors], [noise * 10**k for k in AROUND]
+
+    def candidates(posterior: Posterior) -> list[Posterior]:
+        return [at_precision(posterior, 10**step) for step in steps] or [posterior]
+
+    means = sample_scores(posteriors, candidates, loader, aim=aim, noises=noises).mean(-1).nan_to_num(-math.inf)
+    pairs = [
+        [each.with_noise(noises[k]) for each, k in zip(candidates(one), line, strict=True)]
+        for one, line in zip(posteriors, means.argmax(-1).tolist(), strict=True)
+    ]
+    exact = sample_scores(posteriors, lambda one: pairs[posteriors.index(one)], loader, aim=aim)
+    which, at = _highest(exact.squeeze(2).mean(-1))
+    return pairs[which][at]
 
 
 def _best_width(
@@ -221,12 +265,13 @@ def _sharpened(
     candidates: Callable[[Posterior], list[Posterior]],
     loader: Iterable[Any],
     tolerance: float,
+    aim: Aim,
 ) -> Posterior:
     """Returns an underconfident posterior at the best T without spread, with a spread that hardly changes predictions.
 
     A wider spread could make up for means that are too sharp.
     """
-    scores = sample_scores([best], candidates, loader, SHARP)[0]  # (points, temperatures, N)
+    scores = sample_scores([best], candidates, loader, SHARP, aim)[0]  # (points, temperatures, N)
     line = scores[-1].mean(-1, dtype=torch.float64).nan_to_num(-math.inf)
     place, last = int(line.argmax()), len(scores) - 1
     best = replace(best, likelihood=best.likelihood.with_logit_temperature(10 ** refined(SHARP, line.tolist(), place)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, has_prior, without_spread
+from ..covariance import Latent, has_positions, has_prior, without_spread
 from ..covariance.terms import MarginalTerm
 from ..data import batches
 from ..data.progress import tracked
@@ -22,6 +22,8 @@ from ..linalg import doubled
 from ..methods.temperature_scaling import refined
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior import Posterior
+from ..posterior.latents import latent_of_batch
+from ..prediction import Aim, Way
 from ..tangent import RandomCotangents, Record, Tangent
 from .search import evenly
 
@@ -35,21 +37,27 @@ Candidates = Callable[[Posterior], list[Posterior]]
 
 
 def sample_scores(
-    posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], temperatures: Sequence[float] = ()
+    posteriors: Sequence[Posterior],
+    candidates: Candidates,
+    loader: Iterable[Any],
+    temperatures: Sequence[float] = (),
+    aim: Aim = Aim(),  # noqa: B008 (frozen)
+    noises: Sequence[float] = (),
 ) -> Tensor:
-    """Returns the log likelihood of each held-out sample that counts, (posteriors, candidates, temperatures, N).
+    """Returns the log likelihood of each held-out sample that counts, (posteriors, candidates, K, N).
 
-    Samples are as in `contracted`. `temperatures` holds values of log10 T; () uses only the likelihood's own T. Scores
-    of labels include the pseudo-row of `_ScoreTable`.
+    Samples are as in `contracted`. K is the number of `temperatures`, which are values of log10 T, or of `noises`,
+    which are noise variances of the likelihood at the same covariance; () uses only the candidate's own. Scores of
+    labels include the pseudo-row of `_ScoreTable`.
     """
     table, any_known = _ScoreTable(), False
     for place, candidate, latent, labels, _ in contracted(
-        posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(temperatures))
+        posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(temperatures)), aim=aim
     ):
         latents = [latent.tempered(10**exponent) for exponent in temperatures] or [latent]
         counted = candidate.likelihood.labelled(labels)
         any_known = any_known or any_counts(labels, counted)
-        scores, uniform = _scores(candidate.likelihood, latents, latent.mean, labels)
+        scores, uniform = _scores(candidate.likelihood, latents, latent.mean, labels, aim, noises)
         rows = slice(None) if counted is None else counted
         table.add(place, scores[:, rows], None if uniform is None else uniform[:, rows])
     joined = table.joined()
@@ -105,14 +113,27 @@ def head_scores(
 
 
 def _scores(
-    likelihood: Likelihood, latents: Sequence[Latent], outputs: Tensor, labels: Tensor
+    likelihood: Likelihood,
+    latents: Sequence[Latent],
+    outputs: Tensor,
+    labels: Tensor,
+    aim: Aim = Aim(),  # noqa: B008 (frozen)
+    noises: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns `log p(y)` under each of K latents (K, B), by one prediction, and the same for a uniform label."""
-    joined = Latent.concatenate(latents) if len(latents) > 1 else latents[0]  # one latent is not copied
-    prediction, count = likelihood.predict(joined, likelihood.tuning_link), len(latents)
-    uniform = prediction.uniform_log_prob(outputs.repeat(count, 1))
-    scores = prediction.log_prob(labels.repeat(count, *[1] * (labels.ndim - 1)))
-    return scores.unflatten(0, (count, -1)), None if uniform is None else uniform.unflatten(0, (count, -1))
+    """Returns `log p(y)` under each of K latents, or at each of K noise variances, and for a uniform label, (K, B)."""
+    if aim == Aim():  # one prediction for all latents; one latent is not copied
+        latents, many = [Latent.concatenate(latents) if len(latents) > 1 else latents[0]], len(latents)
+        link = likelihood.tuning_link
+    else:  # a prediction for each latent, so that links draw the same random numbers
+        link, many = aim.link, 1
+    outputs, labels = outputs.repeat(many, 1), labels.repeat(many, *[1] * (labels.ndim - 1))
+    likelihoods = [likelihood.with_noise_variance(noise) for noise in noises] or [likelihood]
+    predictions = [one.predict(latent, link) for one in likelihoods for latent in latents]
+    scores = torch.cat([one.log_prob(labels).unflatten(0, (many, -1)) for one in predictions])
+    uniform = [one.uniform_log_prob(outputs) for one in predictions]
+    if uniform[0] is None:
+        return scores, None
+    return scores, torch.cat([one.unflatten(0, (many, -1)) for one in uniform])
 
 
 class _ScoreTable:
@@ -200,18 +221,25 @@ def contracted(
     loader: Iterable[Any],
     reads: Reads | None = None,
     copies: int = 1,
+    aim: Aim = Aim(),  # noqa: B008 (frozen)
 ) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
     """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights.
 
-    Samples are as in `tangent_of_samples`. `reads` is None if the default link of the likelihood reads the latents.
+    Samples are as in `tangent_of_samples`; by another way than the linearised one each position is a sample. `reads` is
+    None if the link of the aim reads the latents.
     """
+    if aim.via is not None and not aim.contracts:
+        yield from _by_way(posteriors, candidates, loader, aim.via)
+        return
     first = posteriors[0]
     tangent = tangent_of_samples(first)
+    if aim.link is not None:
+        reads = "covariances" if first.likelihood.reads_covariance(aim.link) else "variances"
     reads = reads or first.likelihood.reads(tangent.outputs)
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(tangent, posteriors, len(candidates(first)), reads)
     scratch += 4 * copies * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
-    probes = _probes(first) if are_probed(tangent, first.likelihood) else None
+    probes = _probes(first) if aim.link is None and are_probed(tangent, first.likelihood) else None
     marginal = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
@@ -230,6 +258,25 @@ def contracted(
                     latents = _latents(record, list(some.values()), reads, probes is not None)
                     for (place, candidate), latent in zip(some.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
+
+
+@torch.no_grad()
+def _by_way(
+    posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], via: Way
+) -> Iterator[tuple[tuple[int, int], Posterior, Any, Tensor, None]]:
+    """Yields as `contracted`, with latents by another way: one prediction for each candidate.
+
+    Draws of two candidates have the same random numbers, because each way has a seed.
+    """
+    for batch in loader:
+        inputs, targets = batches.split(batch, posteriors[0].tangent.device)
+        for i, posterior in enumerate(posteriors):
+            for j, one in enumerate(candidates(posterior)):
+                latent: Any = latent_of_batch(one.tangent, one.covariance, inputs, via, False)
+                rows = latent.rows if has_positions(latent) else latent
+                labels = latent.places.targets(targets, rows.mean.shape[-1]) if has_positions(latent) else targets
+                one.likelihood.check(rows.mean, labels)
+                yield (i, j), one, rows, labels.to(rows.mean.device), None
 
 
 def tangent_of_samples(posterior: Posterior) -> Tangent:

@@ -15,11 +15,13 @@ from ..data import batches
 from ..data.data import Data
 from ..data.frames import check_data
 from ..errors import LapwingError, is_whole
+from ..likelihoods import Link
 from ..linalg import doubled
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
-from ..options import Rule, at_least, number, option
+from ..options import Rule, at_least, instance_of, number, option
 from ..posterior import Posterior
+from ..prediction import Aim, Way
 from .choice import RISING, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import Training, Tuning, without_rank
 from .held_out import at_precision, contracted, sample_scores, tangent_of_samples
@@ -40,18 +42,33 @@ RANKS = Rule(
 )
 """Ranks to compare."""
 
+WAY, LINK = instance_of("a way", Way), instance_of("a link", Link)
+
 
 class _OnHeldOutData(Tuning):
     """A tuning on held-out data, which may compare ranks of a subspace, and does not read the evidence."""
 
     loader: Any
     ranks: tuple[int, ...]
+    via: Way | None
+    link: Link | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_data(self.loader, type(self).__name__)
+        self._aim.to_json()  # raises for a way that was fitted
+
+    @property
+    def _aim(self) -> Aim:
+        """The way and the link that the numbers are chosen for."""
+        return Aim(self.via, self.link)
 
     def check(self, method: Method, shape: FitShape) -> None:
+        if shape.likelihood.head_numbers and self._aim != Aim():
+            raise LapwingError(
+                "The heads of lw.Joint are tuned for linearised predictions with their default links. Leave via= and "
+                f"link= out: write tune=lw.{type(self).__name__}(held_out)."
+            )
         footprint = method.footprint(shape) if self.ranks else None
         if footprint is not None and footprint.rank is None:
             raise without_rank("ranks", self.ranks, repr(method))
@@ -64,10 +81,10 @@ class _OnHeldOutData(Tuning):
 class Validation(_OnHeldOutData):
     """Chooses δ, and σ² or a logit temperature T, by the mean log likelihood of held-out data.
 
-    Predictions are linearised, with the default link. Values that the user gave are kept, and so is a logit temperature
-    other than 1. The best point of the grid is refined by a parabola through its neighbours. n held-out labels that are
-    all right show an error of about 1/n at best, so the likelihood of labels counts one further sample with a uniform
-    label: label smoothing with the weight 1/(n + 1).
+    Predictions are by the way `via` and the link `link`, which `predict` then uses by default. Values that the user
+    gave are kept, and so is a logit temperature other than 1. The best point of the grid is refined by a parabola
+    through its neighbours. n held-out labels that are all right show an error of about 1/n at best, so the likelihood
+    of labels counts one further sample with a uniform label: label smoothing with the weight 1/(n + 1).
 
     Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits, because
     spread cannot correct logits that are all too large. Among pairs that the held-out data cannot distinguish from the
@@ -93,16 +110,21 @@ class Validation(_OnHeldOutData):
         tolerance: for classifiers, the widest spread is chosen whose score is at most this many standard errors, and at
             most 0.001 nats, below the best. Errors are of the paired difference over samples; 0 chooses the best.
         tempered: whether to choose a classifier's logit temperature; False chooses only the prior precision.
+        via: the way of the predictions; None is the default way. The best δ of linearised predictions can be far too
+            small for draws. So another way is scored at nine δ around it, with σ² or T, and with common random numbers.
+        link: the link of the predictions; None is the default of the likelihood.
         calibration: "matrix" adds an affine map of the logits, `W z + b`, after the temperature. It is shrunken to the
             identity, as strongly as 5-fold cross-validation over the held-out samples chooses, and left out unless it
             pays there. It can change the most probable class. For sigmoids W is diagonal. Berta et al. 2025.
 
     Raises:
-        LapwingError: if a range or a number does not give a grid; for "matrix" unless there are at most 100 logits.
+        LapwingError: if a range or a number does not give a grid; for "matrix" unless there are at most 100 logits and
+            neither `via` nor `link`; for a way that was fitted to a posterior.
 
     Cost: one pass over the loader, with one record and one contraction per batch, and `points` variances (or Gram
-    matrices, if the link reads covariances); for a regression also up to two forward passes, and the kernel of
-    `BoundedEvidence`. Memory: about 6 kB per held-out sample of a classifier (or position), 3 kB of a regression.
+    matrices, if the link reads covariances); by another way nine predictions more, or 18 with an open σ². A regression
+    also takes up to two forward passes, and the kernel of `BoundedEvidence`. Memory: about 6 kB per held-out sample of
+    a classifier (or position), 3 kB of a regression.
 
     Example:
         >>> import torch, lapwing as lw
@@ -121,9 +143,16 @@ class Validation(_OnHeldOutData):
     tolerance: float = option(0.25, number(0))
     tempered: bool = True
     calibration: Literal["temperature", "matrix"] = "temperature"
+    via: Way | None = option(None, WAY, write="lw.MonteCarlo(draws=50)")
+    link: Link | None = option(None, LINK, write="lw.SampledLink()")
 
     def check(self, method: Method, shape: FitShape) -> None:
         super().check(method, shape)
+        if self.calibration == "matrix" and self._aim != Aim():
+            raise LapwingError(
+                "calibration='matrix' is for linearised predictions with the default link. Leave via= and link= out: "
+                "write tune=lw.Validation(held_out, calibration='matrix')."
+            )
         logits = shape.likelihood.activation is not None and shape.tangent.outputs <= MOST_OUTPUTS
         if self.calibration == "matrix" and not logits:
             raise LapwingError(
@@ -135,6 +164,7 @@ class Validation(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         held_out = Data.of(self.loader, posterior)
         best = self._tuned(posterior, training, held_out)
+        best = best if best is posterior else replace(best, aim=self._aim)
         return best if self.calibration == "temperature" else matrix_scaled(best, held_out)
 
     def _tuned(self, posterior: Posterior, training: Training, held_out: Data) -> Posterior:
@@ -147,7 +177,7 @@ class Validation(_OnHeldOutData):
             trained = trained_values(posterior, training)
         best = best_of(
             with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
-            TEMPERATURES if self.tempered else (), self.tolerance, trained,
+            TEMPERATURES if self.tempered else (), self.tolerance, trained, self._aim,
         )  # fmt: skip
         best = _with_output_noise(best, held_out)
         if self.calibration == "temperature":
@@ -179,6 +209,8 @@ class EarlyStopping(_OnHeldOutData):
         decades: range of log10 δ.
         points: number of candidates for δ.
         ranks: for subspaces, numbers of leading directions to compare with all directions.
+        via: as in `Validation`.
+        link: as in `Validation`.
         stop: "best" compares all n. "first fall" starts with the smallest n and ends the fit at the first n whose best
             score is lower than the best so far, by one standard error of the paired difference. Then it compares the n
             that it has seen, and never sums the curvature of the rest.
@@ -208,6 +240,8 @@ class EarlyStopping(_OnHeldOutData):
     points: int = option(25, at_least(3))
     ranks: tuple[int, ...] = option((), RANKS, write="(5, 10)")
     stop: Literal["best", "first fall"] = "best"
+    via: Way | None = option(None, WAY, write="lw.MonteCarlo(draws=50)")
+    link: Link | None = option(None, LINK, write="lw.SampledLink()")
 
     def check(self, method: Method, shape: FitShape) -> None:
         if not method.allows_early_stopping():
@@ -220,10 +254,10 @@ class EarlyStopping(_OnHeldOutData):
             raise _without_prefixes(str(posterior.method))
         parts = (*training.prefixes, posterior)
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
-        best = best_of(candidates, self.decades, self.points, Data.of(self.loader, posterior))
+        best = best_of(candidates, self.decades, self.points, Data.of(self.loader, posterior), aim=self._aim)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         shown = training.shown or posterior.samples
-        return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)))
+        return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)), aim=self._aim)
 
     def _candidates(self, part: Posterior, whole: Posterior) -> list[Posterior]:
         """Returns the posterior of the first samples in the chosen form, for each rank."""
@@ -245,6 +279,7 @@ class EarlyStopping(_OnHeldOutData):
                 self._candidates(part, whole),
                 lambda one: [at_precision(one, 10**exponent) for exponent in exponents] or [one],
                 Data.of(self.loader, part),
+                aim=self._aim,
             ).flatten(0, 2)
             now = scores[int(scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())]
             if best and surely_better(best[0], now, 1.0):

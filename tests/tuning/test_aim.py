@@ -1,0 +1,168 @@
+"""Held-out data choose for the way and the link that predictions use, and the posterior keeps both."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+from lapwing.errors import LapwingError
+from lapwing.prediction import Aim
+from lapwing.tuning.held_out import at_precision, sample_scores
+
+DRAWS = lw.MonteCarlo(draws=8)
+
+
+def trained(kind, outputs, seed=0):
+    """A trained network in float64, and its training, held-out and test data."""
+    torch.manual_seed(seed)
+    x = torch.randn(240, 3, dtype=torch.float64)
+    clean = torch.stack([(x.sum(1) + c).sin() for c in range(outputs)], 1)
+    y = clean + 0.3 * torch.randn_like(clean)
+    if kind == "categorical":
+        y = (2 * y + torch.randn_like(y)).argmax(1)
+    elif kind == "bernoulli":
+        y = (y > 0).double()
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, outputs)).double()
+    optimiser = torch.optim.Adam(model.parameters(), 0.02)
+    losses = {
+        "categorical": nn.functional.cross_entropy, "gaussian": nn.functional.mse_loss,
+        "bernoulli": nn.functional.binary_cross_entropy_with_logits,
+    }  # fmt: skip
+    for _ in range(200):
+        optimiser.zero_grad()
+        losses[kind](model(x[:80]), y[:80]).backward()
+        optimiser.step()
+    return model.eval(), (x[:80], y[:80]), (x[80:160], y[80:160]), (x[160:], y[160:])
+
+
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian"])
+def test_scores_by_a_way_are_those_of_single_predictions(kind):
+    """At each temperature or noise variance, with the pseudo-row of labels, over batches of unequal size."""
+    model, train, (x, y), _ = trained(kind, 2)
+    posterior = lw.fit(model, train, lw.KFAC(), likelihood=kind, prior_precision=1.0, tune=None)
+    held_out = [(x[:50], y[:50]), (x[50:], y[50:])]
+    options = {"noises": (0.1, 0.4)} if kind == "gaussian" else {"temperatures": (0.0, 0.3)}
+    scores = sample_scores(
+        [posterior], lambda one: [at_precision(one, delta) for delta in (1.0, 5.0)], held_out, aim=Aim(DRAWS), **options
+    )
+    assert scores.shape == (1, 2, 2, 80)
+    for i, delta in enumerate((1.0, 5.0)):
+        draws = posterior.with_prior(delta).latent(x, via=DRAWS).draws
+        for k in (0, 1):
+            if kind == "gaussian":
+                noise = options["noises"][k]
+                each = -0.5 * ((y - draws).square() / noise + math.log(2 * math.pi * noise)).sum(-1)
+                expected = (each.logsumexp(0) - math.log(8)).mean()
+            else:
+                moved = draws + draws.mean(0) * (1 / 10 ** options["temperatures"][k] - 1)
+                if kind == "categorical":
+                    logs = moved.softmax(-1).mean(0).log()
+                    expected = logs[range(80), y].mean() + logs.mean() / 80
+                else:
+                    p = moved.sigmoid().mean(0)
+                    uniform = ((p.log() + (1 - p).log()) / 2).sum(-1).mean()
+                    expected = torch.where(y > 0, p, 1 - p).log().sum(-1).mean() + uniform / 80
+            assert float(scores[0, i, k].mean()) == pytest.approx(float(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_draws_are_tuned_for_draws(kind):
+    """The prior precision of linearised predictions is too wide for draws; the posterior then predicts by draws."""
+    model, train, held_out, (x, y) = trained(kind, 2)
+    linear = lw.fit(model, train, lw.KFAC(), likelihood=kind, validation=held_out)
+    drawn = lw.fit(model, train, lw.KFAC(), likelihood=kind, tune=lw.Validation(held_out, via=DRAWS))
+    assert drawn.aim == Aim(DRAWS)
+    assert linear.aim == Aim()
+    prediction = drawn.predict(x)
+    assert torch.equal(prediction.log_prob(y), drawn.predict(x, via=DRAWS).log_prob(y))
+    assert prediction.latent.draws.shape[0] == 8
+    gain = float((prediction.log_prob(y) - linear.predict(x, via=DRAWS).log_prob(y)).mean())
+    assert gain > (-0.01 if kind == "categorical" else 0.1)
+    if kind == "gaussian":
+        assert drawn.prior_precision > linear.prior_precision
+    assert linear.predict(x).latent.draws is None
+
+
+def test_a_given_noise_variance_and_methods_without_a_prior_are_kept():
+    model, train, held_out, (x, _) = trained("gaussian", 1)
+    tune = lw.Validation(held_out, via=DRAWS)
+    given = lw.fit(model, train, lw.KFAC(), likelihood=lw.Gaussian(noise_variance=0.2), tune=tune)
+    assert given.noise_variance == 0.2
+    prior = lw.fit(model, train, lw.KFAC(), prior_precision=50.0, tune=tune)
+    assert prior.prior_precision == 50.0
+    assert prior.noise_variance != lw.fit(model, train, lw.KFAC(), prior_precision=50.0).noise_variance
+    sampled = lw.fit(model, train, lw.SampledLLA(draws=4), tune=tune)
+    assert sampled.predict(x).latent.draws is not None
+
+
+def test_a_link_is_scored_as_it_predicts():
+    """The best of all prior precisions and temperatures by the draws of the link."""
+    model, train, held_out, _ = trained("categorical", 3)
+    link = lw.SampledLink(draws=64)
+    tune = lw.Validation(held_out, link=link, points=5, decades=(-2.0, 4.0), tolerance=0.0)
+    posterior = lw.fit(model, train, lw.Diagonal(), tune=tune)
+    prediction = posterior.predict(held_out[0])
+    assert prediction.link == link
+    best = prediction.log_prob(held_out[1]).mean()
+    others = [posterior.with_prior(10.0**k).predict(held_out[0]).log_prob(held_out[1]).mean() for k in (-2, 0, 2, 4)]
+    assert best > max(others) - 0.02
+
+
+def test_early_stopping_compares_parts_by_the_way():
+    model, train, held_out, (x, _) = trained("categorical", 3)
+    tune = lw.EarlyStopping(held_out, prefixes=2, points=5, link=lw.SampledLink(draws=32))
+    assert lw.fit(model, train, lw.ELLA(rank=4, rows=20), tune=tune).predict(x).link == tune.link
+    drawn = lw.fit(model, train, lw.KFAC(), tune=lw.EarlyStopping(held_out, prefixes=2, points=5, via=DRAWS))
+    assert drawn.predict(x).latent.draws is not None
+    assert drawn.samples in (20, 40, 80)
+
+
+def test_files_keep_the_way_and_the_link(tmp_path):
+    model, train, held_out, (x, _) = trained("categorical", 3)
+    posterior = lw.fit(model, train, lw.KFAC(), tune=lw.Validation(held_out, via=DRAWS))
+    posterior.save(tmp_path / "drawn.safetensors")
+    again = lw.load(tmp_path / "drawn.safetensors", model)
+    assert again.aim == posterior.aim
+    torch.testing.assert_close(again.predict(x).probs, posterior.predict(x).probs)
+    for aim in (Aim(), Aim(lw.Streamlined(), lw.Probit(scale="weighted")), Aim(lw.Linearized(outputs=[0, 2]))):
+        assert Aim.from_json(aim.to_json()) == aim
+
+
+def test_another_way_or_link_warns_once_with_the_line(caplog):
+    model, train, held_out, (x, _) = trained("categorical", 3)
+    posterior = lw.fit(model, train, lw.KFAC(), validation=held_out)
+    plain = lw.fit(model, train, lw.KFAC())
+    caplog.clear()
+    for via in (None, lw.Linearized(), lw.Linearized(draws=4), lw.Scaled(lw.Streamlined(), 0.5)):
+        posterior.predict(x, via=via)
+    posterior.predict(x, link=lw.Probit(scale="weighted"))
+    plain.predict(x, via=DRAWS)
+    plain.predict(x, link=lw.Quadrature())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    for _ in range(2):
+        posterior.predict(x, via=DRAWS)
+    assert caplog.text.count("tune=lw.Validation(held_out, via=lw.MonteCarlo(draws=8, seed=0))") == 1
+    posterior.predict(x, link=lw.Quadrature())
+    assert caplog.text.count("tune=lw.Validation(held_out, link=lw.Quadrature(nodes=48))") == 1
+
+
+def test_what_cannot_be_tuned_for_is_refused():
+    model, train, held_out, (x, _) = trained("categorical", 3)
+    way = lw.scale_factor(lw.fit(model, train, lw.KFAC()), x, lw.Streamlined(), to=lw.Linearized())
+    with pytest.raises(LapwingError, match=r"fitted to a posterior, and a tuning makes a new one.*via=lw.Streamlined"):
+        lw.Validation(held_out, via=way)
+    with pytest.raises(LapwingError, match=r"Leave via= and link= out.*calibration='matrix'"):
+        lw.fit(model, train, lw.KFAC(), tune=lw.Validation(held_out, calibration="matrix", via=DRAWS))
+    with pytest.raises(LapwingError, match="via must be a way or None"):
+        lw.Validation(held_out, via="draws")
+    joint = lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, {"a": slice(0, 2), "b": [2]})
+    targets = {"a": train[1] % 2, "b": train[0][:, 0]}
+    with pytest.raises(LapwingError, match="The heads of lw.Joint are tuned for linearised predictions"):
+        lw.fit(
+            model, (train[0], targets), lw.KFAC(), likelihood=joint, tune=lw.Validation((train[0], targets), via=DRAWS)
+        )
