@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import LapwingError, shown
 from ..likelihoods import Link
 from .linearized import DefaultWay, Linearized
 from .way import Way
@@ -28,28 +27,35 @@ class Aim:
     link: Link | None = None
 
     @property
-    def contracts(self) -> bool:
-        """Whether one contraction of the Jacobian gives the latents of all candidates."""
-        return self.via is None or self.via == Linearized()
+    def other_way(self) -> Way | None:
+        """The way, unless it is linearised: one contraction gives the linearised latents of many candidates."""
+        return None if self.via == Linearized() else self.via
 
     def link_for(self, via: Way | None, link: Link | None, default: Callable[[], Link]) -> Link | None:
-        """Returns the link of a prediction; warns if its way or its link is another one than the data chose for."""
+        """Returns the link of a prediction; warns if its way or its link is not the one that the data chose for."""
         mine, other = self.via or DefaultWay(), via or self.via or DefaultWay()
         if other.tuned_as not in (None, mine.tuned_as):
             _warn("via", via)
             return link
         if link is not None and type(link) is not type(self.link or default()):
             _warn("link", link)
-        return self.link if link is None else link
+        return link or self.link
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the way and the link as values that JSON can store; raises for a way that was fitted."""
-        return {"via": _described(self.via), "link": _described(self.link)}
+    def to_json(self) -> list[Any]:
+        """Returns the way and the link by their classes and fields, as values that JSON can store."""
+        return [one and [type(one).__name__, vars(one)] for one in (self.via, self.link)]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any] | None) -> Aim | None:
+    def from_json(cls, data: Any) -> Aim | None:
         """Returns the way and the link of `to_json`, of classes that are known here; None for None."""
-        return None if data is None else cls(_restored(data["via"], Way), _restored(data["link"], Link))
+        kinds = {kind.__name__: kind for root in (Way, Link) for kind in _family(root)}
+        return None if data is None else cls(*(one and kinds[one[0]](**one[1]) for one in data))
+
+
+def _family(kind: Any) -> Iterator[Any]:
+    yield kind
+    for sub in kind.__subclasses__():
+        yield from _family(sub)
 
 
 def _warn(name: str, given: object) -> None:
@@ -58,27 +64,3 @@ def _warn(name: str, given: object) -> None:
         "prior precision. Write lw.fit(model, loader, tune=lw.Validation(held_out, %s=lw.%r)).",
         name, given, name, given,
     )  # fmt: skip
-
-
-def _described(value: Any) -> Any:
-    """Returns options as their class and their fields, and other values as they are."""
-    if not is_dataclass(value):
-        if value is not None and not isinstance(value, (bool, int, float, str, tuple)):
-            raise LapwingError(
-                f"via=... holds {shown(value)}, which was fitted to a posterior, and a tuning makes a new one. Write "
-                "tune=lw.Validation(held_out, via=lw.Streamlined())."
-            )
-        return value
-    return {"class": type(value).__name__} | {f.name: _described(getattr(value, f.name)) for f in fields(value)}
-
-
-def _restored(data: Any, root: type) -> Any:
-    """Returns the options that `_described` has described, of a subclass of the root."""
-    if not isinstance(data, dict):
-        return tuple(data) if isinstance(data, list) else data
-    kinds, found = [root], {}
-    while kinds:
-        kind = kinds.pop()
-        found[kind.__name__] = kind
-        kinds += kind.__subclasses__()
-    return found[data["class"]](**{name: _restored(v, root) for name, v in data.items() if name != "class"})

@@ -82,7 +82,7 @@ def best_of(
     linearised one, the best δ of linearised predictions is the start of a search over nine δ.
     """
     first = posteriors[0]
-    if not aim.contracts:
+    if aim.other_way is not None:
         start = best_of(posteriors, decades, points, loader, temperatures, tolerance, trained)
         return _best_by_way(posteriors, start, loader, temperatures, tolerance, aim)
     open_prior = has_prior(first.covariance) and not first.prior.fixed
@@ -145,7 +145,7 @@ def _best_point(
         spread = scores[which, at, places[which, at]] - scores[which, -1, places[which, at]]
         if best.logit_temperature is not None and float(spread.abs().mean()) < PLATEAU:
             _warn_of_no_spread(best, exponent)
-        elif at in (0, len(exponents) - 1) and at_noise is None and aim.contracts:
+        elif at in (0, len(exponents) - 1) and at_noise is None and aim.other_way is None:
             _warn_of_edge(best, exponents, row, at, exponent)
     if open_temperature:
         tops = [refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]

@@ -228,8 +228,8 @@ def contracted(
     Samples are as in `tangent_of_samples`; by another way than the linearised one each position is a sample. `reads` is
     None if the link of the aim reads the latents.
     """
-    if aim.via is not None and not aim.contracts:
-        yield from _by_way(posteriors, candidates, loader, aim.via)
+    if aim.other_way is not None:
+        yield from _by_way(posteriors, candidates, loader, aim.other_way)
         return
     first = posteriors[0]
     tangent = tangent_of_samples(first)

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -42,7 +43,13 @@ RANKS = Rule(
 )
 """Ranks to compare."""
 
-WAY, LINK = instance_of("a way", Way), instance_of("a link", Link)
+WAY = Rule(
+    lambda value: (
+        isinstance(value, Way) and all(isinstance(v, (int, str, tuple, NoneType)) for v in vars(value).values())
+    ),
+    "a way that was not fitted to a posterior",
+)
+LINK = instance_of("a link", Link)
 
 
 class _OnHeldOutData(Tuning):
@@ -56,7 +63,6 @@ class _OnHeldOutData(Tuning):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_data(self.loader, type(self).__name__)
-        self._aim.to_json()  # raises for a way that was fitted
 
     @property
     def _aim(self) -> Aim:

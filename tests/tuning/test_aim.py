@@ -154,11 +154,11 @@ def test_another_way_or_link_warns_once_with_the_line(caplog):
 def test_what_cannot_be_tuned_for_is_refused():
     model, train, held_out, (x, _) = trained("categorical", 3)
     way = lw.scale_factor(lw.fit(model, train, lw.KFAC()), x, lw.Streamlined(), to=lw.Linearized())
-    with pytest.raises(LapwingError, match=r"fitted to a posterior, and a tuning makes a new one.*via=lw.Streamlined"):
+    with pytest.raises(LapwingError, match="a way that was not fitted to a posterior"):
         lw.Validation(held_out, via=way)
     with pytest.raises(LapwingError, match=r"Leave via= and link= out.*calibration='matrix'"):
         lw.fit(model, train, lw.KFAC(), tune=lw.Validation(held_out, calibration="matrix", via=DRAWS))
-    with pytest.raises(LapwingError, match="via must be a way or None"):
+    with pytest.raises(LapwingError, match="via must be a way .* or None. Write lw.Validation"):
         lw.Validation(held_out, via="draws")
     joint = lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, {"a": slice(0, 2), "b": [2]})
     targets = {"a": train[1] % 2, "b": train[0][:, 0]}
