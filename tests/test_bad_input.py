@@ -490,6 +490,22 @@ def test_checkpointing(reentrant: bool, method: lw.Method) -> None:
     torch.testing.assert_close(last, lw.fit(plain, [(X, Y)], prior_precision=1.0).predict(X).probs)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("patterns", [("trunk.*",), ("trunk.*", "head.*")], ids=str)
+@pytest.mark.parametrize("first", [nn.Linear(4, 5), nn.Identity()], ids=["layer", "none"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_whose_inputs_have_no_gradient(
+    first: nn.Module, patterns: tuple[str, ...], frozen: bool
+) -> None:
+    """It returns outputs without a graph, so autograd shows neither its weights nor itself."""
+    model = Checkpointed(True).eval().requires_grad_(not frozen)
+    model.first = first.requires_grad_(not frozen)
+    model.trunk[0] = nn.Linear(5 if isinstance(first, nn.Linear) else 4, 6)
+    parts = "Checkpointed", "torch.utils.checkpoint.checkpoint", "gradient_checkpointing_disable()", "lw.last_layer"
+    refused(lambda: lw.fit(model, [(X, Y)], lw.Diagonal(), params=lw.matching(*patterns)), *parts)
+    assert list(lw.fit(model, [(X, Y)], prior_precision=1.0).tangent.parameters) == ["head.weight", "head.bias"]
+
+
 class Quantized(nn.Module):
     """A statically quantized layer between floating-point numbers."""
 

@@ -12,6 +12,7 @@ parameters even then, as in a backward pass that runs a module again, is refused
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..data.batches import Forward
 from ..errors import LapwingError
@@ -67,10 +69,13 @@ class _Reads(TorchDispatchMode):
         super().__init__()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.names: set[str] = set()
+        self.checkpointed: set[str] = set()  # those that a re-entrant checkpoint reads, without a graph
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        met = self._names.keys() & map(id, pytree.tree_leaves((args, kwargs)))
-        self.names.update(self._names[one] for one in met)
+        met = {self._names[one] for one in self._names.keys() & map(id, pytree.tree_leaves((args, kwargs)))}
+        self.names |= met
+        if met and any(frame.f_code is CheckpointFunction.forward.__code__ for frame, _ in walk_stack(None)):
+            self.checkpointed |= met
         return function(*args, **(kwargs or {}))
 
 
@@ -116,6 +121,8 @@ class FirstCall(NamedTuple):
 
     def gradients(self, names: Sequence[str], u: Tensor, kind: str) -> dict[str, Tensor]:
         """Returns `Jᵀu` by name if the outputs depend on it. Raises if the network read a parameter itself."""
+        if self.reads.checkpointed.intersection(names):  # the message of a backward pass through a checkpoint
+            raise RuntimeError("torch.utils.checkpoint has no graph of the parameters")
         if not self.outputs.requires_grad:
             raise LapwingError(
                 f"The outputs have no gradient for any of the {len(names)} parameters of {kind} "

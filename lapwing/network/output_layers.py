@@ -12,7 +12,6 @@ weights, and are not made of weights, count as data if several matrices would ot
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from graphlib import TopologicalSorter
 from typing import Any
@@ -31,8 +30,6 @@ from .functional import FirstCall, first_call
 from .module_state import modules_of
 from .refusals import quantized_layers
 from .tracing import Recording, graph_leaves
-
-log = logging.getLogger("lapwing")
 
 JOINING = frozenset(
     ("Add", "Sub", "Rsub", "Stack", "Cat", "Where", "MaskedFill", "MaskedScatter", "CopySlices", "IndexAdd",
@@ -62,9 +59,8 @@ def output_layers(
     forward: Forward | None,
     parameters: Mapping[str, Tensor],
     recording: Recording,
-    warn: bool = True,
-) -> tuple[tuple[str, ...], FirstCall]:
-    """Returns the names of the parameters that `lw.last_layer` treats, and the call that showed them."""
+) -> tuple[tuple[str, ...], tuple[str, ...], FirstCall]:
+    """Returns the names of the last layer, of idle parameters that other inputs may use instead, and the call."""
     kind = type(model).__name__
     norms = {name for use in recording.noted if use.use.normalises for name in use.names.values()}
     leaves = {
@@ -82,6 +78,9 @@ def output_layers(
     reached = set(map(id, graph_leaves(outputs, tensors)[0]))
     last = _last_layers(outputs.grad_fn, tensors, origins, leaves)
     names = tuple(name for name in leaves if name in last and id(leaves[name]) in reached)  # an energy's bias is not
+    like = {name: (name.rpartition(".")[2], leaf.ndim, leaf.shape[:1]) for name, leaf in leaves.items()}  # experts are
+    unused = [name for name, leaf in leaves.items() if leaf.requires_grad and id(leaf) not in reached]
+    idle = tuple(name for name in unused if recording.routed and like[name] in {like[other] for other in names})
     for prefix, module in modules_of(model):
         if isinstance(module, torch.jit.ScriptModule) and any(name.startswith(prefix) for name in names):
             what = f"The part {prefix[:-1]} of {kind}" if prefix else "The network"
@@ -93,11 +92,9 @@ def output_layers(
     if PRODUCT in last:
         raise LapwingError(
             f"The outputs of {kind} are a product of what several of its weights give, so no layer is the last. Name "
-            f"the weights to treat: write {_matching_line(set(names), parameters)}."
+            f"the weights to treat: write {_matching_line({*names, *idle}, parameters)}."
         )
-    if warn:
-        log.info("The last layer of %s is treated: %s.", kind, ", ".join(names))
-    return names, first
+    return names, idle, first
 
 
 class _Origins(EagerMode):

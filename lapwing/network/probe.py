@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
 log = logging.getLogger("lapwing")
 
 PROBED_SAMPLES = 4
-"""Maximum number of samples of the first batch that the probe runs."""
+"""Maximum number of samples of the first batch that the probe runs, unless they leave layers unused."""
 
 # Reasons of the coverage report why a parameter is generic:
 MIXED = "no dimension of its layer holds the samples"
@@ -52,15 +53,17 @@ def probe(
     forward: Forward | None,
     max_numbers: int,
     warn: bool = True,
+    rows: int = PROBED_SAMPLES,
 ) -> tuple[tuple[Block, ...], RecordingPlan, Coverage, int]:
-    """Surveys a network in eval mode on at most `PROBED_SAMPLES` samples of the first batch.
+    """Surveys a network in eval mode on at most `rows` samples of the first batch.
 
+    If it chooses layers by values, and not all of these samples use all layers, the whole batch is surveyed instead.
     Returns the blocks, the plan that reads recordings, the coverage report, and C (or T C: `Tangent._at_positions`
     divides it). `max_numbers` limits the entries of a strip. Raises if outputs change between calls or with other rows.
     """
-    few = _few(model, inputs, forward)
+    few = _few(model, inputs, forward, rows)
     try:
-        names, recording, first = _recorded(model, few, forward, parameters, params, warn)
+        names, idle, recording, first = _recorded(model, few, forward, parameters, params)
         outputs = recording.outputs
         _check_repeatable(model, few, forward, outputs.detach())
     except CallRefused as error:
@@ -82,18 +85,25 @@ def probe(
     axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(noted, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), noted, axes, recording)
-    for name in _conditional(noted, gradients, parameters) if recording.routed else ():
+    conditional = _conditional(noted, gradients, parameters) if recording.routed else []
+    unused = [name for name in names if reasons[name] == IDLE]
+    if recording.routed and (conditional or unused or idle) and samples < batches.size(inputs):
+        return probe(model, parameters, inputs, params, forward, max_numbers, warn, batches.size(inputs))
+    for name in conditional:
         if not reasons.get(name, IDLE):
             reasons[name] = CONDITIONAL
-    if warn:
-        _warn_of_idle(model, [name for name in names if reasons[name] == IDLE])
+    if warn and isinstance(params, LastLayer):
+        log.info("The last layer of %s is treated: %s.", type(model).__name__, ", ".join(names))
+    elif warn:
+        _warn_of_idle(model, unused)
     _compare_with_autograd(noted, gradients, axes, samples, truth, reasons, max_numbers)
     covered = {name for name in names if not reasons[name]}
     pairs = zip(noted, axes, strict=True)
     uses = [(use, axis or BatchAxis()) for use, axis in pairs if covered & set(use.names.values())]
     unseen = not first.unseen.isdisjoint(names)
     share = backward_share(recording.noted, set(names), samples, isinstance(params, LastLayer))
-    blocks, plan = planned(uses, covered, parameters, outputs, batches.shared(inputs), unseen, share)
+    blocks, plan = planned(uses, covered, parameters, outputs)
+    plan = replace(plan, shared=batches.shared(inputs), unseen=unseen, share=share, idle=idle)
     alone = {name: tuple(real(parameters[name]).shape) for name in names if reasons[name]}
     blocks += [Block(name, (name,), (shape,), "generic") for name, shape in alone.items()]
     coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])
@@ -106,23 +116,22 @@ def _recorded(
     forward: Forward | None,
     parameters: dict[str, Tensor],
     params: Predicate | LastLayer,
-    warn: bool,
-) -> tuple[tuple[str, ...], Recording, FirstCall | None]:
-    """Returns the names of the parameters to treat, a recording, and the call that found the last layer (or None)."""
+) -> tuple[tuple[str, ...], tuple[str, ...], Recording, FirstCall | None]:
+    """Returns the results of `output_layers`, and a recording. If `params` chooses the names, there is no call."""
     names = () if isinstance(params, LastLayer) else select(params, parameters, type(model).__name__)
     watched = {name: value for name, value in parameters.items() if not value.is_complex()}  # layers are real
     frozen = [watched[name] for name in names if name in watched and not watched[name].requires_grad]
     recording = run_spread(model, few, forward, watched, frozen)
     batches.check_outputs(recording.outputs, "the first batch")
     if not isinstance(params, LastLayer):
-        return names, recording, None
-    names, first = output_layers(model, few, forward, parameters, recording, warn)
+        return names, (), recording, None
+    names, idle, first = output_layers(model, few, forward, parameters, recording)
     names = with_entries(names, parameters)
     late = {name: watched[name] for name in names if name in watched and not watched[name].requires_grad}
     if late:  # only these frozen parameters need gradients; masks and tables may not accept them
         elsewhere = run(model, few, forward, late, frozen=list(late.values())).elsewhere
         recording = recording._replace(elsewhere=recording.elsewhere | elsewhere)
-    return names, recording, first
+    return names, idle, recording, first
 
 
 def _reasons(
@@ -170,7 +179,7 @@ def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "
             "torch.no_grad(), or in what the network keeps of an earlier call (which model.train().eval() may empty); "
-            "they make every step slower: leave them out by %s.",
+            "they make every step slower, so leave them out if no other data use them: write %s.",
             type(model).__name__, len(idle), ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else ""),
             f"params=lambda name, parameter: name not in {idle}" if len(idle) < 4 else "params=lw.last_layer",
         )  # fmt: skip
@@ -197,10 +206,10 @@ def _explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _few(model: nn.Module, inputs: Any, forward: Forward | None) -> Any:
+def _few(model: nn.Module, inputs: Any, forward: Forward | None, rows: int) -> Any:
     """Returns the samples to probe. A single sample is repeated, if the network accepts two, to show the batch axis."""
     if batches.size(inputs) > 1:
-        few = torch.arange(min(PROBED_SAMPLES, batches.size(inputs)))
+        few = torch.arange(min(rows, batches.size(inputs)))
         return batches.take(inputs, few)  # copies, because the network may write its inputs
     twice = batches.take(inputs, torch.tensor([0, 0]))
     try:

@@ -70,6 +70,7 @@ class RecordingPlan:
     shared: tuple[bool, ...] = ()  # for each tensor of the inputs, whether the samples of the first batch shared it
     unseen: bool = False  # the network bypasses function modes (see `functional.py`)
     share: float = 1.0  # see `backward_share`
+    idle: tuple[str, ...] = ()  # names that the first batch did not use, and that may be a last layer of other inputs
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON. Only the sample axes of the uses are stored, since `order` gives the rest."""
@@ -89,7 +90,7 @@ class RecordingPlan:
             uses[block.name] = [(i, axes[i], names) for i, names in enumerate(roles) if names]
         watched = tuple(name for block in covered for name in block.parameters)
         known: dict[str, Any] = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        known |= {name: tuple(known[name]) for name in ("kinds", "shared") if name in known}
+        known |= {name: tuple(known[name]) for name in ("kinds", "shared", "idle") if name in known}
         known |= {"watched": watched, "order": order, "uses": uses, "sizes": tuple(map(tuple, data["sizes"]))}
         return cls(**known)
 
@@ -119,10 +120,13 @@ class RecordingPlan:
         clear = all(len(self._axes.get(use, ())) == 1 for use in order)
         clear = clear and set(zip(self.order, self.kinds, strict=True)).issuperset(zip(order, kinds, strict=True))
         if not clear or set(order) != set(self.order):
+            used = [name for use in names for name in use.values()]
+            differences = [f"uses {name}" for name in used if name not in self.watched]
+            differences += [f"does not use {name}" for name in self.watched if name not in used]
             raise LapwingError(
-                f"{model} does not run as on the first batch, where it used its covered parameters {len(self.order)} "
-                f"times: this batch has {len(names)} uses, not of the same layers. All of them must run on every "
-                "batch. Leave conditional layers out with params=lambda name, parameter: ..."
+                f"{model} {(*differences, 'uses its layers in another way')[0]} at these inputs, unlike at the first "
+                "samples of the fit. Shuffle the data, so that the first batch shows which layers run on some samples "
+                "only, or name the weights to treat: params=lw.matching(...)."
             )
         axes = {use: next(iter(axis)) for use, axis in self._axes.items()}
         treated = {name: {self.order[i]: roles for i, _, roles in uses} for name, uses in self.uses.items()}
@@ -171,9 +175,6 @@ def planned(
     covered: Set[str],
     parameters: Mapping[str, Tensor],
     outputs: Tensor,
-    shared: tuple[bool, ...],
-    unseen: bool,
-    share: float,
 ) -> tuple[list[Block], RecordingPlan]:
     """Makes the blocks and the plan from the survey's (use, sample axis) pairs of covered parameters.
 
@@ -215,9 +216,6 @@ def planned(
         spread=any(use.spread for use in noted),
         last=next((i for i, use in enumerate(noted) if use.is_output(outputs)), -1),
         kinds=tuple(use.use.kind for use in noted),
-        shared=shared,
-        unseen=unseen,
-        share=share,
     )
     return blocks, plan
 

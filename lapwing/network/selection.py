@@ -49,8 +49,8 @@ class LastLayer:
     Raises:
         LapwingError: from a fit, if no layer is the last: if the outputs multiply the results of several layers (gates,
             experts weighted by a router, two encoders compared), or if the network is scripted. The message names the
-            weights to choose from. If the network chooses among experts, only those that the first batch uses are
-            treated; name all of them by `lw.matching`.
+            weights to choose from. If the network chooses among experts, those that the first batch uses are treated,
+            and inputs that use others are refused; name all of them by `lw.matching`.
 
     Example:
         >>> import torch, lapwing as lw

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
+from torch.utils import _pytree as pytree
 
-from ..data.batches import Forward, size, tensors
+from ..data.batches import Forward, size, tensors, tree
 from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
@@ -76,7 +77,7 @@ class Recording(NamedTuple):
 
     outputs: Tensor  # f (B, C), or (B, T C) for T positions, with their graph
     noted: list[RecordedUse]  # the uses in order
-    routed: bool  # the layout may depend on values (`ROUTING`)
+    routed: bool  # the layout may depend on values (`ROUTING`), texts or plain numbers
     differentiated: bool  # the network computed gradients itself, which its outputs may contain
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
@@ -209,7 +210,8 @@ def run(
         shaped = shaped_outputs(model, inputs, forward, recorder)
         outputs = as_matrix(shaped, forward)
     elsewhere = recorder.elsewhere(outputs, tensors(inputs))
-    return Recording(outputs, recorder.noted, recorder.routed, recorder.differentiated, elsewhere, shaped)
+    routed = recorder.routed or any(isinstance(leaf, (str, int)) for leaf in pytree.tree_leaves(tree(inputs)))
+    return Recording(outputs, recorder.noted, routed, recorder.differentiated, elsewhere, shaped)
 
 
 def run_spread(

@@ -78,7 +78,7 @@ class Tangent:
 
         Cost: five forward passes, two of them on one sample and three on at most four. One more for each of: a first
         batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network. At
-        most four backward passes for any C.
+        most four backward passes for any C. All of it again on the whole batch, if four samples leave layers unused.
         """
         model = checked_network(model, isinstance(params, LastLayer))
         memory = checked_memory(memory, model)
@@ -259,15 +259,22 @@ class Tangent:
 
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
         """Returns checked inputs, or raises an error with their name `where`. Checked inputs come back unchanged."""
-        return inputs if isinstance(inputs, Checked) else check_inputs(inputs, self.plan.shared, where)
+        if isinstance(inputs, Checked):
+            return inputs
+        checked = check_inputs(inputs, self.plan.shared, where)
+        for _, chunk in checked.chunks(self.chunk_length(1)) if self.plan.idle else ():
+            self.recording(chunk)  # raises if an idle weight is used, also for ways that record nothing
+        return checked
 
     def recording(self, checked: Checked, late: list[Tensor] | None = None) -> tuple[Recording, Uses]:
         """Runs the network on a chunk, and finds the uses of each block; `late` is as in `check_recording`."""
         chunk_limit().latest, named = checked.samples, self.parameters
+        idle = {name: value for name, value in own_parameters(self.model).items() if name in self.plan.idle}
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
-        recording = run(self.model, checked.inputs, self.forward, watched, spread, frozen)
+        recording = run(self.model, checked.inputs, self.forward, watched | idle, spread, frozen)
+        recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
         width = recording.outputs.shape[1] if isinstance(self.forward, Positions) else self.outputs
         check_recording(self.model, checked.inputs, recording, width, late)
         noted, name = recording.noted, type(self.model).__name__
