@@ -133,9 +133,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
             ignored = getattr(self.likelihoods[key], "ignore_index", torch.nan)
             labels = found[key].nan_to_num(ignored).flatten()
             if not shape:
-                found[key] = (
-                    labels.long() if bool((labels == labels.long()).all()) else labels
-                )  # `check` refuses others
+                found[key] = labels.long() if bool((labels == labels.long()).all()) else labels
         return found
 
     def heads(self, outputs: Tensor, targets: Any) -> Iterator[tuple[str, Likelihood, Tensor, Tensor]]:

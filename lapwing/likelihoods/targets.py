@@ -64,9 +64,8 @@ def check_labels(
             "Drop those rows with `keep = ~y.isnan(); x, y = x[keep], y[keep].long()`."
         )
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        line = "Write `y.long()`" + (
-            ' (or, for regression, `likelihood="gaussian"`)' if dtype.is_floating_point else ""
-        )
+        hint = ' (or, for regression, `likelihood="gaussian"`)' if dtype.is_floating_point else ""
+        line = f"Write `y.long()`{hint}"
         if dtype.is_floating_point and not _are_whole(labels):
             line = 'Write `likelihood="gaussian"` for real targets'
         raise LapwingError(

@@ -402,6 +402,7 @@ class Posterior(Displayed, Generic[P]):
 
         Args:
             train: the training data, as in `lw.fit`, with sample weights if the fit had them, and without shuffling.
+                After a fit over several processes, each process gets the effects of the rows that it passes.
             x: one batch of inputs, as in `latent`.
 
         Returns:
