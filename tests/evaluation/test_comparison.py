@@ -123,7 +123,7 @@ def test_a_posterior_does_not_take_the_place_of_the_network(classes: Any) -> Non
     for one in (posterior, (posterior, lw.Linearized()), lw.mixture([posterior, posterior])):
         with pytest.raises(lw.LapwingError, match='The name "network" belongs to the row of the network without'):
             lw.compare({"network": one, "other": posterior}, (x, y))
-    assert list(lw.compare({"network": model, "K": posterior}, (x[:9], y[:9]), repeats=1).rows)[0] == "network"
+    assert next(iter(lw.compare({"network": model, "K": posterior}, (x[:9], y[:9]), repeats=1).rows)) == "network"
 
 
 def test_an_order_that_changes_leaves_differences_unpaired(classes: Any) -> None:

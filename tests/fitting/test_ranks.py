@@ -40,7 +40,7 @@ def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) ->
     path = tmp_path / "fit.safetensors"
     every = ranks.run(
         tmp_path, 2, [
-            (ranks.fit_cases, ranks.FEW), (ranks.novelties,), (ranks.padded, 7), (ranks.fail,),
+            (ranks.fit_cases, ranks.FEW), (ranks.novelties,), (ranks.known,), (ranks.padded, 7), (ranks.fail,),
             (ranks.interrupted, path),
         ],
     )  # fmt: skip
@@ -49,6 +49,7 @@ def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) ->
     x, y = ranks.data(1, 7, 1)
     joined = [(x[[0, 2, 4]], y[[0, 2, 4]]), (x[[6]], y[[6]]), (x[[1, 3, 5]], y[[1, 3, 5]])]
     alone = ranks.numbers(lw.fit(ranks.network(1), joined, lw.KFAC()))
+    assert all(results and "100 % of the validation" in "".join(results[2]) for results in every)
     (*_, first, here, kept), (*_, second, there, kept_too) = every  # type: ignore[misc]
     assert alone["samples"] == 7
     check_equal(first, alone)
