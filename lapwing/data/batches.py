@@ -306,9 +306,7 @@ def row_keys(inputs: Any, targets: Any = None) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
             each = leaf.shape[:1] == (count,)
             rows = (leaf if each else leaf[None]).detach().cpu().resolve_conj().resolve_neg()[:, None].flatten(1)
-            columns.append(
-                [row.tobytes() for row in rows.contiguous().view(torch.uint8).numpy()] * (1 if each else count)
-            )
+            columns.append([*rows.contiguous().view(torch.uint8).numpy()] * (1 if each else count))
     texts = [leaf.encode() for leaf in leaves if isinstance(leaf, str)]
     columns += [texts[start : start + count] for start in range(0, len(texts) - count + 1, count or 1)]
     digests = [blake2b(b"".join(row), digest_size=8).digest() for row in zip(*columns, strict=True)]
