@@ -353,8 +353,8 @@ class Posterior(Displayed, Generic[P]):
             >>> x, y = torch.randn(50, 2), torch.randn(50, 1)
             >>> posterior = lw.fit(torch.nn.Linear(2, 1).eval(), (x, y))
             >>> total = posterior.of(lambda f: f(x).sum(0), observed=True)
-            >>> total.std.shape, posterior.of(lambda f: f.weight["weight"]).covariance.shape
-            (torch.Size([1]), torch.Size([2, 2]))
+            >>> total.std.shape, posterior.of(lambda f: f.weight["weight"]).std.shape
+            (torch.Size([1]), torch.Size([1, 2]))
         """
         self._check_network()
         check_flag("of", "observed", observed)

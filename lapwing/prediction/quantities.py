@@ -44,7 +44,7 @@ class Quantity(Displayed):
     @property
     def std(self) -> Tensor:
         """Standard deviations, in the shape of the mean."""
-        return self._matrix.diagonal().clamp_min(0).sqrt().reshape(self.mean.shape)
+        return self.covariance.flatten()[:: self.mean.numel() + 1].clamp_min(0).sqrt().reshape(self.mean.shape)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the lower and upper end of the central interval of each number; the level is in (0, 1)."""
@@ -53,20 +53,15 @@ class Quantity(Displayed):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws the numbers jointly, (n, *shape). None for the generator means seed 0."""
-        check_draws("sample", "n", n, self.mean.numel())
+        check_draws("sample", "n", n, count := self.mean.numel())
         like: Any = {"dtype": self.mean.dtype, "device": self.mean.device}
-        noise = torch.randn(n, self.mean.numel(), generator=seeded(generator, self.mean.device), **like)
-        return self.mean + (noise @ psd_root(self._matrix).T).reshape(n, *self.mean.shape)
-
-    @property
-    def _matrix(self) -> Tensor:
-        """The covariance of the q numbers in a row, (q, q)."""
-        return self.covariance.reshape(self.mean.numel(), -1)
+        noise = torch.randn(n, count, generator=seeded(generator, self.mean.device), **like)
+        return self.mean + (noise @ psd_root(self.covariance.reshape(count, count)).T).reshape(n, *self.mean.shape)
 
     def __repr__(self) -> str:
-        mean, std = (values.flatten()[:4].tolist() for values in (self.mean, self.std))
-        pairs = [f"{m:.4g} ± {s:.2g}" for m, s in zip(mean, std, strict=True)]
-        return f"Quantity({', '.join(pairs)}{', ...' if self.mean.numel() > 4 else ''})"
+        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
+        pairs = [f"{m:.4g} ± {s:.2g}" for m, s in zip(mean[:4], std[:4], strict=True)]
+        return f"Quantity({', '.join(pairs)}{', ...' if len(mean) > 4 else ''})"
 
 
 class NamedWeights(dict[str, Tensor]):
@@ -84,13 +79,13 @@ class NetworkFunction:
     differentiable in the weights, and `f(x)` also in x, as often as the network is.
     """
 
-    def __init__(self, tangent: Tangent, columns: Columns, observed: bool) -> None:
-        self._tangent, self._columns, self._observed, named = tangent, columns, observed, parameters_of(tangent.model)
+    def __init__(self, tangent: Tangent, columns: Columns) -> None:
+        self._tangent, self._columns, named = tangent, columns, parameters_of(tangent.model)
         self.treated = {name: w.detach().to(tangent.dtype).requires_grad_() for name, w in tangent.parameters.items()}
         others = {name: w.detach() for name, w in named.items() if name not in self.treated and w.is_floating_point()}
         self.others = {name: weight.requires_grad_() for name, weight in others.items()}
         self.weight = NamedWeights(native({**self.treated, **self.others}, own_parameters(tangent.model)))
-        self.calls: list[tuple[Tensor, Places, Tensor]] = []  # outputs (B T, C) and row keys (B,), if observed
+        self.calls: list[tuple[Tensor, Places, Any]] = []  # the outputs (B T, C) and the inputs of each call
 
     def __call__(self, x: Any, *more: Any) -> Tensor:
         tangent = self._tangent
@@ -101,10 +96,8 @@ class NetworkFunction:
         values = {name: self.treated[name].to(value.dtype) for name, value in tangent.parameters.items()}
         rows = tangent.call_with(values, checked.inputs).to(tangent.dtype).reshape(-1, tangent.outputs)
         batches.check_outputs(rows.detach(), "these inputs")
-        places = tangent.places_of(checked.inputs)
-        if self._observed:
-            self.calls.append((rows, places, batches.row_keys(checked.inputs)))
-        return places.whole(rows)
+        self.calls.append((rows, tangent.places_of(checked.inputs), checked.inputs))
+        return self.calls[-1][1].whole(rows)
 
 
 def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Checked:
@@ -156,15 +149,15 @@ def quantity(
         batches.check_loader(loader, "posterior.of")
     _check_arguments(function, 1 if loader is None else 2)
     for arguments in [()] if loader is None else ((batches.plain(batch, tangent.device),) for batch in loader):
-        f = NetworkFunction(tangent, columns, observed)
+        f = NetworkFunction(tangent, columns)
         with torch.enable_grad():
             numbers = _numbers(function(f, *arguments), mean, tangent)
-            wanted = [*f.treated.values(), *(rows for rows, *_ in f.calls)]
-            slopes = _gradients(numbers.flatten(), wanted, list(f.others.values()))
+            outputs = [rows for rows, *_ in f.calls] if observed else []
+            slopes = _gradients(numbers.flatten(), [*f.treated.values(), *outputs], list(f.others.values()))
         for name, part in join(tangent.blocks, dict(zip(f.treated, slopes, strict=False))).items():
             part = part.to(covariance.device, covariance.dtype)
             gradient[name] = gradient[name] + part if name in gradient else part
-        if f.calls:
+        if outputs:
             noise = noise + _noise_covariance(likelihood, f.calls, slopes[len(f.treated) :])
         mean = numbers.detach() if mean is None else mean + numbers.detach()
     if mean is None:
@@ -175,21 +168,21 @@ def quantity(
 
 
 def _noise_covariance(
-    likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Tensor]], slopes: Sequence[Tensor]
+    likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Any]], slopes: Sequence[Tensor]
 ) -> Tensor:
     """Returns `d diag(σ²) dᵀ` (q, q), with the derivatives d of q numbers by the outputs (q, B T, C) of each call.
 
     Calls share the noise of rows with equal inputs. Equal rows of one call have separate noise: the k-th of them shares
     its noise with the k-th of another call.
     """
-    numbered = []
-    for _, places, keys in calls:
-        ascending, order = keys.repeat_interleave(places.count).sort(stable=True)
-        number = torch.arange(len(order), device="cpu") - torch.searchsorted(ascending, ascending)  # k
-        numbered.append(torch.stack([ascending, number], 1)[order.argsort()])
+    numbered, roots = [], []
+    for (rows, places, inputs), slope in zip(calls, slopes, strict=True):
+        keys, order = batches.row_keys(inputs).repeat_interleave(places.count).sort(stable=True)
+        k = torch.arange(len(keys), device="cpu") - torch.searchsorted(keys, keys)
+        numbered.append(torch.stack([keys, k], 1))
+        roots.append((slope * noise_of(likelihood, rows, places).sqrt())[:, order.to(slope.device)])
     _, same = torch.cat(numbered).unique(dim=0, return_inverse=True)
-    noises = [noise_of(likelihood, rows, places) for rows, places, _ in calls]
-    root = torch.cat([slope * noise.sqrt() for slope, noise in zip(slopes, noises, strict=True)], 1)
+    root = torch.cat(roots, 1)
     root = torch.zeros_like(root).index_add(1, same.to(root.device), root).flatten(1)
     return row_products(root, root)
 
@@ -234,18 +227,15 @@ def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
         raise LapwingError("The function of posterior.of returned no number. Check the index or slice of f(x).")
     if before is not None and numbers.shape != before.shape:
         raise LapwingError(
-            f"The function of posterior.of returned the shape {tuple(before.shape)} for one batch and "
-            f"{tuple(numbers.shape)} for the next. Return the same shape for each batch, such as f(batch[0]).sum(0): "
-            "lapwing adds up the batches."
+            f"The function of posterior.of returned shape {tuple(before.shape)} and then shape {tuple(numbers.shape)}. "
+            "Return the same shape for each batch, such as f(batch[0]).sum(0): lapwing adds up the batches."
         )
-    if not is_finite(numbers.detach()):
-        raise LapwingError("The function of posterior.of returned NaN or infinite numbers. Return finite ones.")
     check_memory(f"posterior.of for {numbers.numel()} numbers", numbers.numel(), tangent.size)
     return numbers
 
 
 def _gradients(numbers: Tensor, wanted: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the gradients (q, *shape) of q numbers by some tensors. Raises if they depend on none, nor on others."""
+    """Returns the gradients (q, *shape) of q numbers by some tensors. Raises unless they depend on f and are finite."""
     every = [*wanted, *others]
     found = [torch.autograd.grad(number, every, retain_graph=True, allow_unused=True) for number in numbers]
     if all(part is None for row in found for part in row):
@@ -254,9 +244,9 @@ def _gradients(numbers: Tensor, wanted: Sequence[Tensor], others: Sequence[Tenso
         )
     columns = zip(wanted, zip(*found, strict=True), strict=False)
     slopes = [torch.stack([x.new_zeros(x.shape) if g is None else g for g in parts]) for x, parts in columns]
-    if not all(map(is_finite, slopes)):
+    if not all(map(is_finite, [numbers.detach(), *slopes])):
         raise LapwingError(
-            "The result of the function of posterior.of has a NaN or infinite gradient, as the root or norm of 0 has. "
-            "Return numbers with a finite gradient: the square instead of the root."
+            "The function of posterior.of returned numbers that are NaN or infinite, or have such a gradient, as the "
+            "root or norm of 0 has. Return finite ones, such as the square instead of the root."
         )
     return slopes
