@@ -128,7 +128,7 @@ class Data:
     def first_of_rank(self, purpose: str = "a checkpoint needs") -> list[Tensor]:
         """Returns the tensors of this rank's first batch, if any. Raises if the loader then shows another one."""
         once, again = (batches.tensors(next(iter(self), ())) for _ in range(2))
-        if not equal_batches(once, again):
+        if bool(once) != bool(again) or (once and not equal_batches(once, again)):
             raise LapwingError(
                 f"The loader shows other samples the second time, and {purpose} the same order. Pass "
                 "shuffle=False; the fit does not depend on the order. Random augmentation and generators change "

@@ -57,8 +57,8 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
     base = next((name for name, candidate in posteriors.items() if isinstance(candidate, nn.Module)), NETWORK)
     if base in posteriors and not isinstance(posteriors[base], nn.Module):
         raise LapwingError(
-            f'The name "{base}" belongs to the row of the network without a posterior. Give the posterior another '
-            'name: compare({"KFAC": posterior}, test_loader).'
+            f'The name "{base}" belongs to the row of the network without a posterior. Write another name: compare('
+            '{"KFAC": posterior}, test_loader).'
         )
     rows: dict[str, Row] = {}
     if base not in posteriors:

@@ -114,17 +114,14 @@ class FitData:
             _warn_of_own_tokens(self.inputs, self.targets, self.likelihood)
 
     def warn_of_known_samples(self) -> None:
-        """Warns if held-out samples are training samples, more than equal samples are by chance, after the passes.
-
-        By chance a held-out sample equals a training sample as often as a training sample equals another one.
-        """
+        """Warns if the passes met held-out samples that are training samples, more than training samples repeat."""
         if self.held_out is None:
             return
         every = ranks.gathered("the keys of the samples", (self.held_out.row_keys, self.training.row_keys))
         held_out, training = (torch.cat(keys) for keys in zip(*every, strict=True))
         values, counts = training.unique(return_counts=True)
         share = float(torch.isin(held_out, values).double().mean())  # NaN if the fit has not read all data
-        chance = float(counts[counts > 1].sum() / counts.sum())
+        chance = float(counts[counts > 1].sum() / counts.sum())  # of a training sample to equal another one
         if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(held_out))) ** 0.5:
             log.warning(
                 "%.0f %% of the validation samples are training samples. The network fits these better than new data, "
