@@ -73,7 +73,7 @@ def coverage(table: str) -> dict[str, dict[str, float]]:
         prediction = posterior.predict(x_test)
         for kind, parts in held.items():
             rows = groups(x_test, kind == "similar")
-            totals = posterior.of(lambda f, x=x_test, rows=rows: f(x)[rows].sum(1), observed=True)
+            totals = posterior.of(lambda f, x=x_test, rows=rows: f(x)[rows].sum((1, 2)), observed=True)
             independent = prediction.variance[rows].sum(1)[:, 0].sqrt()
             error = (y_test[rows].sum(1)[:, 0] - totals.mean).abs()
             single = (y_test - prediction.mean).abs() < 1.645 * prediction.std

@@ -1,7 +1,7 @@
 """Several processes: how the ranks of a `torch.distributed` process group make one fit together.
 
-`lw.fit` and `Posterior.update` open `across_ranks`. Inside it the functions of this file are collective: every rank
-calls them in the same order. Outside it, and in one process, they return what they are given.
+`lw.fit`, `lw.novelty` and `Posterior.update` open `across_ranks`. Inside it the functions of this file are collective:
+every rank calls them in the same order. Outside it, and in one process, they return what they are given.
 
 Each collective begins with `gathered`, in which a rank may report that it has failed. So an exception on one rank ends
 the other ranks at their next collective, and no rank waits for a rank that has given up.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -103,11 +104,50 @@ def fit_cases_alone(size: int, names: list[str]) -> dict[str, Any]:
     return {name: fitted(name, size, lambda every: [*chain(*every)]) for name in names}
 
 
+ORDER = torch.arange(40)
+LABELS = {
+    "mahalanobis": ORDER % 3, "knn": ORDER % 3, "one class": ORDER.double(),
+    "a class of one rank": torch.where(ORDER == 39, 7, ORDER % 2),
+    "all ignored on one rank": torch.where(ORDER < 21, -100, ORDER % 3),
+}  # fmt: skip
+"""Kind of a detector -> labels of its training data; the first rank has 21 samples."""
+
+
+def scores(kind: str, size: int, join: Callable[[list[Batches]], Batches]) -> Tensor:
+    """Returns the scores of a detector of the batches that `join` makes of the batches of all ranks."""
+    every = shares((data(3, 40, 1)[0], LABELS[kind]), SHARES[size])
+    detector = lw.novelty(network(3), join(every), "knn" if kind == "knn" else "mahalanobis")
+    return detector(torch.linspace(-2, 2, 20, dtype=torch.float64).reshape(5, 4))
+
+
+def novelties(rank: int, size: int) -> dict[str, Any]:
+    """Returns the scores of detectors of all ranks, and the error if the ranks want different detectors."""
+    share = training(3, size)[rank]
+    error = refused(lambda: lw.novelty(network(3), share, "knn" if rank else "mahalanobis"))
+    return {"error": error} | {kind: scores(kind, size, lambda every: every[rank]) for kind in LABELS}
+
+
+def novelties_alone(size: int) -> dict[str, Tensor]:
+    return {kind: scores(kind, size, lambda every: [*chain(*every)]) for kind in LABELS}
+
+
+def known(rank: int, size: int) -> list[str]:
+    """Returns the warnings of a fit whose held-out data are the training data of the next rank."""
+    every, texts = training(3, size), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lapwing").addHandler(handler)
+    lw.fit(network(3), every[rank], validation=every[(rank + 1) % size][1:])
+    logging.getLogger("lapwing").removeHandler(handler)
+    return [text for text in texts if "training samples" in text]
+
+
 def padded(rank: int, size: int, samples: int) -> dict[str, Any]:
-    """Fits on the share of a `DistributedSampler` that repeats samples."""
+    """Fits on the share of a `DistributedSampler` that repeats samples, with a function that knows the rank."""
     dataset = TensorDataset(*data(1, samples, 1))
     sampler = DistributedSampler(dataset, size, rank, shuffle=False)
-    return numbers(lw.fit(network(1), DataLoader(dataset, 3, sampler=sampler), lw.KFAC()))
+    loader = DataLoader(dataset, 3, sampler=sampler)
+    return numbers(lw.fit(network(1), loader, lw.KFAC(), forward=lambda model, x: model(x) + 0 * rank))
 
 
 def further(loader: Any) -> dict[str, Any]:

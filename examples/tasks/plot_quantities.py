@@ -96,7 +96,7 @@ figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
 prediction = posterior.latent((grid[:, None] - 5) / 3)
 for ax, mean, std, label in (
     (axes[0], prediction.mean[:, 0], prediction.std[:, 0], "response"),
-    (axes[1], slope.mean, slope.std, "slope of the response"),
+    (axes[1], slope.mean[:, 0], slope.std[:, 0], "slope of the response"),
 ):
     ax.plot(grid, mean, color="#0072B2")
     ax.fill_between(grid, mean - 1.645 * std, mean + 1.645 * std, color="#0072B2", alpha=0.25, label="90 % interval")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -296,6 +297,20 @@ def take(inputs: Any, rows: slice | Tensor) -> Any:
         return leaf[rows] if isinstance(leaf, Tensor) and not _is_shared(leaf, count) else leaf
 
     return pytree.tree_map(cut, tree(inputs), is_leaf=texts)
+
+
+def row_keys(inputs: Any, targets: Any = None) -> Tensor:
+    """Returns a digest of each sample, (B,) int64: samples have the same if their tensors and strings are equal."""
+    count, leaves, columns = size(inputs), [*pytree.tree_leaves(tree(inputs)), targets], []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
+            each = leaf.shape[:1] == (count,)
+            rows = (leaf if each else leaf[None]).detach().cpu().resolve_conj().resolve_neg()[:, None].flatten(1)
+            columns.append([*rows.contiguous().view(torch.uint8).numpy()] * (1 if each else count))
+    texts = [leaf.encode() for leaf in leaves if isinstance(leaf, str)]
+    columns += [texts[start : start + count] for start in range(0, len(texts) - count + 1, count or 1)]
+    digests = [blake2b(b"".join(row), digest_size=8).digest() for row in zip(*columns, strict=True)]
+    return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64)
 
 
 def check_lists(inputs: Any) -> None:

@@ -16,8 +16,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
 )
 
@@ -50,11 +48,13 @@ class Data:
     ) -> None:  # fmt: skip
         self.columns, self.weighted, self._data_size = columns or columns_of(given), sample_weights, data_size
         self.loader = as_loader(ordered(given, columns), network)
+        self.wants_keys = False  # whether the next iteration that reaches the end keeps the keys of its samples
+        self.row_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._keys = batches.head_keys(given) if type(given) is tuple else ()
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches. Raises if all sample weights are 0, or if a loader with a length shows more than N."""
-        most, total, shown = _unrepeated(self.loader) if ranks.several() else None, 0.0, 0
+        most, total, shown, keys = _unrepeated(self.loader) if ranks.several() else None, 0.0, 0, [self.row_keys]
         if most is None and not length_hint(self.loader):
             most = self._data_size
         for batch in kept_batches(self.loader) if most != 0 else ():
@@ -68,9 +68,13 @@ class Data:
             if self.weighted:
                 batch = batches.weighted(batch)
                 total += float(batch.weights.sum())  # type: ignore[union-attr]
+            if self.wants_keys:
+                keys.append(batches.row_keys(*batches.split(batch)))
             yield batch
             if most is not None and shown >= most:
                 break
+        if self.wants_keys:
+            self.row_keys, self.wants_keys = torch.cat(keys), False
         if self.weighted and not total and not ranks.several():
             raise LapwingError(
                 "All sample weights are 0, so there are no data. Pass positive weights for some samples."
@@ -124,7 +128,7 @@ class Data:
     def first_of_rank(self, purpose: str = "a checkpoint needs") -> list[Tensor]:
         """Returns the tensors of this rank's first batch, if any. Raises if the loader then shows another one."""
         once, again = (batches.tensors(next(iter(self), ())) for _ in range(2))
-        if not equal_batches(once, again):
+        if bool(once) != bool(again) or (once and not equal_batches(once, again)):
             raise LapwingError(
                 f"The loader shows other samples the second time, and {purpose} the same order. Pass "
                 "shuffle=False; the fit does not depend on the order. Random augmentation and generators change "
@@ -164,20 +168,6 @@ class Data:
     def on_first_rank(self) -> Any:
         """Returns the joined data as a list on rank 0, an empty list on other ranks, and `self` in one process."""
         return ranks.gathered_on_first("the held-out data", list(self)) if ranks.several() else self
-
-    def overlaps(self, other: Data) -> bool:
-        """Whether two data sets have the same loader, show the same data set, or begin with the same samples."""
-        same = ranks.gathered("held-out data", self._source is other._source)
-        mine, theirs = (batches.split(one.first, torch.device("cpu")) for one in (self, other))
-        rows = slice(0, min(batches.size(mine[0]), batches.size(theirs[0])))
-        return any(same) or equal_batches(batches.take(mine, rows), batches.take(theirs, rows))
-
-    @property
-    def _source(self) -> Any:
-        """The data set of a data loader that shows all of it, in any order; otherwise the loader."""
-        loader = self.loader
-        whole = isinstance(loader, DataLoader) and type(loader.sampler) in (RandomSampler, SequentialSampler)
-        return loader.dataset if whole else loader
 
     def warn_of_unseen(self, shown: int | None) -> None:
         """Warns if a data loader shows `shown` samples, fewer than its data set has, or shows each once per worker."""

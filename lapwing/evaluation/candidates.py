@@ -55,6 +55,11 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
     likelihood = _with_noise(main) if main else _likelihood(data)
     positions, columns = (main.tangent.positions, main.columns) if main else (None, ())
     base = next((name for name, candidate in posteriors.items() if isinstance(candidate, nn.Module)), NETWORK)
+    if base in posteriors and not isinstance(posteriors[base], nn.Module):
+        raise LapwingError(
+            f'The name "{base}" belongs to the row of the network without a posterior. Write another name: compare('
+            '{"KFAC": posterior}, test_loader).'
+        )
     rows: dict[str, Row] = {}
     if base not in posteriors:
         assert main is not None

@@ -30,7 +30,7 @@ from .fingerprints import differences, fingerprint_of
 
 log = logging.getLogger("lapwing")
 
-FORMAT = 5  # version of the contents of a checkpoint
+FORMAT = 6  # version of the contents of a checkpoint
 SECONDS = 60.0  # minimum time between two writes of the file within a pass, if `every` is None
 
 Saved = tuple[str, dict[str, Tensor]]  # label of a pass, and copies of the tensors of its state
@@ -78,7 +78,8 @@ class Checkpoint:
     def open(self, data: Data, described: Mapping[str, Any]) -> None:
         """Reads the file if it exists. `described` holds fingerprints of the fit, by the names that a message shows."""
         first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
-        self._fit = {**described, "the first batch": first}
+        size = {} if data.expected_size is None else {"the number of samples": data.expected_size}
+        self._fit = {**described, "the first batch": first, **size}
         self._left = ranks.on_first("the checkpoint", self._read)
 
     def _read(self) -> list[Saved]:
@@ -92,7 +93,8 @@ class Checkpoint:
             kept = header["checkpoint"]
             if kept["version"] != FORMAT:
                 raise ValueError
-            different = differences(self._fit, kept["fit"])
+            known = self._fit.keys() & kept["fit"].keys()  # one of the two may not know its number of samples
+            different = known.intersection(differences(self._fit, kept["fit"]))
             passes: list[Saved] = [(label, {}) for label in kept["passes"]]
             for path, tensor in tensors.items():
                 number, _, name = path.partition("/")

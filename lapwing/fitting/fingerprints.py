@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from numbers import Integral, Real
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,14 +18,23 @@ from .. import ranks
 from ..errors import LapwingError
 from ..network.stamp import fingerprint
 
+FUNCTIONS = CellType, CodeType, FunctionType, MethodType, partial
+PARTS = (  # attributes of these types that decide what a function returns
+    "co_code", "co_consts", "co_names", "cell_contents", "__code__", "__defaults__", "__kwdefaults__", "__closure__",
+    "func", "args", "keywords",
+)  # fmt: skip
 
-def fingerprint_of(value: Any) -> Any:
+
+def fingerprint_of(value: Any, functions: bool = True, above: tuple[int, ...] = ()) -> Any:
     """Returns a value as JSON: numbers and strings unchanged, tensors as sums, other objects by their type.
 
     It contains no address, so it is the same in another process. The field `loader` of a tuning, its held-out data, is
-    left out.
+    left out. A function has its code, constants, names, defaults, closure values and the attributes of its object.
+    Without `functions` it has only its name: closures of several processes may hold the rank. `above` are the ids of
+    the values around this one.
     """
-    if isinstance(value, Tensor) and value.layout == torch.strided:
+    inside = partial(fingerprint_of, functions=functions, above=(*above, id(value)))
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
         return [list(value.shape), str(value.dtype), *fingerprint(value).nan_to_num().tolist()]
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -31,15 +42,31 @@ def fingerprint_of(value: Any) -> Any:
         return int(value)
     if isinstance(value, Real):
         return int(float(value)) if float(value).is_integer() else repr(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): fingerprint_of(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [fingerprint_of(item) for item in value]
+    if isinstance(value, (bytes, complex)):
+        return repr(value)
     name = getattr(value, "__qualname__", type(value).__qualname__)
+    if id(value) in above:  # such as a function that calls itself
+        return name
+    if isinstance(value, Mapping):
+        return {str(inside(key)): inside(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [inside(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(inside(item)) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [each.name for each in dataclasses.fields(value) if each.name != "loader"]
-        return [name, {each: fingerprint_of(getattr(value, each)) for each in names}]
-    return name
+        return [name, {each: inside(getattr(value, each)) for each in names}]
+    parts = _parts(value) if functions else []
+    return [name, *map(inside, parts)] if parts else name
+
+
+def _parts(value: Any) -> list[Any]:
+    """Returns what decides the results of a function besides its name; [] for other objects."""
+    parts = [getattr(value, name) for name in PARTS if hasattr(value, name)] if isinstance(value, FUNCTIONS) else []
+    owner = getattr(value, "__self__", value)
+    if callable(value) and not isinstance(owner, (type, ModuleType, FunctionType)):  # a method, or a callable object
+        parts += [type(owner).__call__, getattr(owner, "__dict__", None)]
+    return parts
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -151,6 +151,7 @@ def fit(
             posterior = run_and_tune(setup)
         if options.data_size is None and data.training.expected_size is None:
             data.training.warn_of_unseen(setup.runner.size_if_known())
+        data.warn_of_known_samples()
         return posterior
 
 

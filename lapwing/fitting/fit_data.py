@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import ranks
@@ -27,6 +28,7 @@ from .options import FitOptions
 log = logging.getLogger("lapwing")
 
 FEW = 30  # minimum number of held-out samples; below it a warning is logged
+KNOWN = 0.05  # maximum share of held-out samples that are training samples, beyond chance; above it a warning is logged
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class FitData:
         tune = options.tune
         if options.validation is not None:
             held_out = Data(options.validation, model, columns=training.columns)
+            held_out.wants_keys = training.wants_keys = True
             tune = Validation(held_out)
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
@@ -99,7 +102,7 @@ class FitData:
     def warn(self, options: FitOptions) -> None:
         """Warns about data that make the error bars wrong, and logs if a likelihood has only a pseudo-evidence."""
         if self.held_out is not None:
-            _warn_of_held_out(self.held_out, self.training)
+            _warn_of_few(self.held_out)
         if self.likelihood.plain is not self.likelihood:
             log.info(
                 "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a "
@@ -110,6 +113,22 @@ class FitData:
         if options.forward is None:
             _warn_of_own_tokens(self.inputs, self.targets, self.likelihood)
 
+    def warn_of_known_samples(self) -> None:
+        """Warns if the passes met held-out samples that are training samples, more than training samples repeat."""
+        if self.held_out is None:
+            return
+        every = ranks.gathered("the keys of the samples", (self.held_out.row_keys, self.training.row_keys))
+        held_out, training = (torch.cat(keys) for keys in zip(*every, strict=True))
+        values, counts = training.unique(return_counts=True)
+        share = float(torch.isin(held_out, values).double().mean())  # NaN if the fit has not read all data
+        chance = float(counts[counts > 1].sum() / counts.sum())  # of a training sample to equal another one
+        if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(held_out))) ** 0.5:
+            log.warning(
+                "%.0f %% of the validation samples are training samples. The network fits these better than new data, "
+                "so its error bars become too narrow and its probabilities overconfident. Pass data on which it was "
+                "not trained: validation=(x_val, y_val).", 100 * share,
+            )  # fmt: skip
+
 
 def with_joined_data(tune: Tuning | None, training: Data, model: Any) -> Tuning | None:
     """Returns the tuning with the held-out data of all ranks on rank 0, and without data on other ranks."""
@@ -119,14 +138,8 @@ def with_joined_data(tune: Tuning | None, training: Data, model: Any) -> Tuning 
     return replace(tune, loader=data.on_first_rank())
 
 
-def _warn_of_held_out(held_out: Data, training: Data) -> None:
-    """Warns if held-out data are the training data, or are few."""
-    if held_out.overlaps(training):
-        log.warning(
-            "The validation data are the training data. The network fits these better than new data, so its error bars "
-            "become too narrow and its probabilities overconfident. Pass data on which it was not trained: "
-            "validation=(x_val, y_val)."
-        )
+def _warn_of_few(held_out: Data) -> None:
+    """Warns if held-out data are few."""
     count = held_out.expected_size
     has_maps = getattr(batches.split(held_out.first)[1], "ndim", 1) >= 3
     if count is not None and count < FEW and not has_maps:

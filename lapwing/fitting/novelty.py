@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import ranks
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
@@ -26,6 +27,7 @@ from ..posterior.files import read_safetensors, write_safetensors
 from ..posterior.loading import check_same
 from ..tangent import Tangent, last_layer
 from ..tangent.stored import from_json, to_json
+from .fingerprints import check_same_network
 
 log = logging.getLogger("lapwing")
 
@@ -98,6 +100,7 @@ class Novelty:
 
 
 @outside_modes
+@ranks.across_ranks()
 def novelty(
     model: nn.Module, loader: Any, by: Literal["mahalanobis", "knn"] = "mahalanobis", *, forward: Forward | None = None
 ) -> Novelty:
@@ -114,7 +117,8 @@ def novelty(
       fewer than 50. Targets do not matter.
 
     Training inputs score lower than new inputs of the same kind: choose a threshold on held-out inputs.
-    `detector.save(path)` writes the detector, and `lw.Novelty.load(path, model)` reads it.
+    `detector.save(path)` writes the detector, and `lw.Novelty.load(path, model)` reads it. If `torch.distributed` is
+    initialised with several processes, each of them calls `lw.novelty` with its share of the data, as in `lw.fit`.
 
     Args:
         model: the trained network, in eval mode.
@@ -139,10 +143,12 @@ def novelty(
     batches.check_loader(data.loader, "lw.novelty")
     inputs, targets = batches.split(data.first)
     tangent = Tangent.survey(model, inputs, last_layer, forward, targets=targets)
+    check_same_network(tangent.model, tangent.state())
     pairs = ((features_of(tangent, inputs), targets) for inputs, targets, _ in checked_batches(tangent.model, data))
     if by == "knn":  # at least float32: cosines near 1 in half precision would tie
         kept = [F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32))) for rows, _ in pairs]
-    tensors = {"rows": torch.cat(kept)} if by == "knn" else _mahalanobis(pairs)
+        kept = [rows.to(tangent.device) for part in ranks.gathered("the features", kept) for rows in part]
+    tensors = {"rows": torch.cat(kept)} if by == "knn" else _mahalanobis(pairs, tangent.device)
     return Novelty(by, tangent, tensors, Stamp.of(tangent.state()))
 
 
@@ -166,14 +172,13 @@ def features_of(tangent: Tangent, inputs: Any) -> Tensor:
     return torch.cat(parts)
 
 
-def _mahalanobis(pairs: Iterable[tuple[Tensor, Any]]) -> dict[str, Tensor]:
+def _mahalanobis(pairs: Iterable[tuple[Tensor, Any]], device: torch.device) -> dict[str, Tensor]:
     """Returns the numbers of the relative Mahalanobis distance, from batches of features and targets.
 
     `Σ_0 = Σ + M W Mᵀ` with the means M (D, C) relative to μ_0, and the shares W of the classes. So for `S = Σ⁻¹ M` the
     distance is `|Rᵀ(z-μ_0)|² - max_c [2 s_cᵀ(z-μ_0) - s_cᵀ m_c]`, with `R Rᵀ = Σ⁻¹ - Σ_0⁻¹ = S (W⁻¹ + Mᵀ S)⁻¹ Sᵀ`.
     """
-    sums: dict[int, Tensor] = {}
-    squares: Any = 0.0
+    sums: dict[str, Tensor] = {}  # of all features times features, and of the features of each label
     for features, targets in pairs:
         rows, labels = doubled(features), torch.zeros(len(features), dtype=torch.long)
         if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.numel() == len(rows):
@@ -181,8 +186,10 @@ def _mahalanobis(pairs: Iterable[tuple[Tensor, Any]]) -> dict[str, Tensor]:
             rows, labels = rows[labels != IGNORED], labels[labels != IGNORED]
         for label in labels.unique().tolist():
             part = F.pad(rows[labels == label], (0, 1), value=1.0)  # the last entry counts samples
-            sums[label] = sums.get(label, 0.0) + part.sum(0)
-        squares = squares + rows.T @ rows
+            sums[f"label {label}"] = sums.get(f"label {label}", 0.0) + part.sum(0)
+        sums["squares"] = sums.get("squares", 0.0) + rows.T @ rows
+    sums = ranks.joined("the sums of features", sums, {}, device)
+    squares = sums.pop("squares")
     if not sums:
         raise LapwingError(f"All labels are {IGNORED}, so no sample counts. Pass the labels of the classes.")
     totals, counts = torch.stack(list(sums.values())).tensor_split([-1], 1)

@@ -94,23 +94,25 @@ class FitOptions(Options):
         """Returns the prior precision that the user gave, or None if it is tuned; `count` returns N."""
         return self.prior_precision if self.weight_decay is None else (self.data_size or count()) * self.weight_decay
 
-    def described(self) -> dict[str, Any]:
-        """Returns fingerprints of the options that decide the fit, as JSON, equal in all processes and calls.
+    def described(self, functions: bool = True) -> dict[str, Any]:
+        """Returns fingerprints of the options that decide the fit, as JSON, equal in all calls.
 
-        Only the presence of held-out data is compared, since each process has different ones.
+        Only the presence of held-out data is compared, since each process has different ones. Without `functions` the
+        fingerprints are also equal in all processes of a fit.
         """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values |= {name: values[name] is not None for name in ("validation", "checkpoint")}
         if self.prior is not None:
             values["prior"] = [self.prior.method, self.prior.samples, self.prior.covariance.tensors()]
-        return {name: fingerprint_of(value) for name, value in values.items() if name not in ("every", "progress")}
+        kept = {name: value for name, value in values.items() if name not in ("every", "progress")}
+        return fingerprint_of(kept, functions)
 
     def check_same_on_ranks(self) -> None:
         """Raises if the processes of a fit got different options. Their data may differ."""
         if not ranks.several():
             return
         texts = {each.name: shown(getattr(self, each.name)) for each in fields(self)}
-        every = ranks.gathered("the options", (self.described(), texts))
+        every = ranks.gathered("the options", (self.described(functions=False), texts))
         (first, text), *_ = every
         for other, (described, given) in enumerate(every):
             for name in differences(first, described)[:1]:

@@ -133,7 +133,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
             ignored = getattr(self.likelihoods[key], "ignore_index", torch.nan)
             labels = found[key].nan_to_num(ignored).flatten()
             if not shape:
-                found[key] = labels if bool(labels.isnan().any()) else labels.long()
+                found[key] = labels.long() if bool((labels == labels.long()).all()) else labels
         return found
 
     def heads(self, outputs: Tensor, targets: Any) -> Iterator[tuple[str, Likelihood, Tensor, Tensor]]:

@@ -65,9 +65,12 @@ def check_labels(
         )
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         hint = ' (or, for regression, `likelihood="gaussian"`)' if dtype.is_floating_point else ""
+        line = f"Write `y.long()`{hint}"
+        if dtype.is_floating_point and not _are_whole(labels):
+            line = 'Write `likelihood="gaussian"` for real targets'
         raise LapwingError(
             f"{name} accepts labels of an integer dtype from 0 to {classes - 1}. The labels have shape {shape} and "
-            f"dtype {dtype}. Write `y.long()`{hint}."
+            f"dtype {dtype}. {line}."
         )
     numbers = labels.long()
     bad = (numbers < 0) | (numbers >= classes)

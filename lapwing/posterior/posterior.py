@@ -334,24 +334,25 @@ class Posterior(Displayed, Generic[P]):
         `q(θ) ≈ q(θ̂) + g (θ - θ̂)` has the covariance `g Σ gᵀ`, where g (q, P) is the gradient of the q numbers.
 
         Args:
-            function: `function(f)` returns a tensor, which is read as q numbers. `f(x)` is the network, for one batch
-                of inputs as in `latent`, and `f.weight["fc.weight"]` is a weight; one that is not treated has no error.
+            function: `function(f)` returns a tensor of q numbers. `f(x)` is the network, for one batch of inputs as in
+                `latent`, and `f.weight["fc.weight"]` is a weight; one that is not treated has no error.
                 With data it is `function(f, batch)`, for each batch as the loader yields it. For classes `f(x)` has the
                 logits of the network, not calibrated by held-out data. With a logit temperature write
                 `(f(x) / posterior.logit_temperature).softmax(-1)` for probabilities.
             data: a loader, or arrays as in `lw.fit`; the result is the sum over its batches, so return sums, and divide
                 a mean by the number of rows yourself.
             observed: True adds the noise of future targets: the error of the same numbers computed from y instead of
-                `f(x)`, with `d diag(σ²) dᵀ` for the derivative d of the numbers by the outputs. Two calls on the same x
-                count as two measurements: `f(x) - f(x)` then has noise. Call f once and reuse the result. Numbers
-                without y, such as slopes and weights, have no noise.
+                `f(x)`, with `d diag(σ²) dᵀ` for the derivative d of the numbers by the outputs. A row has one noise in
+                all calls of f with equal inputs, so `f(x) - f(x)` has none. Equal rows of one call, or of two batches,
+                are separate measurements. Numbers without y, such as slopes and weights, have no noise.
 
         Returns:
-            `.mean .std` (q,), `.covariance` (q, q), `.interval(0.9)`, `.sample(n)` (n, q).
+            `.mean`, `.std` and `.interval(0.9)` in the shape of the result of the function, `.covariance`
+            (*shape, *shape), `.sample(n)` (n, *shape).
 
         Raises:
-            LapwingError: if the result has no gradient, if `observed` and the likelihood has no noise variance (such as
-                classes) or several outputs per target, or if the weights have changed since the fit.
+            LapwingError: if the result has no gradient or a NaN gradient, if `observed` and the likelihood has no noise
+                variance (such as classes) or several outputs per target, or if the weights have changed since the fit.
 
         Cost: q backward passes and q products with Σ, for any number of rows; memory O(q P) and one batch.
 
@@ -362,8 +363,8 @@ class Posterior(Displayed, Generic[P]):
             >>> x, y = torch.randn(50, 2), torch.randn(50, 1)
             >>> posterior = lw.fit(torch.nn.Linear(2, 1).eval(), (x, y))
             >>> total = posterior.of(lambda f: f(x).sum(0), observed=True)
-            >>> total.std.shape, posterior.of(lambda f: f.weight["weight"]).covariance.shape
-            (torch.Size([1]), torch.Size([2, 2]))
+            >>> total.std.shape, posterior.of(lambda f: f.weight["weight"]).std.shape
+            (torch.Size([1]), torch.Size([1, 2]))
         """
         self._check_network()
         check_flag("of", "observed", observed)
@@ -412,6 +413,7 @@ class Posterior(Displayed, Generic[P]):
 
         Args:
             train: the training data, as in `lw.fit`, with sample weights if the fit had them, and without shuffling.
+                After a fit over several processes, each process gets the effects of the rows that it passes.
             x: one batch of inputs, as in `latent`.
 
         Returns:

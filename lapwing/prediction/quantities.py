@@ -31,11 +31,11 @@ from .uncertain import prepared
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Quantity(Displayed):
-    """`N(mean, covariance)` of q numbers that are computed from a network. `Posterior.of` makes it.
+    """`N(mean, covariance)` of numbers that are computed from a network. `Posterior.of` makes it.
 
     Attributes:
-        mean: the numbers at the trained weights, (q,).
-        covariance: their covariance, (q, q).
+        mean: the numbers at the trained weights, in the shape of the result of the function.
+        covariance: their covariance, (*shape, *shape): (q, q) for q numbers in a row, and a scalar for a scalar.
     """
 
     mean: Tensor
@@ -43,24 +43,25 @@ class Quantity(Displayed):
 
     @property
     def std(self) -> Tensor:
-        """Standard deviations, (q,)."""
-        return self.covariance.diagonal().clamp_min(0).sqrt()
+        """Standard deviations, in the shape of the mean."""
+        return self.covariance.flatten()[:: self.mean.numel() + 1].clamp_min(0).sqrt().reshape(self.mean.shape)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the lower and upper end of the central interval of each number, each (q,); the level is in (0, 1)."""
+        """Returns the lower and upper end of the central interval of each number; the level is in (0, 1)."""
         half = NormalDist().inv_cdf(tails_of(level)[1]) * self.std
         return self.mean - half, self.mean + half
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws the numbers jointly, (n, q). None for the generator means seed 0."""
-        check_draws("sample", "n", n, len(self.mean))
+        """Draws the numbers jointly, (n, *shape). None for the generator means seed 0."""
+        check_draws("sample", "n", n, count := self.mean.numel())
         like: Any = {"dtype": self.mean.dtype, "device": self.mean.device}
-        noise = torch.randn(n, len(self.mean), generator=seeded(generator, self.mean.device), **like)
-        return self.mean + noise @ psd_root(self.covariance).T
+        noise = torch.randn(n, count, generator=seeded(generator, self.mean.device), **like)
+        return self.mean + (noise @ psd_root(self.covariance.reshape(count, count)).T).reshape(n, *self.mean.shape)
 
     def __repr__(self) -> str:
-        pairs = [f"{m:.4g} ± {s:.2g}" for m, s in zip(self.mean[:4].tolist(), self.std[:4].tolist(), strict=True)]
-        return f"Quantity({', '.join(pairs)}{', ...' if len(self.mean) > 4 else ''})"
+        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
+        pairs = [f"{m:.4g} ± {s:.2g}" for m, s in zip(mean[:4], std[:4], strict=True)]
+        return f"Quantity({', '.join(pairs)}{', ...' if len(mean) > 4 else ''})"
 
 
 class NamedWeights(dict[str, Tensor]):
@@ -84,7 +85,7 @@ class NetworkFunction:
         others = {name: w.detach() for name, w in named.items() if name not in self.treated and w.is_floating_point()}
         self.others = {name: weight.requires_grad_() for name, weight in others.items()}
         self.weight = NamedWeights(native({**self.treated, **self.others}, own_parameters(tangent.model)))
-        self.calls: list[tuple[Tensor, Places]] = []  # the outputs (B T, C) of each call
+        self.calls: list[tuple[Tensor, Places, Any]] = []  # the outputs (B T, C) and the inputs of each call
 
     def __call__(self, x: Any, *more: Any) -> Tensor:
         tangent = self._tangent
@@ -95,7 +96,7 @@ class NetworkFunction:
         values = {name: self.treated[name].to(value.dtype) for name, value in tangent.parameters.items()}
         rows = tangent.call_with(values, checked.inputs).to(tangent.dtype).reshape(-1, tangent.outputs)
         batches.check_outputs(rows.detach(), "these inputs")
-        self.calls.append((rows, tangent.places_of(checked.inputs)))
+        self.calls.append((rows, tangent.places_of(checked.inputs), checked.inputs))
         return self.calls[-1][1].whole(rows)
 
 
@@ -151,20 +152,39 @@ def quantity(
         f = NetworkFunction(tangent, columns)
         with torch.enable_grad():
             numbers = _numbers(function(f, *arguments), mean, tangent)
-            outputs = [rows for rows, _ in f.calls] if observed else []
-            slopes = _gradients(numbers, [*f.treated.values(), *outputs], list(f.others.values()))
+            outputs = [rows for rows, *_ in f.calls] if observed else []
+            slopes = _gradients(numbers.flatten(), [*f.treated.values(), *outputs], list(f.others.values()))
         for name, part in join(tangent.blocks, dict(zip(f.treated, slopes, strict=False))).items():
             part = part.to(covariance.device, covariance.dtype)
             gradient[name] = gradient[name] + part if name in gradient else part
-        for by_outputs, call in zip(slopes[len(f.treated) :], f.calls, strict=False):
-            root = (by_outputs * noise_of(likelihood, *call).sqrt()).flatten(1)
-            noise = noise + row_products(root, root)
+        if outputs:
+            noise = noise + _noise_covariance(likelihood, f.calls, slopes[len(f.treated) :])
         mean = numbers.detach() if mean is None else mean + numbers.detach()
     if mean is None:
         raise LapwingError("The data of posterior.of yield no batch. Check the dataset's length.")
     products = covariance.mv(gradient)
     matrix = total(row_products(gradient[name], products[name]) for name in gradient).to(mean.device)
-    return Quantity(mean, ((matrix + matrix.T) / 2 + noise).to(mean.dtype))
+    return Quantity(mean, ((matrix + matrix.T) / 2 + noise).to(mean.dtype).reshape(mean.shape * 2))
+
+
+def _noise_covariance(
+    likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Any]], slopes: Sequence[Tensor]
+) -> Tensor:
+    """Returns `d diag(σ²) dᵀ` (q, q), with the derivatives d of q numbers by the outputs (q, B T, C) of each call.
+
+    Calls share the noise of rows with equal inputs. Equal rows of one call have separate noise: the k-th of them shares
+    its noise with the k-th of another call.
+    """
+    numbered, roots = [], []
+    for (rows, places, inputs), slope in zip(calls, slopes, strict=True):
+        keys, order = batches.row_keys(inputs).repeat_interleave(places.count).sort(stable=True)
+        k = torch.arange(len(keys), device="cpu") - torch.searchsorted(keys, keys)
+        numbered.append(torch.stack([keys, k], 1))
+        roots.append((slope * noise_of(likelihood, rows, places).sqrt())[:, order.to(slope.device)])
+    _, same = torch.cat(numbered).unique(dim=0, return_inverse=True)
+    root = torch.cat(roots, 1)
+    root = torch.zeros_like(root).index_add(1, same.to(root.device), root).flatten(1)
+    return row_products(root, root)
 
 
 def noise_of(likelihood: Likelihood, rows: Tensor, places: Places) -> Tensor:
@@ -191,7 +211,7 @@ def _check_arguments(function: Callable[..., Tensor], count: int) -> None:
 
 
 def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
-    """Returns the result of the function as q numbers. Raises without gradients, or if `before` has another q."""
+    """Returns the result of the function. Raises if it has no gradient, or another shape than `before`."""
     if isinstance(result, (tuple, list, Mapping)):
         raise LapwingError(
             f"The function of posterior.of returned {batches.describe(result)}. Return one tensor: write "
@@ -202,22 +222,20 @@ def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
             f"The function of posterior.of returned {batches.describe(result)} without a gradient. Return a tensor "
             "that is computed from f(x) or f.weight[...], without detach(), item(), NumPy, argmax and comparisons."
         )
-    numbers = result.reshape(-1).to(tangent.dtype)
-    if not len(numbers):
+    numbers = result.to(tangent.dtype)
+    if not numbers.numel():
         raise LapwingError("The function of posterior.of returned no number. Check the index or slice of f(x).")
-    if before is not None and len(numbers) != len(before):
+    if before is not None and numbers.shape != before.shape:
         raise LapwingError(
-            f"The function of posterior.of returned {len(before)} numbers for one batch and {len(numbers)} for the "
-            "next. Return the same number for each batch, such as f(batch[0]).sum(0): lapwing adds up the batches."
+            f"The function of posterior.of returned shape {tuple(before.shape)} and then shape {tuple(numbers.shape)}. "
+            "Return the same shape for each batch, such as f(batch[0]).sum(0): lapwing adds up the batches."
         )
-    if not is_finite(numbers.detach()):
-        raise LapwingError("The function of posterior.of returned NaN or infinite numbers. Return finite ones.")
-    check_memory(f"posterior.of for {len(numbers)} numbers", len(numbers), tangent.size)
+    check_memory(f"posterior.of for {numbers.numel()} numbers", numbers.numel(), tangent.size)
     return numbers
 
 
 def _gradients(numbers: Tensor, wanted: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the gradients (q, *shape) of q numbers by some tensors. Raises if they depend on none, nor on others."""
+    """Returns the gradients (q, *shape) of q numbers by some tensors. Raises unless they depend on f and are finite."""
     every = [*wanted, *others]
     found = [torch.autograd.grad(number, every, retain_graph=True, allow_unused=True) for number in numbers]
     if all(part is None for row in found for part in row):
@@ -225,4 +243,10 @@ def _gradients(numbers: Tensor, wanted: Sequence[Tensor], others: Sequence[Tenso
             "The result of the function of posterior.of does not depend on f. Call f(x) instead of the network itself."
         )
     columns = zip(wanted, zip(*found, strict=True), strict=False)
-    return [torch.stack([x.new_zeros(x.shape) if g is None else g for g in parts]) for x, parts in columns]
+    slopes = [torch.stack([x.new_zeros(x.shape) if g is None else g for g in parts]) for x, parts in columns]
+    if not all(map(is_finite, [numbers.detach(), *slopes])):
+        raise LapwingError(
+            "The function of posterior.of returned numbers that are NaN or infinite, or have such a gradient, as the "
+            "root or norm of 0 has. Return finite ones, such as the square instead of the root."
+        )
+    return slopes

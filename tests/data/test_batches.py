@@ -265,3 +265,22 @@ def test_inputs_that_require_gradients() -> None:
     assert gradient.abs().sum() > 0
     with torch.no_grad():
         assert not posterior.latent(leaf).variance.requires_grad
+
+
+def test_keys_are_equal_for_equal_samples_only() -> None:
+    """Against a comparison of all pairs of samples by Python."""
+    x, n = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 2.0]]), torch.tensor([1, 1, 1, 2])
+    texts = ["a", "ab", "a", "a"]
+    columns: list[list[Any]] = [x.tolist(), n.tolist(), texts]
+    for given, targets, which in (
+        (x, None, [0]), (x.bfloat16(), n, [0, 1]), ((n > 1, x.T.contiguous().T), None, [0, 1]),
+        ({"a": [x, (n,)], "b": texts}, None, [0, 1, 2]), ({"b": texts, "n": n[:, None, None]}, x, [0, 1, 2]),
+        ((x.cfloat().conj(), torch.zeros(3), torch.tensor(1.0), "shared"), None, [0]),
+    ):  # fmt: skip
+        samples = [tuple(columns[i][row] for i in which) for row in range(4)]
+        keys = batches.row_keys(given, targets)
+        assert keys.shape == (4,)
+        assert (keys[:, None] == keys).tolist() == [[one == other for other in samples] for one in samples]
+    assert torch.equal(batches.row_keys(x[2:], n[2:]), batches.row_keys(x, n)[2:])  # in any batch
+    assert batches.row_keys(x[:0], n[:0]).shape == (0,)
+    assert (batches.row_keys((x, torch.zeros(3))) != batches.row_keys((x, torch.ones(3)))).all()  # shared by all

@@ -118,6 +118,14 @@ def test_a_network_among_the_candidates_is_not_added_and_no_row_is_dropped(class
     assert list(lw.compare({"one": model}, (x[:1], y[:1])).rows) == ["one"]  # no two halves
 
 
+def test_a_posterior_does_not_take_the_place_of_the_network(classes: Any) -> None:
+    model, posterior, x, y = classes
+    for one in (posterior, (posterior, lw.Linearized()), lw.mixture([posterior, posterior])):
+        with pytest.raises(lw.LapwingError, match='The name "network" belongs to the row of the network without'):
+            lw.compare({"network": one, "other": posterior}, (x, y))
+    assert next(iter(lw.compare({"network": model, "K": posterior}, (x[:9], y[:9]), repeats=1).rows)) == "network"
+
+
 def test_an_order_that_changes_leaves_differences_unpaired(classes: Any) -> None:
     _, posterior, x, y = classes
     shuffled = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 10, shuffle=True)

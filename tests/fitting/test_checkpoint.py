@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.fitting import checkpoint
+from lapwing.fitting.fingerprints import differences, fingerprint_of
 from lapwing.tuning import Tuning
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 
@@ -200,7 +206,7 @@ def test_the_sums_are_kept_when_the_tuning_fails(tmp_path: Path) -> None:
     )
 
 
-SEED = 10**9
+SEED, ROOT = 10**9, str(Path(lw.__file__).parent.parent)
 
 
 def begun(path: Path, **options: Any) -> tuple[nn.Module, list[Any]]:
@@ -239,6 +245,107 @@ def test_a_checkpoint_of_another_network_or_other_data_is_refused(tmp_path: Path
         next(model.parameters())[0, 0] += 1e-3
     with pytest.raises(lw.LapwingError, match="which differs in the network"):
         lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
+
+
+def test_a_checkpoint_of_another_number_of_samples_is_refused(tmp_path: Path) -> None:
+    model, every = pieces()
+    options: dict[str, Any] = {"method": lw.KFAC(), "checkpoint": tmp_path / "fit"}
+    with pytest.raises(KeyboardInterrupt):
+        lw.fit(model, every, tune=Unwilling(), **options)
+    for other in (
+        every[:-1],
+        [*every, every[0]],
+        DataLoader(TensorDataset(*map(torch.cat, zip(*every[:2], strict=True))), 3),
+    ):
+        with pytest.raises(lw.LapwingError, match="another fit, which differs in the number of samples. Pass"):
+            lw.fit(model, other, **options)
+    check_same(lw.fit(model, Loader(every), **options), lw.fit(model, every, lw.KFAC()))  # of unknown size
+
+
+def scaled(factor: Any) -> Callable[..., Tensor]:
+    return lambda model, x: model(x * factor)
+
+
+def test_a_checkpoint_of_another_function_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    model, every = begun(tmp_path / "fit", forward=scaled(1.0))
+    options: dict[str, Any] = {"method": lw.KFAC(), "seed": SEED}
+    for other in (scaled(3.0), None):
+        with pytest.raises(lw.LapwingError, match="another fit, which differs in forward. Pass"):
+            lw.fit(model, every, **options, forward=other, checkpoint=tmp_path / "fit")
+    again = lw.fit(model, every, **options, forward=scaled(1.0), checkpoint=tmp_path / "fit")
+    check_same(again, lw.fit(model, every, **options, forward=scaled(1.0)))
+
+
+class Step:
+    """A callable object with a state, which knows itself."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.myself, self.names = factor, self, {"a", "b"}
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x * self.factor)
+
+    def step(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x / self.factor)
+
+
+def counted(depth: int) -> Callable[..., Tensor]:
+    def again(model: nn.Module, x: Tensor, left: int = depth) -> Tensor:
+        return again(model, x, left - 1) if left else model(x)
+
+    return again
+
+
+def through(value: float) -> Callable[..., Tensor]:
+    layer = nn.Linear(1, 1)
+    nn.init.constant_(layer.weight, value)
+    nn.init.zeros_(layer.bias)
+    return lambda model, x: model(layer(x))
+
+
+SAME_NAME: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "constant": (lambda: lambda m, x: m(x * 2), lambda: lambda m, x: m(x * 3)),
+    "operation": (lambda: lambda m, x: m(x + x), lambda: lambda m, x: m(x * x)),
+    "name": (lambda: lambda m, x: m(x.sin()), lambda: lambda m, x: m(x.cos())),
+    "default": (lambda: lambda m, x, k=2: m(x * k), lambda: lambda m, x, k=3: m(x * k)),
+    "keyword": (lambda: lambda m, x, *, k=2: m(x * k), lambda: lambda m, x, *, k=3: m(x * k)),
+    "set": (lambda: lambda m, x: m(x.ndim in {"a", "b"}), lambda: lambda m, x: m(x.ndim in {"a", "c"})),
+    "bytes": (lambda: lambda m, x: m(x, b"a"), lambda: lambda m, x: m(x, b"b")),
+    "inner function": (lambda: lambda m, x: m((lambda z: z + 1)(x)), lambda: lambda m, x: m((lambda z: z + 2)(x))),
+    "closure": (lambda: scaled(2.0), lambda: scaled(3.0)),
+    "tensor": (lambda: scaled(torch.ones(2)), lambda: scaled(torch.zeros(2))),
+    "function in a closure": (lambda: scaled(scaled(2.0)), lambda: scaled(scaled(3.0))),
+    "itself": (lambda: counted(2), lambda: counted(3)),
+    "module": (lambda: through(1.0), lambda: through(2.0)),
+    "partial": (lambda: partial(scaled, 2.0), lambda: partial(scaled, 3.0)),
+    "function of a partial": (lambda: partial(scaled(2.0), x=1), lambda: partial(scaled(3.0), x=1)),
+    "object": (lambda: Step(2.0), lambda: Step(3.0)),
+    "method": (lambda: Step(2.0).step, lambda: Step(3.0).step),
+}
+"""Kind of difference -> makers of two functions that have one name and return different things."""
+
+
+@pytest.mark.parametrize("kind", SAME_NAME)
+def test_fingerprints_of_functions(kind: str) -> None:
+    make, other = SAME_NAME[kind]
+    one, again = json.loads(json.dumps(fingerprint_of(make()))), fingerprint_of(make())
+    assert not differences({"f": one}, {"f": again})
+    assert differences({"f": one}, {"f": fingerprint_of(other())})
+    assert " at 0x" not in str(one)
+    assert fingerprint_of(make(), functions=False) == fingerprint_of(other(), functions=False)
+
+
+@pytest.mark.slow
+def test_fingerprints_of_functions_are_the_same_in_another_process() -> None:
+    code = (
+        "import json; from tests.fitting.test_checkpoint import SAME_NAME, fingerprint_of\n"
+        "print(json.dumps([fingerprint_of(make()) for make, _ in SAME_NAME.values()]))"
+    )
+    texts = [
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": ROOT},
+                       capture_output=True, text=True, check=True).stdout for seed in "12"
+    ]  # fmt: skip
+    assert json.loads(texts[0]) == json.loads(texts[1])
 
 
 @pytest.mark.parametrize("left", [5, 10**9])

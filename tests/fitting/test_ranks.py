@@ -39,13 +39,18 @@ def check_cases(every: list[list[Any] | None], size: int, names: list[str]) -> N
 def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) -> None:
     path = tmp_path / "fit.safetensors"
     every = ranks.run(
-        tmp_path, 2, [(ranks.fit_cases, ranks.FEW), (ranks.padded, 7), (ranks.fail,), (ranks.interrupted, path)]
-    )
+        tmp_path, 2, [
+            (ranks.fit_cases, ranks.FEW), (ranks.novelties,), (ranks.known,), (ranks.padded, 7), (ranks.fail,),
+            (ranks.interrupted, path),
+        ],
+    )  # fmt: skip
     check_cases(every, 2, ranks.FEW)
+    check_novelty(every, 2)
     x, y = ranks.data(1, 7, 1)
     joined = [(x[[0, 2, 4]], y[[0, 2, 4]]), (x[[6]], y[[6]]), (x[[1, 3, 5]], y[[1, 3, 5]])]
     alone = ranks.numbers(lw.fit(ranks.network(1), joined, lw.KFAC()))
-    (_, first, here, kept), (_, second, there, kept_too) = every  # type: ignore[misc]
+    assert all(results and "100 % of the validation" in "".join(results[2]) for results in every)
+    (*_, first, here, kept), (*_, second, there, kept_too) = every  # type: ignore[misc]
     assert alone["samples"] == 7
     check_equal(first, alone)
     check_equal(second, alone)
@@ -55,6 +60,15 @@ def test_two_ranks_fit_as_one_process_fail_together_and_go_on(tmp_path: Path) ->
         assert left_out == batches  # of the first pass
         torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
     assert not path.exists()
+
+
+def check_novelty(every: list[list[Any] | None], size: int) -> None:
+    """Checks that the detectors of all ranks score as the detector of the joined data in one process."""
+    alone = ranks.novelties_alone(size)
+    for results in every:
+        assert results is not None
+        assert "not at the same place of a fit" in results[1].pop("error")
+        torch.testing.assert_close(results[1], alone, rtol=1e-8, atol=1e-10)
 
 
 def check_errors(here: dict[str, str], there: dict[str, str]) -> None:
@@ -82,7 +96,9 @@ def check_errors(here: dict[str, str], there: dict[str, str]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_number_of_ranks_fits_as_one_process(tmp_path: Path, size: int) -> None:
     names = list(ranks.CASES)
-    check_cases(ranks.run(tmp_path, size, [(ranks.fit_cases, names)]), size, names)
+    every = ranks.run(tmp_path, size, [(ranks.fit_cases, names), (ranks.novelties,)])
+    check_cases(every, size, names)
+    check_novelty(every, size)
 
 
 @pytest.mark.slow

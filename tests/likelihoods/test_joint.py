@@ -257,6 +257,29 @@ def test_heads_of_other_likelihoods():
     assert {*prediction.sample(2)} == {*prediction.distribution()} == {*heads}
 
 
+def test_real_numbers_are_no_labels():
+    """Cut off, 0.5 would count as class 0."""
+    heads = [lw.Categorical(), lw.Ordinal(), lw.FromDistribution(lambda f: torch.distributions.Categorical(logits=f))]
+    for head in heads:
+        joint = lw.Joint({"kind": head, "box": lw.Gaussian(0.3)}, outputs=OUTPUTS)
+        whole = fitted(network(), {**Y, "kind": Y["kind"].float()}, joint)
+        torch.testing.assert_close(whole.predict(X).log_prob(Y), fitted(network(), Y, joint).predict(X).log_prob(Y))
+        for wrong in (0.5, -0.9, 1.5, torch.inf, 1e20):
+            y = {**Y, "kind": torch.where(torch.arange(30) == 29, wrong, Y["kind"].double())}
+            y["kind"][0] = torch.nan  # a missing label hides nothing
+            for refused in (
+                lambda y=y, joint=joint: fitted(network(), y, joint),
+                lambda y=y, whole=whole: whole.predict(X).log_prob(y),
+                lambda y=y, whole=whole: lw.compare({"a": whole}, [(X, y)]),
+            ):
+                with pytest.raises(lw.LapwingError):
+                    refused()
+    with pytest.raises(
+        lw.LapwingError, match="The target 'kind' does not fit. .*Write `likelihood=\"gaussian\"` for real"
+    ):
+        fitted(network(), {**Y, "kind": torch.rand(30)})
+
+
 def test_what_does_not_fit_is_refused():
     model, short = network(), {"kind": Y["kind"], "box": Y["box"][:, 0]}
     other = {"kind": Y["kind"], "size": Y["box"]}  # in the order of keys the columns differ from those of the fit

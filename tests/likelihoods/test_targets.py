@@ -23,6 +23,7 @@ LABELS = [
     ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.int32), ["1 of 4", "index 1: 7", "torch.int32", "features, 8)"]),
     ((4, 3), torch.tensor([0, 7, 1, 2], dtype=torch.uint16), ["1 of 4", "index 1: 7", "torch.uint16", "y = y.long()"]),
     ((4, 3), torch.tensor([0.0, 1.0, 2.0, 0.0]), ["torch.float32", "(4,)", "y.long()", '"gaussian"']),
+    ((4, 3), torch.tensor([0.0, 0.5, 2.0, 0.0]), ["torch.float32", 'Write `likelihood="gaussian"` for real targets.']),
     ((4, 2), torch.tensor([True, False, True, True]), ["torch.bool", "y.long()"]),
     ((4, 3), torch.tensor([0.0, float("nan"), 1.0, float("nan")]), ["2 of 4", "NaN", "index 1", "~y.isnan()"]),
     ((4, 3), torch.tensor([[0], [1], [2], [0]]), ["(4,)", "(4, 1)", "torch.int64", "y.squeeze(1)"]),

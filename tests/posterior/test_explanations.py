@@ -207,7 +207,7 @@ def test_explain_lists_rows_and_asks_the_detector() -> None:
     close(classes.explain(x[:3]).noise, probabilities * (1 - probabilities))
     assert classes.explain(x[:3]).rows is None
     tempered = lw.fit(classes.model, (x, torch.arange(24) % 3), likelihood=lw.Categorical(logit_temperature=2.5))
-    calibrated = tempered.of(lambda f: (f(x[:3]) / tempered.logit_temperature).softmax(-1)).mean.view(3, 3)
+    calibrated = tempered.of(lambda f: (f(x[:3]) / tempered.logit_temperature).softmax(-1)).mean
     close(tempered.explain(x[:3]).noise, calibrated * (1 - calibrated))
     assert classes.explain(x[:3]).novelty is None
 

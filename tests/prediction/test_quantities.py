@@ -61,8 +61,8 @@ def test_every_structure(method: Any) -> None:
     close(found.covariance, torch.einsum("qbc,bcde,rde->qr", weights, joint.covariance, weights), 1e-8)
     for name, wanted in split(posterior.tangent.blocks, posterior.covariance.diagonal()).items():
         found = posterior.of(lambda f, name=name: f.weight[name])
-        close(found.std.square(), wanted.flatten(), 1e-8)
-        close(found.mean, posterior.model.get_parameter(name).detach().flatten())
+        close(found.std.square(), wanted, 1e-8)
+        close(found.mean, posterior.model.get_parameter(name).detach())
 
 
 def test_slopes_are_those_of_draws() -> None:
@@ -82,7 +82,7 @@ def test_slopes_are_those_of_draws() -> None:
         if gradients[0] is not None:  # the last bias does not move a slope
             moved = values - weights[name].detach()
             draws = draws + moved.flatten(1) @ torch.stack(gradients).flatten(1).T
-    torch.testing.assert_close(draws.std(0), found.std, rtol=0.03, atol=0)
+    torch.testing.assert_close(draws.std(0), found.std.flatten(), rtol=0.03, atol=0)
     close(posterior.of(slopes, observed=True).covariance, found.covariance)  # a slope of f has no noise of y
 
 
@@ -99,8 +99,8 @@ def test_a_crossing_by_the_implicit_function_theorem() -> None:
 
     found, at = posterior.of(crossing), t.clone().requires_grad_()
     slope = torch.autograd.grad(posterior.model(at * direction).sum(), at)[0]
-    close(found.mean, t[None])
-    close(found.std, posterior.latent(t * direction).std[0] / slope.abs())
+    close(found.mean, t)
+    close(found.std, posterior.latent(t * direction).std[0, 0] / slope.abs())
 
 
 def test_a_loader_adds_up_its_batches() -> None:
@@ -120,17 +120,88 @@ def test_observed_adds_the_noise_of_each_target(ratios: Any) -> None:
     noise = 0.2 * torch.tensor(ratios or (1.0, 1.0), dtype=F64)
     close(noisy.covariance - certain.covariance, (noise * posterior.model(x).detach().exp().square().sum(0)).diag())
     prediction = posterior.predict(x[:1])
-    close(posterior.of(lambda f: f(x[:1]), observed=True).std, prediction.std[0])
-    close(
-        posterior.of(lambda f: f(x[:1])).interval(0.8)[1], (prediction.mean + 1.2815515655 * prediction.latent.std)[0]
+    close(posterior.of(lambda f: f(x[:1]), observed=True).std, prediction.std)
+    close(posterior.of(lambda f: f(x[:1])).interval(0.8)[1], prediction.mean + 1.2815515655 * prediction.latent.std)
+
+
+def noise_by_hand(model: nn.Module, calls: list[Tensor], function: Any, noise: float) -> Tensor:
+    """Returns the covariance of a function of the outputs of some calls, with one noise for each measurement."""
+    outputs = [model(x).detach().requires_grad_() for x in calls]
+    numbers = function(*outputs).flatten()
+    slopes = [torch.autograd.grad(number, outputs, retain_graph=True) for number in numbers]
+    total: dict[Any, Tensor] = {}
+    for i, x in enumerate(calls):
+        before: list[Any] = []
+        for row, inputs in enumerate(x.tolist()):
+            measured = str(inputs), before.count(inputs)
+            before.append(inputs)
+            for place in range(outputs[i][row].numel()):
+                slope = torch.stack([each[i][row].flatten()[place] for each in slopes])
+                total[measured, place] = total.get((measured, place), 0) + slope
+    return noise * torch.stack([slope.outer(slope) for slope in total.values()]).sum(0)
+
+
+TWICE = torch.cat([data(4)[0], data(4)[0][:2]])  # rows 0 and 1 are measured twice
+CALLS: dict[str, tuple[list[Tensor], Any]] = {
+    "the same rows": ([TWICE, TWICE.clone()], lambda one, other: (one - other).sum(0)),
+    "another order": ([TWICE, TWICE.flip(0)], lambda one, other: (one.exp() - other.flip(0)).sum(0)),
+    "some rows": ([TWICE, TWICE[1:3], TWICE[:1]], lambda one, two, three: one.square().sum(0) - two.sum(0) * three[0]),
+    "other rows": ([TWICE[:2], TWICE[2:4]], lambda one, other: one - other),
+    "one call": ([TWICE], lambda one: one.sum(0)),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("positions", [False, True])
+def test_a_row_has_one_noise_in_all_calls(kind: str, positions: bool) -> None:
+    calls, function = CALLS[kind]
+    model, (x, y) = network(), data()
+    if positions:  # outputs (B, 2, 3), whose positions are measured separately
+        model = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 2, 2, padding=1)).double().eval()
+        y = y[..., None].expand(-1, -1, 3)
+    posterior = lw.fit(model, (x, y), lw.KFAC(), likelihood=lw.Gaussian(0.3), prior_precision=2.0)
+    certain, noisy = (posterior.of(lambda f: function(*map(f, calls)), observed=on) for on in (False, True))
+    wanted = noise_by_hand(model, calls, function, 0.3)
+    close((noisy.covariance - certain.covariance).reshape(wanted.shape), wanted)
+    if kind == "the same rows":
+        assert not noisy.covariance.any()
+
+
+def test_rows_are_the_same_if_all_their_inputs_are_equal() -> None:
+    torch.manual_seed(0)
+    model, (x, y), t = TwoInputs().double().eval(), data(), torch.randn(12, 1, dtype=F64)
+    posterior = lw.fit(model, ((x, t), y), lw.KFAC(), likelihood=lw.Gaussian(0.1))
+    same, other = (
+        posterior.of(lambda f, u=u: (f((x, t)) - f((x.clone(), u))).sum(0), observed=True)
+        for u in (t.clone(), t + 1e-9)
     )
+    assert not same.std.any()
+    close(other.std.square(), torch.full((2,), 2 * 12 * 0.1, dtype=F64), 1e-6)
+    fixed = posterior.of(lambda f, batch: f((x[:1], t[:1])) - f(batch[0])[:1], [((x, t), y)] * 2, observed=True)
+    assert not fixed.std.any()
+
+
+def test_the_result_has_the_shape_of_the_function() -> None:
+    posterior, x = fitted(), data(6, seed=2)[0]
+    for shape in ((), (1,), (12, 1), (3, 2, 2)):
+        found = posterior.of(lambda f, shape=shape: f(x)[:1, :1].reshape(shape) if shape in ((), (1,))
+                             else f(x).reshape(shape), observed=True)  # fmt: skip
+        ends = found.interval(0.9)
+        assert {found.mean.shape, found.std.shape, ends[0].shape, ends[1].shape} == {torch.Size(shape)}
+        assert found.covariance.shape == (*shape, *shape)
+        assert found.sample(5).shape == (5, *shape)
+        close(found.std, found.covariance.reshape(found.mean.numel(), -1).diagonal().sqrt().reshape(shape))
+        assert repr(found).count("±") == min(4, found.mean.numel())
+    with pytest.raises(lw.LapwingError, match=r"shape \(\) and then shape \(1,\)"):
+        posterior.of(lambda f, batch: f(batch[0]).mean() if len(batch[0]) == 4 else f(batch[0]).mean()[None],
+                     [(x[:4],), (x[4:],)])  # fmt: skip
 
 
 def test_untreated_weights_have_no_error() -> None:
     posterior, x = fitted(params=lw.last_layer), data(4, seed=3)[0]
     found = posterior.of(lambda f: f.weight["0.weight"])
     assert not found.std.any()
-    close(posterior.of(lambda f: f(x)).covariance, posterior.latent(x, joint=True).covariance.reshape(8, 8))
+    close(posterior.of(lambda f: f(x)).covariance, posterior.latent(x, joint=True).covariance)
     mixed = posterior.of(lambda f: f.weight["0.bias"].sum() + f(x).sum())
     close(mixed.covariance, posterior.of(lambda f: f(x).sum()).covariance)
 
@@ -164,8 +235,8 @@ def test_outputs_with_positions_have_their_own_shape() -> None:
     posterior = lw.fit(model, (x, torch.randn(4, 2, 3, 4, dtype=F64)), lw.KFAC(), likelihood=lw.Gaussian(0.3))
     latent = posterior.latent(x[:1])
     found = posterior.of(lambda f: f(x[:1]), observed=True)
-    close(found.mean, latent.mean.flatten())
-    close(found.covariance.diagonal(), latent.variance.flatten() + 0.3)
+    close(found.mean, model(x[:1]).detach())
+    close(found.std.square().flatten(), latent.variance.flatten() + 0.3)
     pooled = posterior.of(lambda f: f(x).mean((2, 3)).sum(0))
     close(pooled.mean, model(x).detach().mean((2, 3)).sum(0))
 
@@ -182,8 +253,8 @@ def test_draws_have_the_covariance() -> None:
     posterior, x = fitted(), data(2)[0]
     found = posterior.of(lambda f: f(x))
     draws = found.sample(20_000)
-    assert draws.shape == (20_000, 4)
-    close(torch.cov(draws.T), found.covariance, 0.03)
+    assert draws.shape == (20_000, 2, 2)
+    close(torch.cov(draws.flatten(1).T).reshape(2, 2, 2, 2), found.covariance, 0.03)
     assert torch.equal(draws, found.sample(20_000))
     assert "Quantity(" in repr(found)
 
@@ -217,10 +288,15 @@ def test_refusals() -> None:
         (lambda: posterior.of(lambda f: posterior.model(x)), "does not depend on f.*f\\(x\\)"),
         (lambda: posterior.of(lambda f: f.weight["0.wait"]), r"no weight '0.wait'.*f.weight\['0.weight'\]"),
         (lambda: posterior.of(lambda f: f([(x, y)])), "f, batch: f\\(batch\\[0\\]\\)"),
-        (lambda: posterior.of(lambda f, batch: f(batch[0]), [(x, y), (x[:3], y[:3])]), "24 numbers .* 6"),
+        (
+            lambda: posterior.of(lambda f, batch: f(batch[0]), [(x, y), (x[:3], y[:3])]),
+            r"shape \(12, 2\) and then shape \(3, 2\)",
+        ),
         (lambda: posterior.of(lambda f, batch: f(batch), []), "no batch"),
         (lambda: posterior.of(lambda f: f(x).sum() / 0), "NaN or infinite"),
         (lambda: posterior.of(lambda f: f(x * torch.nan)), "NaN or infinite"),
+        (lambda: posterior.of(lambda f: (f(x) - f(x)).square().sum(0).sqrt()), "have such a gradient.*the square"),
+        (lambda: posterior.of(lambda f: (f.weight["0.bias"] * 0).norm()[None].sqrt()), "have such a gradient"),
         (lambda: classes.of(lambda f: f(x), observed=True), "categorical.*Leave out observed"),
         (lambda: posterior.of(lambda f: f(x), observed=1), "neither True nor False"),
     ]

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import lapwing as lw
 
+pandas = pytest.importorskip("pandas")
+
 
 def data(outputs=3):
     torch.manual_seed(0)
@@ -60,7 +62,9 @@ def test_training_data_are_noticed(caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "lapwing"):
             lw.fit(copy.deepcopy(model), loader, lw.KFAC(), params=lw.last_layer, validation=held_out)
-        return sum("The validation data are the training data." in one.getMessage() for one in caplog.records)
+        return sum(
+            "100 % of the validation samples are training samples." in one.getMessage() for one in caplog.records
+        )
 
     assert warnings(loader, loader) == 1
     assert warnings(loader, (x[:40], y[:40])) == 1
@@ -73,6 +77,42 @@ def test_training_data_are_noticed(caplog):
         DataLoader(dataset, batch_size=20, sampler=SubsetRandomSampler(part)) for part in (range(20), range(20, 40))
     ]
     assert warnings(*parts) == 0
+
+
+def known(caplog, model, loader, held_out, **options):
+    """Returns the percentages in the warnings of held-out samples that are training samples."""
+    caplog.clear()
+    lw.fit(copy.deepcopy(model), loader, lw.KFAC(), params=lw.last_layer, validation=held_out, **options)
+    texts = [one.getMessage() for one in caplog.records]
+    return [int(text.split(" %")[0]) for text in texts if "of the validation samples are training samples." in text]
+
+
+def test_held_out_samples_among_the_training_samples(caplog):
+    model, x, y = data()
+    one_more = [(x[20:40], y[20:40]), (x[:20], y[:20])]
+    for count, found in ((40, [100]), (20, [50]), (3, [8]), (2, []), (0, [])):
+        rows = torch.arange(40 - count, 80 - count)
+        assert known(caplog, model, one_more, (x[rows], y[rows])) == found
+    pairs = DataLoader(TensorDataset(x[:40], y[:40]), 7, shuffle=True, generator=torch.Generator().manual_seed(0))
+    frames = (pandas.DataFrame(x[20:60].numpy(), columns=["a", "b"]), y[20:60].numpy())
+    assert known(caplog, model, pairs, frames) == [50]
+    weighted = [(x[:40], y[:40], torch.ones(40))]
+    assert known(caplog, model, weighted, (x[30:70], y[30:70]), sample_weights=True) == [25]
+    dicts = [{"a": x[i : i + 20], "b": {"c": x[i : i + 20, 0]}, "labels": y[i : i + 20]} for i in (0, 20, 40)]
+    assert known(caplog, model, dicts[:2], dicts[1:], forward=lambda model, batch: model(batch["a"])) == [50]
+
+
+@pytest.mark.parametrize("values", [2, 3])
+def test_samples_that_are_equal_by_chance_are_no_training_samples(values, caplog):
+    """Held-out samples of a few discrete inputs are among the training samples as often as these among themselves."""
+    model = data()[0]
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randint(values, (90, 2), generator=generator).double()
+        x = torch.where(torch.rand(90, 1, generator=generator) < 0.3, x, x + torch.rand(90, 2, generator=generator))
+        y = torch.randint(3, (90,), generator=generator)
+        assert known(caplog, model, (x[:50], y[:50]), (x[50:], y[50:])) == []
+        assert known(caplog, model, (x[:50], y[:50]), (x[:40], y[:40])) == [100]
 
 
 @pytest.mark.parametrize(
