@@ -52,6 +52,10 @@ class Aim:
         return None if data is None else cls(*(one and kinds[one[0]](**one[1]) for one in data))
 
 
+DEFAULT_AIM = Aim()
+"""Predictions by the default way with the default link."""
+
+
 def _family(kind: Any) -> Iterator[Any]:
     yield kind
     for sub in kind.__subclasses__():

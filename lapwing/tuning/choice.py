@@ -22,7 +22,7 @@ from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
 from ..options import Rule
 from ..posterior import Posterior
-from ..prediction import Aim
+from ..prediction.aim import DEFAULT_AIM, Aim
 from .evidence import without_rank
 from .held_out import at_precision, head_scores, no_batch, sample_scores, width_scores
 from .search import evenly
@@ -71,7 +71,7 @@ def best_of(
     temperatures: Sequence[float] = (),
     tolerance: float = 0.0,
     trained: tuple[float, float] | None = None,
-    aim: Aim = Aim(),  # noqa: B008 (frozen)
+    aim: Aim = DEFAULT_AIM,
 ) -> Posterior:
     """Returns the posterior with the best held-out log likelihood, at its best scalar δ, noise variance and T.
 
@@ -105,7 +105,7 @@ def _best_point(
     temperatures: Sequence[float],
     tolerance: float,
     at_noise: Callable[[Posterior, float], Posterior] | None = None,
-    aim: Aim = Aim(),  # noqa: B008 (frozen)
+    aim: Aim = DEFAULT_AIM,
 ) -> Posterior:
     """Returns the posterior at the best δ, or σ² with `at_noise`, if there are exponents, at the best T or heads."""
     moved = at_noise or (lambda posterior, exponent: at_precision(posterior, 10**exponent))
@@ -158,13 +158,9 @@ def _best_point(
 
 
 def _best_by_way(
-    posteriors: Sequence[Posterior],
-    start: Posterior,
-    loader: Iterable[Any],
-    temperatures: Sequence[float],
-    tolerance: float,
-    aim: Aim,
-) -> Posterior:
+    posteriors: Sequence[Posterior], start: Posterior, loader: Iterable[Any], temperatures: Sequence[float],
+    tolerance: float, aim: Aim,
+) -> Posterior:  # fmt: skip
     """Returns the posterior of the best predictions by a way, out of δ around the best one of linearised predictions.
 
     An open σ² is chosen in two steps, because it changes the covariance too: the best σ² of each δ at the covariance of

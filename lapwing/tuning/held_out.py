@@ -23,7 +23,8 @@ from ..methods.temperature_scaling import refined
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
-from ..prediction import Aim, Way
+from ..prediction import Way
+from ..prediction.aim import DEFAULT_AIM, Aim
 from ..tangent import RandomCotangents, Record, Tangent
 from .search import evenly
 
@@ -35,33 +36,27 @@ PROBES = 16  # random combinations of the outputs of a sample, if more than 1 00
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ only in prior and noise."""
 
+Place = tuple[int, int]  # the index of a posterior, and of a candidate around it
+Rows = dict[Place, list[Tensor]]  # the scores (K, N_part) of a candidate, batch by batch
+
 
 def sample_scores(
-    posteriors: Sequence[Posterior],
-    candidates: Candidates,
-    loader: Iterable[Any],
-    temperatures: Sequence[float] = (),
-    aim: Aim = Aim(),  # noqa: B008 (frozen)
-    noises: Sequence[float] = (),
-) -> Tensor:
+    posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], temperatures: Sequence[float] = (),
+    aim: Aim = DEFAULT_AIM, noises: Sequence[float] = (),
+) -> Tensor:  # fmt: skip
     """Returns the log likelihood of each held-out sample that counts, (posteriors, candidates, K, N).
 
-    Samples are as in `contracted`. K is the number of `temperatures`, which are values of log10 T, or of `noises`,
-    which are noise variances of the likelihood at the same covariance; () uses only the candidate's own. Scores of
-    labels include the pseudo-row of `_ScoreTable`.
+    Samples are as in `contracted`, and labels have the pseudo-row of `_ScoreTable`. K is the number of `temperatures`,
+    values of log10 T, or of `noises`, values of σ² at the same covariance; () uses only the candidate's own.
     """
-    table, any_known = _ScoreTable(), False
+    table = _ScoreTable(aim, noises)
     for place, candidate, latent, labels, _ in contracted(
         posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(temperatures)), aim=aim
     ):
         latents = [latent.tempered(10**exponent) for exponent in temperatures] or [latent]
-        counted = candidate.likelihood.labelled(labels)
-        any_known = any_known or any_counts(labels, counted)
-        scores, uniform = _scores(candidate.likelihood, latents, latent.mean, labels, aim, noises)
-        rows = slice(None) if counted is None else counted
-        table.add(place, scores[:, rows], None if uniform is None else uniform[:, rows])
+        table.add(place, candidate.likelihood, latent.mean, latents, labels)
     joined = table.joined()
-    if not any_known:
+    if not table.known:
         raise no_targets("held-out targets")
     return joined.unflatten(0, (len(posteriors), -1))
 
@@ -75,8 +70,7 @@ def head_scores(
     covariance, so they are independent. `tempered` tells whether T is open.
     """
     joint: Any = posteriors[0].likelihood
-    tables = {key: _ScoreTable() for key in joint.keys}
-    known: set[str] = set()  # heads with a known target
+    tables = {key: _ScoreTable(every=True) for key in joint.keys}
     for place, _, latent, labels, _ in contracted(
         posteriors, candidates, tracked(loader, "held-out data"), copies=len(HEADS)
     ):
@@ -89,18 +83,13 @@ def head_scores(
                 parts = [part.widened((noise * 10**k - head.noise_variance) * ratios) for k in HEADS]
             elif tempered and head.logit_temperature == 1:
                 parts = [part.tempered(10**k) for k in HEADS]
-            counted = head.labelled(targets[key])
-            scores, uniform = _scores(head, parts, part.mean, targets[key])
-            rows = slice(None) if counted is None else counted
-            tables[key].add(place, scores, None if uniform is None else uniform[:, rows])
-            if any_counts(targets[key], counted):
-                known.add(key)
+            tables[key].add(place, head, part.mean, parts, targets[key])
     profile: Any = 0.0
-    found = {key: table.joined() for key, table in tables.items()}
-    best = [joint.head_numbers for _ in found[joint.keys[0]]]
-    for key, scores in found.items():
-        noise = joint.estimated.get(key)
-        if not known or (key not in known and len(scores[0]) > 1):
+    any_known = any(table.known for table in tables.values())
+    best = [joint.head_numbers for _ in tables[joint.keys[0]].joined()]
+    for key, table in tables.items():
+        scores, noise = table.joined(), joint.estimated.get(key)
+        if not any_known or (not table.known and len(scores[0]) > 1):
             raise no_targets(f"held-out targets {key!r}")
         means = scores.mean(-1, dtype=torch.float64)  # (posteriors * candidates, K)
         low = HEADS.index(0.0) if noise is None and len(means[0]) > 1 else 0  # T >= 1
@@ -112,58 +101,54 @@ def head_scores(
     return scores, [joint.with_head_numbers(numbers) for numbers in best]
 
 
-def _scores(
-    likelihood: Likelihood,
-    latents: Sequence[Latent],
-    outputs: Tensor,
-    labels: Tensor,
-    aim: Aim = Aim(),  # noqa: B008 (frozen)
-    noises: Sequence[float] = (),
-) -> tuple[Tensor, Tensor | None]:
-    """Returns `log p(y)` under each of K latents, or at each of K noise variances, and for a uniform label, (K, B)."""
-    if aim == Aim():  # one prediction for all latents; one latent is not copied
-        latents, many = [Latent.concatenate(latents) if len(latents) > 1 else latents[0]], len(latents)
-        link = likelihood.tuning_link
-    else:  # a prediction for each latent, so that links draw the same random numbers
-        link, many = aim.link, 1
-    outputs, labels = outputs.repeat(many, 1), labels.repeat(many, *[1] * (labels.ndim - 1))
-    likelihoods = [likelihood.with_noise_variance(noise) for noise in noises] or [likelihood]
-    predictions = [one.predict(latent, link) for one in likelihoods for latent in latents]
-    scores = torch.cat([one.log_prob(labels).unflatten(0, (many, -1)) for one in predictions])
-    uniform = [one.uniform_log_prob(outputs) for one in predictions]
-    if uniform[0] is None:
-        return scores, None
-    return scores, torch.cat([one.unflatten(0, (many, -1)) for one in uniform])
-
-
 class _ScoreTable:
-    """Scores of candidates, collected over batches. For labels they count one pseudo-row with a uniform label.
+    """Log likelihoods of held-out samples under candidates. For labels they count a pseudo-row with a uniform label.
 
     n samples that are all right show an error of about 1/n at best. Without the pseudo-row the temperature of highest
-    likelihood is then 0. This is label smoothing with the weight of one sample in n + 1.
+    likelihood is then 0. The pseudo-row is label smoothing with the weight of one sample in n + 1.
     """
 
-    def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], list[Tensor]] = {}
-        self._uniform: dict[tuple[int, int], Tensor] = {}  # sums (K + 1,), the last one the number of samples
+    def __init__(self, aim: Aim = DEFAULT_AIM, noises: Sequence[float] = (), every: bool = False) -> None:
+        self._aim, self._noises, self._every = aim, noises, every  # `every` keeps samples that do not count
+        self._rows: Rows = {}
+        self._uniform: dict[Place, Tensor] = {}  # (K, 2): sums of log p of a uniform label, and their number
+        self.known = False  # whether a target counts
 
-    def add(self, place: tuple[int, int], scores: Tensor, uniform: Tensor | None = None) -> None:
-        """Adds the scores (K, N_part) of a candidate, and the log probabilities (K, n_part) of a uniform label."""
-        self._parts.setdefault(place, []).append(scores.cpu())
-        if uniform is not None:
-            sums = torch.cat([doubled(uniform), torch.ones_like(doubled(uniform[:1]))]).sum(1).cpu()
-            self._uniform[place] = self._uniform.get(place, 0.0) + sums
+    def add(
+        self, place: Place, likelihood: Likelihood, outputs: Tensor, latents: Sequence[Any], labels: Tensor
+    ) -> None:
+        """Adds a batch of a candidate, with outputs (B, C), and one of K latents for each temperature or noise."""
+        link, many = self._aim.link, 1
+        if self._aim == DEFAULT_AIM:  # one prediction of all latents; one latent is not copied
+            link, many = likelihood.tuning_link, len(latents)
+            latents = [Latent.concatenate(latents) if many > 1 else latents[0]]
+        counted = likelihood.labelled(labels)
+        self.known = self.known or any_counts(labels, counted)
+        rows = slice(None) if counted is None else counted
+        outputs, labels = outputs.repeat(many, 1), labels.repeat(many, *[1] * (labels.ndim - 1))
+        likelihoods = [likelihood.with_noise_variance(noise) for noise in self._noises] or [likelihood]
+        predictions = [one.predict(latent, link) for one in likelihoods for latent in latents]
+        scores = torch.cat([one.log_prob(labels).unflatten(0, (many, -1)) for one in predictions])
+        uniform: Any = [one.uniform_log_prob(outputs) for one in predictions]
+        if uniform[0] is not None:
+            each = doubled(torch.cat(uniform).unflatten(0, (len(scores), -1))[:, rows]).cpu()  # (K, n)
+            self._uniform[place] = self._uniform.get(place, 0.0) + torch.stack([each, torch.ones_like(each)], 1).sum(2)
+        self._rows.setdefault(place, []).append((scores if self._every else scores[:, rows]).cpu())
 
     def joined(self) -> Tensor:
         """Returns the scores of all held-out samples (candidates, K, N); raises without samples."""
-        if not self._parts:
-            raise no_batch()
-        scores = torch.stack([torch.cat(parts, 1) for _, parts in sorted(self._parts.items())])
+        scores = _joined(self._rows)
         if self._uniform:  # an equal part for each sample, so that paired differences keep their standard errors
-            sums = torch.stack([part for _, part in sorted(self._uniform.items())])  # (candidates, K + 1)
-            mean = sums[:, :-1] / sums[:, -1:].clamp_min(1)
-            scores += (mean / scores.shape[-1]).to(scores)[..., None]
+            sums, numbers = torch.stack([sums for _, sums in sorted(self._uniform.items())]).unbind(2)
+            scores += (sums / numbers.clamp_min(1) / scores.shape[-1]).to(scores)[..., None]
         return scores
+
+
+def _joined(rows: Rows) -> Tensor:
+    """Returns the scores of all held-out samples (candidates, K, N) from parts (K, N_part); raises without samples."""
+    if not rows:
+        raise no_batch()
+    return torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
 
 
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list[float]:
@@ -195,7 +180,7 @@ def width_scores(
     The mean of `log N(y; f, c S)` is highest at `c = mean rᵀS⁻¹r / C`, `r = y - f`, over the C known targets. Residuals
     are at least the rounding error of the targets, as in `Gaussian.residual_variance`. Computed in float64.
     """
-    table = _ScoreTable()
+    rows: Rows = {}
     for place, candidate, latent, labels, _ in contracted(posteriors, candidates, tracked(loader, "held-out data")):
         latent = latent.compact(covariances=latent.mean.shape[1] > 1)
         prediction, labels = candidate.likelihood.predict(latent), labels.to(latent.mean.device)
@@ -203,10 +188,9 @@ def width_scores(
         volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # at r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
         sizes = doubled(labels).nan_to_num().reshape(latent.mean.shape).square().sum(-1)
-        table.add(place, torch.stack([volume, squares, (~holes).sum(-1), sizes]))
-    volume, squares, counts, sizes = (
-        table.joined().unflatten(0, (len(posteriors), -1)).unbind(2)
-    )  # (posteriors, candidates, N)
+        rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1), sizes]).cpu())
+    joined = _joined(rows)
+    volume, squares, counts, sizes = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
     known = counts.sum(-1, keepdim=True)
     rounding = ROUNDING * sizes.sum(-1, keepdim=True) / known
     rounding = torch.where(rounding > 0, rounding, ROUNDING)
@@ -221,8 +205,8 @@ def contracted(
     loader: Iterable[Any],
     reads: Reads | None = None,
     copies: int = 1,
-    aim: Aim = Aim(),  # noqa: B008 (frozen)
-) -> Iterator[tuple[tuple[int, int], Posterior, Latent, Tensor, Tensor | None]]:
+    aim: Aim = DEFAULT_AIM,
+) -> Iterator[tuple[Place, Posterior, Latent, Tensor, Tensor | None]]:
     """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights.
 
     Samples are as in `tangent_of_samples`; by another way than the linearised one each position is a sample. `reads` is
@@ -263,7 +247,7 @@ def contracted(
 @torch.no_grad()
 def _by_way(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], via: Way
-) -> Iterator[tuple[tuple[int, int], Posterior, Any, Tensor, None]]:
+) -> Iterator[tuple[Place, Posterior, Any, Tensor, None]]:
     """Yields as `contracted`, with latents by another way: one prediction for each candidate.
 
     Draws of two candidates have the same random numbers, because each way has a seed.

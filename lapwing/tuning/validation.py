@@ -22,7 +22,8 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, instance_of, number, option
 from ..posterior import Posterior
-from ..prediction import Aim, Way
+from ..prediction import Way
+from ..prediction.aim import DEFAULT_AIM, Aim
 from .choice import RISING, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import Training, Tuning, without_rank
 from .held_out import at_precision, contracted, sample_scores, tangent_of_samples
@@ -70,7 +71,7 @@ class _OnHeldOutData(Tuning):
         return Aim(self.via, self.link)
 
     def check(self, method: Method, shape: FitShape) -> None:
-        if shape.likelihood.head_numbers and self._aim != Aim():
+        if shape.likelihood.head_numbers and self._aim != DEFAULT_AIM:
             raise LapwingError(
                 "The heads of lw.Joint are tuned for linearised predictions with their default links. Leave via= and "
                 f"link= out: write tune=lw.{type(self).__name__}(held_out)."
@@ -154,7 +155,7 @@ class Validation(_OnHeldOutData):
 
     def check(self, method: Method, shape: FitShape) -> None:
         super().check(method, shape)
-        if self.calibration == "matrix" and self._aim != Aim():
+        if self.calibration == "matrix" and self._aim != DEFAULT_AIM:
             raise LapwingError(
                 "calibration='matrix' is for linearised predictions with the default link. Leave via= and link= out: "
                 "write tune=lw.Validation(held_out, calibration='matrix')."
