@@ -189,6 +189,12 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
     check_memory(method, shape)
     if reason is not None:
         log.info("%s %s", reason, price(method, shape))
+    if options.method is options.params is None and not any(part.requires_grad for part in data.model.parameters()):
+        log.warning(
+            "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
+            "write params=lw.last_layer; for all weights write params=lw.matching('*').",
+            type(data.model).__name__,
+        )
     check_same_network(tangent.model, tangent.state())
     root = FisherRoot.of(tangent, data.likelihood, options.seed + ranks.rank())  # each rank draws its own columns
     problem = Problem(

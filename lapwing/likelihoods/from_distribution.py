@@ -19,8 +19,8 @@ from ..linalg import doubled, seeded_torch, symmetric_eigen
 from ..options import Rule, at_least, option, required
 from .base import NoiselessLikelihood
 from .categorical import ClassPrediction
-from .links import Link, at_least_float32, latent_draws
-from .mixtures import MixturePrediction, validation
+from .links import Link, at_least_float32, latent_draws, latent_points
+from .mixtures import MixturePrediction, log_density, validation
 from .predictions import P
 from .registry import register_likelihood
 from .targets import check_labels, check_real_targets
@@ -70,17 +70,12 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         self._family(outputs[None], validate=True)  # (1, B, C): `family` must accept (..., C)
         family = self._family(outputs)
         y = self._aligned(family, outputs, targets)
-        try:
-            with validation(True):
-                logs = family.log_prob(y)
-        except ValueError as error:
-            raise LapwingError(
-                f"{name}: {str(error).split(', but found')[0]}. Correct the targets, or choose another family."
-            ) from error
+        logs = log_density(family, y)
         if infinite := int((~logs.isfinite()).sum()):
             raise LapwingError(
-                f"{name}: {infinite} of {logs.numel()} targets have no finite log density, such as 0 and 1 for a Beta. "
-                "Move them inside the support, for example by `y.clamp(1e-4, 1 - 1e-4)`, or choose another family."
+                f"{name}: {infinite} of {logs.numel()} targets have no finite log density under "
+                f"{type(family).__name__}, because they are outside its support or at its end, such as 0 and 1 for a "
+                "Beta. Move them inside, for example by `y.clamp(1e-4, 1 - 1e-4)`, or choose another family."
             )
 
     @_one_dtype_explained()
@@ -89,9 +84,7 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         outputs = at_least_float32(outputs)
         family = self._family(outputs)
         y = self._aligned(family, outputs, targets.to(outputs.device))
-        with validation(False):
-            logs = family.log_prob(y)
-        return logs.reshape(len(outputs), -1).sum(-1)
+        return log_density(family, y).reshape(len(outputs), -1).sum(-1)
 
     @_one_dtype_explained()
     def fisher_root(self, outputs: Tensor) -> Tensor:
@@ -105,7 +98,7 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         information = wide.new_zeros(*wide.shape, wide.shape[-1])
         with torch.enable_grad(), validation(False):
             leaf = wide.expand(len(values), *wide.shape).clone().requires_grad_()  # (n, B, C)
-            logs = self._family(leaf).log_prob(values)
+            logs = log_density(self._family(leaf), values)
             logs, weights = (part.reshape(*leaf.shape[:2], -1) for part in (logs, weights.expand_as(logs)))  # (n, B, K)
             for log, weight in zip(logs.unbind(-1), weights.unbind(-1), strict=True):  # targets are independent
                 (score,) = torch.autograd.grad(log.sum(), leaf, retain_graph=True)
@@ -115,9 +108,9 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         return (vectors * eigenvalues.sqrt().unsqueeze(-2)).to(outputs)
 
     def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
-        """Returns the mixture of `family(f)` over draws f of the latent: class probabilities for a Categorical."""
-        draws = latent_draws(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1)  # (B, S, C)
-        family: Any = self._family(draws)
+        """Returns the mixture of `family(f)` over points of the latent, or draws for a link that the user names."""
+        outputs = latent_points if link is None else latent_draws
+        family: Any = self._family(outputs(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1))
         if isinstance(family, dist.Categorical):
             return ClassPrediction.mixture(family.probs)  # type: ignore[return-value]
         several = len(family.batch_shape) == 3
@@ -183,14 +176,16 @@ class FromDistribution(FamilyLikelihood[Any]):
     Train the network with the loss `-likelihood.log_prob(model(x), y).mean()`. Targets are (B,) if the distribution has
     the batch shape (...), or (B, K) if it has the batch shape (..., K), of K targets that are independent given f.
 
-    Predictions are mixtures of `function(f)` over 512 draws f of the latent. A Categorical gives class probabilities.
+    Predictions are mixtures of `function(f)` over 512 points f of the latent: a lattice for one or two outputs, draws
+    in pairs around the mean for more, independent draws with `link=lw.SampledLink()`. A Categorical gives class
+    probabilities, and a VonMises circular means and arcs: see `lapwing.likelihoods.MixturePrediction`.
     A file cannot store the function: write `lw.load(path, model, likelihood=likelihood)`.
 
     Args:
         function: function from outputs f (..., C) to a distribution of batch shape (...) or (..., K). A fit calls it in
             the network's dtype and in float64, so convert its tensors: `torch.eye(2).to(f)`.
         draws: number of draws of y per sample in the fit, for the Fisher information `Λ = E[∇log p ∇log pᵀ]`; a
-            support of at most 64 values is summed exactly instead. Predictions always use 512 draws of f.
+            support of at most 64 values is summed exactly instead.
 
     Example:
         >>> import torch, lapwing as lw

@@ -17,11 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..linalg import possible, seeded
+from ..linalg import cholesky, doubled, possible, seeded
 from ..options import Options, at_least, integer, option
 from . import classwise, quadrature
+from .mixtures import normal_nodes
 
 _CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
+
+LEAST_VARIANCE = 1e-12
+"""Constant added to variances, so that the derivative of the square root is finite."""
 
 MAX_DRAWS = 10**9
 """Maximum of `SampledLink(draws=...)`."""
@@ -46,6 +50,35 @@ def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None
 def latent_draws(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Tensor:
     """Returns `draw_chunks` as one tensor (S, B, C)."""
     return torch.cat(list(draw_chunks(latent, count, generator)))
+
+
+def latent_points(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Tensor:
+    """Returns equally likely outputs (S, B, C) with the exact mean of a Gaussian latent, or all weight draws.
+
+    One or two outputs have `count` points of a lattice, mapped by the inverse of Φ, with the exact covariance. Each
+    input has them in another order. More outputs, and joint latents, have pairs `m ± d` of draws.
+    """
+    mean, outputs = at_least_float32(latent.mean), latent.mean.shape[-1]
+    if latent.draws is not None or latent.joint or outputs > 2:
+        draws = latent_draws(latent, count // 2, generator)
+        return draws if latent.draws is not None else torch.cat([draws, 2.0 * mean - draws])
+    steps = doubled(torch.tensor([1.0, 2 * int(0.309 * count) + 1]))[:outputs, None] / count  # 1 to the golden ratio
+    z = torch.special.ndtri((steps * (torch.arange(count) + 0.5)).frac())  # (C, S), symmetric around 0
+    z = torch.linalg.solve_triangular(cholesky(z @ z.T / count), z, upper=False).to(mean)  # of unit covariance
+    order = torch.rand(len(mean), count, generator=seeded(generator, mean.device), device=mean.device).argsort(1)
+    covariance = doubled(latent.covariance)
+    root = cholesky(covariance + LEAST_VARIANCE * torch.eye(outputs).to(covariance)).to(mean)
+    return mean + torch.einsum("bcd,dbs->sbc", root, z[:, order])
+
+
+def latent_nodes(latent: AnyLatent) -> tuple[Tensor, Tensor]:
+    """Returns outputs (S, B, C) and their weights (S, 1, 1) in float64: weight draws, or 65 nodes for each output."""
+    if latent.draws is not None:
+        draws = doubled(latent.draws)
+        return draws, draws.new_full((len(draws), 1, 1), 1.0 / len(draws))
+    mean, variance = doubled(latent.mean), doubled(latent.variance)
+    z, weights = normal_nodes(mean)
+    return mean + (variance + LEAST_VARIANCE).sqrt() * z, weights
 
 
 def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:

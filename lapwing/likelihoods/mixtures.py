@@ -16,7 +16,7 @@ from torch import distributions as dist
 
 from ..data.frames import as_targets
 from ..errors import LapwingError, shown
-from ..linalg import check_draws, seeded, seeded_torch
+from ..linalg import check_draws, doubled, seeded, seeded_torch
 from .predictions import RealPrediction, tails_of
 
 NODES, REACH = 65, 8.0
@@ -100,6 +100,9 @@ def mixture_quantile(
 class MixturePrediction(RealPrediction):
     """An equal mixture over draws of any `torch.distributions` family, which a new likelihood can return.
 
+    Angles in radians, of a VonMises, are read within π of their circular mean. A variance is `2 - 2 |E[exp(iy)]|`, and
+    the ends of an arc may be beyond ±π.
+
     Args:
         components: distribution of y under each draw, with batch shape (B, S). Labels, which have no mean, are a
             `ClassPrediction.mixture` instead.
@@ -123,28 +126,29 @@ class MixturePrediction(RealPrediction):
                 "lapwing.likelihoods.ClassPrediction.mixture(probs), with class probabilities (inputs, draws, classes)."
             )
 
-    @property
-    def mean(self) -> Tensor:
-        return self._moments[0].mean(1)
-
-    @property
-    def aleatoric_variance(self) -> Tensor:
-        """Mean over draws of the variance of y, (B, ...)."""
-        return self._moments[1].mean(1)
-
-    @property
-    def epistemic_variance(self) -> Tensor:
-        """Variance over draws of the mean of y, (B, ...)."""
-        return self._moments[0].var(1, correction=0)
+    mean = property(lambda self: self._moments[0])
+    epistemic_variance = property(lambda self: self._moments[1])
+    aleatoric_variance = property(lambda self: self._moments[2])
 
     @cached_property
-    def _moments(self) -> tuple[Tensor, Tensor]:
-        """Means and variances of the components, (B, S, ...)."""
+    def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean of y, variance over draws of its mean, and mean over draws of its variance, (B, ...)."""
         try:
-            return self.components.mean, self.components.variance
+            means, variances = self.components.mean, self.components.variance
         except NotImplementedError:  # such as a TransformedDistribution: from draws of y
             y = self._sampled(self.components, MOMENT_DRAWS)
-            return y.mean(0), y.var(0)
+            means, variances = y.mean(0), y.var(0)
+        vectors = resultants(self.components)
+        if vectors is None:
+            return means.mean(1), means.var(1, correction=0), variances.mean(1)
+        length, whole = vectors.abs().mean(1), vectors.mean(1)
+        spread = (length - whole.abs()).clamp_min(0.0)
+        return whole.angle().to(means), (2.0 * spread).to(means), (2.0 - 2.0 * length).to(means)
+
+    def _unrolled(self, y: Tensor) -> Tensor:
+        """Returns angles within π of their circular mean, and other y as they are."""
+        turn = 2.0 * math.pi
+        return y if resultants(self.components) is None else y - turn * ((y - self.mean) / turn).round()
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Returns the central interval of each output, by bisection of the mixture's distribution function.
@@ -168,13 +172,13 @@ class MixturePrediction(RealPrediction):
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns also "crps", NaN for missing targets."""
-        return super().for_metrics(targets) | {"crps": self.crps(targets)}
+        return super().for_metrics(self._checked(targets)) | {"crps": self.crps(targets)}
 
     @cached_property
     def _sorted(self) -> Tensor:
         """Draws of y, (N, B, ...), as many of each component, in rising order."""
         count = MIXTURE_DRAWS if self.mean.numel() <= 1000 else MIXTURE_DRAWS // 4
-        return self._of_components(count).sort(0).values
+        return self._unrolled(self._of_components(count)).sort(0).values
 
     def _of_components(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns at least `count` draws of y, (N, B, ...), as many of each component."""
@@ -214,25 +218,18 @@ class MixturePrediction(RealPrediction):
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets, (B,); -inf outside the support."""
-        y = self._checked(targets).unsqueeze(1)
-        with validation(False):
-            logs = self.components.log_prob(y)
-        try:
-            support: Any = self.components.support
-            logs = torch.where(support.check(y), logs, -torch.inf)
-        except NotImplementedError:  # the family defines no support
-            pass
+        logs = log_density(self.components, self._checked(targets).unsqueeze(1))
         return logs.nan_to_num(-torch.inf, torch.inf, -torch.inf).logsumexp(1) - math.log(logs.shape[1])
 
     def _checked(self, targets: Tensor) -> Tensor:
-        """Returns the targets in the shape of the mean; raises if they have another size."""
+        """Returns the targets in the shape of the mean, angles within π of it; raises if they have another size."""
         targets = as_targets(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
             raise LapwingError(
                 f"{type(self).__name__}.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
                 f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
             )
-        return targets.reshape(self.mean.shape)
+        return self._unrolled(targets.reshape(self.mean.shape))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, ...): n of equally many draws from each component, in random order."""
@@ -252,6 +249,39 @@ class MixturePrediction(RealPrediction):
         """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
         weights = torch.zeros(self.components.batch_shape, device=_device_of(self.components))
         return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)
+
+
+def log_density(family: Any, y: Tensor) -> Tensor:
+    """Returns `log p(y)` under a distribution, -inf outside its support; each part of a mixture has its own support."""
+    if isinstance(family, dist.Independent):
+        logs = log_density(family.base_dist, y)
+        return logs.reshape(*logs.shape[: logs.ndim - family.reinterpreted_batch_ndims], -1).sum(-1)
+    if isinstance(family, dist.MixtureSameFamily):
+        logs = log_density(family.component_distribution, y.unsqueeze(-1 - len(family.event_shape)))
+        return (logs + family.mixture_distribution.logits.log_softmax(-1)).logsumexp(-1)
+    with validation(False):
+        logs = family.log_prob(y)
+    try:
+        inside = family.support.check(y)
+        if type(family) is dist.TransformedDistribution:  # its support is that of the transform, not of the base
+            x = dist.ComposeTransform(family.transforms).inv(y)
+            inside = inside & family.base_dist.support.check(x)  # type: ignore[union-attr]
+        return torch.where(inside, logs, -torch.inf)
+    except NotImplementedError:  # the family defines no support
+        return logs
+
+
+def resultants(family: Any) -> Tensor | None:
+    """Returns `E[exp(iy)]` of angles y, complex, for each member of a batch; None for other families."""
+    if isinstance(family, dist.VonMises):
+        return torch.polar(1.0 - doubled(family.variance), doubled(family.loc))
+    if isinstance(family, dist.Independent):
+        return resultants(family.base_dist)
+    if isinstance(family, dist.MixtureSameFamily):
+        parts, events = resultants(family.component_distribution), len(family.event_shape)
+        weights = family.mixture_distribution.probs[(..., *[None] * events)]
+        return None if parts is None else (weights * parts).sum(-1 - events)
+    return None
 
 
 @contextmanager

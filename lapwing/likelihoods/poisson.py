@@ -14,17 +14,14 @@ from ..covariance import AnyLatent
 from ..data.frames import as_targets
 from ..linalg import check_draws, doubled, seeded
 from .base import NoiselessLikelihood
-from .links import ExactLink, Link, at_least_float32
-from .mixtures import mixture_of, normal_nodes
+from .links import LEAST_VARIANCE, ExactLink, Link, at_least_float32, latent_nodes
+from .mixtures import mixture_of
 from .predictions import RealPrediction, tails_of
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
 
 STEPS = 60
 """Number of Newton steps to the mode of an integrand, and maximum number of halvings of a range of counts."""
-
-LEAST_VARIANCE = 1e-12
-"""Constant added to variances, so that the derivative of the square root is finite."""
 
 
 @register_likelihood
@@ -137,23 +134,14 @@ class CountPrediction(RealPrediction):
 
     def distribution(self) -> dist.Distribution:
         """Returns a mixture of Poissons over 65 rates or over the draws, with batch shape (B,), event shape (C,)."""
-        rates, weights = self._rates()
-        return mixture_of(dist.Poisson, weights, rates)
-
-    def _rates(self) -> tuple[Tensor, Tensor]:
-        """Returns rates (S, B, C) and their weights (S, 1, 1), in float64."""
-        draws = self.latent.draws
-        if draws is not None:
-            rates = doubled(draws).exp()
-            return rates, rates.new_full((len(rates), 1, 1), 1.0 / len(rates))
-        mean, variance = doubled(self.latent.mean), doubled(self.latent.variance)
-        z, weights = normal_nodes(mean)
-        return (mean + (variance + LEAST_VARIANCE).sqrt() * z).exp(), weights
+        outputs, weights = latent_nodes(self.latent)
+        return mixture_of(dist.Poisson, weights, outputs.exp())
 
     @torch.no_grad()
     def _quantile(self, probability: float) -> Tensor:
         """Returns the smallest counts with `P(y <= count) >= probability`, (B, C)."""
-        rates, weights = self._rates()
+        outputs, weights = latent_nodes(self.latent)
+        rates = outputs.exp()
         highest = rates.amax(0).clamp_max(1e15)
         low, high = torch.full_like(highest, -1.0), (highest + 10.0 * highest.sqrt() + 40.0).floor()
         for _ in range(STEPS):

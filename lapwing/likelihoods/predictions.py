@@ -189,7 +189,8 @@ class RealPrediction(Prediction):
         """Returns the prediction of a monotone function of each y: `transformed(torch.exp)` after a fit to log y.
 
         For `lw.Gaussian()`, also after `scaled`. Intervals map exactly, mean and variances are integrals over 65 nodes
-        of f (or weight draws) and 65 of the noise, and `log_prob` has the Jacobian.
+        of f (or weight draws) and 65 of the noise, and `log_prob` has the Jacobian. The function gets all outputs
+        (..., C), and may change some: `lambda y: torch.cat([y[..., :1].exp(), y[..., 1:]], -1)`.
         """
         raise LapwingError(
             f"transformed() is for predictions of lw.Gaussian(), not for {type(self).__name__}. Use draws: "

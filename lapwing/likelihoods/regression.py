@@ -16,7 +16,7 @@ from ..covariance import AnyLatent, has_factor, is_selected
 from ..data.frames import as_targets
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, cholesky, doubled, seeded
-from .links import at_least_float32
+from .links import at_least_float32, latent_nodes
 from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, tails_of
 from .targets import aligned_targets, check_real_targets, check_target_shape
@@ -103,13 +103,8 @@ class RegressionPrediction(RealPrediction):
         return (normal.log_prob(residual) + holes).to(mean.dtype)
 
     def transformed(self, function: Callable[[Tensor], Tensor]) -> TransformedPrediction:
-        draws, mean, noise = self._draws(), self.mean, self._noise
-        if draws is not None:
-            return TransformedPrediction(
-                self, function, (draws, noise, draws.new_full((len(draws), 1, 1), 1 / len(draws)))
-            )
-        z, weights = normal_nodes(mean.double())
-        return TransformedPrediction(self, function, (mean + self.epistemic_variance.sqrt() * z, noise, weights))
+        outputs, weights = latent_nodes(self.latent)
+        return TransformedPrediction(self, function, (outputs, self._noise, weights))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""
@@ -190,7 +185,7 @@ class TransformedPrediction(RealPrediction):
     points: tuple[Tensor, Tensor, Tensor]
 
     def __post_init__(self) -> None:
-        """Raises unless g is a monotone function of each entry, within four standard deviations of the mean of y."""
+        """Raises unless g is finite and monotone in each entry, within four standard deviations of the mean of y."""
         mean, std = doubled(self.prediction.mean).detach(), doubled(self.prediction.std).detach()
         y = torch.stack([mean + 0.25 * step * std for step in range(-16, 17)])
         moved = y.clone()
@@ -198,8 +193,8 @@ class TransformedPrediction(RealPrediction):
         values, others = (self.function(some) if callable(self.function) else None for some in (y, moved))
         if not isinstance(values, Tensor) or not isinstance(others, Tensor) or values.shape != y.shape:
             problem = "does not return a tensor of the shape of y"
-        elif bool(values.isnan().any()):
-            problem = "is NaN at some values of y"
+        elif not bool(values.to(self.prediction.mean.dtype).isfinite().all()):
+            problem = f"is NaN or infinite in {self.prediction.mean.dtype} at some values of y"
         elif bool((values != others).flatten()[1:].any()):
             problem = "mixes outputs or inputs: if one y moves, another value changes"
         elif not bool((signs := values.diff(dim=0).sign()).min() * signs.max() >= 0) or not bool(signs.any()):
@@ -207,8 +202,8 @@ class TransformedPrediction(RealPrediction):
         else:
             return
         raise LapwingError(
-            f"transformed({shown(self.function)}) {problem}, within four standard deviations of the mean. Write "
-            "prediction.transformed(torch.exp), or use draws: function(prediction.sample(4096))."
+            f"transformed({shown(self.function)}) {problem}, within four standard deviations of the mean. Pass a "
+            "function that is finite and monotone there, or use draws: function(prediction.sample(4096))."
         )
 
     @cached_property
@@ -217,7 +212,7 @@ class TransformedPrediction(RealPrediction):
         outputs, noise, weights = map(doubled, self.points)
         first, second = torch.zeros_like(outputs), torch.zeros_like(outputs)
         for node, chance in zip(*normal_nodes(outputs), strict=True):  # of the noise
-            values = self.function(outputs + noise.sqrt() * node)
+            values = self.function(outputs + noise.sqrt() * node).nan_to_num(0.0, torch.inf, -torch.inf)  # far out
             first, second = first + chance * values, second + chance * values.square()
         mean = (weights * first).sum(0)
         epistemic, aleatoric = (first - mean).square(), (second - first.square()).clamp_min(0.0)

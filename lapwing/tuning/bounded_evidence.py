@@ -91,7 +91,7 @@ class BoundedEvidence(Tuning):
     def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
         """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most `nats`."""
         nll = -float(posterior.likelihood.log_likelihood(posterior.statistics)) / posterior.samples
-        if nll < CERTAIN_NLL:
+        if 0.0 <= nll < CERTAIN_NLL:  # only a density has a negative NLL, which depends on the unit of y
             log.warning(
                 "%s has memorised its training labels, whose NLL is %.2g per sample: they cannot show how calibrated "
                 "it is. For calibrated probabilities hold data out, and write lw.fit(model, loader, "

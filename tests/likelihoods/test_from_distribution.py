@@ -11,8 +11,9 @@ from torch.special import polygamma
 
 import lapwing as lw
 from lapwing.covariance import LatentDraws
-from lapwing.likelihoods import Gaussian
-from tests.likelihoods.fakes import random_latent
+from lapwing.likelihoods import Gaussian, MixturePrediction
+from lapwing.likelihoods.links import latent_points
+from tests.likelihoods.fakes import FakeLatent, gauss_hermite, joint_latent, random_latent
 
 F64 = torch.float64
 EULER = 0.5772156649015329
@@ -110,6 +111,10 @@ def test_information_at_extreme_outputs_is_finite(name, dtype, size):
 # ---- predictions
 
 
+def spread_normal(f):
+    return dist.Normal(f[..., 0], (0.5 * f[..., 1]).exp())
+
+
 def test_a_normal_predicts_as_the_gaussian_likelihood():
     latent = random_latent(batch=6, size=1)
     mine = lw.FromDistribution(lambda f: dist.Normal(f, 0.7)).predict(latent, lw.SampledLink(20000))
@@ -124,6 +129,141 @@ def test_a_normal_predicts_as_the_gaussian_likelihood():
         [lw.evaluation.metrics.crps_gaussian(*row) for row in zip(wanted.mean, wanted.std, y, strict=True)]
     )
     torch.testing.assert_close(mine.crps(y)[:, 0].double(), scores, rtol=0.08, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("size", [1, 2])
+def test_points_of_one_or_two_outputs_have_the_moments_of_the_latent(size, dtype):
+    wide = random_latent(batch=6, size=size)
+    points = latent_points(FakeLatent(wide.mean.to(dtype), wide.covariance.to(dtype)), 512)
+    assert points.dtype == dtype
+    near = {"rtol": 1e-9, "atol": 1e-9} if dtype == F64 else {"rtol": 1e-5, "atol": 1e-5}
+    for mean, covariance, cloud in zip(wide.mean, wide.covariance, points.double().unbind(1), strict=True):
+        torch.testing.assert_close(cloud.mean(0), mean, **near)
+        torch.testing.assert_close(cloud.T.cov(correction=0).reshape(size, size), covariance, **near)
+    others = points.double()[:, :, 0].T.corrcoef().fill_diagonal_(0.0)
+    assert others.abs().max() < 0.2  # inputs are independent, as a Gaussian without joint covariances is
+
+
+@pytest.mark.parametrize(("size", "joint"), [(3, False), (2, True)])
+def test_more_outputs_and_joint_latents_have_pairs_around_the_mean(size, joint):
+    latent = joint_latent(size=size) if joint else random_latent(size=size)
+    points = latent_points(latent, 512)
+    assert points.shape == (512, *latent.mean.shape)
+    torch.testing.assert_close(points.mean(0), latent.mean)
+    torch.testing.assert_close(points.var(0), latent.variance, rtol=0.25, atol=0)
+
+
+def test_points_are_certain_where_the_latent_is_and_differentiable():
+    mean, variance = torch.zeros(3, 1, dtype=F64), torch.tensor([0.0, 1e-3, 4.0], dtype=F64).requires_grad_()
+    points = latent_points(FakeLatent(mean, variance[:, None, None]), 512)
+    assert points[:, 0].abs().max() < 1e-5
+    (slopes,) = torch.autograd.grad(points.square().mean(0).sum(), variance)
+    torch.testing.assert_close(slopes, torch.ones_like(slopes))
+
+
+@pytest.mark.parametrize(("function", "size"), [(lambda f: dist.Normal(f[..., 0], 0.5), 1), (spread_normal, 2)])
+def test_predictions_at_one_or_two_outputs_agree_with_integrals(function, size):
+    latent = random_latent(batch=5, size=size, scale=0.3)
+    prediction = lw.FromDistribution(function).predict(latent)
+    y = latent.mean[:, 0] + torch.tensor([-2.0, -0.5, 0.0, 1.0, 2.0])
+    logs = prediction.log_prob(y)
+    for mean, covariance, one, log, center, variance in zip(
+        latent.mean, latent.covariance, y, logs, prediction.mean, prediction.variance, strict=True
+    ):
+        density = gauss_hermite(lambda f, one=one: function(f).log_prob(one).exp(), mean, covariance)
+        second = gauss_hermite(lambda f: function(f).variance + function(f).mean.square(), mean, covariance)
+        assert float(log.exp()) == pytest.approx(float(density), rel=0.02)
+        assert float(center) == pytest.approx(float(mean[0]), abs=1e-9)
+        assert float(variance) == pytest.approx(float(second - mean[0] ** 2), rel=0.005)
+
+
+def test_draws_that_the_user_names_and_weight_draws_stay():
+    latent = random_latent(batch=4, size=1)
+    likelihood = lw.FromDistribution(lambda f: dist.Normal(f[..., 0], 1.0))
+    drawn = likelihood.predict(latent, lw.SampledLink(300))
+    assert torch.equal(drawn.components.mean, latent.sample(300, torch.Generator().manual_seed(0))[..., 0].T)
+    weights = LatentDraws(latent.sample(20))
+    assert torch.equal(likelihood.predict(weights).components.mean, weights.draws[..., 0].T)
+
+
+# ---- mixtures of several supports, and angles
+
+
+def uniforms(f):
+    """A mixture of two uniform distributions, from 0 to 1 and from 0 to 1 + exp(f)."""
+    ends = torch.stack([torch.ones_like(f[..., 0]), 1.0 + f[..., 0].exp()], -1)
+    chances = dist.Categorical(torch.tensor([0.3, 0.7]).to(f).expand_as(ends))
+    return dist.MixtureSameFamily(chances, dist.Uniform(0.0 * ends, ends))
+
+
+def test_each_part_of_a_mixture_counts_within_its_own_support():
+    f, y = torch.tensor([[[0.0], [1.0]]], dtype=F64), torch.tensor([[0.5], [2.5], [9.0], [-1.0]], dtype=F64)
+    f = f.expand(4, 2, 1)
+    wanted = [
+        [0.3 + 0.7 / (1 + math.exp(a)), 0.7 / (1 + math.exp(a)) * (y < 1 + math.exp(a))]
+        for a, y in ((0.0, 2.5), (1.0, 2.5))
+    ]
+    inside, beyond = (sum(values) / 2 for values in zip(*wanted, strict=True))
+    for components in (uniforms(f), dist.Independent(uniforms(f.unsqueeze(-2)), 1)):
+        targets = y[:, 0] if components.event_shape == () else y
+        found = MixturePrediction(components).log_prob(targets).exp()
+        torch.testing.assert_close(found, torch.tensor([inside, beyond, 0.0, 0.0], dtype=F64))
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_value_outside_the_support_of_a_part_does_not_count(validated, monkeypatch):
+    """`Exponential.log_prob` is finite below 0, where its density is 0."""
+    monkeypatch.setattr(dist.Distribution, "_validate_args", validated)
+    rate, ends = torch.ones(1, 2, 2, dtype=F64), torch.tensor([0.0, -2.0], dtype=F64)
+    parts = dist.TransformedDistribution(dist.Exponential(rate), [dist.AffineTransform(ends, torch.ones(2, dtype=F64))])
+    prediction = MixturePrediction(dist.MixtureSameFamily(dist.Categorical(torch.ones_like(rate)), parts))
+    assert float(prediction.log_prob(torch.tensor([-1.0]))) == pytest.approx(math.log(0.5) - 1.0)
+
+
+def test_a_mixture_of_several_supports_is_fitted_and_tuned(caplog):
+    y = 3.0 * torch.rand(60)
+    likelihood = lw.FromDistribution(lambda f: uniforms(f.clamp(1.5, 3.0)))
+    posterior, x = fitted(likelihood, y, outputs=1)
+    assert posterior.predict(x).log_prob(y).isfinite().all()
+    assert "nan" not in caplog.text
+    with pytest.raises(lw.LapwingError, match="1 of 60 targets .* under MixtureSameFamily") as refused:
+        fitted(likelihood, torch.cat([y[1:], torch.tensor([99.0])]), outputs=1)
+    assert "tensor(" not in str(refused.value)
+
+
+def angles(f):
+    return dist.VonMises(f[..., 0], f[..., 1].exp())
+
+
+def two_directions(f):
+    parts = dist.VonMises(torch.stack([f[..., 0], f[..., 0] + 0.5], -1), f[..., 1:].exp().expand(*f.shape[:-1], 2))
+    return dist.MixtureSameFamily(dist.Categorical(torch.tensor([0.25, 0.75]).to(f).expand_as(parts.loc)), parts)
+
+
+@pytest.mark.parametrize("function", [angles, two_directions])
+@pytest.mark.parametrize("several", [False, True])
+def test_angles_have_a_circular_mean_and_arcs(function, several):
+    latent = FakeLatent(
+        torch.tensor([[3.1, 2.0], [0.2, 2.0]], dtype=F64), 0.04 * torch.eye(2, dtype=F64).expand(2, 2, 2)
+    )
+    whole = (lambda f: function(f.unsqueeze(-2).expand(*f.shape[:-1], 3, 2))) if several else function
+    prediction = lw.FromDistribution(whole).predict(latent)
+    y = prediction.sample(10_000, torch.Generator().manual_seed(1)).double()
+    centre = torch.atan2(y.sin().mean(0), y.cos().mean(0))
+    length = torch.hypot(y.sin().mean(0), y.cos().mean(0))
+    torch.testing.assert_close(prediction.mean, centre, rtol=0, atol=0.03)
+    torch.testing.assert_close(prediction.variance, 2 - 2 * length, rtol=0.05, atol=0)
+    assert (prediction.epistemic_variance > 0.02).all()
+    low, high = prediction.interval(0.9)
+    assert (high - low < 3.0).all()  # also next to the seam
+    turned = centre + torch.remainder(y - centre + math.pi, 2 * math.pi) - math.pi
+    torch.testing.assert_close(((turned >= low) & (turned <= high)).double().mean(0), 0.9 + 0 * low, rtol=0, atol=0.03)
+    target = -3.1 + 0 * centre  # next to the mean of the first input, beyond the seam
+    rows = prediction.for_metrics(target)
+    assert float((rows["y"] - rows["mean"])[0].abs().max()) < 0.6
+    torch.testing.assert_close(rows["log_prob"], prediction.log_prob(target + 2 * math.pi))
+    assert rows["crps"][0].max() < 0.3
 
 
 def test_a_family_without_moments_has_those_of_draws():
@@ -214,7 +354,7 @@ def test_functions_that_do_not_fit_are_refused(function, match):
 
 def test_targets_and_options_that_do_not_fit_are_refused():
     with pytest.raises(
-        lw.LapwingError, match="FromDistribution: Expected value.*within the support.*Correct the targets"
+        lw.LapwingError, match=r"FromDistribution: 1 of 20 targets .* under Gamma, .* its support .*Move"
     ):
         fitted(GAMMA, torch.ones(20).index_fill(0, torch.tensor(3), -1.0))
     with pytest.raises(lw.LapwingError, match="function must be a function from outputs to a"):
@@ -313,6 +453,22 @@ def test_exp_of_a_gaussian_is_a_lognormal():
                                prediction.scaled(1.0, 2.0).interval()[0].exp())  # fmt: skip
 
 
+def test_large_values_are_refused_or_finite():
+    """exp(100) is no float32; a function of some outputs, and one that is NaN only far from the mean, are fine."""
+    latent = FakeLatent(torch.tensor([[100.0, 1.0]]), 0.01 * torch.eye(2)[None])
+    prediction = Gaussian(noise_variance=0.01).predict(latent)
+    with pytest.raises(lw.LapwingError, match=r"is NaN or infinite in torch.float32 .* or use draws"):
+        prediction.transformed(torch.exp)
+    some = prediction.transformed(lambda y: torch.cat([y[..., :1], y[..., 1:].exp()], -1))
+    low, high = some.interval(0.9)
+    assert (high - low).isfinite().all()
+    torch.testing.assert_close(some.mean, torch.tensor([[100.0, math.exp(1.01)]]), rtol=1e-5, atol=0)
+    far = Gaussian(noise_variance=0.5).predict(FakeLatent(torch.tensor([[5.0]]), torch.tensor([[[0.5]]])))
+    y = far.sample(100_000)
+    torch.testing.assert_close(far.transformed(torch.log).mean, y.log().mean(0), rtol=1e-3, atol=0)
+    torch.testing.assert_close(far.transformed(torch.log).std, y.log().std(0), rtol=2e-2, atol=0)
+
+
 def test_a_falling_function_several_outputs_and_missing_targets():
     prediction = Gaussian(noise_variance=0.2, missing=True).predict(random_latent(batch=4, size=3))
     moved = prediction.transformed(lambda y: -(y + 0.1 * y**3))
@@ -339,7 +495,8 @@ def test_moments_under_weight_draws_are_those_of_samples():
     [
         (torch.cos, "is not monotone"),
         (lambda y: 0.0 * y, "is not monotone"),
-        (torch.log, "is NaN at some values of y"),
+        (torch.log, "is NaN or infinite in torch.float64 at some values of y"),
+        (lambda y: (1000.0 * (y + 5.0)).exp(), "is NaN or infinite in torch.float64 at some values of y"),
         (torch.sum, "tensor of the shape of y"),
         (3, "tensor of the shape of y"),
         (lambda y: y.cumsum(-1), "mixes outputs or inputs"),

@@ -102,6 +102,22 @@ def test_frozen_weights_are_left_out_and_the_last_layer_remains(caplog):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_network_that_is_frozen_is_warned_of_unless_the_parameters_are_named(labels, caplog):
+    model, loader, _ = trained()
+    if labels:
+        model, loader = nn.Sequential(*model, nn.Linear(1, 2)).eval(), [(x, (y[:, 0] > 0).long()) for x, y in loader]
+    line = "All weights of Sequential are frozen, so lapwing treats only the last layer."
+    lw.fit(model, loader)
+    assert line not in caplog.text
+    model.requires_grad_(False)
+    lw.fit(model, loader, params=lw.last_layer)
+    lw.fit(model, loader, params=lw.matching("*"))
+    assert line not in caplog.text
+    lw.fit(model, loader)
+    assert [record.levelname for record in caplog.records if line in record.getMessage()] == ["WARNING"]
+
+
 def test_expensive_weights_are_logged(caplog, monkeypatch):
     model, loader, _ = trained()
     monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 100)

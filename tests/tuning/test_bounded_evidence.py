@@ -138,6 +138,16 @@ def test_memorised_labels_that_choose_the_prior_precision_are_warned_of(classes,
         assert "memorised" not in caplog.text
 
 
+def test_a_density_of_small_units_has_not_memorised_labels(caplog):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(2, 2).eval(), torch.randn(200, 2)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.constant_(model.bias, -9.0)  # a log variance, so the density is above 1
+    y = -9.0 + math.exp(-4.5) * torch.randn(200, 1)
+    lw.fit(model, [(x, y)], likelihood=lw.HeteroscedasticGaussian())
+    assert "memorised" not in caplog.text
+
+
 @made_once
 def overfitted(steps=300):
     """A network that fits a noisy curve too closely, its data in two batches, and other data."""
