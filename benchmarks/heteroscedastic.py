@@ -90,7 +90,7 @@ def study(name: str) -> dict[str, Any]:
     fits = {
         "one noise": lw.fit(one, train),
         "one noise, validation": lw.fit(one, train, validation=[held_out]),
-        "predicted noise": lw.fit(two, train, likelihood=both),
+        "predicted noise": lw.fit(two, train, lw.KFAC(), params=lw.last_layer, likelihood=both),
         "predicted noise, KFAC of all": lw.fit(two, train, lw.KFAC(), likelihood=both),
         "predicted noise, validation": lw.fit(two, train, lw.KFAC(), likelihood=both, validation=[held_out]),
     }

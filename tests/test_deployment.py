@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.deployment import Predictor
+from lapwing.deployment import Predictor, _default_way
 from papers.common.networks import MnistCNN, ResNet20
 from tests.prediction.test_streamlined_networks import bert
 from tests.quick import others_slow
@@ -304,11 +304,108 @@ def test_a_function_after_the_last_layer() -> None:
     x, y = torch.randn(9, 5), torch.arange(9) % 3
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh()).eval()
     posterior = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=30.0)
-    predictor = lw.deploy(posterior, x, outputs="latent")
+    predictor = lw.deploy(posterior, x, lw.Streamlined(), outputs="latent")
     assert_same(predictor(x[:7]), posterior, x[:7], lw.Streamlined(), "latent")
     posterior = lw.fit(model, [(x, y)], lw.KFAC(), params=lw.matching("2.*"), prior_precision=30.0)
     predictor = lw.deploy(posterior, x, lw.Linearized())
     assert_same(predictor(x[:7]), posterior, x[:7], lw.Linearized(), "prediction")
+
+
+# ---- the level of the variances
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns lapwing's warnings."""
+    return [
+        record.getMessage() for record in caplog.records if record.name == "lapwing" and record.levelname == "WARNING"
+    ]
+
+
+def wide(outputs: int = 1, **options: Any) -> tuple[lw.Posterior, Tensor]:
+    """Returns a posterior of all weights whose streamlined variances are far too large, and its inputs."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 5)
+    y = x[:, :1].sin() if outputs == 1 else torch.arange(40) % outputs
+    model = nn.Sequential(nn.Linear(5, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, outputs)).eval()
+    likelihood = lw.Gaussian(0.01) if outputs == 1 else None
+    return lw.fit(model, [(x, y)], lw.Full(), likelihood=likelihood, prior_precision=1.0, **options), x
+
+
+@pytest.mark.parametrize(("outputs", "results"), [(1, "prediction"), pytest.param(3, "scores", marks=pytest.mark.slow)])
+def test_the_default_has_the_level_of_predict(
+    outputs: int, results: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("onnxscript")
+    posterior, x = wide(outputs)
+    predictor = lw.deploy(posterior, x[:30], outputs=results)
+    assert not said(caplog)
+    found = posterior.latent(x, via=predictor.via).variance.mean()
+    assert found == pytest.approx(float(posterior.latent(x).variance.mean()), rel=0.3)
+    assert posterior.latent(x, via=lw.Streamlined()).variance.mean() > 2 * found
+    first = posterior.latent(x[:30])
+    assert posterior.latent(x[:30], via=predictor.via).variance.sum() == pytest.approx(
+        float(first.variance.sum()), 1e-4
+    )
+    assert_same(predictor(x[:7]), posterior, x[:7], predictor.via, results, 1e-4)
+    module = torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes).module()
+    assert_same(module(x[:7]), posterior, x[:7], predictor.via, results, 1e-4)
+    path = predictor.to_onnx(tmp_path / "network.onnx", x)
+    assert_same(onnx_outputs(path, x[:7]), posterior, x[:7], predictor.via, results, 1e-4)
+    raw = lw.deploy(posterior, x, via=lw.Streamlined(), outputs=results)
+    assert raw.via == lw.Streamlined()
+    assert_same(raw(x[:7]), posterior, x[:7], lw.Streamlined(), results, 1e-4)
+
+
+def test_the_level_comes_from_data_if_the_example_is_short_or_a_warning_does(caplog: pytest.LogCaptureFixture) -> None:
+    posterior, x = wide()
+    y, wanted = torch.zeros(40, 1), lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()).factor
+    for data in ((x, y), [(x, y), (100 * x, y)], torch.utils.data.TensorDataset(x, y)):
+        assert _default_way(posterior, x[:7], data).factor == wanted  # type: ignore[attr-defined]
+    assert _default_way(posterior, x, (100 * x, y)).factor == wanted  # type: ignore[attr-defined]
+    assert lw.deploy(posterior, x[:2], data=(x, y)).via.factor == wanted
+    assert not said(caplog)
+    assert lw.deploy(posterior, x[:7]).via == lw.Streamlined()
+    (message,) = said(caplog)
+    assert "lw.deploy(posterior, x) with at least 8 inputs x, or with data=(x_train, y_train)" in message
+
+
+def test_the_size_of_a_batch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program for 8 inputs has one slice of the weights' covariance, and predictions of 40 have several."""
+    posterior, x = wide()
+    predictor, wanted = lw.deploy(posterior, x[:30], outputs="latent"), posterior.latent(x[:30]).variance
+    monkeypatch.setattr("lapwing.covariance.layer_block.SLICE_BYTES", 4096)
+    again = lw.deploy(posterior, x[:30], outputs="latent")
+    torch.testing.assert_close(again(x)[1], predictor(x)[1])
+    assert wanted.sum() == pytest.approx(float(again(x[:30])[1].sum()), 1e-4)
+
+
+def test_a_last_layer_keeps_its_variances_and_does_not_pay(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    posterior, x = wide(3, params=lw.last_layer)
+    monkeypatch.setattr("lapwing.deployment.scale_factor", None)
+    for rows in (2, 40):
+        predictor = lw.deploy(posterior, x[:rows])
+        assert predictor.via == lw.Streamlined()
+        assert_same(predictor(x), posterior, x, lw.Linearized(), "prediction", 1e-5)
+    assert not said(caplog)
+
+
+def test_a_posterior_without_spread_is_deployed() -> None:
+    x, y = torch.randn(20, 5), torch.arange(20) % 3
+    posterior = lw.fit(mlp(), [(x, y)], lw.TemperatureScaling(), params=lw.everything)
+    torch.testing.assert_close(lw.deploy(posterior, x)(x), posterior.predict(x).probs)
+
+
+def test_files_of_older_versions_load(tmp_path: Path) -> None:
+    """Their predictors have no way."""
+    _, predictor = deployed("mlp", "latent")
+    old, x = copy.deepcopy(predictor), NETWORKS["mlp"][1](3)
+    del old.__dict__["via"]
+    torch.save(old, tmp_path / "old.pt")
+    loaded = torch.load(tmp_path / "old.pt", weights_only=False)
+    assert loaded.via is None
+    assert all(map(torch.equal, loaded(x), predictor(x)))
+    torch.save(predictor, tmp_path / "new.pt")
+    assert torch.load(tmp_path / "new.pt", weights_only=False).via == predictor.via
 
 
 # ---- a module like any other

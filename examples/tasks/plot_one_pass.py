@@ -37,8 +37,8 @@ model.eval()
 # %%
 # Fit the level
 # -------------
-# ``to=`` names the way whose variances are right. The result is a way like any other: ``predict``, ``latent`` and
-# ``lw.deploy`` take it as ``via=``.
+# ``to=`` names the way whose variances are right. The result is a way like any other: ``predict`` and ``latent``
+# accept it as ``via=``. ``lw.deploy(posterior, x)`` makes it from the example x.
 
 posterior = lw.fit(model, train, lw.Diagonal(), params=lw.everything, prior_precision=100.0)
 fitted = lw.scale_factor(posterior, x[:64], via=lw.Streamlined(), to=lw.Linearized())

@@ -99,6 +99,7 @@ plt.show()
 # When not to
 # -----------
 #
-# - **Any posterior but a last layer** is deployed by ``lw.Streamlined()``, whose variances are approximate. Compare
-#   both on a batch first: ``lw.deploy`` does, and warns. The operations and the costs are in docs/deployment.md.
+# - **Any posterior but a last layer** is deployed by ``lw.Streamlined()``, whose variances are approximate. The example
+#   inputs, at least 8, give them the level of ``posterior.predict``; with fewer pass ``data=(x, y)``. Compare both on a
+#   batch first, by ``posterior.predict(x, via=predictor.via)``. The operations and costs are in docs/deployment.md.
 # - **Outputs with positions** cannot be deployed.

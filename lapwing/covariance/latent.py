@@ -67,7 +67,7 @@ class Latent(Described):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), independently for each input. `generator=None` means seed 0."""
         generator = generator_for(n, generator, self.mean)
-        return self._finite(self.mean + total(term.sample(n, generator) for term in self.terms))
+        return self._finite(self.mean + total(term.sample(n, generator) for term in self.without_wide_factors().terms))
 
     def plus(self, covariance: Tensor) -> Latent:
         """Returns the latent with another covariance (B, C, C) added for each input."""

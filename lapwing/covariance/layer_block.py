@@ -115,9 +115,10 @@ def push_diagonal(weights: Tensor, mean: Tensor, variance: Tensor | None, full: 
 def push_factor(factor: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
     """Returns `LayerBlock.push` for the covariance `Σ_k F_k F_kᵀ` of F (K, O, I), by slices of F."""
     covariances = full and variance is not None and variance.ndim == 3
-    numbers = mean.shape[0] * factor.shape[1] * (factor.shape[2] if covariances else 1)
+    numbers = factor.shape[1] * (factor.shape[2] if covariances else 1) * mean.element_size()
+    exported = torch.compiler.is_compiling()  # for any batch size, so the number of slices must not depend on it
     pushed = mean.new_zeros(())
-    for rows in factor.split(max(1, SLICE_BYTES // (numbers * mean.element_size()))):
+    for rows in factor.split(max(1, len(factor) if exported else SLICE_BYTES // (numbers * mean.shape[0]))):
         means = torch.einsum("koi,bi->bko", rows, mean)
         pushed = pushed + (means.mT @ means if full else means.square().sum(1))
         if covariances:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..covariance import Latent
 from ..covariance.terms import DenseTerm, MarginalTerm
 from ..data import batches
+from ..data.data import Data
 from ..data.frames import with_tensors
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
@@ -25,18 +26,16 @@ from ..likelihoods.classwise import CLASSES
 from ..network.entry import outside_modes
 from ..options import check_argument, instance_of
 from ..posterior import Posterior
-from ..prediction import Linearized, Scaled, Way
+from ..prediction import DefaultWay, Linearized, Scaled, Way
 from ..prediction.streamlined import Streamlined
+from ..tuning import scale_factor
 from .export import Observe, trace
 from .predictor import Predictor
 
 log = logging.getLogger("lapwing")
 
-WARN_FACTOR = 100.0
-"""Ratio of streamlined to linearised variances above which `deploy` warns."""
-
-_SAMPLES = 4
-"""Maximum number of samples of the example that read the network."""
+FEW, ENOUGH = 8, 64
+"""Minimum and maximum number of inputs that fit the level of the variances. At most `FEW` read the network."""
 
 
 @warns_once
@@ -44,12 +43,13 @@ _SAMPLES = 4
 def deploy(
     posterior: Posterior,
     x: Any,
-    via: Way = Streamlined(),  # noqa: B008 (frozen)
+    via: Way | None = None,
     outputs: Literal["prediction", "scores", "latent"] = "prediction",
     link: Link | None = None,
     novelty: Novelty | None = None,
+    data: Any = None,
 ) -> Predictor:
-    """Returns a network with its error bars as a module of plain calls: `predictor(x)` is `posterior.predict(x, via)`.
+    """Returns a network with its error bars as a module of plain calls: `posterior.predict(x, via=predictor.via)`.
 
     The buffers of the module are copies of the weights, and constants from their covariances. It runs in eager mode,
     under `torch.compile`, through `torch.export`, on another device, and as ONNX (`predictor.to_onnx(path, x)`), for
@@ -59,18 +59,20 @@ def deploy(
         posterior: the posterior.
         x: example inputs: a tensor, or a tuple or dict of tensors, with any number of samples. Lengths above 1 of
             integer and boolean inputs may vary later if the network allows it. Other shapes may not.
-        via: `Streamlined` in diagonal mode; `Linearized` if only the last layer is treated; `Scaled` of either.
+        via: `Streamlined` in diagonal mode; `Linearized` if only the last layer is treated; `Scaled` of either. None
+            means `Streamlined`, scaled by `lw.scale_factor(..., to=lw.Linearized())` unless that is 1 for a last layer.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
         novelty: detector of `lw.novelty` for the same network. Its score (B,) is the last output, named "novelty".
+        data: training or held-out data, (x, y) or a loader, for the factor if the example has fewer than 8 inputs.
 
     Raises:
         LapwingError: for a way, link or structure of inputs that cannot be deployed.
 
-    Cost: once, a few seconds and a copy of the network. Per call, in products of the size of a layer's own: one before
-    the first treated layer, two after it, three at a treated layer with a diagonal posterior.
+    Cost: once, a few seconds, a copy of the network, and `lw.scale_factor` of at most 64 inputs. Per call, in products
+    of a layer's size: one before the first treated layer, two after it, three at one with a diagonal posterior.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 3; run times in its appendix B.7.
 
@@ -81,7 +83,7 @@ def deploy(
         >>> x, y = torch.randn(20, 4), torch.arange(20) % 3
         >>> posterior = lw.fit(model, [(x, y)], lw.Diagonal(), prior_precision=10.0)
         >>> predictor = lw.deploy(posterior, x)
-        >>> torch.allclose(predictor(x), posterior.predict(x, via=lw.Streamlined()).probs, atol=1e-6)
+        >>> torch.allclose(predictor(x), posterior.predict(x, via=predictor.via).probs, atol=1e-6)
         True
     """
     if not isinstance(posterior, Posterior):
@@ -94,32 +96,35 @@ def deploy(
             f"The outputs of {type(posterior.model).__name__} have positions, and a deployed network returns one row "
             "per input. Predict with posterior.predict(x), or with via=lw.Streamlined()."
         )
-    streamlined, factor, linearised = _exported_way(via)
     check_choice("lw.deploy", "outputs", outputs, ("prediction", "scores", "latent"))
     rule = instance_of("a detector", Novelty, type(None))
     check_argument("lw.deploy", "novelty", novelty, rule, "lw.novelty(model, loader)")
     x = with_tensors(batches.inputs_of(x) if isinstance(x, Mapping) else x, posterior.tangent.model)
     names, keys = _named(x)
-    _check_way(posterior, batches.take(x, slice(0, 2)), via)
+    via = _default_way(posterior, x, data) if via is None else via
+    streamlined, factor, linearised = _exported_way(via)
+    posterior.latent(batches.take(x, slice(0, 2)), via=via)  # raises if the way does not support the inputs
     observe, returns, kinds = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
-    example = batches.take(dict(x) if keys else x, slice(0, _SAMPLES))
+    example = batches.take(dict(x) if keys else x, slice(0, FEW))
     traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty)
-    return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"))
+    return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via)
 
 
-def _check_way(posterior: Posterior, x: Any, via: Way) -> None:
-    """Raises if the way does not support the inputs, and warns if it is far wider than linearisation."""
-    variance = posterior.latent(x, via=via).variance.mean()
-    if isinstance(via, Streamlined):
-        linearised = posterior.latent(x).variance.mean()
-        if variance > WARN_FACTOR * linearised:
-            log.warning(
-                "Streamlined variances are %.1e times the linearised ones: products of uncertain weights and inputs, "
-                "which linearisation leaves out, exceed it. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), "
-                "to=lw.Linearized()). Or deploy linearised predictions of the last layer: lw.fit(model, loader, "
-                "lw.KFAC(), params=lw.last_layer).",
-                float(variance / linearised.clamp_min(torch.finfo(linearised.dtype).tiny)),
-            )
+def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
+    """Returns `Streamlined`, at the level of linearisation by the example or the data. Warns if both are too few."""
+    if posterior.aim is not None and isinstance(posterior.aim.via, Streamlined):
+        return posterior.aim.via  # held-out data chose the prior precision for it
+    if posterior.tangent.treats_output_alone:
+        return Streamlined()  # equals linearisation
+    if batches.size(x) < FEW and data is not None:
+        x = batches.split(Data.of(data, posterior).first)[0]
+    if batches.size(x) >= FEW:
+        return scale_factor(posterior, batches.take(x, slice(0, ENOUGH)), Streamlined(), to=DefaultWay())
+    log.warning(
+        "Streamlined variances may be several times too large or too small. For the level of posterior.predict write "
+        "lw.deploy(posterior, x) with at least %d inputs x, or with data=(x_train, y_train).", FEW,
+    )  # fmt: skip
+    return Streamlined()
 
 
 def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:

@@ -30,8 +30,6 @@ from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
 from .head import latent_of, moments_of, read_head, squares_of_weights
 
-aten = torch.ops.aten
-
 Observe = Callable[[Latent], tuple[Tensor, ...]]
 
 
@@ -276,7 +274,7 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
             outs = [out for out, kind in zip(node.args[0], places, strict=True) if kind == OutputKind.USER_OUTPUT]
             outs = [new[out] if out in new else keep(constants[out], out.name) for out in outs]
             graph.output(tuple(outs) if len(outs) > 1 else outs[0])
-        elif node.target in _CHECKS:
+        elif str(node.target) in _CHECKS:
             continue
         elif all(source in constants for source in node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: constants[n])
@@ -298,11 +296,7 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
 
 
 _CHECKS = frozenset(
-    packet.default
-    for packet in (
-        getattr(aten, name, None)
-        for name in ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
-    )
-    if packet is not None
+    f"aten.{name}.default"
+    for name in ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 )
-"""Calls that repeat checks of the trace."""
+"""Calls that repeat checks of the trace, by name: some are not in every torch."""

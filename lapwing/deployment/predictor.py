@@ -13,6 +13,7 @@ from torch.export import Dim
 
 from ..data import batches
 from ..errors import LapwingError, extra
+from ..prediction import Way
 from ..prediction.streamlined.graph import quiet
 from .export import Traced
 
@@ -26,8 +27,11 @@ class Predictor(nn.Module):
     exported, moved and saved like any module, but its dtypes are fixed. It does not check for NaN.
     """
 
-    def __init__(self, traced: Traced, names: tuple[str, ...], keys: bool, returns: tuple[str, ...]) -> None:
+    via: Way | None = None  # the way of its numbers; None in a file of an older version
+
+    def __init__(self, traced: Traced, names: tuple[str, ...], keys: bool, returns: tuple[str, ...], via: Way) -> None:
         super().__init__()
+        self.via = via
         self.calls, example, self._free = traced
         self.names, self.keys, self.returns = names, keys, returns  # () and False if the input is a tensor
         leaves = batches.tensors(example)

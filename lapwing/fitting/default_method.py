@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
+from ..linalg import double_device
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
@@ -29,7 +30,7 @@ FOR_ALL_WEIGHTS = "For all weights write lw.fit(model, loader, lw.KFAC())."
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
     """Returns the method for all weights and N samples, or None if they cost too much."""
-    if not _is_regression(likelihood):
+    if classifies(likelihood, tangent):
         return None
     weights, rows = tangent.size, samples * tangent.width
     numbers = (weights if tangent.positions.several else min(weights, rows)) * weights  # primal at positions
@@ -76,13 +77,16 @@ def default_fit(
 ) -> tuple[Method, Tangent, str] | str:
     """Returns the method, the tangent of all trained weights, and the reason; or the reason for the last layer."""
     frozen, likelihood = _frozen_last_layer(data.model, survey), data.likelihood
-    if not frozen and not _is_regression(likelihood):
-        return f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
+    of_classes = f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
+    if not frozen and likelihood.activation == "softmax":  # saves the survey of all weights
+        return of_classes
     try:
         tangent = survey(params=everything, warn=False)
     except LapwingError as error:  # frozen weights, quantized layers, ...
         survey(params=last_layer, warn=False)  # raises if the inputs are wrong
         return f"Only the last layer is treated, because all trained weights cannot be: {error}"
+    if not frozen and classifies(likelihood, tangent):
+        return of_classes
     method = default_method(tangent, likelihood, count())
     if method is not None:
         return method, tangent, (
@@ -132,6 +136,7 @@ def price(method: Method, shape: FitShape) -> str:
     )
 
 
-def _is_regression(likelihood: Likelihood) -> bool:
-    """Whether a likelihood has a noise variance, set or open."""
-    return likelihood.needs_noise or likelihood.noise_variance is not None
+def classifies(likelihood: Likelihood, tangent: Tangent) -> bool:
+    """Whether the default is the last layer because targets are classes or labels."""
+    with double_device(tangent.device):  # for tensors in the function of `lw.FromDistribution`
+        return likelihood.classifies(tangent.outputs)

@@ -28,7 +28,7 @@ from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Validation
 from .checkpoint import Checkpoint
 from .checks import check_memory, first_rows
-from .default_method import chosen_and_checked, price
+from .default_method import chosen_and_checked, classifies, price
 from .fingerprints import check_same_network, fingerprint_of
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -81,10 +81,10 @@ def fit(
         loader: training data: an iterable of (inputs, targets) batches that can be read several times, a pair (x, y) of
             tensors, NumPy arrays or pandas frames, or a map-style Dataset. Pairs and data sets are cut into batches of
             100, in order. Arrays of floats get the dtype of the weights; tensors keep theirs.
-        method: structure of Σ and how to fit it. None chooses, and logs its choice: for a regression `Full` over all
-            trained weights if that is cheap, KFAC over all up to a million, else KFAC over the last layer; for a
-            classifier KFAC over the last layer. A last layer with more than 1 000 outputs gets Diagonal, a frozen one
-            KFAC over the trained layers. With `params`, None means KFAC.
+        method: structure of Σ and how to fit it. None chooses, and logs its choice: for classes or several labels KFAC
+            over the last layer; for all other targets `Full` over all trained weights if that is cheap, KFAC over all
+            up to a million, else KFAC over the last layer. A last layer with more than 1 000 outputs gets Diagonal, a
+            frozen one KFAC over the trained layers. With `params`, None means KFAC.
         likelihood: "categorical", "gaussian" or an instance. None infers it from the dtype of the targets.
         params: parameters to treat. None means all trained ones if `method` is given.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}. None tunes it.
@@ -210,6 +210,9 @@ def run_and_tune(setup: Setup) -> Posterior:
     started = time.perf_counter()
     result = setup.runner.run(setup.method, setup.problem, _stop(setup))
     posterior, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
+    if setup.options.method is None and setup.options.params is None:
+        rule = "classes" if classifies(setup.data.likelihood, posterior.tangent) else "targets that are not classes"
+        posterior = replace(posterior, method=replace(posterior.method, rule=rule))
     if "targets" in posterior.statistics:  # of Gaussian noise
         rows = first_rows(posterior.tangent, posterior.likelihood, setup.data.inputs, setup.data.targets)
         if rows is not None:

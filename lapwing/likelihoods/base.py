@@ -97,6 +97,10 @@ class Likelihood(Options, ABC, Generic[P]):
         """Returns the shape of one target for C outputs: (K,), or () for an integer label."""
         return (outputs,)
 
+    def classifies(self, outputs: int) -> bool:
+        """Whether y is a class, or several labels: then a default fit treats the last layer; not for one yes or no."""
+        return not self.target_shape(outputs) or (self.activation is not None and outputs > 1)
+
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises if targets do not fit outputs (B, C): NaN, or a wrong range, shape, dtype or device."""

@@ -58,10 +58,10 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
     def family(self, outputs: Tensor) -> dist.Distribution:
         """Returns the distribution of y at outputs (..., C), with batch shape (...), or (..., K) for K targets."""
 
+    @_one_dtype_explained()
     def target_shape(self, outputs: int) -> tuple[int, ...]:
-        family: Any = self._family(torch.zeros(1, 1, outputs))
-        labels = isinstance(family, dist.Categorical)
-        return () if labels else tuple((*family.batch_shape, *family.event_shape, 1)[2:3])
+        family: Any = self._family(torch.zeros(1, 1, outputs, dtype=torch.float64))
+        return () if isinstance(family, dist.Categorical) else tuple((*family.batch_shape, *family.event_shape, 1)[2:3])
 
     @_one_dtype_explained()
     def check(self, outputs: Tensor, targets: Tensor) -> None:

@@ -108,6 +108,10 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         numbers = self.head_numbers.items()
         return self.with_head_numbers({key: (s or noise, logit_temperature, s) for key, (noise, _, s) in numbers})
 
+    def classifies(self, outputs: int) -> bool:
+        """Whether all heads do: any other head needs all weights for its error bars, and they do not harm classes."""
+        return all(head.classifies(len(self._indices(key, outputs))) for key, head in self.likelihoods.items())
+
     def part(self, latent: AnyLatent, key: str) -> Any:
         """Returns the latent of the outputs of a head."""
         index = self._indices(key, latent.mean.shape[-1])

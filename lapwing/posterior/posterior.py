@@ -98,6 +98,7 @@ class Posterior(Displayed, Generic[P]):
         names = ", ".join(parameters[:4]) + (f", ... {len(parameters)} parameters" if len(parameters) > 4 else "")
         size, every = self.tangent.size, sum(weight.numel() for weight in self.model.parameters())
         weights = f"all {size:,} weights" if size == every else f"{size:,} of {every:,} weights"
+        default = f", the default for {self.method.rule}" if self.method.rule else ""
         facts = [repr(self.likelihood)]
         if isinstance(precision, float):
             facts.append(f"prior_precision={precision:.4g}")
@@ -108,7 +109,7 @@ class Posterior(Displayed, Generic[P]):
         if self.method.tuning is not None:
             facts.append(f"tuned by {self.method.tuning.partition('(')[0]}")
         return (
-            f"<Posterior by {self.method} over {weights} of {type(self.model).__name__} ({names}), "
+            f"<Posterior by {self.method} over {weights} of {type(self.model).__name__} ({names}){default}, "
             f"{self.samples:,} samples, {', '.join(facts)}; "
             f"a prediction costs about {DefaultWay().passes(self.tangent):,} forward passes>"
         )

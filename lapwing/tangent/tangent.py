@@ -269,7 +269,8 @@ class Tangent:
     def recording(self, checked: Checked, late: list[Tensor] | None = None) -> tuple[Recording, Uses]:
         """Runs the network on a chunk, and finds the uses of each block; `late` is as in `check_recording`."""
         chunk_limit().latest, named = checked.samples, self.parameters
-        idle = {name: value for name, value in own_parameters(self.model).items() if name in self.plan.idle}
+        every = own_parameters(self.model) if self.plan.idle else {}
+        idle = {name: every[name] for name in self.plan.idle}
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]

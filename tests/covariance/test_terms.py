@@ -140,3 +140,21 @@ def test_latents_are_scaled_and_widened_alike() -> None:
     for one in (latent, joint, draws):
         close(one.compact(True).covariance, one.covariance)
     close(latent.compact(False).centred_variance, latent.centred_variance)
+
+
+def test_draws_of_a_wide_factor_cost_one_column_for_each_output(monkeypatch):
+    """KFAC over all weights of a wide network has thousands of columns for an output."""
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(2, 3, 1000, generator=generator).double()
+    drawn, plain = [], FactoredTerm.sample
+
+    def sample(term, count, generator):
+        drawn.append(term.factor.shape[-1])
+        return plain(term, count, generator)
+
+    monkeypatch.setattr(FactoredTerm, "sample", sample)
+    draws = Latent(torch.zeros(2, 3).double(), (FactoredTerm(factor),)).sample(50_000, generator)
+    assert drawn == [3]
+    wanted = factor @ factor.mT
+    found = torch.einsum("sbi,sbj->bij", draws, draws) / len(draws)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.03 * float(wanted.amax()))

@@ -82,7 +82,7 @@ def test_the_curvature_and_the_evidence_are_the_dense_ones():
 
 
 def test_from_fit_to_file_and_deployment(tmp_path):
-    posterior, model, x, y = fitted()
+    posterior, model, x, y = fitted(params=lw.last_layer)
     posterior.save(tmp_path / "it.safetensors")
     again = lw.load(tmp_path / "it.safetensors", model)
     assert again.likelihood == LIKELIHOOD

@@ -84,8 +84,9 @@ def test_ways_and_deployment():
     y = torch.poisson((1 + x[:, 0]).exp()).long()
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double().eval()
     posterior = lw.fit(model, [(x[:25], y[:25]), (x[25:], y[25:])], lw.Full(), likelihood="poisson")
-    deployed = posterior.predict(x, via=lw.Streamlined())
-    torch.testing.assert_close(lw.deploy(posterior, x)(x), (deployed.mean, deployed.variance))
+    predictor = lw.deploy(posterior, x)
+    deployed = posterior.predict(x, via=predictor.via)
+    torch.testing.assert_close(predictor(x), (deployed.mean, deployed.variance))
     for via in (lw.Linearized(), lw.Streamlined(), lw.MonteCarlo(5)):
         assert bool(posterior.predict(x, via=via).log_prob(y).isfinite().all())
     lw.compare({"it": posterior}, [(x, y)])
