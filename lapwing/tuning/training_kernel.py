@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 
 from ..data import batches
 from ..likelihoods import aligned_targets, curvature_weights
@@ -67,12 +67,14 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     counts = every_weight[samples, turns]
     labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
     biased = turns if times == outputs else turns % len(ratios)  # few rows have the same output at the same position
-    labels = labels - _means_of_outputs(labels, counts, biased.to(labels.device))
     gram = anchors.gram(weights, tangent.contraction_dtype)
     same = _copies(gram, targets[chosen], times)
     roots = counts.sqrt() / ratios.sqrt()[turns % len(ratios)]
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
-    return Process(values, vectors, roots * labels, counts, same, tangent.size, sum(widths) / len(widths) / times)
+    constants = roots[:, None] * one_hot(biased.unique(return_inverse=True)[1]).to(roots)
+    return Process(
+        values, vectors, roots * labels, constants, counts, same, tangent.size, sum(widths) / len(widths) / times
+    )
 
 
 def targets_of(
@@ -110,13 +112,6 @@ def joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     tables = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
     few = len(tables) == len(parts) and sum(part.numel() for part in tables) <= TABLE
     return (torch.cat(tables),) if few and len({(part.shape[1:], part.dtype) for part in tables}) == 1 else parts
-
-
-def _means_of_outputs(labels: Tensor, counts: Tensor, outputs: Tensor) -> Tensor:
-    """Returns the weighted mean (M,) of the labels of each row's output. A bias explains this mean, not the prior."""
-    sums = torch.zeros(2, int(outputs.max()) + 1, dtype=labels.dtype, device=labels.device)
-    sums.index_add_(1, outputs, torch.stack([counts * labels, counts]))
-    return (sums[0] / sums[1].clamp_min(torch.finfo(labels.dtype).tiny))[outputs]
 
 
 def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
