@@ -25,7 +25,6 @@ log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000  # maximum number of rows of the kernel: pairs of a sample and an output
 ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs: a pixel adds little to its neighbours
-OTHER_SCALE = 5.0  # ratio of the targets and residuals of two outputs above which they seem to have different units
 OTHER_NOISE, SURE = 2.0, 4.0  # ratio of squared residuals, and standard errors, above which a warning is logged
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
@@ -129,7 +128,7 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
 
 
 def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> None:
-    """Warns if one noise variance serves outputs of different noise or units.
+    """Warns if one noise variance serves outputs of different noise.
 
     Outputs (B, T, C) have C, or T C if `validation=` tunes a noise variance for each of them.
     """
@@ -139,14 +138,12 @@ def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> No
     widths = {len(part[0].flatten()) // batches.size(inputs) for part, (inputs, *_) in zip(rows, parts, strict=True)}
     joins = len(widths) == 1 and tangent_of_samples(posterior).positions.joined
     width = max(widths) if joins else posterior.tangent.outputs
-    targets, residuals, weights = (
+    _, residuals, weights = (
         torch.cat([values.reshape(-1, width) for values in every]) for every in zip(*rows, strict=True)
     )  # (N, C)
     totals = weights.sum(0)
     counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
     squares = (weights * residuals.square()).sum(0) / counts
-    means = (weights * targets).sum(0) / counts
-    variances = (weights * (targets - means).square()).sum(0) / counts
     squares = torch.where(totals > 1, squares, math.nan)
     large, small = int(squares.nan_to_num(-math.inf).argmax()), int(squares.nan_to_num(math.inf).argmin())
     ratio = float(squares[large] / squares[small])
@@ -154,12 +151,9 @@ def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> No
     errors = ((fourth / squares.square() - 1).clamp_min(0) / counts)[[large, small]].sum().sqrt()  # of log ratio
     if not ratio > OTHER_NOISE or math.log(ratio) < SURE * float(errors):
         return
-    other_units = ratio > OTHER_SCALE**2 and float(variances[large]) > OTHER_SCALE**2 * float(variances[small])
     log.warning(
         "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "
-        "intervals of the latter too wide. %s",
+        "intervals of the latter too wide. Pass validation=held_out, which tunes a noise variance for each output, or "
+        "lw.Gaussian(noise_ratios=...).",
         large, ratio**0.5, small,
-        "Pass likelihood=lw.Gaussian(noise_ratios=y.var(0).tolist()), or train on standardised targets and use "
-        "prediction.scaled(mean, std)." if other_units else
-        "Pass validation=held_out, which tunes a noise variance for each output, or lw.Gaussian(noise_ratios=...).",
     )  # fmt: skip
