@@ -122,7 +122,8 @@ def fit(
         LapwingError: if an argument or the data cannot be used; the message says what to write.
 
     Cost: the method's passes over the data, each about 1 + C passes of the network, plus the tuning. The tuning costs
-        more than the passes if there are many weights and few data: see `BoundedEvidence`.
+        more than the passes if there are many weights and few data: see `BoundedEvidence`. A regression with several
+        outputs and an open noise variance needs one forward pass more: see `Gaussian`.
 
     Example:
         >>> import torch, lapwing as lw

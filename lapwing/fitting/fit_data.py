@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -63,22 +64,23 @@ class FitData:
         return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, training, model))
 
     def with_residuals(self, tangent: Tangent) -> FitData:
-        """Sets each open noise of `lw.Joint` to the mean squared residual of held-out data, or else of the training."""
-        joint: Any = self.likelihood
-        sums = {key: DataSummary() for key in joint.head_numbers if joint.likelihoods[key].needs_noise}
+        """Sets the noise of open heads or the ratios of outputs by residuals of held-out, or else of training, data."""
+        likelihood: Any = self.likelihood
+        data = self.training if self.held_out is None else self.held_out
+        if self.held_out is None and isinstance(self.tune, Validation):
+            data = Data(self.tune.loader, self.model, columns=self.training.columns)
+        sums = {key: DataSummary() for key in likelihood.open_heads(tangent.outputs)}
         if not sums:
             return self
-        for inputs, targets, weights in checked_batches(tangent.model, self.held_out or self.training):
+        for inputs, targets, weights in checked_batches(tangent.model, data):
             rows = Batch(tangent, inputs, targets, 0, weights=weights).rows()
-            for key, head, f, y in joint.heads(rows["outputs"], rows["targets"]):
+            for key, head, f, y in likelihood.heads(rows["outputs"], rows["targets"]):
                 if key in sums:
                     sums[key].add(head, f, y, rows["weights"])
-        for key, summary in sums.items():
-            parts = ranks.gathered("the residuals", summary.statistics)
-            total = {name: sum(part[name].cpu() for part in parts if part) for name in max(parts, key=len)}
-            residual = joint.likelihoods[key].residual_variance(total)
-            joint = joint.with_head_numbers({**joint.head_numbers, key: (residual, None, residual)})
-        return replace(self, likelihood=joint)
+        parts = ranks.gathered("the residuals", sums)
+        whole = {key: reduce(DataSummary.added, [part[key].mapped(Tensor.cpu) for part in parts]) for key in sums}
+        totals = {key: summary.statistics for key, summary in whole.items()}
+        return replace(self, likelihood=likelihood.with_residuals(totals)) if all(totals.values()) else self
 
     @property
     def prefixes(self) -> int:

@@ -93,6 +93,10 @@ class Likelihood(Options, ABC, Generic[P]):
         """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
         return {}
 
+    def open_heads(self, outputs: int) -> Iterable[Any]:
+        """Returns the keys in `heads` of the outputs whose residuals decide a noise before the curvature is formed."""
+        return ()
+
     def target_shape(self, outputs: int) -> tuple[int, ...]:
         """Returns the shape of one target for C outputs: (K,), or () for an integer label."""
         return (outputs,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,6 +24,12 @@ from .targets import aligned_targets, check_real_targets
 
 ROUNDING = 1e-12
 """Minimum of the mean squared residual, as a fraction of the mean squared target."""
+ALIKE, SURE = 4.0, 4.0
+"""Ratio of the residual variances of two outputs, and its standard errors, up to which all outputs have one noise."""
+MEMORISED = 1e-4
+"""Minimum of a residual variance, as a fraction of the targets' variance: smaller ones show the end of the training."""
+MOST_RATIOS = 200
+"""Maximum number of outputs whose noise ratios are estimated."""
 
 
 def _variances(value: Any) -> float | tuple[float, ...]:
@@ -46,8 +53,10 @@ class Gaussian(Likelihood[RegressionPrediction]):
         noise_variance: σ², a **variance** in squared units of y: one number, or C numbers, one for each output. `fit`
             never changes given numbers, and tunes σ² if it is None.
         noise_ratios: r, one positive number for each output, for outputs in different units or of known relative
-            accuracy. σ² may still be tuned. None means ones; then `validation=` may choose ratios, and for outputs
-            (B, T, C) as many as T C.
+            accuracy. σ² may still be tuned. If both are None, a fit estimates r before the curvature, if the outputs'
+            mean squared residuals surely differ by more than a factor of 4: those of the data in `validation=`, or else
+            of the training data, in one more forward pass. Otherwise r is 1, and `validation=` may choose ratios after
+            the fit, for outputs (B, T, C) as many as T C.
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
 
     Raises:
@@ -171,6 +180,36 @@ class Gaussian(Likelihood[RegressionPrediction]):
     @property
     def needs_noise(self) -> bool:
         return self.noise_variance is None
+
+    def open_heads(self, outputs: int) -> range:
+        known = not self.needs_noise or self.noise_ratios is not None
+        return range(0 if known or not 1 < outputs <= MOST_RATIOS else outputs)
+
+    def heads(self, outputs: Tensor, targets: Tensor) -> Iterator[tuple[int, Gaussian, Tensor, Tensor]]:
+        """Yields the index, the likelihood, the outputs (B, 1) and the targets (B, 1) of each output."""
+        targets = aligned_targets("Gaussian", outputs, targets)
+        for c in range(outputs.shape[-1]):
+            yield c, self, outputs[:, c : c + 1], targets[:, c : c + 1]
+
+    def with_residuals(self, statistics: Mapping[int, dict[str, Tensor]]) -> Gaussian:
+        """Returns the likelihood with ratios of mean squared residuals, if these surely differ by more than `ALIKE`.
+
+        An output whose targets are unknown or constant gets the largest ratio. The mean of the ratios is 1.
+        """
+        sums = {name: torch.stack([one[name] for one in statistics.values()]) for name in statistics[0]}  # (C, ...)
+        counts, squares = sums["count"], sums["squared_target"] / sums["count"]
+        variances = squares - (sums["targets"][:, 1, 0] / counts).square()
+        known = variances > ROUNDING * squares  # False for NaN
+        residuals = (sums["squared_error"] / counts).maximum(MEMORISED * variances)
+        some = residuals[known]
+        if len(some) < 2:
+            return self
+        ends = torch.stack([some.argmin(), some.argmax()])
+        least = max(math.log(ALIKE), SURE * float((2 / counts[known][ends]).sum().sqrt()))
+        if not float(some[ends].log().diff()) > least:
+            return self
+        residuals = torch.where(known, residuals, some.max())
+        return replace(self, noise_ratios=tuple((residuals / residuals.mean()).tolist()))
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> float:
         """Returns the mean squared residual, but at least `ROUNDING` times the mean squared target."""

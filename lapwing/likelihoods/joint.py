@@ -112,6 +112,14 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         """Whether all heads do: any other head needs all weights for its error bars, and they do not harm classes."""
         return all(head.classifies(len(self._indices(key, outputs))) for key, head in self.likelihoods.items())
 
+    def open_heads(self, outputs: int) -> list[str]:
+        return [key for key in self.head_numbers if self.likelihoods[key].needs_noise]
+
+    def with_residuals(self, statistics: Mapping[str, dict[str, Tensor]]) -> Joint:
+        """Returns the likelihood with the mean squared residual of each open head as its σ²."""
+        found = {key: self.likelihoods[key].residual_variance(sums) for key, sums in statistics.items()}
+        return self.with_head_numbers(self.head_numbers | {key: (s, None, s) for key, s in found.items()})
+
     def part(self, latent: AnyLatent, key: str) -> Any:
         """Returns the latent of the outputs of a head."""
         index = self._indices(key, latent.mean.shape[-1])

@@ -209,7 +209,8 @@ def _best_width(
     exponent = refined(exponents, row, at)
     factor = _between(exponents, factors[which].tolist(), at, exponent)
     if trained is not None and not surely_better(scores[which, at], scores[which, -1], SURE):
-        samples, by_training = scores.shape[-1], math.log10(trained[1] / noise)
+        samples = int(scores[which, -1].count_nonzero())  # of which some target is known
+        by_training = math.log10(trained[1] / noise)
         exponent, factor = every[-1], (samples * float(factors[which, -1]) + by_training) / (samples + 1)
     elif at in (0, len(exponents) - 1):
         _warn_of_edge(best, exponents, row, at, exponent - factor)

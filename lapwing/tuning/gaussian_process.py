@@ -14,7 +14,9 @@ from torch import Tensor
 from .search import ascend, best_of_grid, evenly
 
 RANGE = (-10.0, 6.0)  # searched decades of δσ², relative to the mean eigenvalue of the kernel
+ROUNDING = 1e-12  # ridge of the equations for the constants, of which some may have no known target
 MAX_EXPLAINED = 0.9  # maximum part of the targets, without copies, that the weights explain
+FAR, FEW = 100.0, 0.1  # multiple of the median variance above which a sample is far; maximum part that is left out
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class LeaveOneOut:
     """The exact Gaussian process of the linearised network on some training samples, at its own best δ and σ².
 
     The width s is the mean variance, or the mean squared error if it is larger, of a target that all other of the N
-    samples predict. The training variance is `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior, which has seen them.
+    samples predict. A few samples that are far from all others, whose own targets decide their predictions (`FAR`), are
+    not in the mean. The training variance is `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior, which has seen them.
     """
 
     width: float
@@ -57,6 +60,7 @@ class Process:
     values: Tensor  # eigenvalues of the kernel `√w JJᵀ √w` (M,), of each output relative to its noise
     vectors: Tensor  # its eigenvectors (M, M)
     labels: Tensor  # `√w r` (M,), in the same unit
+    constants: Tensor  # `√w` in the rows of one output, 0 in others (M, C): the labels have a free constant per output
     counts: Tensor  # w (M,), number of targets that each pair represents
     same: Tensor  # whether a sample is left out together with another (n, n); all have equally many pairs
     weights: int  # number of weights that count
@@ -68,9 +72,21 @@ class Process:
         return _groups(self.same, len(self.labels) // len(self.same))
 
     @cached_property
-    def squares(self) -> Tensor:
-        """Squared labels in the eigenbasis (M,)."""
-        return (self.vectors.T @ self.labels).square()
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        """The labels (M,) and the constants (M, C) in the eigenbasis."""
+        return self.vectors.T @ self.labels, self.vectors.T @ self.constants
+
+    def centred(self, spectrum: Tensor) -> Tensor:
+        """Returns the labels minus the likeliest constant of each output, `(AᵀC⁻¹A)⁻¹AᵀC⁻¹r`, in the eigenbasis (M,).
+
+        A constant that the weights can produce is about the labels' mean; one that they cannot produce is about 0.
+        """
+        labels, constants = self.rotated
+        whitened = constants / spectrum.detach()[:, None]  # the evidence has no slope in the likeliest constants
+        gram, moments = constants.T @ whitened, whitened.T @ labels
+        size = gram.diagonal().clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
+        gram = size[:, None] * gram * size + ROUNDING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        return labels - constants @ (size * torch.linalg.solve(gram, size * moments))
 
     @cached_property
     def total(self) -> float:
@@ -87,15 +103,16 @@ class Process:
         """The kernel's mean eigenvalue."""
         return float(self.values.sum()) / self.total or 1.0
 
-    def at(self, log10: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the eigenvalues of `δC`, and the best 1/δ for them."""
+    def at(self, log10: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the eigenvalues of `δC`, the best 1/δ for them, and the centred labels."""
         spectrum = self.values + self.unit * 10**log10
-        return spectrum, ((self.squares / spectrum).sum() / self.total).clamp_min(1e-24)  # 0 if all labels are 0
+        labels = self.centred(spectrum)
+        return spectrum, ((labels.square() / spectrum).sum() / self.total).clamp_min(1e-24), labels  # 0 if all are 0
 
     def evidence(self, log10: Tensor) -> Tensor:
         """Returns the log marginal likelihood, up to a constant."""
-        spectrum, scale = self.at(log10)
-        fit = -0.5 * (self.squares / (scale * spectrum) + (scale * spectrum).log()).sum()
+        spectrum, scale, labels = self.at(log10)
+        fit = -0.5 * (labels.square() / (scale * spectrum) + (scale * spectrum).log()).sum()
         return fit - 0.5 * self.more * (scale * self.unit * 10**log10).log() if self.more else fit
 
     def lowest(self) -> float:
@@ -116,12 +133,11 @@ class Process:
 
     def left_out(self, log10: Tensor, size: float, inverse: float | None = None) -> LeaveOneOut:
         """Returns the leave-one-out predictions for N = `size` samples, at the best 1/δ or at `inverse`."""
-        spectrum, scale = self.at(log10)
+        spectrum, scale, labels = self.at(log10)
         scale = scale if inverse is None else log10.new_tensor(inverse)
         noise = float(scale * self.unit * 10**log10)
         spectrum = scale * spectrum
-        variance, error = _left_out_moments(spectrum, self.vectors, self.labels, self.groups)
-        variance, error = (variance + self.more * noise) / self.total, error / self.total
+        variance, error = self._means(noise, *_left_out_moments(spectrum, self.vectors, labels, self.groups))
         more = self.outputs_per_pair * size / len(self.same)
         curve = learning_curve(scale * self.values, noise, more, self.total)
         training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
@@ -129,6 +145,16 @@ class Process:
             curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise,
             len(self.same), self.weights, (training_variance / noise - 1) / more,
         )  # fmt: skip
+
+    def _means(self, noise: float, variances: Tensor, errors: Tensor) -> tuple[float, float]:
+        """Returns the mean variance and squared error per target, by those of pairs (M,), without a few far samples."""
+        parts = [part.unflatten(0, (len(self.same), -1)).sum(1) for part in (self.counts, variances - noise, errors)]
+        widths = noise + parts[1] / parts[0].clamp_min(ROUNDING)  # mean variance of a target of each sample (n,)
+        far = widths > FAR * widths.median()
+        if self.outputs_per_pair == 1 and far.double().mean() <= FEW:
+            parts = [part[~far] for part in parts]
+        count, spread, error = (float(part.sum()) for part in parts)
+        return noise + spread / count, error / count
 
 
 def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float) -> float:
@@ -168,14 +194,14 @@ def _groups(same: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
 
 def _left_out_moments(
     spectrum: Tensor, vectors: Tensor, labels: Tensor, groups: list[tuple[Tensor, Tensor]]
-) -> tuple[float, float]:
-    """Returns the sums of the variances and of the squared errors of targets that are left out, from C's eigenpairs."""
+) -> tuple[Tensor, Tensor]:
+    """Returns variances and squared errors (M,) of targets that are left out, by C and labels in its eigenbasis."""
     root = vectors / spectrum.sqrt()  # root rootᵀ = C⁻¹
-    weighted = root @ (root.T @ labels)
-    variance = error = 0.0
+    weighted = vectors @ (labels / spectrum)
+    variances, errors = torch.zeros_like(labels), torch.zeros_like(labels)
     for rows, counted in groups:
         part = root[rows]  # (G, k, M)
         left = torch.linalg.inv(part @ part.mT)
-        variance += float(left.diagonal(dim1=1, dim2=2)[counted].sum())
-        error += float((left @ weighted[rows][..., None])[..., 0][counted].square().sum())
-    return variance, error
+        variances[rows[counted]] = left.diagonal(dim1=1, dim2=2)[counted]
+        errors[rows[counted]] = (left @ weighted[rows][..., None])[..., 0][counted].square()
+    return variances, errors

@@ -38,7 +38,7 @@ def width_by_inputs(x: Tensor, y: Tensor, weights: Tensor, size: float, least: f
     kernel = (torch.cdist(x, x).square() / -2).exp()
     values, vectors = symmetric_eigen(kernel)
     same = (kernel > 1 - 1e-9) & (y[:, None] == y).all(-1)
-    process = Process(values, vectors, y[:, 0], torch.ones_like(y[:, 0]), same, x.shape[1])
+    process = Process(values, vectors, y[:, 0], y[:, :0], torch.ones_like(y[:, 0]), same, x.shape[1])
     widths = []
     for labels in y.T:
         one = replace(process, labels=labels)

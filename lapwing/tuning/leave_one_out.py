@@ -36,8 +36,10 @@ def leave_one_out(
     The linearised network is a Gaussian process, `r = y - f + J(θ̂ - μ0) ~ N(0, C)`, whose marginal likelihood and
     leave-one-out predictions are exact (Rasmussen & Williams 2006, equations 5.8, 5.10 to 5.12, for blocks), also if
     the network's weights are not a mode. A sample is left out with all its outputs, and with its copies, which would
-    predict its target. The errors count because the model has no noise that outputs share. The labels lose the mean of
-    each output: targets far from 0 would otherwise need a wide prior.
+    predict its target. The errors count because the model has no noise that outputs share. The labels lose the
+    likeliest constant of each output: targets far from 0 would otherwise need a wide prior. It is about 0 if the
+    weights cannot produce it, as in forces, which are derivatives of an energy. A few samples with 100 times the median
+    of V_n do not count: one far input would decide the width of all.
 
     σ² explains at least a tenth of the targets (`MAX_EXPLAINED`): a noise of 0 is too narrow for posteriors with fewer
     degrees of freedom. δσ² is raised until s is half of `residual`, the network's mean squared residual

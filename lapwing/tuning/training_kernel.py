@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 
 from ..data import batches
 from ..likelihoods import aligned_targets, curvature_weights
@@ -25,7 +25,6 @@ log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000  # maximum number of rows of the kernel: pairs of a sample and an output
 ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs: a pixel adds little to its neighbours
-OTHER_SCALE = 5.0  # ratio of the targets and residuals of two outputs above which they seem to have different units
 OTHER_NOISE, SURE = 2.0, 4.0  # ratio of squared residuals, and standard errors, above which a warning is logged
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
@@ -67,12 +66,14 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     counts = every_weight[samples, turns]
     labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
     biased = turns if times == outputs else turns % len(ratios)  # few rows have the same output at the same position
-    labels = labels - _means_of_outputs(labels, counts, biased.to(labels.device))
     gram = anchors.gram(weights, tangent.contraction_dtype)
     same = _copies(gram, targets[chosen], times)
     roots = counts.sqrt() / ratios.sqrt()[turns % len(ratios)]
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
-    return Process(values, vectors, roots * labels, counts, same, tangent.size, sum(widths) / len(widths) / times)
+    constants = roots[:, None] * one_hot(biased.unique(return_inverse=True)[1]).to(roots)
+    return Process(
+        values, vectors, roots * labels, constants, counts, same, tangent.size, sum(widths) / len(widths) / times
+    )
 
 
 def targets_of(
@@ -112,13 +113,6 @@ def joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return (torch.cat(tables),) if few and len({(part.shape[1:], part.dtype) for part in tables}) == 1 else parts
 
 
-def _means_of_outputs(labels: Tensor, counts: Tensor, outputs: Tensor) -> Tensor:
-    """Returns the weighted mean (M,) of the labels of each row's output. A bias explains this mean, not the prior."""
-    sums = torch.zeros(2, int(outputs.max()) + 1, dtype=labels.dtype, device=labels.device)
-    sums.index_add_(1, outputs, torch.stack([counts * labels, counts]))
-    return (sums[0] / sums[1].clamp_min(torch.finfo(labels.dtype).tiny))[outputs]
-
-
 def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     """Returns whether two samples are copies or the same (N, N), by `JJᵀ` (M, M) and y (N, C)."""
     count, outputs = targets.shape
@@ -134,7 +128,7 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
 
 
 def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> None:
-    """Warns if one noise variance serves outputs of different noise or units.
+    """Warns if one noise variance serves outputs of different noise.
 
     Outputs (B, T, C) have C, or T C if `validation=` tunes a noise variance for each of them.
     """
@@ -144,14 +138,12 @@ def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> No
     widths = {len(part[0].flatten()) // batches.size(inputs) for part, (inputs, *_) in zip(rows, parts, strict=True)}
     joins = len(widths) == 1 and tangent_of_samples(posterior).positions.joined
     width = max(widths) if joins else posterior.tangent.outputs
-    targets, residuals, weights = (
+    _, residuals, weights = (
         torch.cat([values.reshape(-1, width) for values in every]) for every in zip(*rows, strict=True)
     )  # (N, C)
     totals = weights.sum(0)
     counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
     squares = (weights * residuals.square()).sum(0) / counts
-    means = (weights * targets).sum(0) / counts
-    variances = (weights * (targets - means).square()).sum(0) / counts
     squares = torch.where(totals > 1, squares, math.nan)
     large, small = int(squares.nan_to_num(-math.inf).argmax()), int(squares.nan_to_num(math.inf).argmin())
     ratio = float(squares[large] / squares[small])
@@ -159,12 +151,9 @@ def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> No
     errors = ((fourth / squares.square() - 1).clamp_min(0) / counts)[[large, small]].sum().sqrt()  # of log ratio
     if not ratio > OTHER_NOISE or math.log(ratio) < SURE * float(errors):
         return
-    other_units = ratio > OTHER_SCALE**2 and float(variances[large]) > OTHER_SCALE**2 * float(variances[small])
     log.warning(
         "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "
-        "intervals of the latter too wide. %s",
+        "intervals of the latter too wide. Pass validation=held_out, which tunes a noise variance for each output, or "
+        "lw.Gaussian(noise_ratios=...).",
         large, ratio**0.5, small,
-        "Pass likelihood=lw.Gaussian(noise_ratios=y.var(0).tolist()), or train on standardised targets and use "
-        "prediction.scaled(mean, std)." if other_units else
-        "Pass validation=held_out, which tunes a noise variance for each output, or lw.Gaussian(noise_ratios=...).",
     )  # fmt: skip

@@ -104,8 +104,9 @@ class Validation(_OnHeldOutData):
     cannot show. So it comes from the training data, as in `BoundedEvidence`, unless another λ is better by three
     standard errors of the paired difference. At the λ of the training data log c is pulled, with the weight of one
     sample, towards the noise variance that the training data show. Each of several outputs of `lw.Gaussian()` then gets
-    its own noise variance, as ratios to σ², if it is better by as much. Outputs (B, T, C) get T C of them if T is fixed
-    and T C at most 200, otherwise C. Give `noise_ratios` to keep them.
+    its own noise variance, as ratios to σ², if it is better by as much, and if the fit has not estimated ratios before
+    (see `Gaussian`). Outputs (B, T, C) get T C of them if T is fixed and T C at most 200, otherwise C. Give
+    `noise_ratios` to keep them.
 
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 

@@ -99,11 +99,11 @@ def test_a_noise_variance_of_each_half_is_the_other_halfs_mean_squared_residual(
 
 def test_the_network_alone_has_one_noise_if_held_out_data_chose_one_for_each_output() -> None:
     torch.manual_seed(0)
-    model, x = nn.Linear(3, 2).double().eval(), torch.randn(160, 3, dtype=torch.float64)
-    y = model(x).detach() + torch.tensor([0.1, 2.0]).double() * torch.randn(160, 2, dtype=torch.float64)
-    posterior = lw.fit(model, (x[:60], y[:60]), lw.Full(), validation=(x[60:120], y[60:120]))
+    model, x = nn.Linear(3, 2).double().eval(), torch.randn(400, 3, dtype=torch.float64)
+    y = model(x).detach() + torch.tensor([0.1, 0.18]).double() * torch.randn(400, 2, dtype=torch.float64)
+    posterior = lw.fit(model, (x[:60], y[:60]), lw.Full(), validation=(x[60:360], y[60:360]))
     assert posterior.likelihood.noise_ratios is not None
-    arrays = lw.compare({"Full": posterior}, (x[120:], y[120:]), repeats=1).predictions
+    arrays = lw.compare({"Full": posterior}, (x[360:], y[360:]), repeats=1).predictions
     assert len(set(arrays["network"].std)) == 1
     assert len(set(arrays["held-out noise"].std)) == 2
 

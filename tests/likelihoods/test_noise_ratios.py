@@ -9,6 +9,7 @@ from torch import distributions as dist
 from torch import nn
 
 import lapwing as lw
+import lapwing.fitting.fit_data
 from lapwing.errors import LapwingError
 from tests import oracle
 from tests.conformance import close
@@ -130,3 +131,141 @@ def test_selected_outputs_and_linearised_draws_have_the_noise_of_their_output():
     joint = posterior.latent(x, joint=True, via=lw.Linearized(outputs=[0]))
     with pytest.raises(LapwingError, match="noise variances of 3 outputs"):
         posterior.likelihood.predict(joint)
+
+
+def in_other_units(factor=100.0):
+    """A network whose second output and its targets are in a unit that is `factor` times smaller; held-out rows."""
+    model, x, _ = data()
+    with torch.no_grad():
+        model[2].weight[1] *= factor
+        model[2].bias[1] *= factor
+    x = x.repeat(4, 1) + 0.1
+    torch.manual_seed(1)
+    return model, x, model(x).detach() + torch.tensor([0.2, 0.3 * factor]) * torch.randn(96, 2, dtype=F64)
+
+
+def naive_ratios(model, x, y, weights=None):
+    """Mean squared residuals of the known targets of each output, divided by their mean."""
+    residuals, outputs = [], model(x).detach()
+    for c in range(y.shape[1]):
+        total = count = 0.0
+        for n in range(len(x)):
+            if not y[n, c].isnan():
+                weight = 1.0 if weights is None else float(weights[n])
+                total += weight * float(y[n, c] - outputs[n, c]) ** 2
+                count += weight
+        residuals.append(total / count)
+    return [one * len(residuals) / sum(residuals) for one in residuals]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("method", [None, lw.KFAC(), lw.SampledLLA(4)], ids=repr)
+@pytest.mark.parametrize("tune", ["default", "evidence", "validation", "tune", "weights", "missing"])
+def test_ratios_of_the_residuals_are_those_of_a_user(method, tune):
+    model, x, y = in_other_units()
+    training, held_out, options = (x[:48], y[:48]), (x[48:], y[48:]), {}
+    ratios, missing = naive_ratios(model, *training), False
+    if tune == "evidence":
+        options["tune"] = lw.Evidence()
+    if tune in ("validation", "tune"):
+        ratios = naive_ratios(model, *held_out)
+        options = {"validation": held_out} if tune == "validation" else {"tune": lw.Validation(held_out)}
+    if tune == "weights":
+        weights = torch.rand(48) + 0.5
+        training, options = [(*training, weights)], {"sample_weights": True}
+        ratios = naive_ratios(model, x[:48], y[:48], weights)
+    if tune == "missing":
+        y[3, 1] = y[5, 0] = y[6] = torch.nan
+        ratios, missing = naive_ratios(model, *training), True
+    params = None if method is None else lw.everything
+    found, given = (
+        lw.fit(
+            model, training, method, likelihood=lw.Gaussian(noise_ratios=one, missing=missing), params=params, **options
+        )
+        for one in (None, ratios)
+    )
+    assert found.likelihood.noise_ratios == pytest.approx(ratios, rel=1e-9)
+    tolerance = 0.02 if isinstance(method, lw.SampledLLA) else 1e-6  # its solver stops early
+    assert found.noise_variance == pytest.approx(given.noise_variance, rel=tolerance)
+    close(found.predict(x).variance, given.predict(x).variance, tolerance)
+    if method is None and tune == "default":
+        further = found.update(held_out)
+        assert further.likelihood.noise_ratios == found.likelihood.noise_ratios
+        close(further.predict(x).variance, given.update(held_out).predict(x).variance, 1e-6)
+
+
+def test_intervals_in_every_unit_hold_their_level():
+    model, x, y = in_other_units(1e8)
+    new = torch.randn(2000, 3, dtype=F64)
+    targets = model(new).detach() + torch.tensor([0.2, 0.3e8]) * torch.randn(2000, 2, dtype=F64)
+    for options in ({}, {"validation": (x[48:], y[48:])}):
+        low, high = lw.fit(model, (x[:48], y[:48]), **options).predict(new).interval(0.9)
+        for part in ((low <= targets) & (targets <= high)).double().mean(0):
+            assert 0.83 < float(part) < 0.96
+
+
+def residuals_of(*parts):
+    """Statistics of the outputs of a network, by their residuals and targets."""
+    found = {}
+    for c, (residual, targets) in enumerate(parts):
+        targets = torch.tensor(targets, dtype=F64)[:, None]
+        found[c] = lw.Gaussian(missing=True).statistics(targets - residual, targets)
+    return found
+
+
+SPREAD = [-1.0, 1.0] * 50  # 100 targets of variance 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ([(0.1, SPREAD), (0.19, SPREAD)], None),  # they differ by less than a factor of 4
+        ([(0.1, SPREAD), (0.3, SPREAD)], [0.01, 0.09]),
+        ([(0.1, SPREAD[:6]), (0.3, SPREAD[:6])], None),  # six samples do not show it
+        ([(1e-7, SPREAD), (1e-4, SPREAD)], None),  # both are memorised
+        ([(1e-7, SPREAD), (0.1, SPREAD)], [1e-4, 0.01]),
+        ([(0.1, SPREAD), (0.3, SPREAD), (1e-5, [2.0] * 100)], [0.01, 0.09, 0.09]),  # constant targets
+        ([(0.1, SPREAD), (0.3, SPREAD), (0.1, [float("nan")] * 100)], [0.01, 0.09, 0.09]),  # unknown targets
+        ([(0.1, SPREAD), (0.0, [2.0] * 100)], None),
+    ],
+)
+def test_which_residuals_show_other_noise(parts, wanted):
+    found = lw.Gaussian().with_residuals(residuals_of(*parts)).noise_ratios
+    if wanted is None:
+        assert found is None
+    else:
+        assert found == pytest.approx([one * len(wanted) / sum(wanted) for one in wanted])
+
+
+def test_positions_have_the_ratios_of_their_outputs():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double().eval(), torch.randn(30, 5, 3, dtype=F64)
+    y = model(x).detach() + torch.tensor([0.1, 5.0]) * torch.randn(30, 5, 2, dtype=F64)
+    for options in ({}, {"validation": (x, y)}):
+        posterior = lw.fit(model, (x, y), likelihood="gaussian", **options)
+        assert posterior.likelihood.noise_ratios == pytest.approx(naive_ratios(model, x.flatten(0, 1), y.flatten(0, 1)))
+        assert posterior.predict(x).variance.shape == (30, 5, 2)
+
+
+def test_a_noise_that_is_given_or_that_is_one_number_has_no_ratios():
+    model, x, y = in_other_units()
+    assert lw.fit(model, (x, y), likelihood=lw.Gaussian(0.5)).likelihood.noise_ratios is None
+    given = lw.Gaussian(noise_ratios=[1.0, 1.0])
+    assert lw.fit(model, (x, y), likelihood=given).likelihood.noise_ratios == (1.0, 1.0)
+    assert not lw.Gaussian().open_heads(1)
+    assert not lw.Gaussian().open_heads(201)
+
+
+def test_ratios_are_those_of_the_data_of_all_ranks(monkeypatch):
+    model, x, y = in_other_units()
+    gathered, parts = lapwing.fitting.fit_data.ranks.gathered, []
+
+    def of_both(label, value, *more):
+        if label != "the residuals":
+            return gathered(label, value, *more)
+        parts.append(value)
+        return [*parts]
+
+    monkeypatch.setattr(lapwing.fitting.fit_data.ranks, "gathered", of_both)
+    posteriors = [lw.fit(model, (x[rows], y[rows]), lw.KFAC()) for rows in (slice(0, 30), slice(30, 96))]
+    assert posteriors[1].likelihood.noise_ratios == pytest.approx(naive_ratios(model, x, y))
