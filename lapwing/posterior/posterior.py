@@ -106,12 +106,14 @@ class Posterior(Displayed, Generic[P]):
             facts.append(f"prior_precision of {len(precision)} blocks")
         factors = {"data_factor": self.data_factor, "temperature": self.temperature}
         facts += [f"{name}={factor:g}" for name, factor in factors.items() if factor != 1]
+        costs = f"a prediction costs about {DefaultWay().passes(self.tangent):,} forward passes"
+        if self.aim is not None and self.aim.via is not None:
+            costs = f"predictions are by {self.aim.via}"
         if self.method.tuning is not None:
             facts.append(f"tuned by {self.method.tuning.partition('(')[0]}")
         return (
             f"<Posterior by {self.method} over {weights} of {type(self.model).__name__} ({names}){default}, "
-            f"{self.samples:,} samples, {', '.join(facts)}; "
-            f"a prediction costs about {DefaultWay().passes(self.tangent):,} forward passes>"
+            f"{self.samples:,} samples, {', '.join(facts)}; {costs}>"
         )
 
     @property

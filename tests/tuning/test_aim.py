@@ -77,6 +77,7 @@ def test_draws_are_tuned_for_draws(kind):
     linear = lw.fit(model, train, lw.KFAC(), likelihood=kind, validation=held_out)
     drawn = lw.fit(model, train, lw.KFAC(), likelihood=kind, tune=lw.Validation(held_out, via=DRAWS))
     assert drawn.aim == Aim(DRAWS)
+    assert "predictions are by MonteCarlo(draws=8, seed=0)>" in repr(drawn)
     assert linear.aim == Aim()
     prediction = drawn.predict(x)
     assert torch.equal(prediction.log_prob(y), drawn.predict(x, via=DRAWS).log_prob(y))
@@ -166,3 +167,11 @@ def test_what_cannot_be_tuned_for_is_refused():
         lw.fit(
             model, (train[0], targets), lw.KFAC(), likelihood=joint, tune=lw.Validation((train[0], targets), via=DRAWS)
         )
+
+
+def test_a_posterior_that_is_tuned_for_one_pass_is_deployed_so():
+    model, train, held_out, (x, _) = trained("categorical", 3)
+    posterior = lw.fit(model, train, lw.KFAC(), tune=lw.Validation(held_out, via=lw.Streamlined()))
+    predictor = lw.deploy(posterior, x)
+    assert predictor.via == lw.Streamlined()
+    torch.testing.assert_close(predictor(x), posterior.predict(x).probs)
