@@ -55,6 +55,7 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "default of a regression": (1, lambda held_out: {}),
     "KFAC of a regression": (1, lambda held_out: {"method": lw.KFAC()}),
     "validation": (3, lambda held_out: {"validation": held_out}),
+    "validation of a link": (3, lambda held_out: {"tune": lw.Validation(held_out, link=lw.Probit(scale="class"))}),
     "ELLA": (3, lambda held_out: {
         "method": lw.ELLA(5, 20, sampling="balanced"), "tune": lw.BoundedEvidence(samples=17)}),
     "weights": (3, lambda held_out: {"method": lw.KFAC(), "sample_weights": True}),
