@@ -19,7 +19,7 @@ from . import quadrature
 from .base import Integrals, Likelihood
 from .links import Link, Probit, Quadrature, SampledLink, TabulatedQuadrature, at_least_float32
 from .logits import LogitLikelihood
-from .predictions import DiscretePrediction
+from .predictions import PSEUDO_WEIGHT, DiscretePrediction
 from .registry import register_likelihood
 from .targets import aligned_targets, check_binary_targets
 
@@ -195,8 +195,8 @@ class BernoulliPrediction(DiscretePrediction):
         check_binary_targets(name, self.log_odds.shape, self.log_odds.device, targets, self.soft_targets, self.missing)
         return _answers(self.log_odds, targets).sum(-1)
 
-    def uniform_log_prob(self, outputs: Tensor) -> Tensor:
-        return (F.logsigmoid(self.log_odds) + F.logsigmoid(-self.log_odds)).sum(-1) / 2
+    def pseudo_row(self, outputs: Tensor) -> Tensor:
+        return PSEUDO_WEIGHT * (F.logsigmoid(self.log_odds) + F.logsigmoid(-self.log_odds)).sum(-1) / 2
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws answers, 0 or 1, int64 (n, B, C), independently by `probs`.

@@ -22,7 +22,7 @@ from .base import Integrals, Likelihood
 from .classwise import CLASSES, NODES, contrasts
 from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, at_least_float32, draw_chunks
 from .logits import LogitLikelihood
-from .predictions import DiscretePrediction
+from .predictions import PSEUDO_WEIGHT, DiscretePrediction
 from .registry import register_likelihood
 from .targets import check_class_probabilities, check_labels, is_soft, which_count
 
@@ -274,10 +274,10 @@ class ClassPrediction(DiscretePrediction):
         _check_targets("ClassPrediction.log_prob", self.log_probs, targets, self.ignore_index)
         return _of_targets(self.log_probs, targets, self.ignore_index)
 
-    def uniform_log_prob(self, outputs: Tensor) -> Tensor:
+    def pseudo_row(self, outputs: Tensor) -> Tensor:
         logits = outputs if outputs.shape == self.log_probs.shape else self.log_probs  # not so for `lw.Ordinal`
         mask = possible(logits)
-        return torch.where(mask, self.log_probs, 0.0).sum(-1) / mask.sum(-1)
+        return PSEUDO_WEIGHT * torch.where(mask, self.log_probs, 0.0).sum(-1) / mask.sum(-1)
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the log probabilities (n,), class probabilities (n, C) and labels (n,) of the n labels that count."""

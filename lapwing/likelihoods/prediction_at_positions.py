@@ -74,8 +74,8 @@ class PredictionAtPositions(Prediction):
     def summary(self) -> dict[str, Tensor]:
         return {name: self._whole(value) for name, value in self.rows.summary().items()}
 
-    def uniform_log_prob(self, outputs: Tensor) -> Tensor | None:
-        return self.rows.uniform_log_prob(self.latent.rows.mean)
+    def pseudo_row(self, outputs: Tensor) -> Tensor | None:
+        return self.rows.pseudo_row(self.latent.rows.mean)
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for metrics by name, with one row for each position that counts."""

@@ -23,11 +23,18 @@ from ..data.frames import as_targets
 from ..display import Displayed
 from ..errors import LapwingError, check_choice, shown
 
+PSEUDO_WEIGHT = 0.25
+"""Weight, in rows, of the pseudo-row with a uniform label that losses of held-out labels count.
+
+Without it the temperature of highest likelihood is 0 if all held-out labels are right. A whole row softens a calibrated
+network too much if there are about 20 held-out rows: docs/defaults.md has the measurement.
+"""
+
 
 class Prediction(Displayed, ABC):
     """The distribution of y at B inputs. A new prediction extends `DiscretePrediction` or `RealPrediction`."""
 
-    _internal = frozenset({"for_metrics", "point", "summary", "uncertainty", "uniform_log_prob"})
+    _internal = frozenset({"for_metrics", "point", "summary", "uncertainty", "pseudo_row"})
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:
@@ -54,8 +61,8 @@ class Prediction(Displayed, ABC):
     def summary(self) -> dict[str, Tensor]:
         """Returns the outputs of a deployed network by name, as functions of the latent's means and variances."""
 
-    def uniform_log_prob(self, outputs: Tensor) -> Tensor | None:
-        """Returns the mean log probability (B,) of the labels that are possible at outputs (B, C); None for real y."""
+    def pseudo_row(self, outputs: Tensor) -> Tensor | None:
+        """Returns `PSEUDO_WEIGHT mean_c log p_c` (B,) over the labels c possible at outputs (B, C); None for real y."""
         return None
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:

@@ -44,8 +44,8 @@ class TemperatureScaling(Method):
     inputs no better than the network.
 
     T is the best of 161 candidates from 0.01 to 100, refined by a parabola through its neighbours (NLL to 1e-5 nats).
-    The likelihood counts one further row with a uniform label, because n rows that are all right show an error of about
-    1/n at best. A given `logit_map` applies to the divided logits.
+    The likelihood counts a quarter of a row more, with a uniform label, because n rows that are all right show an error
+    of about 1/n at best. A given `logit_map` applies to the divided logits.
 
     Raises:
         LapwingError: if the fit is a regression, which has no logits.
@@ -77,7 +77,7 @@ class TemperatureScaling(Method):
     def passes(self, problem: Problem) -> Passes:
         self.check(problem.tangent, problem.likelihood)
         state = yield _Scores(problem)
-        scores = state.sums + state.uniform / state.weight  # one pseudo-row with a uniform label
+        scores = state.sums + state.uniform / state.weight  # the pseudo-row of PSEUDO_WEIGHT
         at = int(scores.argmax())
         chosen = refined(TEMPERATURES.tolist(), scores.tolist(), at)
         if at in (0, len(scores) - 1):
@@ -96,7 +96,7 @@ class TemperatureScaling(Method):
 
 @dataclass
 class LogLikelihoods(State):
-    """Sums over data: log likelihoods of the candidates (K,), the same for a uniform label (K,), and weights ()."""
+    """Sums over data: log likelihoods of the candidates (K,), those of pseudo-rows (K,), and weights ()."""
 
     sums: Tensor
     uniform: Tensor
@@ -126,5 +126,5 @@ class _Scores(SumPass[LogLikelihoods]):
         for k, exponent in enumerate(TEMPERATURES.tolist()):
             prediction = self._likelihood.with_logit_temperature(10**exponent).predict(without_spread(outputs))
             state.sums[k] += apply_weights(doubled(prediction.log_prob(targets)), every).sum().cpu()
-            uniform = prediction.uniform_log_prob(outputs)
+            uniform = prediction.pseudo_row(outputs)
             state.uniform[k] += apply_weights(doubled(uniform), every).sum().cpu()

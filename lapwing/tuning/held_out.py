@@ -102,10 +102,9 @@ def head_scores(
 
 
 class _ScoreTable:
-    """Log likelihoods of held-out samples under candidates. For labels they count a pseudo-row with a uniform label.
+    """Log likelihoods of held-out samples under candidates.
 
-    n samples that are all right show an error of about 1/n at best. Without the pseudo-row the temperature of highest
-    likelihood is then 0. The pseudo-row is label smoothing with the weight of one sample in n + 1.
+    For labels they count a pseudo-row with a uniform label (`PSEUDO_WEIGHT`), which is label smoothing.
     """
 
     def __init__(self, aim: Aim = DEFAULT_AIM, noises: Sequence[float] = (), every: bool = False) -> None:
@@ -129,7 +128,7 @@ class _ScoreTable:
         likelihoods = [likelihood.with_noise_variance(noise) for noise in self._noises] or [likelihood]
         predictions = [one.predict(latent, link) for one in likelihoods for latent in latents]
         scores = torch.cat([one.log_prob(labels).unflatten(0, (many, -1)) for one in predictions])
-        uniform: Any = [one.uniform_log_prob(outputs) for one in predictions]
+        uniform: Any = [one.pseudo_row(outputs) for one in predictions]
         if uniform[0] is not None:
             each = doubled(torch.cat(uniform).unflatten(0, (len(scores), -1))[:, rows]).cpu()  # (K, n)
             self._uniform[place] = self._uniform.get(place, 0.0) + torch.stack([each, torch.ones_like(each)], 1).sum(2)

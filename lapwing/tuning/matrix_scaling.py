@@ -69,7 +69,7 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
     def scores(point: Tensor, rows: Tensor) -> Tensor:
         moved, part = identity + point.reshape(size, -1) * free, latent.taken(rows)
         prediction = plain.predict(part.mapped(moved[:, :-1], moved[:, -1]))
-        uniform = prediction.uniform_log_prob(part.mean)
+        uniform = prediction.pseudo_row(part.mean)
         return prediction.log_prob(labels[rows]) + uniform.mean() / count
 
     def best(rows: Tensor, strength: float, start: Tensor) -> Tensor:

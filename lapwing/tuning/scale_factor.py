@@ -52,7 +52,7 @@ def scale_factor(
     the correlation of the features before a last linear layer. Another posterior needs a factor of its own: fit again.
 
     With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. The sum counts one
-    further row: for labels a row with a uniform label, otherwise `-C/4 (log s)²`, which pulls s towards 1. With
+    more term: for labels a quarter of a row with a uniform label, otherwise `-C/4 (log s)²`, which pulls s to 1. With
     `by="evidence"`, s maximises the lower bound of the evidence for `q_s = N(θ̂, s Σ)` over training data,
 
         N/n 1/τ Σ_n E[log p(y_n|f)] - KL(q_s ‖ N(μ0, Δ⁻¹)),   f ~ N(m_n, s V_n)
@@ -152,14 +152,14 @@ def _score_of(
 
     def score(exponent: float) -> float:
         factor, total = 10**exponent, 0.0
-        rows = []  # log probabilities of a uniform label, for labels
+        rows = []  # pseudo-rows, for labels
         for latent, targets in kept:
             scaled = latent.scaled(factor)
             if expected:  # draws, if there are any, are the same at every scale
                 values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
             else:
                 prediction = predicted(likelihood, scaled, link, None)
-                values, uniform = prediction.log_prob(targets), prediction.uniform_log_prob(latent.mean)
+                values, uniform = prediction.log_prob(targets), prediction.pseudo_row(latent.mean)
                 rows += [] if uniform is None else [uniform]
             total += float(values.sum())
         if not expected:

@@ -91,7 +91,7 @@ class Validation(_OnHeldOutData):
     Predictions are by the way `via` and the link `link`, which `predict` then uses by default. Values that the user
     gave are kept, and so is a logit temperature other than 1. The best point of the grid is refined by a parabola
     through its neighbours. n held-out labels that are all right show an error of about 1/n at best, so the likelihood
-    of labels counts one further sample with a uniform label: label smoothing with the weight 1/(n + 1).
+    of labels counts a quarter of a sample more, with a uniform label.
 
     Classification: all pairs of one scalar δ and `T >= 1` are compared. T divides the mean of the logits, because
     spread cannot correct logits that are all too large. Among pairs that the held-out data cannot distinguish from the

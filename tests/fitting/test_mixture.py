@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
+from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 
 SIZE = 40
 
@@ -163,7 +164,7 @@ def test_validation_chooses_the_factor_of_highest_likelihood(kind):
     def score(factor: float) -> float:
         """The log likelihood of the mixture if y is Gaussian, or if logits are divided by a temperature.
 
-        It counts one row more, which pulls log c towards 0 (Gaussian) or has a uniform label.
+        It counts a row more, which pulls log c towards 0 (Gaussian), or a part of a row with a uniform label.
         """
         logs, count = [], len(held_out[1])
         for member in each:
@@ -175,7 +176,7 @@ def test_validation_chooses_the_factor_of_highest_likelihood(kind):
                 prediction = member.likelihood.predict(latent.tempered(factor))
                 p = prediction.probs
                 uniform = p.log().mean() if kind == "categorical" else 3 * (p.log() + (1 - p).log()).mean() / 2
-                logs.append(prediction.log_prob(held_out[1]) + uniform / count)
+                logs.append(prediction.log_prob(held_out[1]) + PSEUDO_WEIGHT * uniform / count)
         pulled = -3 / 4 * math.log(factor) ** 2 / count if kind == "gaussian" else 0.0
         return float(torch.stack(logs).logsumexp(0).mean()) + pulled
 

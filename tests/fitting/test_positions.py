@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.evaluation import compare
+from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.methods import problem as problem_module
 from lapwing.methods.problem import FisherRoot
 from lapwing.tuning.held_out import sample_scores, spread_costs
@@ -322,7 +323,7 @@ def test_held_out_scores_leave_out_labels_that_do_not_count():
     scores = sample_scores([posterior], lambda one: [one], loader)[0, 0, 0]
     wanted = torch.cat([posterior.predict(x).log_prob(y)[y != -100] for x, y in loader])
     uniform = torch.cat([posterior.predict(x).probs.log().mean(-1)[y != -100] for x, y in loader])
-    close(scores, wanted + uniform.mean() / len(wanted))  # with the pseudo-row
+    close(scores, wanted + PSEUDO_WEIGHT * uniform.mean() / len(wanted))
     certain = torch.cat(
         [torch.log_softmax(model(x), -1)[y != -100].gather(1, y[y != -100][:, None]) for x, y in loader]
     )

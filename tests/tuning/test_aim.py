@@ -11,6 +11,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.errors import LapwingError
+from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.prediction import Aim
 from lapwing.tuning.held_out import at_precision, sample_scores
 
@@ -62,11 +63,11 @@ def test_scores_by_a_way_are_those_of_single_predictions(kind):
                 moved = draws + draws.mean(0) * (1 / 10 ** options["temperatures"][k] - 1)
                 if kind == "categorical":
                     logs = moved.softmax(-1).mean(0).log()
-                    expected = logs[range(80), y].mean() + logs.mean() / 80
+                    expected = logs[range(80), y].mean() + PSEUDO_WEIGHT * logs.mean() / 80
                 else:
                     p = moved.sigmoid().mean(0)
                     uniform = ((p.log() + (1 - p).log()) / 2).sum(-1).mean()
-                    expected = torch.where(y > 0, p, 1 - p).log().sum(-1).mean() + uniform / 80
+                    expected = torch.where(y > 0, p, 1 - p).log().sum(-1).mean() + PSEUDO_WEIGHT * uniform / 80
             assert float(scores[0, i, k].mean()) == pytest.approx(float(expected), rel=1e-9)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import DenseTerm
+from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.tuning.held_out import spread_costs
 from lapwing.tuning.matrix_scaling import FOLDS, PAYS, STRENGTHS, chosen_map
 
@@ -108,7 +109,7 @@ def objective(rows: Tensor, z: Tensor, y: Tensor, strength: float, spread: Tenso
 def scores(rows: Tensor, z: Tensor, y: Tensor) -> Tensor:
     """The log likelihood of each of 120 samples, and its part of a pseudo-row with a uniform label."""
     logs = (z @ rows[:, :-1].T + rows[:, -1]).log_softmax(1)
-    return logs[range(len(y)), y] + logs.mean() / 120
+    return logs[range(len(y)), y] + PSEUDO_WEIGHT * logs.mean() / 120
 
 
 def shifted(count: int) -> tuple[Tensor, Tensor, Latent]:

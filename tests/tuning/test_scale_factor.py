@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import lapwing as lw
 from lapwing.errors import LapwingError
+from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.tuning.scale_factor import scale_factor
 from tests.quick import others_slow
 
@@ -61,15 +62,16 @@ def cut(x, y):
 
 
 def naive(posterior, loader, via, factor, link=None):
-    """The mean log probability through `lw.Scaled`, batch by batch, and the weight of one row more.
+    """The mean log probability through `lw.Scaled`, batch by batch, with a pseudo-row.
 
-    The row has a uniform label, or pulls log s towards 0.
+    It has a uniform label, or pulls log s towards 0.
     """
     found = [posterior.predict(x, via=lw.Scaled(via, factor), link=link) for x, _ in loader]
     logs = torch.cat([one.log_prob(y) for one, (_, y) in zip(found, loader, strict=True)]).double()
     if posterior.likelihood.activation is None:
         return float(logs.mean()) - posterior.tangent.outputs / 4 * math.log(factor) ** 2 / len(logs)
-    return float(logs.mean() + torch.cat([one.probs.double().log().mean(-1) for one in found]).mean() / len(logs))
+    uniform = torch.cat([one.probs.double().log().mean(-1) for one in found]).mean()
+    return float(logs.mean() + PSEUDO_WEIGHT * uniform / len(logs))
 
 
 def is_best(score, factor, slack=0.0):

@@ -11,6 +11,7 @@ import torch
 
 import lapwing as lw
 import lapwing.tuning.choice as choice
+from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.tuning.choice import WIDER, best_of, widest_of_equals
 from lapwing.tuning.held_out import at_precision, sample_scores, width_scores
 from tests.conformance import covering
@@ -40,12 +41,12 @@ def held_out_scores(posterior, precisions, held_out):
 
 
 def with_pseudo_row(posterior, held_out):
-    """The mean log likelihood of n samples, plus 1/n of the mean log probability of all classes and samples."""
+    """The mean log likelihood of n samples, and its part of a pseudo-row with a uniform label."""
     logs = torch.cat([posterior.predict(x).log_prob(y) for x, y in held_out]).mean()
     if posterior.likelihood.activation is None:
         return float(logs)
     uniform = torch.cat([posterior.predict(x).probs.log().mean(-1) for x, _ in held_out])
-    return float(logs + uniform.mean() / len(uniform))
+    return float(logs + PSEUDO_WEIGHT * uniform.mean() / len(uniform))
 
 
 @pytest.mark.quick(5)
