@@ -15,7 +15,7 @@ endif
 # bytecode is kept, also where the environment says no: without it every process of the tests rewrites and compiles all files
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-integrations test-oldest lint bench papers verify docs release-check
+.PHONY: demo test test-slow test-gpu test-integrations test-oldest test-newest lint bench papers verify docs release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,13 @@ test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[eval]" pytest pytest-xdist scipy transformers
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/linalg tests/covariance tests/fitting tests/likelihoods tests/posterior tests/prediction tests/evaluation
+
+# all tests but the slow ones with the newest torch, in an environment of their own; other packages as in constraints.txt
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	grep -v "^torch==" constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install -q --upgrade -c .venv-newest/constraints.txt torch -e ".[eval,export,test]"
+	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run
