@@ -2,7 +2,7 @@
 
     python tools/mutants.py 200 --seed 0 --rooms data covariance methods tuning --jobs 8
 
-A fault changes a comparison, drops a term of a sum or product, or exchanges two axes. The seed draws the mutants; the
+A fault negates a comparison, drops a term of a sum or product, or exchanges two axes. The seed draws the mutants; the
 kinds of faults and the rooms take turns. Each mutant is written into a copy of the checkout. The quick tests of its
 room run there until one fails, or until they take much longer than without a fault, which also counts as caught. A
 mutant that escapes shows a missing test, code that changes no result, or code that only tests of other rooms reach.
@@ -29,12 +29,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow")
-SIGNS = {
-    ast.Lt: [ast.GtE, ast.LtE], ast.LtE: [ast.Gt, ast.Lt], ast.Gt: [ast.LtE, ast.GtE], ast.GtE: [ast.Lt, ast.Gt],
-    ast.Eq: [ast.NotEq], ast.NotEq: [ast.Eq], ast.Is: [ast.IsNot], ast.IsNot: [ast.Is], ast.In: [ast.NotIn],
-    ast.NotIn: [ast.In],
+OPPOSITE = {
+    ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
-"""Comparison -> its opposite, and the same one with its bound moved."""
 AXES = {"0": "1", "1": "0", "-1": "-2", "-2": "-1"}
 NO_TERMS = (ast.JoinedStr, ast.List)
 """Operands that are concatenated or repeated."""
@@ -113,7 +111,7 @@ def faults(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Yields the kind of each fault of an expression, and the code that replaces the expression."""
     match node:
         case ast.Compare(left, [sign], right):
-            yield from (("comparison", ast.unparse(ast.Compare(left, [new()], right))) for new in SIGNS[type(sign)])
+            yield "comparison", ast.unparse(ast.Compare(left, [OPPOSITE[type(sign)]()], right))
         case ast.BinOp(left, ast.Add() | ast.Mult(), right) if not {type(left), type(right)} & {*NO_TERMS}:
             yield from (("term", ast.unparse(rest)) for rest in (left, right))
         case ast.BinOp(left, ast.Sub() | ast.Div()):
