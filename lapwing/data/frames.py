@@ -154,14 +154,10 @@ def _is_whole(data: Any) -> bool:
 
 def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
     """Returns the batches of one data set. Their tensors are views of it."""
-    if isinstance(data, tuple):
-        data = (*data[:-1], batches.packed(data[-1])) if batches.are_heads(data[-1]) else data
-        column = len(data) == 2 and is_array(data[0])
-        data = tuple([_tensor(part, dtype) if is_array(part) else part for part in data])
-        data = (_column(data[0]), data[1]) if column else data
     data = _tensors(data, dtype)
-    targets = data[-1] if isinstance(data, tuple) else data[next(key for key in batches.LABEL_KEYS if key in data)]
-    inputs = data[:-1] if isinstance(data, tuple) else {key: x for key, x in data.items() if x is not targets}
+    if isinstance(data, tuple) and batches.are_heads(data[-1]):
+        data = (*data[:-1], batches.packed(data[-1]))
+    inputs, targets = batches.pair(data)
     count = batches.size(inputs)
     if targets.ndim and count != len(targets):
         raise LapwingError(f"The inputs have {count} rows and the targets {len(targets)}. Pass a target for each row.")
