@@ -58,7 +58,7 @@ def trace(
         if not graph.accepts(batches.take(inputs, slice(0, 1))):
             raise _one_size(tangent)
         program = _program(tangent, covariance, graph, via, inputs)
-        run = Run(program, inputs, observe, kinds, tangent.dtype, logits_of(tangent.forward), novelty)
+        run = Run(program, inputs, observe, kinds, tangent, novelty)
         if linearised:
             _check_last_layer(program, run, tangent)
         with quiet():
@@ -148,10 +148,10 @@ class Run(nn.Module):
     """
 
     def __init__(
-        self, program: Program, inputs: Any, observe: Observe, kinds: int, dtype: torch.dtype, logits: Logits | None,
-        novelty: Novelty | None,
-    ) -> None:  # fmt: skip
+        self, program: Program, inputs: Any, observe: Observe, kinds: int, tangent: Tangent, novelty: Novelty | None
+    ) -> None:
         super().__init__()
+        logits = logits_of(tangent.forward)
         samples, fixed = batches.size(inputs), dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
         outputs = program.graph.run(inputs)[program.graph.output]
@@ -166,7 +166,7 @@ class Run(nn.Module):
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        self.program, self.observe, self.kinds, self.dtype, self.logits = program, observe, kinds, dtype, logits
+        self.program, self.observe, self.kinds, self.dtype, self.logits = program, observe, kinds, tangent.dtype, logits
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
         self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
         self.complete = head is not None or values[program.graph.output].covariance is not None

@@ -97,16 +97,12 @@ class Tangent:
         check_constant(model, before.changed(state_of(model)))
         tangent = cls(model, forward, *surveyed, memory)
         if isinstance(forward, Positions):
-            tangent = tangent._at_positions(forward, inputs)
+            few = batches.take(inputs, slice(0, 2))  # a run finds out whether the treated layer gives the outputs
+            direct = direct_use(tangent, *tangent.recording(Checked(few, batches.size(few)))) is not None
+            tangent = replace(tangent, forward=replace(forward, direct=direct), outputs=forward.outputs)
         if warn:
             tangent._warn_of_memory()
         return tangent if activation is None else tangent.of_logits(activation)
-
-    def _at_positions(self, forward: Positions, inputs: Any) -> Tangent:
-        """Returns the tangent with C outputs per position. A run finds out whether the treated layer gives them."""
-        few = batches.take(inputs, slice(0, 2))
-        direct = direct_use(self, *self.recording(Checked(few, batches.size(few)))) is not None
-        return replace(self, forward=replace(forward, direct=direct), outputs=forward.outputs)
 
     def of_logits(self, activation: str | None) -> Tangent:
         """Returns the tangent of a network with logits. Its calls replace the logits of impossible classes."""
@@ -322,20 +318,14 @@ class Tangent:
         scratch_per_sample *= 1 if cotangents is None else positions.count
         probes = cotangents if isinstance(cotangents, RandomCotangents) else None
         each = positions.several and (cotangents is None or probes is not None)
-        for part, record in self._chunks(inputs, cotangents, dtype, scratch_per_sample, marginal):
-            yield from by_position(record, part, positions, some, probes) if each else [(part, record)]
-
-    def _chunks(
-        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int, marginal: bool = False
-    ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of samples in chunks. At most two device synchronisations check that outputs are finite."""
-        late: list[Tensor] = []
+        late: list[Tensor] = []  # at most two device synchronisations check that outputs are finite
         length = self.chunk_length(1 if marginal else cotangents, dtype, scratch_per_sample)
         for part, chunk in self.check(inputs).chunks(length):
             if part.start and not late:
                 late.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first chunk is checked
             for rows, record in self.recorded(chunk, cotangents, dtype, late or None):
-                yield slice(part.start + rows.start, part.start + rows.stop), record
+                rows = slice(part.start + rows.start, part.start + rows.stop)
+                yield from by_position(record, rows, positions, some, probes) if each else [(rows, record)]
         if late:
             batches.check_rows(torch.cat(late), "these inputs")
 
