@@ -80,7 +80,7 @@ def _carriers(node: fx.Node, attention: str) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def reached(calls: Sequence[fx.Node], names: Set[str]) -> Set[str]:
+def reached(calls: Sequence[fx.Node], names: Set[str]) -> set[str]:
     """Returns these values, and the calls that depend on them."""
     names = set(names)
     for node in calls:
@@ -129,7 +129,7 @@ def _functions(
     calls: Sequence[fx.Node],
     users: Mapping[str, list[fx.Node]],
     uncertain: frozenset[str],
-    moving: Set[str],
+    moving: set[str],
     output: str,
 ) -> tuple[dict[str, str], dict[str, list[fx.Node]]]:
     """Returns uncertain value -> the uncertain tensor that it is a function of, or itself; that tensor -> its calls.
