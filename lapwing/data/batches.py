@@ -118,9 +118,7 @@ def weighted(batch: Any) -> Weighted:
 
 def weights_of(batch: Any, device: torch.device | None = None) -> Tensor | None:
     """Returns the sample weights (B,) of a `Weighted` batch; None for any other batch."""
-    if not isinstance(batch, Weighted) or batch.weights is None:
-        return None
-    return plain(batch.weights, device)
+    return plain(batch.weights, device) if isinstance(batch, Weighted) else None
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

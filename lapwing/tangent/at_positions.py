@@ -71,12 +71,13 @@ def direct_records(
                 f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
             )
         every = cotangents is None and mask is None and stride == 1
-        strips = use.use.position_uses(sizes, strip) if every else None
-        if strips is None:
-            parts = _of_patches(use.use, patches, f, mask, start, stride)
-        else:
-            parts = _of_strips(strips, f, start)
-        for rows, layer, outputs in parts:
+        layers = use.use.position_uses(sizes, strip) if every else None
+        if layers is None:
+            weights, layout = use.use.parameters, use.use.matrix()
+            assert layout is not None  # products have a matrix layout
+            bias, transposed = weights.get("bias"), layout.transposed
+            layers = ((len(a), LinearUse(a, weights["weight"], bias, transposed)) for a in patches)
+        for rows, layer, outputs in _parts(layers, f, mask, start, stride):
             start = rows.stop
             if not len(outputs):
                 continue
@@ -90,32 +91,23 @@ def direct_records(
             yield rows, record
 
 
-def _of_strips(strips: Iterable[tuple[int, Use]], f: Tensor, start: int) -> Iterator[tuple[slice, Use, Tensor]]:
-    """Yields the slice of all positions, the layer and the outputs of consecutive positions, counted from `start`."""
-    first = 0
-    for count, layer in strips:
-        yield slice(start + first, start + first + count), layer, f[first : first + count]
-        first += count
-
-
-def _of_patches(
-    use: Use, patches: Iterable[Tensor], f: Tensor, mask: Tensor | None, start: int, stride: int
+def _parts(
+    layers: Iterable[tuple[int, Use]], f: Tensor, mask: Tensor | None, start: int, stride: int
 ) -> Iterator[tuple[slice, Use, Tensor]]:
-    """Yields the same for linear layers on patches, at every `stride`-th of the positions in the mask."""
-    weights, layout, first = use.parameters, use.matrix(), 0
-    assert layout is not None  # products have a matrix layout
-    for a in patches:
-        here = slice(first, first + len(a))
+    """Yields a slice from `start`, the layer and the outputs, at every `stride`-th of the positions in the mask."""
+    first = 0
+    for count, layer in layers:
+        here = slice(first, first + count)
         outputs, first = f[here], here.stop
         if mask is not None:
-            a, outputs = a[mask[here]], outputs[mask[here]]
-        rows = slice(start, start + len(a))
+            layer.inputs, outputs = layer.inputs[mask[here]], outputs[mask[here]]
+        rows = slice(start, start + len(outputs))
         start = rows.stop
         if stride > 1:
             skipped = -rows.start % stride
             rows = slice(rows.start + skipped, rows.stop, stride)
-            a, outputs = a[skipped::stride], outputs[skipped::stride]
-        yield rows, LinearUse(a, weights["weight"], weights.get("bias"), layout.transposed), outputs
+            layer.inputs, outputs = layer.inputs[skipped::stride], outputs[skipped::stride]
+        yield rows, layer, outputs
 
 
 def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
