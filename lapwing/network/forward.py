@@ -39,13 +39,13 @@ class NetworkForward:
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
         """Calls the network on a batch's inputs and returns its result unchanged."""
         forward = self.users
-        if forward is not None and not callable(forward):
+        if callable(forward):
+            return forward(model, inputs)
+        if forward is not None:
             raise LapwingError(
                 f"forward={shown(forward)} is not a function of the model and a batch's inputs. Write forward=lambda "
                 "model, inputs: model(inputs)."
             )
-        if forward is not None:
-            return forward(model, inputs)
         if isinstance(inputs, Tensor):
             return model(inputs)
         if isinstance(inputs, Mapping):

@@ -52,7 +52,6 @@ class Uncertain:
     covariance: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks value, variance and covariance."""
         x = self.value
         if isinstance(x, Tensor):
             batches.check_dense(x, "The value of lw.Uncertain")

@@ -16,7 +16,7 @@ from ..jacobian.layers import BatchAxis
 from ..jacobian.layers.linear import LinearUse
 from ..jacobian.layers.use import Use
 from ..network.gate import Checked
-from ..network.positions import EXACT_OUTPUTS, Positions
+from ..network.positions import EXACT_OUTPUTS
 from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, Recording, wants_gradient
 from .record import Record, outputs_moved
@@ -43,7 +43,6 @@ class RandomCotangents:
 
 def direct_records(
     tangent: Tangent,
-    positions: Positions,
     checked: Checked,
     cotangents: Cotangents,
     dtype: torch.dtype,
@@ -52,7 +51,7 @@ def direct_records(
     stride: int,
 ) -> Iterator[tuple[slice, Record]]:
     """Yields records of a layer that gives the outputs, with every `stride`-th position as a sample."""
-    start = 0
+    positions, start = tangent.positions, 0
     inputs = max(block.matrix_shape[2] for block in tangent.blocks)
     numbers = 2 * inputs + 5 * getattr(cotangents, "columns", tangent.outputs) * tangent.outputs + scratch
     step = max(1, tangent.memory // (numbers * dtype.itemsize))
@@ -86,9 +85,7 @@ def direct_records(
             versions = layer.inputs._version, outputs._version
             noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
-            record = Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable)
-            record.sizes = sizes
-            yield rows, record
+            yield rows, Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable, sizes)
 
 
 def _parts(
@@ -122,13 +119,14 @@ def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUs
 
 
 def by_position(
-    record: Record, rows: slice, positions: Positions, some: int | None, probes: RandomCotangents | None
+    record: Record, rows: slice, some: int | None, probes: RandomCotangents | None
 ) -> Iterator[tuple[slice, Record]]:
     """Yields a record of the C outputs, or their probes, for each position, or for `some` evenly spaced positions."""
-    count, columns = record.outputs.shape[1] // positions.outputs, None if probes is None else probes.u
+    outputs, columns = record.tangent.outputs, None if probes is None else probes.u
+    count = record.outputs.shape[1] // outputs
     if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
         raise LapwingError(
-            f"The network has {count} positions of {positions.outputs} outputs for each sample, more than "
+            f"The network has {count} positions of {outputs} outputs for each sample, more than "
             f"{EXACT_OUTPUTS} in all, and each takes a backward pass. Pass via=lw.Linearized(draws=64), or treat the "
             "last layer alone: params=lw.last_layer."
         )

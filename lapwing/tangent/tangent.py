@@ -172,11 +172,6 @@ class Tangent:
         return NetworkForward.of(self.forward)
 
     @property
-    def users_forward(self) -> Forward | None:
-        """The function that the user passed, or None."""
-        return self.called.users
-
-    @property
     def width(self) -> int:
         """Number of outputs per input of the first batch: C, or T C."""
         return self.outputs * self.positions.count
@@ -257,9 +252,8 @@ class Tangent:
         if callable(cotangents):
             at = outputs if differentiable else outputs.detach()
             u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ with the same precision
-        record = Record(self, checked.inputs, outputs, recording.noted, uses, u, dtype, differentiable)
-        record.sizes = self.positions.sizes(recording.shaped.shape)
-        return record
+        sizes = self.positions.sizes(recording.shaped.shape)
+        return Record(self, checked.inputs, outputs, recording.noted, uses, u, dtype, differentiable, sizes)
 
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
         """Returns checked inputs, or raises an error with their name `where`. Checked inputs come back unchanged."""
@@ -319,9 +313,7 @@ class Tangent:
         positions = self.positions
         if positions.direct:
             stride = 1 if some is None else -(-positions.count // (DENSER * some))
-            yield from direct_records(
-                self, positions, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride
-            )
+            yield from direct_records(self, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride)
             return
         scratch_per_sample *= 1 if cotangents is None else positions.count
         probes = cotangents if isinstance(cotangents, RandomCotangents) else None
@@ -333,7 +325,7 @@ class Tangent:
                 late.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first chunk is checked
             for rows, record in self.recorded(chunk, cotangents, dtype, late or None):
                 rows = slice(part.start + rows.start, part.start + rows.stop)
-                yield from by_position(record, rows, positions, some, probes) if each else [(rows, record)]
+                yield from by_position(record, rows, some, probes) if each else [(rows, record)]
         if late:
             batches.check_rows(torch.cat(late), "these inputs")
 

@@ -117,7 +117,6 @@ class Streamlined(Way):
     features: FeatureCorrelation | None = option(None, Rule(_is_correlation, "made by lw.scale_factor(..., to=)"))
 
     def __post_init__(self) -> None:
-        """Checks that the options go together."""
         super().__post_init__()
         if self.covariance == "full" and self.activations == "moments":
             raise LapwingError(
