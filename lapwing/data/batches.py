@@ -64,7 +64,7 @@ def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
     A batch is `(inputs, targets)`, `(input_1, ..., input_k, targets)`, or a mapping with one of the keys labels, label,
     targets, target, y, such as a Hugging Face batch.
     """
-    inputs, targets = (plain(part) for part in _pair(batch))
+    inputs, targets = (plain(part) for part in pair(batch))
     if isinstance(targets, Tensor):
         check_dense(targets, "A tensor of the targets")
         if not targets.ndim or len(targets) > size(inputs):
@@ -99,7 +99,7 @@ def weighted(batch: Any) -> Weighted:
             f"A batch of the loader is {describe(batch)}, which holds no sample weights. With sample_weights=True let "
             "the loader yield (inputs, targets, weights), or dicts with the key sample_weights."
         )
-    inputs, targets = _pair(rest)
+    inputs, targets = pair(rest)
     count, values = size(inputs), plain(torch.as_tensor(weights))
     check_dense(values, "A tensor of the sample weights")
     if values.shape not in ((count,), (count, 1)) or values.dtype.is_complex:
@@ -118,12 +118,10 @@ def weighted(batch: Any) -> Weighted:
 
 def weights_of(batch: Any, device: torch.device | None = None) -> Tensor | None:
     """Returns the sample weights (B,) of a `Weighted` batch; None for any other batch."""
-    if not isinstance(batch, Weighted) or batch.weights is None:
-        return None
-    return plain(batch.weights, device)
+    return plain(batch.weights, device) if isinstance(batch, Weighted) else None
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def pair(batch: Any) -> tuple[Any, Any]:
     """Returns the inputs and the targets of a batch, unchecked."""
     if isinstance(batch, Weighted):
         return batch.inputs, batch.targets
@@ -186,7 +184,7 @@ def inputs_of(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) == 1:
         return batch[0]
     if isinstance(batch, (tuple, list)) and len(batch) > 1 and (isinstance(batch[-1], Tensor) or are_heads(batch[-1])):
-        return plain(_pair(batch)[0])
+        return plain(pair(batch)[0])
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs are. Let the loader yield a "
         "tensor (torch.as_tensor(x) makes one), (inputs, targets) or a dict of tensors, or predict each batch with "

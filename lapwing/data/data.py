@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
 
 from .. import ranks
 from ..errors import LapwingError, shown

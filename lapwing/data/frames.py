@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -52,7 +53,7 @@ def as_loader(data: Any, network: Any) -> Any:
         if not len(data):
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
         generator = torch.Generator()  # a loader without one draws from the user's
-        return DataLoader(data, BATCH, collate_fn=_Collate(dtype), generator=generator)
+        return DataLoader(data, BATCH, collate_fn=partial(_collated, dtype=dtype), generator=generator)
     if _is_whole(data):
         return _cut(data, dtype)
     if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):
@@ -154,14 +155,10 @@ def _is_whole(data: Any) -> bool:
 
 def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
     """Returns the batches of one data set. Their tensors are views of it."""
-    if isinstance(data, tuple):
-        data = (*data[:-1], batches.packed(data[-1])) if batches.are_heads(data[-1]) else data
-        column = len(data) == 2 and is_array(data[0])
-        data = tuple([_tensor(part, dtype) if is_array(part) else part for part in data])
-        data = (_column(data[0]), data[1]) if column else data
     data = _tensors(data, dtype)
-    targets = data[-1] if isinstance(data, tuple) else data[next(key for key in batches.LABEL_KEYS if key in data)]
-    inputs = data[:-1] if isinstance(data, tuple) else {key: x for key, x in data.items() if x is not targets}
+    if isinstance(data, tuple) and batches.are_heads(data[-1]):
+        data = (*data[:-1], batches.packed(data[-1]))
+    inputs, targets = batches.pair(data)
     count = batches.size(inputs)
     if targets.ndim and count != len(targets):
         raise LapwingError(f"The inputs have {count} rows and the targets {len(targets)}. Pass a target for each row.")
@@ -219,25 +216,21 @@ def _numeric(frame: Any) -> Any:
         ) from error
 
 
-class _Collate:
+def _collated(samples: list[Any], dtype: torch.dtype | None) -> Any:
     """Joins samples of a data set as torch does; arrays and Python floats get the dtype first."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
-
-    def __call__(self, samples: list[Any]) -> Any:
-        try:
-            return default_collate([pytree.tree_map(self._leaf, sample) for sample in samples])
-        except LapwingError:
-            raise
-        except (TypeError, RuntimeError) as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
-            raise LapwingError(
-                f"The samples of the data set cannot be joined into a batch ({reason}). Pass a loader that joins them, "
-                "torch.utils.data.DataLoader(dataset, batch_size=100, collate_fn=...)."
-            ) from error
-
-    def _leaf(self, leaf: Any) -> Any:
+    def converted(leaf: Any) -> Any:
         if isinstance(leaf, float):
-            return torch.tensor(leaf, dtype=self._dtype, device="cpu")
-        return _tensor(leaf, self._dtype) if is_array(leaf) else leaf
+            return torch.tensor(leaf, dtype=dtype, device="cpu")
+        return _tensor(leaf, dtype) if is_array(leaf) else leaf
+
+    try:
+        return default_collate([pytree.tree_map(converted, sample) for sample in samples])
+    except LapwingError:
+        raise
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise LapwingError(
+            f"The samples of the data set cannot be joined into a batch ({reason}). Pass a loader that joins them, "
+            "torch.utils.data.DataLoader(dataset, batch_size=100, collate_fn=...)."
+        ) from error

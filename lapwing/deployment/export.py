@@ -19,7 +19,7 @@ from ..errors import LapwingError
 from ..fitting.novelty import Novelty, features_of
 from ..linalg import possible
 from ..network.eager import without_compiled
-from ..network.logits import Logits, logits_of
+from ..network.forward import NetworkForward
 from ..prediction.streamlined import Streamlined
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments, mean_of
@@ -58,7 +58,7 @@ def trace(
         if not graph.accepts(batches.take(inputs, slice(0, 1))):
             raise _one_size(tangent)
         program = _program(tangent, covariance, graph, via, inputs)
-        run = Run(program, inputs, observe, kinds, tangent.dtype, logits_of(tangent.forward), novelty)
+        run = Run(program, inputs, observe, kinds, tangent, novelty)
         if linearised:
             _check_last_layer(program, run, tangent)
         with quiet():
@@ -148,14 +148,13 @@ class Run(nn.Module):
     """
 
     def __init__(
-        self, program: Program, inputs: Any, observe: Observe, kinds: int, dtype: torch.dtype, logits: Logits | None,
-        novelty: Novelty | None,
-    ) -> None:  # fmt: skip
+        self, program: Program, inputs: Any, observe: Observe, kinds: int, tangent: Tangent, novelty: Novelty | None
+    ) -> None:
         super().__init__()
         samples, fixed = batches.size(inputs), dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
         outputs = program.graph.run(inputs)[program.graph.output]
-        masked = logits is not None and not possible(outputs).all()  # then averages need covariances
+        masked = tangent.called.activation is not None and not possible(outputs).all()  # averages need covariances
         end, head, steps = () if masked else _end(program), None, []
         for step in program.schedule.steps:
             name = step.node.name
@@ -166,7 +165,13 @@ class Run(nn.Module):
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        self.program, self.observe, self.kinds, self.dtype, self.logits = program, observe, kinds, dtype, logits
+        self.program, self.observe, self.kinds, self.dtype, self.called = (
+            program,
+            observe,
+            kinds,
+            tangent.dtype,
+            tangent.called,
+        )
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
         self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
         self.complete = head is not None or values[program.graph.output].covariance is not None
@@ -180,7 +185,7 @@ class Run(nn.Module):
         for step in self.steps:
             values[step.node.name] = program.step(step, values, samples)
         if self.head is None:
-            mean, moments = _whole(values[program.graph.output], self.kinds, self.logits)
+            mean, moments = _whole(values[program.graph.output], self.kinds, self.called)
         else:
             mean, moments = self.head(program.cast(self.head.source, values[self.head.source]))
             for step in self.end[1:]:
@@ -213,12 +218,12 @@ def _end(program: Program) -> tuple[Step, ...]:
     return end if end and plain else ()
 
 
-def _whole(output: Moments, kinds: int, logits: Logits | None) -> tuple[Tensor, Tensor]:
+def _whole(output: Moments, kinds: int, called: NetworkForward) -> tuple[Tensor, Tensor]:
     """Returns the means and `moments_of` a program's output, minus the average over possible classes if centred."""
     matrix = output.covariance
     term = EigenTerm(None, output.variance) if matrix is None else DenseTerm(matrix, output.centred)
-    if logits is None or logits.activation == "sigmoid":
-        return output.mean if logits is None else logits.finite(output.mean), moments_of(term, kinds)
+    if called.activation != "softmax":
+        return called.finite(output.mean), moments_of(term, kinds)
     mean, variance = output.mean, term.variance()
     mask = possible(mean).to(variance)
     share = mask / mask.sum(-1, keepdim=True)
@@ -227,7 +232,7 @@ def _whole(output: Moments, kinds: int, logits: Logits | None) -> tuple[Tensor, 
     if kinds > 2:  # the others follow the average
         move = torch.diag_embed(mask) + (1 - mask)[..., None] * share[:, None]
         parts.append((move @ term.dense() @ move.mT).flatten(1))
-    return logits.finite(mean), torch.cat(parts[:kinds], -1)
+    return called.finite(mean), torch.cat(parts[:kinds], -1)
 
 
 def _free(exported: ExportedProgram) -> tuple[dict[int, str], ...]:

@@ -49,17 +49,13 @@ class Head:
         h = F.linear(mean, self.weight, self.bias)
         total: Any = self.shift
         if self.scale is not None:
-            rows = _flat(mean)
+            rows = mean.flatten(0, -2)
             rows = rows if self.basis is None else F.linear(rows, self.basis, self.offset)
             total = F.linear(rows.square(), self.scale, total)
         if variance is not None and self.through is not None:
-            spread = F.linear(_flat(variance), self.through)
+            spread = F.linear(variance.flatten(0, -2), self.through)
             total = spread if total is None else total + spread
         return h, total
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def read_head(program: Program, step: Step, values: Mapping[str, Any], samples: int, kinds: int) -> Head | None:

@@ -50,19 +50,21 @@ class Predictor(nn.Module):
         """
         if not torch.compiler.is_compiling():
             self._check(x)
+        return self.calls(*self._leaves(x))
+
+    def _leaves(self, x: Any) -> tuple[Tensor, ...]:
+        """Returns the tensors of inputs, in the order of the calls."""
         if self.keys:
-            return self.calls(*(x[name] for name in self.names))
-        return self.calls(x) if not self.names else self.calls(*x)
+            return tuple(x[name] for name in self.names)
+        return tuple(x) if self.names else (x,)
 
     def _check(self, x: Any) -> None:
-        leaves = batches.tensors(x)
-        keyed = hasattr(x, "keys")
         if self.keys:
-            fits = keyed and all(name in x and isinstance(x[name], Tensor) for name in self.names)
-            leaves = [x[name] for name in self.names] if fits else leaves
+            fits = hasattr(x, "keys") and all(name in x for name in self.names)
         else:
             fits = isinstance(x, (tuple, list)) if self.names else isinstance(x, Tensor)
-        wrong = not fits or len(leaves) != len(self._fixed)
+        leaves = batches.tensors(self._leaves(x)) if fits else []
+        wrong = len(leaves) != len(self._fixed)
         for leaf, dtype, shape in zip(leaves, self._dtypes, self._fixed, strict=False):
             wrong = wrong or leaf.dtype != dtype or leaf.ndim != len(shape) or not leaf.shape[0]
             wrong = wrong or any(n is not None and n != m for n, m in zip(shape, leaf.shape, strict=False))
@@ -127,10 +129,9 @@ class Predictor(nn.Module):
         extra("onnx")
         extra("onnxscript")
         self._check(x)
-        leaves = tuple(x[name] for name in self.names) if self.keys else tuple(x) if self.names else (x,)
         leaves = tuple(  # the exporter fixes a length of one
             leaf.expand(2, *leaf.shape[1:]).clone() if 0 in free and len(leaf) == 1 else leaf
-            for leaf, free in zip(leaves, self._free, strict=True)
+            for leaf, free in zip(self._leaves(x), self._free, strict=True)
         )
         shapes: Any = tuple(free or None for free in self._free)
         calls: Any = _Plain(self.calls).transform()

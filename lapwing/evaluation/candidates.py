@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.prediction_at_positions import predicted
 from ..network.calling import shaped_outputs
-from ..network.logits import Logits
+from ..network.forward import NetworkForward
 from ..network.positions import Positions
 from ..posterior import Posterior
 from ..prediction import Way
@@ -67,8 +67,7 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
             device = next((parameter.device for parameter in candidate.parameters()), None)
-            layout = None if positions is None else replace(positions, forward=None)
-            run = torch.no_grad()(partial(shaped_outputs, candidate, forward=layout))
+            run = torch.no_grad()(partial(shaped_outputs, candidate, forward=NetworkForward(positions=positions)))
             rows[name] = _network(run, likelihood, device, positions, columns)
         else:
             one, way = candidate if isinstance(candidate, tuple) else (candidate, None)
@@ -102,10 +101,8 @@ def _network(
 
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
-        layout = Positions.of(outputs.shape, None, None) if positions is None or outputs.ndim == 2 else positions
-        rows = layout.rows(outputs)
-        if likelihood.activation is not None:
-            rows = Logits(None, likelihood.activation).finite(rows)
+        layout = Positions.of(outputs.shape, None) if positions is None or outputs.ndim == 2 else positions
+        rows = NetworkForward(activation=likelihood.activation).finite(layout.rows(outputs))
         batches.check_outputs(rows, "a batch of compare")
         places = layout.places(len(outputs), layout.sizes(outputs.shape))
         return predicted(likelihood, LatentAtPositions(without_spread(rows), places), None, None)

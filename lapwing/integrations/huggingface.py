@@ -216,14 +216,12 @@ def _with_core(
     name: str, module: nn.Module, down: nn.Module, up: nn.Module, scale: float
 ) -> tuple[nn.Module, nn.Module]:
     """Returns `x -> Vᵀ x`, and the core followed by U over the scale, which the adapter multiplies by."""
-    plain = isinstance(down, nn.Linear) and isinstance(up, nn.Linear)
-    if not plain or getattr(module, "merged", False) or getattr(module, "lora_variant", None):
+    other = getattr(module, "merged", False) or getattr(module, "lora_variant", None)
+    if not isinstance(down, nn.Linear) or not isinstance(up, nn.Linear) or other:
         raise LapwingError(
             f"The adapter {name!r} is merged, not linear, or a variant such as DoRA, and lora_cores supports plain "
             "linear adapters. Write model.unmerge_adapter() first, or LoraConfig(use_dora=False) for linear layers."
         )
-    assert isinstance(down, nn.Linear)
-    assert isinstance(up, nn.Linear)
     left, inner = torch.linalg.qr(doubled(up.weight.detach()))  # (O, r), (r, r)
     right, outer = torch.linalg.qr(doubled(down.weight.detach()).mT)  # (I, r), (r, r)
     core = _linear(scale * inner @ outer.mT, up, True)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
-from ..network.calling import call
+from ..network.calling import call, output_tensor
 from ..options import LIMIT, check_argument, integer, number
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
@@ -143,14 +143,10 @@ class _LaplaceEstimator(base.BaseEstimator):
             for rows in torch.randperm(len(x)).split(self.batch_size):
                 if len(rows) > 1 or len(x) == 1:  # batch norm refuses a single sample
                     optimiser.zero_grad()
-                    (shares[rows] * loss(self._outputs(x[rows]), targets[rows])).mean().backward()
+                    (shares[rows] * loss(output_tensor(self.module_(x[rows])), targets[rows])).mean().backward()
                     optimiser.step()
         optimiser.zero_grad()
         network.eval()
-
-    def _outputs(self, x: Tensor) -> Tensor:
-        outputs = self.module_(x)
-        return outputs[:, None] if outputs.ndim == 1 else outputs
 
     def _accepts_integers(self, X: np.ndarray) -> bool:
         """Whether the network runs on integers, as one that begins with an embedding does; a linear layer does not."""

@@ -14,10 +14,8 @@ from ..data.batches import JOINED, Forward, describe, short, size, tensors
 from ..errors import LapwingError, is_out_of_memory
 from ..jacobian.plain_functions import transformed
 from .entry import network_precision
-from .invoke import invoke
-from .logits import logits_of, users
+from .forward import NetworkForward
 from .module_state import modules_of, preserved_state
-from .positions import Positions
 
 LISTS = (
     "If samples are lists of numbers, let the data set return tensors: torch joins lists of T numbers into T tensors."
@@ -54,12 +52,7 @@ def call(
     model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
 ) -> Tensor:
     """Runs the network as `shaped_outputs` does, and returns a matrix (B, C), or (B, T C) with positions."""
-    return as_matrix(shaped_outputs(model, inputs, forward, mode), forward)
-
-
-def as_matrix(outputs: Tensor, forward: Forward | None) -> Tensor:
-    """Returns outputs as a matrix (B, C), or (B, T C) if `forward` is a `Positions`."""
-    return forward.matrix(outputs) if isinstance(forward, Positions) else outputs
+    return NetworkForward.of(forward).matrix(shaped_outputs(model, inputs, forward, mode))
 
 
 def shaped_outputs(
@@ -71,12 +64,12 @@ def shaped_outputs(
     they are the entry of the first of `OUTPUT_KEYS`. Only the network runs in the context `mode`: a function mode would
     also see the checks of its outputs.
     """
-    plain = not torch.is_grad_enabled() and not transformed()
+    forward, plain = NetworkForward.of(forward), not torch.is_grad_enabled() and not transformed()
     graph = plain and model in _DIFFERENTIATING
     try:
         with network_precision(), preserved_state(model), torch.enable_grad() if graph else nullcontext():
             with mode or nullcontext():
-                returned = invoke(model, inputs, forward)
+                returned = forward(model, inputs)
             out = output_tensor(returned)  # which may be the network's own attribute
         out = out.detach() if graph and isinstance(out, Tensor) else out
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -92,11 +85,10 @@ def shaped_outputs(
             "output for each sample.",
             f"it returns {describe(out)}",
         )
-    logits = logits_of(forward)
     positioned = isinstance(out, Tensor) and out.is_floating_point() and 3 <= out.ndim <= 5
     if positioned and out.shape[0] == size(inputs):
-        if isinstance(forward, Positions):
-            return out if logits is None else logits.finite(out, forward.axis)
+        if forward.positions is not None:
+            return forward.finite(out, forward.positions.axis)
         raise OutputsWithPositions(
             f"The outputs of {type(model).__name__} have the shape {tuple(out.shape)} and must have the shape (batch, "
             "outputs) here. Fit them with lw.fit, which takes outputs with positions. To treat their mean, average "
@@ -125,7 +117,7 @@ def shaped_outputs(
             f"{JOINED if out.shape[0] < size(inputs) and several else line}",
             f"its outputs have the shape {reason}",
         )
-    return out if logits is None else logits.finite(out)
+    return forward.finite(out)
 
 
 def state_kept(model: nn.Module, inputs: Any, forward: Forward | None, tolerance: Tensor) -> list[str] | None:
@@ -136,7 +128,7 @@ def state_kept(model: nn.Module, inputs: Any, forward: Forward | None, tolerance
     with torch.no_grad(), network_precision(), preserved_state(model):
         before = {module: dict(vars(module)) for _, module in modules_of(model)}
         with torch.enable_grad() if model in _DIFFERENTIATING else nullcontext():
-            first, second = (output_tensor(invoke(model, inputs, forward)) for _ in range(2))
+            first, second = (output_tensor(NetworkForward.of(forward)(model, inputs)) for _ in range(2))
         if first.shape == second.shape and torch.allclose(first, second, rtol=0.0, atol=float(tolerance)):
             return None
         paths = {prefix: (vars(module), before[module]) for prefix, module in modules_of(model) if module in before}
@@ -207,7 +199,7 @@ def _refused(model: nn.Module, inputs: Any, forward: Forward | None, error: Exce
 
 def _how_called(inputs: Any, forward: Forward | None, name: str = "x") -> str:
     """Returns the call of the network as code; `name` is a tensor's name."""
-    if users(forward) is not None:
+    if NetworkForward.of(forward).users is not None:
         return "forward(model, inputs)"
     if isinstance(inputs, Mapping):
         return "model(**inputs)"

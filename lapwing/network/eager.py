@@ -50,19 +50,8 @@ def _transparent(function: Callable) -> Callable:
 
 _attention_body = _transparent(F.multi_head_attention_forward)
 
-TABLES = {F.embedding: (("scale_grad_by_freq", 5), ("sparse", 6)),
-          F.embedding_bag: (("scale_grad_by_freq", 5), ("sparse", 7))}  # fmt: skip
-"""Function -> (name, position) of its arguments that make gradients sparse or scale them."""
-
-
-def _switched_off(flags: tuple[tuple[str, int], ...], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Returns the arguments of a call with some flags set to False; a flag is (name, position)."""
-    for name, place in flags:
-        if len(args) > place:
-            args = (*args[:place], False, *args[place + 1 :])
-        elif name in kwargs:
-            kwargs = {**kwargs, name: False}
-    return args, kwargs
+TABLES = F.embedding, F.embedding_bag
+"""Functions with flags that make gradients sparse or scale them. They pass all flags to a function mode by name."""
 
 
 def swapped(arguments: Any, values: Mapping[int, Tensor]) -> Any:
@@ -133,7 +122,7 @@ class EagerMode(TorchFunctionMode):
         if function in RECURRENT:
             return self.recurrent(function, args, kwargs)
         if function in TABLES:
-            args, kwargs = _switched_off(TABLES[function], args, kwargs)
+            kwargs = {**kwargs, "scale_grad_by_freq": False, "sparse": False}
         if function is Tensor.register_hook:
             return RemovableHandle(OrderedDict())
         return self.intercept(INSTEAD.get(function, function), args, kwargs)

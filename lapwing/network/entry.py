@@ -33,23 +33,16 @@ def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments,
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         default = torch.get_default_device()
-        if default.type != "cpu":
-            callers = _DEFAULT.set(default)
-            try:
-                with torch.device("cpu"):
-                    return wrapped(*args, **kwargs)
-            finally:
-                _DEFAULT.reset(callers)
         devices = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
-        if not devices:
+        with contextlib.ExitStack() as stack:
+            if default.type != "cpu":
+                stack.callback(_DEFAULT.reset, _DEFAULT.set(default))
+                stack.enter_context(torch.device("cpu"))
+            if devices:
+                stack.callback(_AUTOCAST.reset, _AUTOCAST.set(devices))
+                stack.callback(_set_autocast, devices, True)
+                _set_autocast(devices, False)
             return function(*args, **kwargs)
-        token = _AUTOCAST.set(devices)
-        _set_autocast(devices, False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _set_autocast(devices, True)
-            _AUTOCAST.reset(token)
 
     return wrapped
 

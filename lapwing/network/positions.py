@@ -11,11 +11,9 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..data.batches import Forward
 from ..errors import LapwingError
-from .invoke import invoke
 
 EXACT_OUTPUTS = 1000
 """Maximum number of outputs of an input, over all positions, for which each output gets its own backward pass."""
@@ -77,9 +75,8 @@ class Places:
 
 @dataclass(frozen=True)
 class Positions:
-    """Calls a network, and says which dimension of its outputs holds the C outputs of a position."""
+    """Says which dimension of a network's outputs holds the C outputs of a position."""
 
-    forward: Forward | None
     axis: int  # the dimension of the C outputs, 1 or -1
     dims: int  # number of dimensions of the outputs, 2 for outputs (B, C)
     outputs: int  # C
@@ -88,7 +85,7 @@ class Positions:
     joined: bool = False  # all positions of an input are one sample with T C outputs
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], targets: tuple[int, ...] | None, forward: Forward | None) -> Positions:
+    def of(cls, shape: tuple[int, ...], targets: tuple[int, ...] | None) -> Positions:
         """Finds the axis from the shapes of the first outputs and targets.
 
         It is -1 for (B, T, C) and 1 for (B, C, H, W) and (B, C, D, H, W), unless the targets fit only the other one.
@@ -98,24 +95,17 @@ class Positions:
         if targets is not None and not one_place and not _fits(shape, targets, axis) and _fits(shape, targets, -axis):
             axis = -axis
         outputs = shape[axis]
-        return cls(forward, axis, len(shape), outputs, prod(shape[1:]) // max(1, outputs))
+        return cls(axis, len(shape), outputs, prod(shape[1:]) // max(1, outputs))
 
     @property
     def several(self) -> bool:
         """Whether the outputs have dimensions of positions that are rows of their own."""
         return self.dims > 2 and not self.joined
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns all fields except `forward`, as JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "forward"}
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], forward: Forward | None) -> Positions:
-        """Rebuilds positions from `to_json` and `forward`."""
-        return cls(forward, **{f.name: data[f.name] for f in fields(cls) if f.name in data})
-
-    def __call__(self, model: nn.Module, inputs: Any) -> Any:
-        return invoke(model, inputs, self.forward)
+    def from_json(cls, data: Mapping[str, Any]) -> Positions:
+        """Rebuilds positions from `dataclasses.asdict`."""
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of the positions of outputs. Raises if C or the number of dimensions has changed."""

@@ -58,7 +58,7 @@ def probe(
     """Surveys a network in eval mode on at most `rows` samples of the first batch.
 
     If it chooses layers by values, and not all of these samples use all layers, the whole batch is surveyed instead.
-    Returns the blocks, the plan that reads recordings, the coverage report, and C (or T C: `Tangent._at_positions`
+    Returns the blocks, the plan that reads recordings, the coverage report, and C (or T C: `Tangent.survey`
     divides it). `max_numbers` limits the entries of a strip. Raises if outputs change between calls or with other rows.
     """
     few = _few(model, inputs, forward, rows)

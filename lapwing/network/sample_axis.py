@@ -21,8 +21,6 @@ from .tracing import RecordedUse, Recording, output_gradients
 
 log = logging.getLogger("lapwing")
 
-HALF = (torch.float16, torch.bfloat16)
-
 
 class SampleAxisMoved(LapwingError):
     """A layer holds the samples in another place than on the first batch."""
@@ -99,7 +97,7 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
             plain, scaled = axis.front(g, samples, 1).flatten(2)  # (B, rest)
             wanted = plain * factors[:, 2:].to(plain)
             off, size = (scaled - wanted).norm(dim=1), torch.maximum(wanted.norm(dim=1), scaled.norm(dim=1))
-            tolerance = 0.3 if g.dtype in HALF else torch.finfo(g.dtype).eps ** 0.5  # subnormal halves are inexact
+            tolerance = 0.3 if g.dtype.itemsize < 4 else torch.finfo(g.dtype).eps ** 0.5  # subnormal halves are inexact
             names.append(name)
             moved.append((off > tolerance * size).any())
             some.append(size.any())

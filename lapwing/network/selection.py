@@ -29,7 +29,6 @@ class Everything:
     """
 
     def __call__(self, name: str, parameter: Tensor) -> bool:
-        """Whether the parameter is trained."""
         return parameter.requires_grad
 
 
@@ -68,7 +67,6 @@ class Matching:
     patterns: tuple[str, ...]
 
     def __call__(self, name: str, parameter: Tensor) -> bool:
-        """Whether the name matches."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..linalg import SLICE_NUMBERS, doubled
-from .eager import LOCK
+from .eager import LOCK, real
 from .module_state import modules_of
 
 SAMPLED = 8
@@ -84,9 +84,7 @@ class Stamp:
 
 def fingerprint(value: Tensor) -> Tensor:
     """Returns three float64 sums (3,) over the entries of a tensor, which identify it on any device and in files."""
-    value = value.detach()
-    if value.is_complex():
-        value = torch.view_as_real(value)
+    value = real(value.detach())
     sums, start = torch.zeros(3, dtype=torch.float64, device="cpu"), 0
     for part in value.flatten().split(SLICE_NUMBERS):
         part, stop = doubled(part), start + len(part)

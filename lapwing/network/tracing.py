@@ -26,8 +26,9 @@ from ..errors import LapwingError
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from . import recurrent
-from .calling import OutputsWithPositions, as_matrix, call, shaped_outputs
+from .calling import OutputsWithPositions, call, shaped_outputs
 from .eager import EagerMode, swapped, without_compiled
+from .forward import NetworkForward
 
 BATCHED_BACKWARD = 2**24
 """Maximum number of gradient entries for one batched backward pass. Above it cotangents go back one by one."""
@@ -208,7 +209,7 @@ def run(
     recorder = Recorder(watched, spread, frozen)
     with torch.enable_grad(), without_compiled():
         shaped = shaped_outputs(model, inputs, forward, recorder)
-        outputs = as_matrix(shaped, forward)
+        outputs = NetworkForward.of(forward).matrix(shaped)
     elsewhere = recorder.elsewhere(outputs, tensors(inputs))
     routed = recorder.routed or any(isinstance(leaf, (str, int)) for leaf in pytree.tree_leaves(tree(inputs)))
     return Recording(outputs, recorder.noted, routed, recorder.differentiated, elsewhere, shaped)

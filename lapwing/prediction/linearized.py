@@ -129,7 +129,6 @@ class Linearized(Way):
         return latent.plus(added)
 
     def width(self, outputs: int) -> int:
-        """Returns k, or C."""
         return outputs if self.outputs is None else Selection(self.outputs, outputs).columns
 
     def _of_draws(

@@ -104,8 +104,7 @@ def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Check
     """Returns one batch of inputs, checked and on the device of the network. Raises for a loader and `lw.Uncertain`."""
     if isinstance(x, Checked):
         return x
-    inputs = ordered(x, columns)
-    inputs = inputs if isinstance(inputs, Tensor) else as_inputs(inputs, tangent.model)
+    inputs = as_inputs(ordered(x, columns), tangent.model)
     if batches.is_loader(inputs):
         raise LapwingError(f"One batch of inputs is needed here, not {shown(x)}. {instead}")
     _, values, spreads = prepared(batches.inputs_of(inputs) if isinstance(inputs, Mapping) else inputs, tangent.device)

@@ -52,7 +52,6 @@ class Uncertain:
     covariance: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks value, variance and covariance."""
         x = self.value
         if isinstance(x, Tensor):
             batches.check_dense(x, "The value of lw.Uncertain")
@@ -151,12 +150,10 @@ def _check_numbers(spread: Tensor | float | None) -> None:
 def placed(inputs: Any, device: torch.device) -> Any:
     """Returns inputs, with uncertain ones, as ordinary tensors on a device."""
     inputs = batches.plain(inputs, device)
-    if isinstance(inputs, Tensor):
-        return inputs
     moved = {
         place: Uncertain(*[batches.plain(part, device) for part in (x.value, x.variance, x.covariance)])
-        for place, x in enumerate(leaves_of(inputs))
-        if isinstance(x, Uncertain) and x.value.device != device
+        for place, x in _uncertain(inputs).items()
+        if x.value.device != device
     }
     return with_leaves(inputs, moved) if moved else inputs
 
@@ -175,22 +172,23 @@ def prepared(inputs: Any, device: torch.device) -> tuple[Any, Any, Spreads]:
 
 def separate(inputs: Any) -> tuple[Any, Spreads]:
     """Returns inputs with uncertain tensors replaced by their values, and the spreads of these tensors."""
-    if isinstance(inputs, Tensor):
+    uncertain = _uncertain(inputs)
+    if not uncertain:
         return inputs, {}
-    leaves, spec = pytree.tree_flatten(batches.tree(inputs))
-    if not any(isinstance(leaf, Uncertain) for leaf in leaves):
-        return inputs, {}
-    values = batches.plain(pytree.tree_unflatten([x.value if isinstance(x, Uncertain) else x for x in leaves], spec))
-    spreads: Spreads = {place: x.spread for place, x in enumerate(leaves) if isinstance(x, Uncertain)}
+    values = batches.plain(with_leaves(inputs, {place: x.value for place, x in uncertain.items()}))
     samples = batches.size(values)
-    for place in spreads:
-        length = leaves[place].value.shape[0]
-        if length != samples:
+    for x in uncertain.values():
+        if len(x.value) != samples:
             raise LapwingError(
-                f"The inputs have {samples} samples, and lw.Uncertain has {length}. Expand what the samples share: "
-                f"x.expand({samples}, ...)."
+                f"The inputs have {samples} samples, and lw.Uncertain has {len(x.value)}. Expand what the samples "
+                f"share: x.expand({samples}, ...)."
             )
-    return values, batches.plain(spreads)
+    return values, batches.plain({place: x.spread for place, x in uncertain.items()})
+
+
+def _uncertain(inputs: Any) -> dict[int, Uncertain]:
+    """Returns the uncertain leaves of inputs by index."""
+    return {place: leaf for place, leaf in enumerate(leaves_of(inputs)) if isinstance(leaf, Uncertain)}
 
 
 def leaves_of(values: Any) -> list[Any]:

@@ -80,15 +80,12 @@ class Scaled(Way):
     factor: float = field(metadata=required(positive(), "0.5"))
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
-        """Returns the latent of the other way, scaled."""
         return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)
 
     def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Any) -> Scaled:
-        """Returns the other way as fitted, with the same factor."""
         return replace(self, via=self.via.fitted(tangent, covariance, inputs))
 
     def width(self, outputs: int) -> int:
-        """Returns the number of outputs of the other way."""
         return self.via.width(outputs)
 
     @property

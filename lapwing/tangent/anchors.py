@@ -145,7 +145,7 @@ class Anchors:
 
     @cached_property
     def _groups(self) -> list[tuple[int, Any, list[tuple[Tensor, Tensor]]]]:
-        """Groups with their anchors: one entry (samples (B,), slots (B, r)) for each number r of outputs per sample."""
+        """Groups with their width and anchors: (samples (B,), slots (B, r)) for each number r of outputs per sample."""
         groups, first = [], 0
         for group in self.inputs:
             stop = first + batches.size(group)
@@ -158,14 +158,9 @@ class Anchors:
                 which = (counts == times).nonzero()[:, 0]
                 slots = here[starts[which, None] + torch.arange(times, device=here.device)]
                 picks.append((samples[which] - first, slots))
-            groups.append((first, group, picks))
+            groups.append((self.tangent.width_of(group), group, picks))
             first = stop
         return groups
-
-    @cached_property
-    def _widths(self) -> list[int]:
-        """Number of outputs per input in each group."""
-        return [self.tangent.width_of(group) for group in self.inputs]
 
     def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
         """Yields `(slots, inputs, cotangents)` of chunks. A sample is in several chunks if its outputs do not fit.
@@ -173,8 +168,7 @@ class Anchors:
         The caller keeps `scratch` entries per row. `share` divides the memory budget of one chunk.
         """
         tangent = self.tangent
-        for number, (_, group, picks) in enumerate(self._groups):
-            width = self._widths[number]
+        for width, group, picks in self._groups:
             for samples, slots in picks:
                 for columns in slots.split(self._columns(slots.shape[1], dtype, scratch, tangent.memory // share), 1):
                     times = columns.shape[1]

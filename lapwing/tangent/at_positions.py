@@ -16,7 +16,7 @@ from ..jacobian.layers import BatchAxis
 from ..jacobian.layers.linear import LinearUse
 from ..jacobian.layers.use import Use
 from ..network.gate import Checked
-from ..network.positions import EXACT_OUTPUTS, Positions
+from ..network.positions import EXACT_OUTPUTS
 from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, Recording, wants_gradient
 from .record import Record, outputs_moved
@@ -43,7 +43,6 @@ class RandomCotangents:
 
 def direct_records(
     tangent: Tangent,
-    positions: Positions,
     checked: Checked,
     cotangents: Cotangents,
     dtype: torch.dtype,
@@ -52,7 +51,7 @@ def direct_records(
     stride: int,
 ) -> Iterator[tuple[slice, Record]]:
     """Yields records of a layer that gives the outputs, with every `stride`-th position as a sample."""
-    start = 0
+    positions, start = tangent.positions, 0
     inputs = max(block.matrix_shape[2] for block in tangent.blocks)
     numbers = 2 * inputs + 5 * getattr(cotangents, "columns", tangent.outputs) * tangent.outputs + scratch
     step = max(1, tangent.memory // (numbers * dtype.itemsize))
@@ -71,12 +70,13 @@ def direct_records(
                 f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
             )
         every = cotangents is None and mask is None and stride == 1
-        strips = use.use.position_uses(sizes, strip) if every else None
-        if strips is None:
-            parts = _of_patches(use.use, patches, f, mask, start, stride)
-        else:
-            parts = _of_strips(strips, f, start)
-        for rows, layer, outputs in parts:
+        layers = use.use.position_uses(sizes, strip) if every else None
+        if layers is None:
+            weights, layout = use.use.parameters, use.use.matrix()
+            assert layout is not None  # products have a matrix layout
+            bias, transposed = weights.get("bias"), layout.transposed
+            layers = ((len(a), LinearUse(a, weights["weight"], bias, transposed)) for a in patches)
+        for rows, layer, outputs in _parts(layers, f, mask, start, stride):
             start = rows.stop
             if not len(outputs):
                 continue
@@ -85,37 +85,26 @@ def direct_records(
             versions = layer.inputs._version, outputs._version
             noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
-            record = Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable)
-            record.sizes = sizes
-            yield rows, record
+            yield rows, Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable, sizes)
 
 
-def _of_strips(strips: Iterable[tuple[int, Use]], f: Tensor, start: int) -> Iterator[tuple[slice, Use, Tensor]]:
-    """Yields the slice of all positions, the layer and the outputs of consecutive positions, counted from `start`."""
-    first = 0
-    for count, layer in strips:
-        yield slice(start + first, start + first + count), layer, f[first : first + count]
-        first += count
-
-
-def _of_patches(
-    use: Use, patches: Iterable[Tensor], f: Tensor, mask: Tensor | None, start: int, stride: int
+def _parts(
+    layers: Iterable[tuple[int, Use]], f: Tensor, mask: Tensor | None, start: int, stride: int
 ) -> Iterator[tuple[slice, Use, Tensor]]:
-    """Yields the same for linear layers on patches, at every `stride`-th of the positions in the mask."""
-    weights, layout, first = use.parameters, use.matrix(), 0
-    assert layout is not None  # products have a matrix layout
-    for a in patches:
-        here = slice(first, first + len(a))
+    """Yields a slice from `start`, the layer and the outputs, at every `stride`-th of the positions in the mask."""
+    first = 0
+    for count, layer in layers:
+        here = slice(first, first + count)
         outputs, first = f[here], here.stop
         if mask is not None:
-            a, outputs = a[mask[here]], outputs[mask[here]]
-        rows = slice(start, start + len(a))
+            layer.inputs, outputs = layer.inputs[mask[here]], outputs[mask[here]]
+        rows = slice(start, start + len(outputs))
         start = rows.stop
         if stride > 1:
             skipped = -rows.start % stride
             rows = slice(rows.start + skipped, rows.stop, stride)
-            a, outputs = a[skipped::stride], outputs[skipped::stride]
-        yield rows, LinearUse(a, weights["weight"], weights.get("bias"), layout.transposed), outputs
+            layer.inputs, outputs = layer.inputs[skipped::stride], outputs[skipped::stride]
+        yield rows, layer, outputs
 
 
 def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
@@ -130,13 +119,14 @@ def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUs
 
 
 def by_position(
-    record: Record, rows: slice, positions: Positions, some: int | None, probes: RandomCotangents | None
+    record: Record, rows: slice, some: int | None, probes: RandomCotangents | None
 ) -> Iterator[tuple[slice, Record]]:
     """Yields a record of the C outputs, or their probes, for each position, or for `some` evenly spaced positions."""
-    count, columns = record.outputs.shape[1] // positions.outputs, None if probes is None else probes.u
+    outputs, columns = record.tangent.outputs, None if probes is None else probes.u
+    count = record.outputs.shape[1] // outputs
     if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
         raise LapwingError(
-            f"The network has {count} positions of {positions.outputs} outputs for each sample, more than "
+            f"The network has {count} positions of {outputs} outputs for each sample, more than "
             f"{EXACT_OUTPUTS} in all, and each takes a backward pass. Pass via=lw.Linearized(draws=64), or treat the "
             "last layer alone: params=lw.last_layer."
         )

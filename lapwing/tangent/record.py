@@ -58,7 +58,6 @@ class Record(Mapping[str, BlockJacobian]):
     float64.
     """
 
-    sizes: tuple[int, ...] = ()  # of the grid of positions, such as (H, W), or () for outputs (B, C)
     weights: Tensor | None = None  # factors of Λ (B, 1) or (B, C); None means ones
 
     def __init__(
@@ -71,12 +70,14 @@ class Record(Mapping[str, BlockJacobian]):
         cotangents: Tensor | FisherParts | None,
         dtype: torch.dtype,
         differentiable: bool,
+        sizes: tuple[int, ...],
     ) -> None:
         self._parts = cotangents if isinstance(cotangents, FisherParts) else None
         cotangents = None if isinstance(cotangents, FisherParts) else cotangents
         self.tangent, self._inputs, self.noted, self._uses, self._u = tangent, inputs, noted, uses, cotangents
         self.graph: Tensor | None = outputs
         self._differentiable = differentiable
+        self.sizes = sizes  # of the grid of positions, such as (H, W), or () for outputs (B, C)
         self._limit = tangent.memory // dtype.itemsize  # number of entries that fit the budget
         self._slice_bytes = min(SLICE_BYTES, tangent.memory // 8)
         self._group: GradientGroup | None = None
@@ -135,8 +136,9 @@ class Record(Mapping[str, BlockJacobian]):
         u = graph.new_zeros(len(graph), graph.shape[1] // width, *columns.shape)
         u[:, which] = columns.to(u)
         u = u.flatten(1, 2)  # (B, T C, R)
-        record = Record(self.tangent, self._inputs, graph, self.noted, self._uses, u, self.dtype, self._differentiable)
-        record.outputs, record.sizes = self.outputs[:, which * width : (which + 1) * width], self.sizes
+        known = self.dtype, self._differentiable, self.sizes
+        record = Record(self.tangent, self._inputs, graph, self.noted, self._uses, u, *known)
+        record.outputs = self.outputs[:, which * width : (which + 1) * width]
         return record
 
     def weigh(self, factors: Tensor) -> None:

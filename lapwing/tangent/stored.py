@@ -13,6 +13,7 @@ from ..data.batches import Forward
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..network.eager import parameters_of
+from ..network.forward import NetworkForward
 from ..network.gate import checked_memory, checked_network
 from ..network.positions import Positions
 from ..network.recording_plan import Coverage, RecordingPlan
@@ -34,7 +35,7 @@ def to_json(tangent: Tangent) -> dict[str, Any]:
     data = {"blocks": [asdict(b) for b in tangent.blocks], "plan": tangent.plan.to_json(), "outputs": tangent.outputs,
             "reasons": [line.reason for line in tangent.coverage.lines]}  # fmt: skip
     if tangent.positions.several:
-        data["positions"] = tangent.positions.to_json()
+        data["positions"] = asdict(tangent.positions)
     return data
 
 
@@ -44,7 +45,7 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
     memory = checked_memory(memory, model)
     named = parameters_of(model)
     if "positions" in data:
-        forward = Positions.from_json(data["positions"], forward)
+        forward = NetworkForward(forward, Positions.from_json(data["positions"]))
     blocks = tuple(Block.from_json(block) for block in data["blocks"])
     for block in blocks:
         for name, shape in zip(block.parameters, block.shapes, strict=True):

@@ -23,9 +23,9 @@ from ..linalg import accumulation_dtype, double_device, doubled
 from ..network.calling import OutputsWithPositions, shaped_outputs
 from ..network.eager import native, own_parameters, parameters_of, without_compiled
 from ..network.entry import outside_modes
+from ..network.forward import NetworkForward
 from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
-from ..network.logits import as_logits, users
 from ..network.positions import Places, Positions
 from ..network.probe import probe
 from ..network.recording_plan import Coverage, RecordingPlan, Uses
@@ -87,31 +87,30 @@ class Tangent:
         check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
         before = Stamp.of(state_of(model))
-        forward = forward if activation is None else as_logits(forward, activation)
+        called = NetworkForward.of(forward)
+        called = called if activation is None else replace(called, activation=activation, looks=True)
         try:
-            surveyed = probe(model, parameters, inputs, params, forward, memory // 16, warn)
+            surveyed = probe(model, parameters, inputs, params, called, memory // 16, warn)
         except OutputsWithPositions as error:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
-            forward = Positions.of(error.shape, shape, forward)
-            surveyed = probe(model, parameters, inputs, params, forward, memory // 16, warn)
+            called = replace(called, positions=Positions.of(error.shape, shape))
+            surveyed = probe(model, parameters, inputs, params, called, memory // 16, warn)
         check_constant(model, before.changed(state_of(model)))
-        tangent = cls(model, forward, *surveyed, memory)
-        if isinstance(forward, Positions):
-            tangent = tangent._at_positions(forward, inputs)
+        tangent, positions = cls(model, called, *surveyed, memory), called.positions
+        if positions is not None:
+            few = batches.take(inputs, slice(0, 2))  # a run finds out whether the treated layer gives the outputs
+            direct = direct_use(tangent, *tangent.recording(Checked(few, batches.size(few)))) is not None
+            called = replace(called, positions=replace(positions, direct=direct))
+            tangent = replace(tangent, forward=called, outputs=positions.outputs)
         if warn:
             tangent._warn_of_memory()
         return tangent if activation is None else tangent.of_logits(activation)
 
-    def _at_positions(self, forward: Positions, inputs: Any) -> Tangent:
-        """Returns the tangent with C outputs per position. A run finds out whether the treated layer gives them."""
-        few = batches.take(inputs, slice(0, 2))
-        direct = direct_use(self, *self.recording(Checked(few, batches.size(few)))) is not None
-        return replace(self, forward=replace(forward, direct=direct), outputs=forward.outputs)
-
     def of_logits(self, activation: str | None) -> Tangent:
         """Returns the tangent of a network with logits. Its calls replace the logits of impossible classes."""
         direct = self.plan.last >= 0 or self.positions.direct
-        return replace(self, forward=as_logits(self.forward, None if direct else activation, looks=False))
+        called = replace(self.called, activation=None if direct else activation, looks=False)
+        return replace(self, forward=called)
 
     @property
     def size(self) -> int:
@@ -165,12 +164,12 @@ class Tangent:
     @cached_property
     def positions(self) -> Positions:
         """Layout of the positions of the outputs; one position if the outputs are a matrix (B, C)."""
-        return self.forward if isinstance(self.forward, Positions) else Positions(self.forward, 1, 2, self.outputs, 1)
+        return self.called.positions or Positions(1, 2, self.outputs, 1)
 
     @property
-    def users_forward(self) -> Forward | None:
-        """The function that the user passed, or None."""
-        return users(self.forward)
+    def called(self) -> NetworkForward:
+        """How the network is called, and what its outputs are."""
+        return NetworkForward.of(self.forward)
 
     @property
     def width(self) -> int:
@@ -180,7 +179,7 @@ class Tangent:
     def with_joined_positions(self) -> Tangent:
         """Returns the tangent for which all positions of an input are one sample with T C outputs."""
         joined = replace(self.positions, joined=True, direct=False, count=1)
-        return replace(self, forward=joined, outputs=self.width)
+        return replace(self, forward=replace(self.called, positions=joined), outputs=self.width)
 
     @cached_property
     def treats_output_alone(self) -> bool:
@@ -253,9 +252,8 @@ class Tangent:
         if callable(cotangents):
             at = outputs if differentiable else outputs.detach()
             u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ with the same precision
-        record = Record(self, checked.inputs, outputs, recording.noted, uses, u, dtype, differentiable)
-        record.sizes = self.positions.sizes(recording.shaped.shape)
-        return record
+        sizes = self.positions.sizes(recording.shaped.shape)
+        return Record(self, checked.inputs, outputs, recording.noted, uses, u, dtype, differentiable, sizes)
 
     def check(self, inputs: Any, where: str = "the inputs") -> Checked:
         """Returns checked inputs, or raises an error with their name `where`. Checked inputs come back unchanged."""
@@ -276,7 +274,7 @@ class Tangent:
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = run(self.model, checked.inputs, self.forward, watched | idle, spread, frozen)
         recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
-        width = recording.outputs.shape[1] if isinstance(self.forward, Positions) else self.outputs
+        width = recording.outputs.shape[1] if self.called.positions else self.outputs
         check_recording(self.model, checked.inputs, recording, width, late)
         noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])
@@ -315,27 +313,19 @@ class Tangent:
         positions = self.positions
         if positions.direct:
             stride = 1 if some is None else -(-positions.count // (DENSER * some))
-            yield from direct_records(
-                self, positions, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride
-            )
+            yield from direct_records(self, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride)
             return
         scratch_per_sample *= 1 if cotangents is None else positions.count
         probes = cotangents if isinstance(cotangents, RandomCotangents) else None
         each = positions.several and (cotangents is None or probes is not None)
-        for part, record in self._chunks(inputs, cotangents, dtype, scratch_per_sample, marginal):
-            yield from by_position(record, part, positions, some, probes) if each else [(part, record)]
-
-    def _chunks(
-        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, scratch_per_sample: int, marginal: bool = False
-    ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of samples in chunks. At most two device synchronisations check that outputs are finite."""
-        late: list[Tensor] = []
+        late: list[Tensor] = []  # at most two device synchronisations check that outputs are finite
         length = self.chunk_length(1 if marginal else cotangents, dtype, scratch_per_sample)
         for part, chunk in self.check(inputs).chunks(length):
             if part.start and not late:
                 late.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first chunk is checked
             for rows, record in self.recorded(chunk, cotangents, dtype, late or None):
-                yield slice(part.start + rows.start, part.start + rows.stop), record
+                rows = slice(part.start + rows.start, part.start + rows.stop)
+                yield from by_position(record, rows, some, probes) if each else [(rows, record)]
         if late:
             batches.check_rows(torch.cat(late), "these inputs")
 

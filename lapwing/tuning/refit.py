@@ -142,7 +142,7 @@ def error_of_copy(
         return None
 
     def outputs(some: Tensor) -> Tensor:
-        return tangent.positions.rows(output_tensor(tangent.positions(model, x[some]))).reshape(len(some), -1).to(y)
+        return tangent.positions.rows(output_tensor(tangent.called(model, x[some]))).reshape(len(some), -1).to(y)
 
     def look(some: Tensor) -> Tensor:
         model.eval()

@@ -21,7 +21,6 @@ from ...errors import LapwingError
 from ...linalg import is_finite
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
-from ...network.logits import logits_of
 from ...network.refusals import check_layers
 from ...network.tracing import wants_gradient
 from ...options import Rule, option
@@ -118,7 +117,6 @@ class Streamlined(Way):
     features: FeatureCorrelation | None = option(None, Rule(_is_correlation, "made by lw.scale_factor(..., to=)"))
 
     def __post_init__(self) -> None:
-        """Checks that the options go together."""
         super().__post_init__()
         if self.covariance == "full" and self.activations == "moments":
             raise LapwingError(
@@ -161,9 +159,7 @@ class Streamlined(Way):
                 means.append(mean)
                 parts.append([term])
         mean, (term,) = torch.cat(means), concatenate(parts)  # of (B, C)
-        logits = logits_of(tangent.forward)
-        mean = mean.reshape(term.variance().shape)
-        mean = mean if logits is None else logits.finite(mean)
+        mean = tangent.called.finite(mean.reshape(term.variance().shape))
         batches.check_outputs(mean, "these inputs")
         if not all(map(is_finite, term.rows)):
             raise LapwingError(
@@ -173,7 +169,7 @@ class Streamlined(Way):
             )
         mean = mean.to(tangent.dtype)
         latent = Latent(mean, (term.to(mean),))
-        if logits is not None and logits.activation != "sigmoid":
+        if tangent.called.activation == "softmax":
             latent = latent.without_impossible()
         positions = tangent.places_of(inputs)
         return LatentAtPositions(latent, positions) if positions.sizes else latent

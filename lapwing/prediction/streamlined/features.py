@@ -17,7 +17,6 @@ from ...data import batches
 from ...linalg import symmetric_eigen
 from ...tangent import Tangent
 from ..weight_draws import latent_of_draws
-from .graph import execute
 from .moments import FeatureCorrelation
 
 if TYPE_CHECKING:
@@ -42,12 +41,7 @@ def correlation_of(
     graph, source = program.graph, program.features
 
     def features(model: nn.Module, inputs: Any) -> Tensor:
-        values = graph.bind(inputs)
-        for node in graph.nodes:
-            values[node.name] = execute(node, values)
-            if node.name == source:
-                break
-        return values[source].reshape(batches.size(inputs), -1)
+        return graph.run(inputs)[source].reshape(batches.size(inputs), -1)
 
     width = features(tangent.model, batches.take(inputs, slice(0, 1))).shape[1]
     trunk, rows = replace(tangent, forward=features, outputs=width), []

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, Term
 from ...data import batches
-from ...errors import LapwingError
 from .axes import read_axes
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of
@@ -147,9 +146,7 @@ class FullProgram:
         read = {n: program.cast(n, values[n]) for n in call.reads}
         layer = _treated_layer(program.sites.get(name))
         leaves = [n for n in call.leaves if n not in program.treated]
-
-        def refuse(problem: str) -> LapwingError:
-            return refusal(program.network, node, problem)
+        refuse = partial(refusal, program.network, node)
 
         def carried(tangents: Mapping[str, Tensor]) -> Tensor:
             """Returns the tangents of y (B, n, K) for tangents (K, *shape) of some leaves."""

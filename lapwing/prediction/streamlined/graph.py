@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ...data import batches
 from ...errors import LapwingError
 from ...network.calling import call
 from ...network.functional import Called
-from ...network.logits import as_logits
 from ...network.module_state import modules_of
 from ...tangent import Tangent
 from ..uncertain import leaves_of
@@ -123,7 +122,7 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
     with torch.no_grad():
         tangent.call_with({}, batches.copied(example))  # says what is wrong with inputs that the network refuses
-    wrapped = Called(tangent.model, as_logits(tangent.forward, None))
+    wrapped = Called(tangent.model, replace(tangent.called, activation=None))
     wrapped.training = tangent.model.training  # train() would reach into the network
     failure: BaseException | None = None
     for dynamic in (True, False):
@@ -247,7 +246,7 @@ def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
     """Whether the graph returns the network's outputs."""
     with torch.no_grad():
         copy = batches.copied(inputs)  # the network may write to its inputs
-        expected = call(tangent.model, copy, as_logits(tangent.forward, None))
+        expected = call(tangent.model, copy, replace(tangent.called, activation=None))
         outputs = graph.run(inputs)[graph.output]
     size = expected.masked_fill(expected == -torch.inf, 0.0).abs().max().clamp_min(1.0)
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(size)

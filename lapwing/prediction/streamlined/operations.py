@@ -86,7 +86,6 @@ class Operation:
     slope: Partial | None = None
 
     def __post_init__(self) -> None:
-        """Checks that a rule has a label."""
         if self.rule is not None and self.label is None:
             raise LapwingError(
                 "A moment rule needs a label, the channel of each entry. Pass label=broadcast if entries keep their "

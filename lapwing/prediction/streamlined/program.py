@@ -25,7 +25,7 @@ from .graph import Graph, execute
 from .moments import Layout, Moments, Value, mean_of
 from .operations import Kind, has_forward_mode, is_a, length_of, operation_of, shape_of
 from .rules.linear import linear_with_covariances
-from .schedule import Schedule, Step, schedule
+from .schedule import Schedule, Step, reached, schedule
 from .sites import Site, Treated, arguments_of, refusal, roles_of, run, weights_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def build(
             network, way.attention,
         )  # fmt: skip
     layouts = read_layouts(steps, graph, example, network) if of_values or (correlated and not full) else {}
-    varying = _varying(graph)
+    varying = reached(graph.nodes, set(filter(None, graph.leaves)))  # computed from the inputs
     options = way.attention, network, layouts, correlated
     sites = {n.name: Site(n, roles_of(n, treated), *options, weights_of(n) in varying) for n in calls}
     width = tangent.outputs if tangent.positions.several else None
@@ -82,15 +82,6 @@ def build(
                 "noise. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()) again."
             )
     return program
-
-
-def _varying(graph: Graph) -> frozenset[str]:
-    """Returns the names of the inputs and of all values that are computed from them."""
-    names = {name for name in graph.leaves if name is not None}
-    for node in graph.nodes:
-        if not names.isdisjoint(source.name for source in node.all_input_nodes):
-            names.add(node.name)
-    return frozenset(names)
 
 
 def _check_forward_mode(network: str, steps: Schedule, full: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -52,18 +52,18 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
     for node in calls:
         if node.name not in pinned and _has_slope(node) and any(s.name in uncertain for s in node.all_input_nodes):
             uncertain.add(node.name)
-    reached = _reached(calls, set(uncertain))
+    in_moment_dtype = reached(calls, uncertain)
     wanted = {output} & uncertain
     for node in reversed(calls):
         if node.name in wanted:
             wanted.update(s.name for s in _carriers(node, attention) if s.name in uncertain)
     uncertain = wanted
-    moving = _reached(calls, set(filter(None, graph.leaves)))
+    moving = reached(calls, set(filter(None, graph.leaves)))
     root, members = _functions(calls, users, frozenset(uncertain), moving, output)
     steps = []
     for node in calls:
         if node.name not in uncertain:
-            steps.append(Step(node, None, (), node.name in reached))
+            steps.append(Step(node, None, (), node.name in in_moment_dtype))
         elif root[node.name] == node.name:
             sources = tuple(s.name for s in _carriers(node, attention) if s.name in uncertain)
             steps.append(Step(node, None, sources, True))
@@ -80,8 +80,9 @@ def _carriers(node: fx.Node, attention: str) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def _reached(calls: Sequence[fx.Node], names: set[str]) -> set[str]:
-    """Returns the calls that depend on these values."""
+def reached(calls: Sequence[fx.Node], names: Set[str]) -> set[str]:
+    """Returns these values, and the calls that depend on them."""
+    names = set(names)
     for node in calls:
         if any(source.name in names for source in node.all_input_nodes):
             names.add(node.name)

@@ -68,7 +68,8 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
             inherited = site.constant(f"inherited {sizes}", lambda: _inherited(cover, kernels, spreads))  # (O, C)
             pooled.append(_by_groups(common.square(), inherited, groups))
     if spreads is not None:
-        pooled.append(_pooled(treated, _mean_patches(cover, mean), spreads, shared, groups))
+        patches = (reduce(torch.kron, cover) @ mean.flatten(2).mT).mT  # their means over positions (B, C, K)
+        pooled.append(_pooled(treated, patches, spreads, shared, groups))
     if shift is not None:
         pooled.append(shift.expand(h.shape[0], -1))
     if not pooled:
@@ -83,9 +84,7 @@ def _averaged(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tens
     That is `Σ_kk' W_jck W_jck' M_kk' + Σ_k Var[W_jck] M_kk`, where `M_kk' = Σ_s c_ks c_k's` for the weight c_ks of
     input s in the mean at kernel entry k: neighbouring patches share inputs.
     """
-    overlap = cover[0].new_ones(1, 1)
-    for matrix in cover:
-        overlap = torch.kron(overlap, matrix @ matrix.mT)  # (K, K)
+    overlap = reduce(torch.kron, (matrix @ matrix.mT for matrix in cover))  # (K, K)
     flat = w.flatten(2)  # (O, C, K)
     total = ((flat @ overlap) * flat).sum(-1)
     return total if spread is None else total + spread.flatten(2) @ overlap.diagonal()
@@ -93,17 +92,11 @@ def _averaged(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tens
 
 def _inherited(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:
     """Returns `(Σ_k W_jck)² + Σ_k Var[W_jck]` (O, C), with each k weighted by its share of positions in the image."""
-    inside = _inside(cover)
-    total = (w * inside).flatten(2).sum(-1).square()
-    return total if spread is None else total + (spread * inside.square()).flatten(2).sum(-1)
-
-
-def _inside(cover: Sequence[Tensor]) -> Tensor:
-    """Returns the share of positions at which each kernel entry lies inside the image, (*kernel)."""
-    inside = cover[0].new_ones(())
+    inside = cover[0].new_ones(())  # the shares, (*kernel)
     for matrix in cover:
         inside = inside[..., None] * matrix.sum(-1)
-    return inside
+    total = (w * inside).flatten(2).sum(-1).square()
+    return total if spread is None else total + (spread * inside.square()).flatten(2).sum(-1)
 
 
 def _outputs_first(site: Site, weight: Tensor, groups: int) -> Tensor:
@@ -145,12 +138,6 @@ def _cover(site: Site, arguments: dict[str, Any], mean: Tensor, grid: torch.Size
         return cover
 
     return site.constant(f"cover {sizes}", make)
-
-
-def _mean_patches(cover: Sequence[Tensor], mean: Tensor) -> Tensor:
-    """Returns the means of an input's patches over positions (B, C, K)."""
-    weights = reduce(torch.kron, cover)  # (K, N) for the N places of the input
-    return (weights @ mean.flatten(2).mT).mT
 
 
 def _pooled(treated: Treated | None, rows: Tensor, spread: Tensor, bias: bool, groups: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from ..moments import Moments, Value, mean_of, sum_correlation
 from ..operations import (
@@ -30,8 +31,7 @@ from .elementwise import one
 
 def moved(site: Site, arguments: dict[str, Any]) -> Value:
     """Applies the call to means and variances. Certain tensors among its arguments have variance 0."""
-    leaves = [v for value in arguments.values() for v in (value if isinstance(value, (tuple, list)) else (value,))]
-    uncertain = [value for value in leaves if isinstance(value, Moments)]
+    uncertain = [value for value in pytree.tree_leaves(arguments) if isinstance(value, Moments)]
     mean, variance = (_apply(site, arguments, part) for part in (mean_of, _variance))
     rho: Any = None
     if any(x.correlation is not None for x in uncertain):
@@ -50,10 +50,7 @@ def picked(site: Site, arguments: dict[str, Any]) -> Value:
 
 def _apply(site: Site, arguments: dict[str, Any], part: Any) -> Any:
     """Applies the call to one part of the moments of its arguments."""
-    parts: dict[str, Any] = {
-        name: [part(item) for item in value] if isinstance(value, (tuple, list)) else part(value)
-        for name, value in arguments.items()
-    }
+    parts: dict[str, Any] = pytree.tree_map(part, arguments)
     if site.node.target in RESHAPED:
         return parts["self"].reshape(arguments["size"])
     if "value" in parts and part is not mean_of:  # constant padding is certain
