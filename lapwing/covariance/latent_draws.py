@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import LapwingError
 from ..network.entry import full_precision
-from .latent import JointLatent, Latent, SelectedLatent, check_finite, generator_for
-from .latent_at_positions import Described, LatentAtPositions, moved
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
+from .latent import Described, check_finite, generator_for, moved
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,7 +86,6 @@ class LinearDraws(Described):
     deviations: Tensor  # d, from the same weight draws at all inputs
     joint: bool = False  # whether `covariance` includes covariances between inputs
     draws = None
-    has_factor = True
 
     @cached_property
     def variance(self) -> Tensor:
@@ -166,21 +160,3 @@ def _second_moments(deviations: Tensor, joint: bool) -> Tensor:
         return (flat.T @ flat).reshape(*shape, *shape)
     rows = deviations.transpose(0, 1)  # (B, S, C)
     return rows.mT @ rows
-
-
-AnyLatent = Latent | JointLatent | LinearDraws | LatentDraws | LatentAtPositions
-
-
-def has_positions(latent: AnyLatent) -> TypeIs[LatentAtPositions]:
-    """Whether a latent has positions."""
-    return latent.has_positions
-
-
-def is_selected(latent: AnyLatent) -> TypeIs[SelectedLatent]:
-    """Whether a latent is one of some of the outputs."""
-    return latent.is_selected
-
-
-def has_factor(latent: AnyLatent) -> TypeIs[LinearDraws]:
-    """Whether the covariance of a latent has the factor of its draws."""
-    return latent.has_factor

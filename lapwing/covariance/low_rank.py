@@ -106,6 +106,15 @@ class Subspace(PriorCovariance):
         combined = self.basis.combine((inner @ rotation * weights.to(inner)) @ rotation.T)
         return {name: vector.reshape(*first.shape[:-1], -1) for name, vector in combined.items()}
 
+    def _squares(self, weights: Tensor) -> Vectors:
+        """Returns the diagonal of `W̃ᵀ diag(w) W̃`."""
+        return {n: (w.square() * weights[:, None].to(w)).sum(0) for n, w in self._directions().items()}
+
+    def _layer_rows(self, name: str, weights: Tensor) -> Tensor:
+        """Returns the rows of `√w W̃` in one layer (k, O, I)."""
+        rows = self._directions()[name]
+        return (rows * weights.sqrt()[:, None].to(rows)).reshape(-1, *self.block(name).matrix_shape[1:])
+
     @property
     def scratch_per_row(self) -> int:
         return self.basis.scratch_per_row
@@ -115,14 +124,12 @@ class Subspace(PriorCovariance):
         return isinstance(other, Subspace) and other.basis is self.basis
 
     def with_rank(self, rank: int) -> Self:
-        return type(self)(
-            self.blocks, self.basis, self.curvature, self.traces, self.precision, self.scale, min(rank, self.basis.rank)
-        )
+        parts = self.blocks, self.basis, self.curvature, self.traces
+        return type(self)(*parts, self.precision, self.scale, min(rank, self.basis.rank))
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
-        return type(self)(
-            self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank, self._eigen
-        )
+        parts = self.blocks, self.basis, self.curvature, self.traces
+        return type(self)(*parts, precision, scale, self.rank, self._eigen)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,7 +210,7 @@ class LowRank(Subspace):
         return self.basis.combine((noise * self._weights.sqrt()) @ self._rotation.T)
 
     def diagonal(self) -> Vectors:
-        return {n: (w.square() * self._weights[:, None].to(w)).sum(0) for n, w in self._directions().items()}
+        return self._squares(self._weights)
 
     def output_covariances(
         self, record: Record, candidates: Sequence[Self], reads: Reads
@@ -222,6 +229,4 @@ class LowRank(Subspace):
         return cross_covariance(*of_both(lambda one: self._project(one) * root, record, other))
 
     def layer_block(self, name: str) -> LayerBlock:
-        rows = self._directions()[name]
-        factor = rows * self._weights.sqrt()[:, None].to(rows)
-        return FactorLayer(factor.reshape(-1, *self.block(name).matrix_shape[1:]))
+        return FactorLayer(self._layer_rows(name, self._weights))

@@ -173,11 +173,8 @@ class HeteroscedasticPrediction(RealPrediction):
         if draws is not None:
             mean, log_variance = draws.double().chunk(2, -1)
             return mean, log_variance.exp(), mean.new_full((len(mean), 1, 1), 1.0 / len(mean))
-        covariance = self.latent.covariance
-        if self.latent.joint:
-            covariance = covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)
         mean, log_variance = self.latent.mean.double().chunk(2, -1)
-        count, covariance = mean.shape[-1], covariance.double()
+        count, covariance = mean.shape[-1], self.latent.own_covariance.double()
         variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
         std = (spread + 1e-12).sqrt()
         slope = covariance.diagonal(count, -2, -1) / std  # change of m per standard deviation of s

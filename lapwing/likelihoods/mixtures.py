@@ -136,7 +136,7 @@ class MixturePrediction(RealPrediction):
         try:
             means, variances = self.components.mean, self.components.variance
         except NotImplementedError:  # such as a TransformedDistribution: from draws of y
-            y = self._sampled(self.components, MOMENT_DRAWS)
+            y = self._sampled(MOMENT_DRAWS)
             means, variances = y.mean(0), y.var(0)
         vectors = resultants(self.components)
         if vectors is None:
@@ -182,7 +182,7 @@ class MixturePrediction(RealPrediction):
 
     def _of_components(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns at least `count` draws of y, (N, B, ...), as many of each component."""
-        y = self._sampled(self.components, math.ceil(count / self.components.batch_shape[1]), generator)
+        y = self._sampled(math.ceil(count / self.components.batch_shape[1]), generator)
         return y.movedim(2, 1).flatten(0, 1)  # (n, B, S, ...)
 
     def _quantile_of_draws(self, probability: float) -> Tensor:
@@ -238,12 +238,12 @@ class MixturePrediction(RealPrediction):
         y = self._of_components(n, generator)
         return y[torch.randperm(len(y), generator=generator, device=y.device)[:n]]
 
-    def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws n times from a distribution, with a seed from the generator."""
-        device = _device_of(family)
+    def _sampled(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws n times from each component, with a seed from the generator."""
+        device = _device_of(self.components)
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
         with seeded_torch(int(seed), device):
-            return family.sample((n,))
+            return self.components.sample((n,))
 
     def distribution(self) -> dist.MixtureSameFamily:
         """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""

@@ -96,7 +96,7 @@ class RegressionPrediction(RealPrediction):
             columns = self.latent.factor.double()
             return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
         # missing targets get residual 0 and variance σ², and their density is divided out
-        factor = cholesky(self._noisy(known_covariance(self._blocks().double(), targets)))  # (B, C, C)
+        factor = cholesky(self._noisy(known_covariance(self.latent.own_covariance.double(), targets)))  # (B, C, C)
         residual, _ = known_residuals(mean.double(), targets.double(), self._noise)
         normal = dist.MultivariateNormal(torch.zeros_like(residual), scale_tril=factor, validate_args=False)
         holes = 0.5 * (targets.isnan() * (2.0 * math.pi * self._noise).log()).sum(-1)
@@ -138,7 +138,8 @@ class RegressionPrediction(RealPrediction):
             return dist.MultivariateNormal(mean.flatten(), scale_tril=cholesky(self._noisy(covariance)))
         if mean.shape[-1] == 1:
             return dist.Independent(dist.Normal(mean, self.std), 1)
-        return dist.MultivariateNormal(mean, scale_tril=cholesky(self._noisy(self._blocks())))
+        covariance = at_least_float32(self.latent.own_covariance)
+        return dist.MultivariateNormal(mean, scale_tril=cholesky(self._noisy(covariance)))
 
     def __repr__(self) -> str:
         inputs, outputs = self.latent.mean.shape
@@ -153,11 +154,6 @@ class RegressionPrediction(RealPrediction):
         """Returns `N(mean, F Fᵀ + σ² diag(r))`, with a density that needs only S x S matrices."""
         noise = self._noise_of_each(mean).expand_as(mean)
         return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
-
-    def _blocks(self) -> Tensor:
-        """Returns the latent covariance of every input, (B, C, C)."""
-        covariance = at_least_float32(self.latent.covariance)
-        return covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.latent.joint else covariance
 
     def _noisy(self, covariance: Tensor) -> Tensor:
         """Adds the noise variances to the diagonal of covariances (..., C, C) or (B·C, B·C)."""
