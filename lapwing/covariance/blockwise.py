@@ -16,7 +16,7 @@ from .base import PriorCovariance, precision_spec, register_covariance
 from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
-from .terms import Term, add_term, of_both
+from .terms import Term, add_term, of_both, standard_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,8 +97,7 @@ class Blockwise(PriorCovariance):
         draws = {}
         for name, structure in self.structures.items():
             weights = self._weights[name]
-            shape = (count, *weights.shape)
-            noise = torch.randn(shape, generator=generator, dtype=weights.dtype, device=weights.device)
+            noise = standard_normal((count, *weights.shape), weights, generator)
             draws[name] = structure.rotate(noise.mul_(weights.sqrt()), back=True)
         return draws
 

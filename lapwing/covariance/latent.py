@@ -277,8 +277,7 @@ class JointLatent(Described):
     @property
     def variance(self) -> Tensor:
         """Marginal variances (B, C)."""
-        size = self.mean.numel()
-        return nonnegative(self.covariance.reshape(size, size).diagonal().reshape(self.mean.shape))
+        return nonnegative(self.own_covariance.diagonal(dim1=-2, dim2=-1))
 
     @property
     def centred_variance(self) -> Tensor:

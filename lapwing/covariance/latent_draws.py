@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import LapwingError
 from ..network.entry import full_precision
 from .latent import Described, check_finite, generator_for, moved
+from .terms import standard_normal
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,8 +134,7 @@ class LinearDraws(Described):
         The random numbers do not depend on the inputs, so samples of two latents of one posterior are also joint.
         """
         generator = generator_for(n, generator, self.mean)
-        shape = (n, len(self.deviations))
-        noise = torch.randn(shape, generator=generator, dtype=self.mean.dtype, device=self.mean.device)
+        noise = standard_normal((n, len(self.deviations)), self.mean, generator)
         moved = noise @ self.deviations.flatten(1) / len(self.deviations) ** 0.5
         return self.mean + moved.view(n, *self.mean.shape)
 

@@ -21,7 +21,7 @@ from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import Covariance, PriorCovariance, precision_spec, register_covariance, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .layer_block import FactorLayer, LayerBlock
-from .terms import FactoredTerm, Term, cross_covariance, of_both
+from .terms import FactoredTerm, Term, cross_covariance, of_both, standard_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeIs
@@ -205,8 +205,7 @@ class LowRank(Subspace):
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `W̃ᵀ √w ε` with ε in R^K."""
-        shape = (count, len(self._weights))
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64, device=self._weights.device)
+        noise = standard_normal((count, len(self._weights)), self._weights, generator)
         return self.basis.combine((noise * self._weights.sqrt()) @ self._rotation.T)
 
     def diagonal(self) -> Vectors:

@@ -16,7 +16,7 @@ from .base import register_covariance, same_ratios
 from .basis import Basis, ExplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .low_rank import Subspace
-from .terms import DenseTerm, FactoredTerm, Term, cross_covariance, of_both
+from .terms import DenseTerm, FactoredTerm, Term, cross_covariance, of_both, standard_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -103,8 +103,8 @@ class LowRankWithResidual(Subspace):
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) z + W̃ᵀ (√w - 1) W̃ Δ^(1/2) z`."""
         roots = {name: delta**0.5 for name, delta in self._delta.items()}
-        options: Any = {"generator": generator, "dtype": self.dtype, "device": self._weights.device}
-        noise = {block.name: torch.randn((count, block.size), **options) for block in self.blocks}
+        like = self._weights.to(self.dtype)
+        noise = {block.name: standard_normal((count, block.size), like, generator) for block in self.blocks}
         moved = self._weighted({n: z * roots[n] for n, z in noise.items()}, self._weights.sqrt() - 1)
         return {name: z / roots[name] + moved[name] for name, z in noise.items()}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
+from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, doubled, seeded
@@ -303,8 +304,7 @@ class Likelihood(Options, ABC, Generic[P]):
         likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
         mean = at_least_float32(mean)
         root = cholesky(covariance.double()).to(mean.dtype)
-        shape = (link.draws, *mean.shape)
-        noise = torch.randn(shape, generator=seeded(generator, mean.device), dtype=mean.dtype, device=mean.device)
+        noise = standard_normal((link.draws, *mean.shape), mean, seeded(generator, mean.device))
         outputs = mean + torch.einsum("bcd,sbd->sbc", root, noise)
         repeated = targets.expand(link.draws, *targets.shape).flatten(0, 1)
         logs = likelihood.log_prob(outputs.flatten(0, 1), repeated).reshape(link.draws, -1)  # (S B,) -> (S, B)
@@ -355,11 +355,9 @@ class NoiselessLikelihood(Likelihood[P]):
         parts = self.fisher_parts(outputs)
         if parts is not None and parts[1] is None:
             roots = parts[0].sqrt()
-            noise = torch.randn(roots.shape, generator=generator, dtype=roots.dtype, device=roots.device)
-            return (roots * noise).unsqueeze(-1).to(outputs.dtype)
+            return (roots * standard_normal(roots.shape, roots, generator)).unsqueeze(-1).to(outputs.dtype)
         root = self.fisher_root(outputs)
-        noise = torch.randn(len(root), root.shape[-1], 1, generator=generator, dtype=root.dtype, device=root.device)
-        return root @ noise
+        return root @ standard_normal((len(root), root.shape[-1], 1), root, generator)
 
     @property
     def noise_variance(self) -> None:

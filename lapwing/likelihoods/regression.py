@@ -13,11 +13,12 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent, has_factor, is_selected
+from ..covariance.terms import standard_normal
 from ..data.frames import as_targets
 from ..errors import LapwingError, shown
-from ..linalg import check_draws, cholesky, doubled, seeded
+from ..linalg import cholesky, doubled, seeded
 from .links import at_least_float32, latent_nodes
-from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile, normal_nodes
+from .mixtures import bisected, known_covariance, known_residuals, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, tails_of
 from .targets import aligned_targets, check_real_targets, check_target_shape
 
@@ -88,7 +89,9 @@ class RegressionPrediction(RealPrediction):
         check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets, self.missing)
         targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
         if draws is not None:
-            return mixture_log_density(draws, self._noise, targets)
+            residual, volume = known_residuals(draws, targets, self._noise)
+            squares = (residual.square() / self._noise).sum(-1)  # (S, B, C) -> (S, B)
+            return torch.logsumexp(-0.5 * squares, 0) - 0.5 * volume - math.log(len(draws))
         if mean.shape[-1] == 1:
             values = dist.Normal(mean, self.std, validate_args=False).log_prob(targets.nan_to_num())
             return torch.where(targets.isnan(), 0.0, values).squeeze(-1)
@@ -108,11 +111,9 @@ class RegressionPrediction(RealPrediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""
-        check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
-        noise = torch.randn(latent.shape, generator=generator, dtype=latent.dtype, device=latent.device)
-        return latent + self._noise.to(latent.dtype).sqrt() * noise
+        return latent + self._noise.to(latent.dtype).sqrt() * standard_normal(latent.shape, latent, generator)
 
     def distribution(self) -> dist.Distribution:
         """Returns y as a `torch.distributions` object with batch shape (B,) and event shape (C,).
@@ -271,10 +272,7 @@ class _Monotone(dist.Transform):
             low = torch.where(sign * self._call(low) < sign * wide, low, 2.0 * low)
             high = torch.where(sign * self._call(high) < sign * wide, 2.0 * high, high)
         found = (sign * self._call(low) < sign * wide) & (sign * self._call(high) >= sign * wide)
-        for _ in range(HALVINGS):
-            middle = 0.5 * (low + high)
-            below = sign * self._call(middle) < sign * wide
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        _, high = bisected(lambda x: sign * self._call(x) < sign * wide, low, high, HALVINGS)
         return torch.where(found, high, torch.nan).to(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:

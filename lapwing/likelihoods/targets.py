@@ -205,6 +205,14 @@ def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
     return targets.reshape(outputs.shape).to(outputs)
 
 
+def known_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor | None:
+    """Returns 1 for known real targets and 0 for NaN, in the shape and dtype of outputs (B, C); None without a NaN."""
+    if not bool(targets.isnan().any()):
+        return None
+    check_real_targets(name, outputs.shape, outputs.device, targets, missing=True)
+    return (~targets.isnan()).reshape(outputs.shape).to(outputs.dtype)
+
+
 def check_target_shape(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
     """Raises unless the targets have one entry for each output: shape (B, C), or (B,) if C = 1."""
     batch, outputs = _batch_and_outputs(name, outputs_shape, device, targets, "targets")
