@@ -71,7 +71,7 @@ class DenseCovariance(PriorCovariance):
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `Σ log(1 + s λ)` if the ratios between blocks are unchanged, else uses a Cholesky factor."""
         values, _, at = self._eigen
-        if same_ratios(precision.detach(), at) and not (precision.requires_grad and len(precision) > 1):
+        if same_ratios(precision, at):
             return torch.log1p(scale * values * at[0] / precision[0]).sum()
         root = expand(self.blocks, precision).rsqrt()
         matrix = scale * root[:, None] * self.curvature * root

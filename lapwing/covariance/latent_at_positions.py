@@ -18,65 +18,45 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
+def _in_shape(name: str) -> Any:
+    """Returns the property of the rows with this name, in the shape of the outputs or of their positions."""
+    return property(lambda self: self.places.whole(getattr(self.rows, name)))
+
+
+def _over_rows(name: str) -> Any:
+    """Returns the method that changes the rows by their method of this name."""
+
+    def method(self: LatentAtPositions, *arguments: Any, **options: Any) -> LatentAtPositions:
+        return replace(self, rows=getattr(self.rows, name)(*arguments, **options))
+
+    return method
+
+
 @dataclass(frozen=True, repr=False)
 class LatentAtPositions(Described):
-    """`f_t(x) ~ N(mean, covariance)` for each position t, such as a token or a pixel."""
+    """`f_t(x) ~ N(mean, covariance)` for each position t, such as a token or a pixel.
+
+    `mean`, `variance`, `centred_variance` (of the outputs minus their average at each position) and `standard_error`
+    (of the variances, for `lw.Linearized(draws=...)`) have the shape of the outputs, such as (B, C, H, W). `covariance`
+    has the covariances of the outputs at each position, such as (B, T, C, C) or (B, H, W, C, C).
+    """
 
     rows: Latent | LatentDraws | LinearDraws  # of B T rows with C outputs each, as likelihoods and links read it
     places: Places  # positions of these rows in the outputs
     joint = False
-
-    @property
-    def mean(self) -> Tensor:
-        """Means, in the shape of the outputs, such as (B, C, H, W)."""
-        return self.places.whole(self.rows.mean)
-
-    @property
-    def variance(self) -> Tensor:
-        """Marginal variances, in the shape of the outputs."""
-        return self.places.whole(self.rows.variance)
-
-    @property
-    def centred_variance(self) -> Tensor:
-        """Variances of the outputs minus their average at each position, in the shape of the outputs."""
-        return self.places.whole(self.rows.centred_variance)
-
-    @property
-    def covariance(self) -> Tensor:
-        """Covariances of the outputs at each position, such as (B, T, C, C) or (B, H, W, C, C)."""
-        return self.places.whole(self.rows.covariance)
+    mean, variance, centred_variance = map(_in_shape, ("mean", "variance", "centred_variance"))
+    covariance, standard_error = map(_in_shape, ("covariance", "standard_error"))
+    scaled, tempered, mapped, compact = map(_over_rows, ("scaled", "tempered", "mapped", "compact"))
+    without_wide_factors, with_checks = map(_over_rows, ("without_wide_factors", "with_checks"))
 
     @property
     def draws(self) -> Tensor | None:
         """Outputs under draws of the weights (S, ...), or None if the latent has no draws."""
         return None if self.rows.draws is None else self.places.whole(self.rows.draws, 1)
 
-    @property
-    def standard_error(self) -> Tensor:
-        """Monte Carlo standard errors of the variances, in their shape, for `lw.Linearized(draws=...)`."""
-        return self.places.whole(self.rows.standard_error)
-
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, ...), independently per position unless the latent has draws. None means seed 0."""
         return self.places.whole(self.rows.sample(n, generator), 1)
-
-    def scaled(self, factor: float) -> LatentAtPositions:
-        return replace(self, rows=self.rows.scaled(factor))
-
-    def tempered(self, temperature: float) -> LatentAtPositions:
-        return replace(self, rows=self.rows.tempered(temperature))
-
-    def mapped(self, matrix: Tensor, shift: Tensor) -> LatentAtPositions:
-        return replace(self, rows=self.rows.mapped(matrix, shift))
-
-    def compact(self, covariances: bool) -> LatentAtPositions:
-        return replace(self, rows=self.rows.compact(covariances))
-
-    def without_wide_factors(self) -> LatentAtPositions:
-        return replace(self, rows=self.rows.without_wide_factors())
-
-    def with_checks(self) -> LatentAtPositions:
-        return replace(self, rows=self.rows.with_checks())
 
     @staticmethod
     def concatenate(parts: Sequence[LatentAtPositions]) -> LatentAtPositions:

@@ -38,7 +38,6 @@ class Subspace(PriorCovariance):
     holds h (k,), Q (K, k) with rows beyond k zero, and the precision at which they were computed.
     """
 
-    has_rank = True
     continued_by = "basis"
 
     def __init__(
@@ -84,9 +83,8 @@ class Subspace(PriorCovariance):
 
     def _curvatures_at(self, precision: Tensor) -> Tensor | None:
         """Returns h (k,) at a prior with the same ratios between blocks, or None if the ratios differ."""
-        if (precision.requires_grad and len(precision) > 1) or not same_ratios(precision.detach(), self.precision):
-            return None
-        return self._curvatures * (self.precision[0] / precision[0])
+        same = same_ratios(precision, self.precision)
+        return self._curvatures * (self.precision[0] / precision[0]) if same else None
 
     def _project(self, record: Record) -> Tensor:
         """Returns `J W̃ᵀ` (B, R, k)."""
@@ -189,7 +187,7 @@ class Subspace(PriorCovariance):
 
 def has_rank(covariance: Covariance) -> TypeIs[Subspace]:
     """Whether a covariance is a subspace that can be restricted to leading directions."""
-    return covariance.has_rank
+    return isinstance(covariance, Subspace)
 
 
 @register_covariance

@@ -338,6 +338,9 @@ class Likelihood(Options, ABC, Generic[P]):
 class NoiselessLikelihood(Likelihood[P]):
     """A likelihood without a noise variance. Its only statistic is the log likelihood."""
 
+    noise_variance = None
+    needs_noise = False
+
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
         """Returns `{"log_likelihood": Σ w log p(y|f)}`, a float64 scalar."""
         outputs = doubled(outputs)
@@ -358,14 +361,6 @@ class NoiselessLikelihood(Likelihood[P]):
             return (roots * standard_normal(roots.shape, roots, generator)).unsqueeze(-1).to(outputs.dtype)
         root = self.fisher_root(outputs)
         return root @ standard_normal((len(root), root.shape[-1], 1), root, generator)
-
-    @property
-    def noise_variance(self) -> None:
-        return
-
-    @property
-    def needs_noise(self) -> bool:
-        return False
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> None:
         return

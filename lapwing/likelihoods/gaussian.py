@@ -251,14 +251,14 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return {ExactLink: self._exact_power_mean}
 
     def _exact_power_mean(
-        self, _: Link, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **noise: Any
+        self, _: Link, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **options: Any
     ) -> Tensor:
         """Returns `1/α log E[N(y; f, σ²I)^α]` for f ~ N(m, K). Time O(B C³).
 
         `-C/2 log 2πσ² - 1/(2α) logdet(I + αK/σ²) - 1/2 rᵀ(σ²I + αK)⁻¹r` with r = y - m, and at α = 0
         `-C/2 log 2πσ² - tr(K)/(2σ²) - rᵀr/(2σ²)`.
         """
-        variance = noise["noise_variance"]
+        variance = options["noise_variance"]
         variance = self._set_noise("log_power_mean()") if variance is None else variance
         wide, dtype = mean.double(), at_least_float32(mean).dtype
         noise = torch.as_tensor(variance, dtype=wide.dtype, device=wide.device) * self.ratios(wide)
