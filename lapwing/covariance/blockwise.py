@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..jacobian.jacobian import Reads, Weighting
+from ..linalg import total
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, precision_spec, register_covariance
 from .kronecker import KroneckerBlock
@@ -116,11 +117,10 @@ class Blockwise(PriorCovariance):
         return terms
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        matrix: Any = 0
-        for name, structure in self.structures.items():
-            left, right = of_both(itemgetter(name), record, other)
-            matrix = matrix + structure.joint_output(left, right, self._weights[name])
-        return matrix
+        return total(
+            structure.joint_output(*of_both(itemgetter(name), record, other), self._weights[name])
+            for name, structure in self.structures.items()
+        )
 
     def layer_block(self, name: str) -> LayerBlock:
         return self.structures[name].layer_block(self._weights[name], self.block(name).matrix_shape)

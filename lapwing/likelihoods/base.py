@@ -72,6 +72,10 @@ class Likelihood(Options, ABC, Generic[P]):
     """Whether y is Gaussian around f, so `lw.Validation` computes the best factor of its variance in closed form."""
     one_output_per_target: ClassVar[bool] = True
     """Whether output c of the network is for component c of y."""
+    logit_temperature: float | None = None
+    """T, which divides the mean of the logits in predictions; None if the outputs are not logits."""
+    logit_map: tuple[float, ...] = ()
+    """Rows [W, b] of the affine map of the logits in predictions; () means none."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Resets the inherited `fisher_parts` of a class that defines only a new `fisher_root`."""
@@ -184,11 +188,6 @@ class Likelihood(Options, ABC, Generic[P]):
     @abstractmethod
     def needs_noise(self) -> bool:
         """Whether the likelihood has a σ² that is still to be tuned."""
-
-    @property
-    def logit_temperature(self) -> float | None:
-        """T, which divides the mean of the logits in predictions; None if the outputs are not logits."""
-        return None
 
     @abstractmethod
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:

@@ -74,11 +74,9 @@ def check_labels(
         )
     numbers = labels.long()
     bad = (numbers < 0) | (numbers >= classes)
-    wrong = bool(bad.any())
-    if wrong and ignored is not None:
+    if ignored is not None:
         bad &= numbers != ignored
-        wrong = bool(bad.any())
-    if wrong:
+    if bool(bad.any()):
         first = "Write `y = y.long()` first. " if dtype in (torch.uint16, torch.uint32, torch.uint64) else ""
         raise LapwingError(
             f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
