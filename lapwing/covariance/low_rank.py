@@ -8,7 +8,6 @@ whitened weights: `V = W̃ Δ^(1/2)`. A new prior keeps the span and changes the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,16 +69,11 @@ class Subspace(PriorCovariance):
     def _prior(self, precision: Tensor) -> Tensor:
         return self.basis.prior_gram(precision)[: self.rank, : self.rank]
 
-    @cached_property
-    def _is_diagonalised_here(self) -> bool:
-        """Whether the eigenpairs were computed at this prior. Cached, since it waits for the device."""
-        return bool(self._eigen[2][0] == self.precision[0])
-
     @property
     def _rotation(self) -> Tensor:
         """Q at this prior, scaled from the stored Q, which all priors with the same ratios share."""
         _, rotation, at = self._eigen
-        return rotation if self._is_diagonalised_here else rotation * (at[0] / self.precision[0]).sqrt()
+        return rotation * (at[0] / self.precision[0]).sqrt()
 
     def _curvatures_at(self, precision: Tensor) -> Tensor | None:
         """Returns h (k,) at a prior with the same ratios between blocks, or None if the ratios differ."""

@@ -128,19 +128,15 @@ class RegressionPrediction(RealPrediction):
             noise = (noise if noise.ndim == 1 else noise[:, None]).expand_as(centres)
             weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
             return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
+        centre = mean.flatten() if self.latent.joint else mean  # (B·C,) or (B, C)
         if has_factor(self.latent):
-            factor = at_least_float32(self.latent.factor)
-            if self.latent.joint:
-                return self._low_rank(mean.flatten(), factor.flatten(0, 1))
-            return self._low_rank(mean, factor)
-        if self.latent.joint:
-            size = mean.numel()
-            covariance = at_least_float32(self.latent.covariance).reshape(size, size)  # (B, C, B, C) -> (B·C, B·C)
-            return dist.MultivariateNormal(mean.flatten(), scale_tril=cholesky(self._noisy(covariance)))
-        if mean.shape[-1] == 1:
+            factor = at_least_float32(self.latent.factor)  # (B, C, S)
+            return self._low_rank(centre, factor.reshape(*centre.shape, factor.shape[-1]))
+        if mean.shape[-1] == 1 and not self.latent.joint:
             return dist.Independent(dist.Normal(mean, self.std), 1)
-        covariance = at_least_float32(self.latent.own_covariance)
-        return dist.MultivariateNormal(mean, scale_tril=cholesky(self._noisy(covariance)))
+        covariance = at_least_float32(self.latent.covariance)
+        covariance = covariance.reshape(*centre.shape, centre.shape[-1])  # (B·C, B·C) or (B, C, C)
+        return dist.MultivariateNormal(centre, scale_tril=cholesky(self._noisy(covariance)))
 
     def __repr__(self) -> str:
         inputs, outputs = self.latent.mean.shape
