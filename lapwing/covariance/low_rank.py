@@ -171,12 +171,12 @@ class Subspace(PriorCovariance):
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
         parts = {k.removeprefix("basis/"): v for k, v in tensors.items() if k.startswith("basis/")}
         basis = BASES[extra["basis"]["class"]].from_tensors(tangent, parts, extra["basis"]["extra"])
-        return cls._built(basis, tangent, tensors, extra)
+        numbers = (tensors[name] for name in ("curvature", "traces", "precision"))
+        return cls._built(extra, tangent.blocks, basis, *numbers, extra["scale"], extra["rank"])
 
     @classmethod
-    def _built(cls, basis: Basis, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
-        curvature, traces, precision = (tensors[name] for name in ("curvature", "traces", "precision"))
-        return cls(tangent.blocks, basis, curvature, traces, precision, extra["scale"], extra["rank"])
+    def _built(cls, extra: dict[str, Any], *parts: Any) -> Self:
+        return cls(*parts)
 
 
 def has_rank(covariance: Covariance) -> TypeIs[Subspace]:

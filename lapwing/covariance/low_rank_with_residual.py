@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..jacobian.jacobian import Reads
 from ..linalg import RESOLVED, cholesky
-from ..tangent import Block, Record, Tangent, Vectors
+from ..tangent import Block, Record, Vectors
 from .base import register_covariance, same_ratios
-from .basis import Basis, ExplicitBasis
+from .basis import ExplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .low_rank import Subspace
 from .terms import DenseTerm, FactoredTerm, Term, cross_covariance, of_both, standard_normal
@@ -155,9 +155,5 @@ class LowRankWithResidual(Subspace):
         return {**super().extra(), "rows": self.rows is not None}
 
     @classmethod
-    def _built(cls, basis: Basis, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
-        if not extra["rows"]:
-            return super()._built(basis, tangent, tensors, extra)
-        assert isinstance(basis, ExplicitBasis)
-        curvature, traces, precision = (tensors[name] for name in ("curvature", "traces", "precision"))
-        return cls.from_rows(tangent.blocks, basis, curvature, traces, precision, extra["scale"])
+    def _built(cls, extra: dict[str, Any], *parts: Any) -> Self:
+        return cls.from_rows(*parts[:-1]) if extra["rows"] else super()._built(extra, *parts)
