@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..linalg import check_draws, doubled, is_finite, nonnegative, possible, psd_root, seeded, total
+from ..linalg import check_draws, doubled, is_finite, nonnegative, possible, seeded, total
 from ..network.entry import full_precision
 from .terms import (
     DenseTerm,
     EigenTerm,
-    FactoredTerm,
     MarginalTerm,
     SelectedTerm,
     Term,
@@ -288,8 +287,8 @@ class JointLatent(Described):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), jointly across inputs and outputs. `generator=None` means seed 0."""
         size = self.mean.numel()
-        root = FactoredTerm(psd_root(self.covariance.reshape(1, size, size)))
-        draws = root.sample(n, generator_for(n, generator, self.mean))
+        term = DenseTerm(self.covariance.reshape(1, size, size))
+        draws = term.sample(n, generator_for(n, generator, self.mean))
         return self.mean + draws.reshape(n, *self.mean.shape)
 
     def plus(self, covariance: Tensor) -> JointLatent:
