@@ -10,7 +10,7 @@ from pathlib import Path
 import lapwing
 from lapwing import Likelihood, Method
 from lapwing.covariance import Covariance, Structure
-from lapwing.covariance.latent_at_positions import Described
+from lapwing.covariance.latent import Described
 
 ROOT = Path(lapwing.__file__).parent
 ORDER = (

@@ -12,7 +12,8 @@ from .blockwise import Blockwise
 from .dense import DenseCovariance
 from .kronecker import KroneckerBlock, KroneckerFactors
 from .latent import JointLatent, Latent, SelectedLatent, without_spread
-from .latent_draws import AnyLatent, LatentDraws, LinearDraws, has_factor, has_positions, is_selected
+from .latent_at_positions import AnyLatent, has_factor, has_positions, is_selected
+from .latent_draws import LatentDraws, LinearDraws
 from .layer_block import LayerBlock
 from .low_rank import LowRank, Subspace, has_rank
 from .low_rank_diagonal import Draws, LowRankPlusDiagonal

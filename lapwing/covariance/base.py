@@ -58,7 +58,10 @@ def precision_spec(tangent: Tangent) -> TensorSpec:
 
 
 def same_ratios(precision: Tensor, other: Tensor) -> bool:
-    """Whether two prior precisions (n_blocks,) are equal up to a factor."""
+    """Whether two prior precisions (n_blocks,) are equal up to a factor, and stay so: the first needs no gradient."""
+    if precision.requires_grad and len(precision) > 1:
+        return False
+    precision = precision.detach()
     return torch.allclose(precision / precision[0], other / other[0], rtol=1e-12, atol=0)
 
 
@@ -107,7 +110,6 @@ class Covariance(Stored):
     precision: Tensor | None = None  # δ of each of `blocks`, (n_blocks,) float64; None without a prior
     full_rank: bool = False  # every direction of the weights has a positive variance
     has_prior: ClassVar[bool] = False  # the prior can be changed: ask `has_prior(covariance)`
-    has_rank: ClassVar[bool] = False  # it can be restricted to leading directions: ask `has_rank(covariance)`
     distinct_draws: int | None = None  # number of draws that Σ is made of; None for any other Σ
     keeps_outputs: ClassVar[bool] = False  # a layer that gives all outputs needs no matrix (B, C, C)
     continued_by: Literal["blocks", "matrix", "rows", "basis"] | None = None

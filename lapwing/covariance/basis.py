@@ -119,8 +119,7 @@ class ImplicitBasis(Basis):
         The first case saves a second Gram matrix of the anchors, which costs as much as the rest of a large fit.
         """
         ratios = precision * torch.tensor([*self.scales.values()]).to(precision)
-        per_block = precision.requires_grad and len(precision) > 1
-        if per_block or not same_ratios(ratios, torch.ones_like(ratios)):
+        if not same_ratios(ratios, torch.ones_like(ratios)):
             return super().prior_gram(precision)
         return ratios[0] * torch.eye(self.rank, dtype=torch.float64, device=precision.device)
 

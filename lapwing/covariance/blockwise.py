@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ..jacobian.jacobian import Reads, Weighting
+from ..linalg import total
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, precision_spec, register_covariance
 from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
-from .terms import Term, add_term, of_both
+from .terms import Term, add_term, of_both, standard_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,8 +98,7 @@ class Blockwise(PriorCovariance):
         draws = {}
         for name, structure in self.structures.items():
             weights = self._weights[name]
-            shape = (count, *weights.shape)
-            noise = torch.randn(shape, generator=generator, dtype=weights.dtype, device=weights.device)
+            noise = standard_normal((count, *weights.shape), weights, generator)
             draws[name] = structure.rotate(noise.mul_(weights.sqrt()), back=True)
         return draws
 
@@ -117,11 +117,10 @@ class Blockwise(PriorCovariance):
         return terms
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        matrix: Any = 0
-        for name, structure in self.structures.items():
-            left, right = of_both(itemgetter(name), record, other)
-            matrix = matrix + structure.joint_output(left, right, self._weights[name])
-        return matrix
+        return total(
+            structure.joint_output(*of_both(itemgetter(name), record, other), self._weights[name])
+            for name, structure in self.structures.items()
+        )
 
     def layer_block(self, name: str) -> LayerBlock:
         return self.structures[name].layer_block(self._weights[name], self.block(name).matrix_shape)

@@ -14,7 +14,7 @@ from ..linalg import RESOLVED, cholesky, eigen_in_place
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, join_blocks, precision_spec, register_covariance, same_ratios, split_blocks
 from .layer_block import FactorLayer, LayerBlock
-from .terms import Term, cross_covariance, factored_or_dense, of_both
+from .terms import Term, cross_covariance, factored_or_dense, of_both, standard_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,7 +71,7 @@ class DenseCovariance(PriorCovariance):
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `Σ log(1 + s λ)` if the ratios between blocks are unchanged, else uses a Cholesky factor."""
         values, _, at = self._eigen
-        if same_ratios(precision.detach(), at) and not (precision.requires_grad and len(precision) > 1):
+        if same_ratios(precision, at):
             return torch.log1p(scale * values * at[0] / precision[0]).sum()
         root = expand(self.blocks, precision).rsqrt()
         matrix = scale * root[:, None] * self.curvature * root
@@ -89,8 +89,7 @@ class DenseCovariance(PriorCovariance):
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) U √w z`."""
-        noise = torch.randn((count, self.size), generator=generator, dtype=self.dtype, device=self.device)
-        return self._back(noise * self._weights.sqrt())
+        return self._back(standard_normal((count, self.size), self._weights, generator) * self._weights.sqrt())
 
     def _back(self, rotated: Tensor) -> Vectors:
         """Returns `Δ^(-1/2) U v`."""

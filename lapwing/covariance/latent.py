@@ -10,21 +10,85 @@ is a `Latent` of some of the outputs. All have the same methods. `scaled` multip
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from ..linalg import check_draws, doubled, is_finite, nonnegative, possible, psd_root, seeded, total
+from ..linalg import check_draws, doubled, is_finite, nonnegative, possible, seeded, total
 from ..network.entry import full_precision
-from .latent_at_positions import Described, moved
-from .terms import DenseTerm, EigenTerm, FactoredTerm, MarginalTerm, SelectedTerm, Term, concatenate, multiplied_out
+from .terms import (
+    DenseTerm,
+    EigenTerm,
+    MarginalTerm,
+    SelectedTerm,
+    Term,
+    concatenate,
+    multiplied_out,
+    standard_deviation,
+)
 
 WIDE = 8
 """Maximum ratio of columns to outputs of stored factors. Wider factors are multiplied out to save memory."""
+
+
+class Described:
+    """A latent that prints as its kind and shape. `has_positions(latent)` and its siblings say what else it has."""
+
+    if TYPE_CHECKING:  # what some latents have, for the code of users who asked for it
+
+        @property
+        def standard_error(self) -> Tensor: ...
+
+        @property
+        def outputs(self) -> Tensor: ...
+
+    @property
+    def std(self: Any) -> Tensor:
+        """Marginal standard deviations, in the shape of the mean."""
+        return standard_deviation(self.variance)
+
+    @property
+    def own_covariance(self: Any) -> Tensor:
+        """Covariances of the outputs of each input (B, C, C), without covariances between inputs."""
+        return self.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.joint else self.covariance
+
+    def covariance_times(self: Any, vectors: Tensor) -> Tensor:
+        """Returns the covariance of each input's outputs times a vector, (B, C). Covariances of inputs do not enter."""
+        return torch.einsum("bcd,bd->bc", self.own_covariance, vectors)
+
+    def tempered(self: Any, temperature: float) -> Any:
+        """Returns the latent with its mean divided by a temperature and the same covariance."""
+        return replace(self, mean=self.mean / temperature)
+
+    def mapped(self: Any, matrix: Tensor, shift: Tensor) -> Any:
+        """Returns the latent of `M f + b` for M (C, C) and b (C,); logits of impossible classes stay."""
+        raise LapwingError(
+            f"Matrix scaling mixes all logits, and a {type(self).__name__} holds only some. Leave outputs= out of "
+            "lw.Linearized(outputs=...)."
+        )
+
+    def compact(self: Any, covariances: bool) -> Any:
+        """Returns a detached float64 copy; a `Latent` keeps its covariances, or only its variances."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: doubled(value.detach()) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+    def without_wide_factors(self: Any) -> Any:
+        """Returns the latent with wide factors multiplied out. Most latents have none."""
+        return self
+
+    def __repr__(self: Any) -> str:
+        return f"{type(self).__name__}(mean and variance {tuple(self.mean.shape)})"
+
+
+def moved(values: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
+    """Returns `M f + b` for outputs f (..., C). Logits of impossible classes stay, and enter no other logit."""
+    mask = possible(values)
+    return torch.where(mask, torch.where(mask, values, 0.0) @ matrix.T + shift, values)
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,7 +232,6 @@ class SelectedLatent(Latent):
 
     outputs: Tensor = field(kw_only=True)  # indices of the selected outputs, int64 (B, k)
     every_mean: Tensor = field(kw_only=True)  # means of all outputs, (B, C)
-    is_selected = True
     _row_names: ClassVar[tuple[str, ...]] = ("mean", "outputs", "every_mean")
 
     def tempered(self, temperature: float) -> SelectedLatent:
@@ -213,21 +276,19 @@ class JointLatent(Described):
     @property
     def variance(self) -> Tensor:
         """Marginal variances (B, C)."""
-        size = self.mean.numel()
-        return nonnegative(self.covariance.reshape(size, size).diagonal().reshape(self.mean.shape))
+        return nonnegative(self.own_covariance.diagonal(dim1=-2, dim2=-1))
 
     @property
     def centred_variance(self) -> Tensor:
         """Variances (B, C) of the outputs minus their average, the only part a softmax depends on."""
-        blocks = self.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (B, C, C)
-        return nonnegative(DenseTerm(blocks).centred_variance())
+        return nonnegative(DenseTerm(self.own_covariance).centred_variance())
 
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), jointly across inputs and outputs. `generator=None` means seed 0."""
         size = self.mean.numel()
-        root = FactoredTerm(psd_root(self.covariance.reshape(1, size, size)))
-        draws = root.sample(n, generator_for(n, generator, self.mean))
+        term = DenseTerm(self.covariance.reshape(1, size, size))
+        draws = term.sample(n, generator_for(n, generator, self.mean))
         return self.mean + draws.reshape(n, *self.mean.shape)
 
     def plus(self, covariance: Tensor) -> JointLatent:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..errors import LapwingError
 from ..network.entry import full_precision
-from .latent import JointLatent, Latent, SelectedLatent, check_finite, generator_for
-from .latent_at_positions import Described, LatentAtPositions, moved
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
+from .latent import Described, check_finite, generator_for, moved
+from .terms import standard_normal
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,7 +87,6 @@ class LinearDraws(Described):
     deviations: Tensor  # d, from the same weight draws at all inputs
     joint: bool = False  # whether `covariance` includes covariances between inputs
     draws = None
-    has_factor = True
 
     @cached_property
     def variance(self) -> Tensor:
@@ -139,8 +134,7 @@ class LinearDraws(Described):
         The random numbers do not depend on the inputs, so samples of two latents of one posterior are also joint.
         """
         generator = generator_for(n, generator, self.mean)
-        shape = (n, len(self.deviations))
-        noise = torch.randn(shape, generator=generator, dtype=self.mean.dtype, device=self.mean.device)
+        noise = standard_normal((n, len(self.deviations)), self.mean, generator)
         moved = noise @ self.deviations.flatten(1) / len(self.deviations) ** 0.5
         return self.mean + moved.view(n, *self.mean.shape)
 
@@ -166,21 +160,3 @@ def _second_moments(deviations: Tensor, joint: bool) -> Tensor:
         return (flat.T @ flat).reshape(*shape, *shape)
     rows = deviations.transpose(0, 1)  # (B, S, C)
     return rows.mT @ rows
-
-
-AnyLatent = Latent | JointLatent | LinearDraws | LatentDraws | LatentAtPositions
-
-
-def has_positions(latent: AnyLatent) -> TypeIs[LatentAtPositions]:
-    """Whether a latent has positions."""
-    return latent.has_positions
-
-
-def is_selected(latent: AnyLatent) -> TypeIs[SelectedLatent]:
-    """Whether a latent is one of some of the outputs."""
-    return latent.is_selected
-
-
-def has_factor(latent: AnyLatent) -> TypeIs[LinearDraws]:
-    """Whether the covariance of a latent has the factor of its draws."""
-    return latent.has_factor

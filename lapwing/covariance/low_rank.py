@@ -8,7 +8,6 @@ whitened weights: `V = W̃ Δ^(1/2)`. A new prior keeps the span and changes the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import Covariance, PriorCovariance, precision_spec, register_covariance, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .layer_block import FactorLayer, LayerBlock
-from .terms import FactoredTerm, Term, cross_covariance, of_both
+from .terms import FactoredTerm, Term, cross_covariance, of_both, standard_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeIs
@@ -38,7 +37,6 @@ class Subspace(PriorCovariance):
     holds h (k,), Q (K, k) with rows beyond k zero, and the precision at which they were computed.
     """
 
-    has_rank = True
     continued_by = "basis"
 
     def __init__(
@@ -71,22 +69,16 @@ class Subspace(PriorCovariance):
     def _prior(self, precision: Tensor) -> Tensor:
         return self.basis.prior_gram(precision)[: self.rank, : self.rank]
 
-    @cached_property
-    def _is_diagonalised_here(self) -> bool:
-        """Whether the eigenpairs were computed at this prior. Cached, since it waits for the device."""
-        return bool(self._eigen[2][0] == self.precision[0])
-
     @property
     def _rotation(self) -> Tensor:
         """Q at this prior, scaled from the stored Q, which all priors with the same ratios share."""
         _, rotation, at = self._eigen
-        return rotation if self._is_diagonalised_here else rotation * (at[0] / self.precision[0]).sqrt()
+        return rotation * (at[0] / self.precision[0]).sqrt()
 
     def _curvatures_at(self, precision: Tensor) -> Tensor | None:
         """Returns h (k,) at a prior with the same ratios between blocks, or None if the ratios differ."""
-        if (precision.requires_grad and len(precision) > 1) or not same_ratios(precision.detach(), self.precision):
-            return None
-        return self._curvatures * (self.precision[0] / precision[0])
+        same = same_ratios(precision, self.precision)
+        return self._curvatures * (self.precision[0] / precision[0]) if same else None
 
     def _project(self, record: Record) -> Tensor:
         """Returns `J W̃ᵀ` (B, R, k)."""
@@ -106,6 +98,15 @@ class Subspace(PriorCovariance):
         combined = self.basis.combine((inner @ rotation * weights.to(inner)) @ rotation.T)
         return {name: vector.reshape(*first.shape[:-1], -1) for name, vector in combined.items()}
 
+    def _squares(self, weights: Tensor) -> Vectors:
+        """Returns the diagonal of `W̃ᵀ diag(w) W̃`."""
+        return {n: (w.square() * weights[:, None].to(w)).sum(0) for n, w in self._directions().items()}
+
+    def _layer_rows(self, name: str, weights: Tensor) -> Tensor:
+        """Returns the rows of `√w W̃` in one layer (k, O, I)."""
+        rows = self._directions()[name]
+        return (rows * weights.sqrt()[:, None].to(rows)).reshape(-1, *self.block(name).matrix_shape[1:])
+
     @property
     def scratch_per_row(self) -> int:
         return self.basis.scratch_per_row
@@ -115,14 +116,12 @@ class Subspace(PriorCovariance):
         return isinstance(other, Subspace) and other.basis is self.basis
 
     def with_rank(self, rank: int) -> Self:
-        return type(self)(
-            self.blocks, self.basis, self.curvature, self.traces, self.precision, self.scale, min(rank, self.basis.rank)
-        )
+        parts = self.blocks, self.basis, self.curvature, self.traces
+        return type(self)(*parts, self.precision, self.scale, min(rank, self.basis.rank))
 
     def with_prior(self, precision: Tensor, scale: float) -> Self:
-        return type(self)(
-            self.blocks, self.basis, self.curvature, self.traces, precision, scale, self.rank, self._eigen
-        )
+        parts = self.blocks, self.basis, self.curvature, self.traces
+        return type(self)(*parts, precision, scale, self.rank, self._eigen)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,17 +171,17 @@ class Subspace(PriorCovariance):
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
         parts = {k.removeprefix("basis/"): v for k, v in tensors.items() if k.startswith("basis/")}
         basis = BASES[extra["basis"]["class"]].from_tensors(tangent, parts, extra["basis"]["extra"])
-        return cls._built(basis, tangent, tensors, extra)
+        numbers = (tensors[name] for name in ("curvature", "traces", "precision"))
+        return cls._built(extra, tangent.blocks, basis, *numbers, extra["scale"], extra["rank"])
 
     @classmethod
-    def _built(cls, basis: Basis, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
-        curvature, traces, precision = (tensors[name] for name in ("curvature", "traces", "precision"))
-        return cls(tangent.blocks, basis, curvature, traces, precision, extra["scale"], extra["rank"])
+    def _built(cls, extra: dict[str, Any], *parts: Any) -> Self:
+        return cls(*parts)
 
 
 def has_rank(covariance: Covariance) -> TypeIs[Subspace]:
     """Whether a covariance is a subspace that can be restricted to leading directions."""
-    return covariance.has_rank
+    return isinstance(covariance, Subspace)
 
 
 @register_covariance
@@ -198,12 +197,11 @@ class LowRank(Subspace):
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `W̃ᵀ √w ε` with ε in R^K."""
-        shape = (count, len(self._weights))
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64, device=self._weights.device)
+        noise = standard_normal((count, len(self._weights)), self._weights, generator)
         return self.basis.combine((noise * self._weights.sqrt()) @ self._rotation.T)
 
     def diagonal(self) -> Vectors:
-        return {n: (w.square() * self._weights[:, None].to(w)).sum(0) for n, w in self._directions().items()}
+        return self._squares(self._weights)
 
     def output_covariances(
         self, record: Record, candidates: Sequence[Self], reads: Reads
@@ -222,6 +220,4 @@ class LowRank(Subspace):
         return cross_covariance(*of_both(lambda one: self._project(one) * root, record, other))
 
     def layer_block(self, name: str) -> LayerBlock:
-        rows = self._directions()[name]
-        factor = rows * self._weights.sqrt()[:, None].to(rows)
-        return FactorLayer(factor.reshape(-1, *self.block(name).matrix_shape[1:]))
+        return FactorLayer(self._layer_rows(name, self._weights))

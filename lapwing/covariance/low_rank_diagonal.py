@@ -15,7 +15,7 @@ from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
 from .base import Covariance, precision_spec, register_covariance
 from .layer_block import FactorLayer, LayerBlock
 from .structures import weighted
-from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both
+from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both, standard_normal
 
 
 @register_covariance
@@ -44,14 +44,10 @@ class LowRankPlusDiagonal(Covariance):
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `√D z + Fᵀ ε`, with one ε in R^K for all blocks."""
-
-        def normal(size: int) -> Tensor:
-            return torch.randn((count, size), generator=generator, dtype=self.dtype, device=self.device)
-
-        shared = normal(self.rank)
+        shared = standard_normal((count, self.rank), self.factor[self.blocks[0].name], generator)
         return {
-            name: normal(len(variances)) * variances.sqrt() + shared @ self.factor[name]
-            for name, variances in self.variances.items()
+            name: standard_normal((count, len(d)), d, generator) * d.sqrt() + shared @ self.factor[name]
+            for name, d in self.variances.items()
         }
 
     def diagonal(self) -> Vectors:

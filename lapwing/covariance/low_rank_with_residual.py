@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..jacobian.jacobian import Reads
 from ..linalg import RESOLVED, cholesky
-from ..tangent import Block, Record, Tangent, Vectors
+from ..tangent import Block, Record, Vectors
 from .base import register_covariance, same_ratios
-from .basis import Basis, ExplicitBasis
+from .basis import ExplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .low_rank import Subspace
-from .terms import DenseTerm, FactoredTerm, Term, cross_covariance, of_both
+from .terms import DenseTerm, FactoredTerm, Term, cross_covariance, of_both, standard_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -103,20 +103,13 @@ class LowRankWithResidual(Subspace):
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) z + W̃ᵀ (√w - 1) W̃ Δ^(1/2) z`."""
         roots = {name: delta**0.5 for name, delta in self._delta.items()}
-        noise = {
-            block.name: torch.randn(
-                (count, block.size), generator=generator, dtype=self.dtype, device=self._weights.device
-            )
-            for block in self.blocks
-        }
+        like = self._weights.to(self.dtype)
+        noise = {block.name: standard_normal((count, block.size), like, generator) for block in self.blocks}
         moved = self._weighted({n: z * roots[n] for n, z in noise.items()}, self._weights.sqrt() - 1)
         return {name: z / roots[name] + moved[name] for name, z in noise.items()}
 
     def diagonal(self) -> Vectors:
-        return {
-            name: 1 / self._delta[name] - (w.square() * self._removed[:, None].to(w.dtype)).sum(0)
-            for name, w in self._directions().items()
-        }
+        return {name: 1 / self._delta[name] - removed for name, removed in self._squares(self._removed).items()}
 
     def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
         """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ` with `φ = J W̃ᵀ`, and forms `J Jᵀ` of each block once."""
@@ -148,11 +141,9 @@ class LowRankWithResidual(Subspace):
         return prior - cross_covariance(left * self._removed.to(left.dtype), right)
 
     def layer_block(self, name: str) -> LayerBlock:
-        rows = self._directions()[name]
-        factor = rows * self._removed.sqrt()[:, None].to(rows.dtype)
-        shape = self.block(name).matrix_shape[1:]
-        prior = factor.new_tensor(1 / self._delta[name]).expand(shape)
-        return FactorLayer(factor.reshape(-1, *shape), prior, removed=True)
+        factor = self._layer_rows(name, self._removed)
+        prior = factor.new_tensor(1 / self._delta[name]).expand(factor.shape[1:])
+        return FactorLayer(factor, prior, removed=True)
 
     def tensors(self) -> dict[str, Tensor]:
         if self.rows is None:
@@ -164,9 +155,5 @@ class LowRankWithResidual(Subspace):
         return {**super().extra(), "rows": self.rows is not None}
 
     @classmethod
-    def _built(cls, basis: Basis, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
-        if not extra["rows"]:
-            return super()._built(basis, tangent, tensors, extra)
-        assert isinstance(basis, ExplicitBasis)
-        curvature, traces, precision = (tensors[name] for name in ("curvature", "traces", "precision"))
-        return cls.from_rows(tangent.blocks, basis, curvature, traces, precision, extra["scale"])
+    def _built(cls, extra: dict[str, Any], *parts: Any) -> Self:
+        return cls.from_rows(*parts[:-1]) if extra["rows"] else super()._built(extra, *parts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf
 
@@ -68,9 +69,9 @@ class Structure(ABC):
         """Returns the largest ratio of the rounding error of an eigenvalue λ to λ + precision."""
         return 0.0
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that make up the structure, by name."""
+        """Returns all tensors that make up the structure, by name: the fields of a dataclass."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Structure:
@@ -120,13 +121,12 @@ def _scales(scales: Iterable[Tensor], basis: Tensor | None) -> Iterable[ScaleTer
     return (ScaleTerm((s @ squares).unsqueeze(-1)) for s in scales)
 
 
+@dataclass(eq=False, repr=False)
 class DiagonalBlock(Structure):
     """`diag(λ)`."""
 
+    eigenvalues: Tensor
     kind = "diagonal"
-
-    def __init__(self, eigenvalues: Tensor) -> None:
-        self.eigenvalues = eigenvalues
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
         return vectors
@@ -145,21 +145,18 @@ class DiagonalBlock(Structure):
     def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
         return DiagonalLayer(weights.reshape(shape))
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"eigenvalues": self.eigenvalues}
-
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {"eigenvalues": TensorSpec((block.size,), (dtype,))}
 
 
+@dataclass(eq=False, repr=False)
 class DenseBlock(Structure):
     """`U diag(λ) Uᵀ` with a dense U (P, P)."""
 
+    eigenvalues: Tensor
+    basis: Tensor
     kind = "dense"
-
-    def __init__(self, eigenvalues: Tensor, basis: Tensor) -> None:
-        self.eigenvalues, self.basis = eigenvalues, basis
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
         return vectors @ (self.basis.T if back else self.basis)
@@ -179,9 +176,6 @@ class DenseBlock(Structure):
 
     def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
         return FactorLayer((self.basis * weights.sqrt()).T.reshape(-1, *shape[1:]))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"eigenvalues": self.eigenvalues, "basis": self.basis}
 
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:

@@ -131,8 +131,7 @@ class FactoredTerm(Term):
         return torch.cat([function(FactoredTerm(*rows)) for rows in slices])
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        shape = (count, self.factor.shape[0], self.factor.shape[-1])
-        noise = torch.randn(shape, generator=generator, dtype=self.factor.dtype, device=self.factor.device)
+        noise = standard_normal((count, len(self.factor), self.factor.shape[-1]), self.factor, generator)
         if self.scale is not None:
             noise = noise * standard_deviation(self.scale).unsqueeze(0)
         return torch.einsum("bck,sbk->sbc", self.factor, noise)  # one product per sample, not per draw
@@ -172,9 +171,7 @@ class EigenTerm(Term):
         return self.scale * vectors if self.basis is None else (self.scale * (vectors @ self.basis)) @ self.basis.T
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        shape = (count, *self.scale.shape)
-        noise = torch.randn(shape, generator=generator, dtype=self.scale.dtype, device=self.scale.device)
-        noise = noise * self.scale.sqrt()
+        noise = standard_normal((count, *self.scale.shape), self.scale, generator) * self.scale.sqrt()
         return noise if self.basis is None else F.linear(noise, self.basis)
 
     def selected(self, outputs: Tensor) -> Term:
@@ -337,6 +334,11 @@ def of_both(function: Callable[[Any], Any], first: Any, second: Any) -> tuple[An
 def cross_covariance(left: Tensor, right: Tensor) -> Tensor:
     """Returns `F F'ᵀ` (B, R, B', R') of factors (B, R, k) and (B', R', k)."""
     return F.linear(left.flatten(0, 1), right.flatten(0, 1)).view(*left.shape[:2], *right.shape[:2])
+
+
+def standard_normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns standard normal numbers in the dtype and on the device of a tensor."""
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 def standard_deviation(variance: Tensor) -> Tensor:

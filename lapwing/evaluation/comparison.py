@@ -224,7 +224,7 @@ def compare(
         data.check_keys(posterior.likelihood)
     candidates, base = rows_of(posteriors, data)
     label = "mutual_information" if isinstance(score, Novelty) else score
-    mapped = any(getattr(posterior.likelihood, "logit_map", ()) for posterior in fitted)
+    mapped = any(posterior.likelihood.logit_map for posterior in fitted)
     rows: dict[str, Evaluated] = {}
     notes = ["The weights of samples are ignored: every sample counts once."] if sample_weights else []
     for name, candidate in candidates.items():

@@ -117,9 +117,7 @@ class Evaluated:
         }
         row |= {"CRPS": float(doubled(values["crps"]).nanmean())} if "crps" in values else {}
         for head in dict.fromkeys(name.partition(": ")[0] for name in values if ": " in name):
-            own = {
-                name.removeprefix(f"{head}: "): value for name, value in values.items() if name.startswith(f"{head}: ")
-            }
+            own = {name.partition(": ")[2]: v for name, v in values.items() if name.startswith(f"{head}: ")}
             numbers = Evaluated(own, {}, {}, self.score).numbers
             row |= {f"{head}: {column}": number for column, number in numbers.items() if column != "passes"}
         row |= _errors_of_labels(values) if "places" in values else {}

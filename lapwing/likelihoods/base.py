@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
+from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, doubled, seeded
@@ -71,6 +72,10 @@ class Likelihood(Options, ABC, Generic[P]):
     """Whether y is Gaussian around f, so `lw.Validation` computes the best factor of its variance in closed form."""
     one_output_per_target: ClassVar[bool] = True
     """Whether output c of the network is for component c of y."""
+    logit_temperature: float | None = None
+    """T, which divides the mean of the logits in predictions; None if the outputs are not logits."""
+    logit_map: tuple[float, ...] = ()
+    """Rows [W, b] of the affine map of the logits in predictions; () means none."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Resets the inherited `fisher_parts` of a class that defines only a new `fisher_root`."""
@@ -183,11 +188,6 @@ class Likelihood(Options, ABC, Generic[P]):
     @abstractmethod
     def needs_noise(self) -> bool:
         """Whether the likelihood has a σ² that is still to be tuned."""
-
-    @property
-    def logit_temperature(self) -> float | None:
-        """T, which divides the mean of the logits in predictions; None if the outputs are not logits."""
-        return None
 
     @abstractmethod
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
@@ -303,8 +303,7 @@ class Likelihood(Options, ABC, Generic[P]):
         likelihood = self if noise_variance is None else self.with_noise_variance(float(noise_variance))
         mean = at_least_float32(mean)
         root = cholesky(covariance.double()).to(mean.dtype)
-        shape = (link.draws, *mean.shape)
-        noise = torch.randn(shape, generator=seeded(generator, mean.device), dtype=mean.dtype, device=mean.device)
+        noise = standard_normal((link.draws, *mean.shape), mean, seeded(generator, mean.device))
         outputs = mean + torch.einsum("bcd,sbd->sbc", root, noise)
         repeated = targets.expand(link.draws, *targets.shape).flatten(0, 1)
         logs = likelihood.log_prob(outputs.flatten(0, 1), repeated).reshape(link.draws, -1)  # (S B,) -> (S, B)
@@ -338,6 +337,9 @@ class Likelihood(Options, ABC, Generic[P]):
 class NoiselessLikelihood(Likelihood[P]):
     """A likelihood without a noise variance. Its only statistic is the log likelihood."""
 
+    noise_variance = None
+    needs_noise = False
+
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
         """Returns `{"log_likelihood": Σ w log p(y|f)}`, a float64 scalar."""
         outputs = doubled(outputs)
@@ -355,19 +357,9 @@ class NoiselessLikelihood(Likelihood[P]):
         parts = self.fisher_parts(outputs)
         if parts is not None and parts[1] is None:
             roots = parts[0].sqrt()
-            noise = torch.randn(roots.shape, generator=generator, dtype=roots.dtype, device=roots.device)
-            return (roots * noise).unsqueeze(-1).to(outputs.dtype)
+            return (roots * standard_normal(roots.shape, roots, generator)).unsqueeze(-1).to(outputs.dtype)
         root = self.fisher_root(outputs)
-        noise = torch.randn(len(root), root.shape[-1], 1, generator=generator, dtype=root.dtype, device=root.device)
-        return root @ noise
-
-    @property
-    def noise_variance(self) -> None:
-        return
-
-    @property
-    def needs_noise(self) -> bool:
-        return False
+        return root @ standard_normal((len(root), root.shape[-1], 1), root, generator)
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> None:
         return

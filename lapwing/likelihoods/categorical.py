@@ -162,8 +162,7 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
         """Returns class probabilities by `Probit()` or another of `links`, or averages weight draws."""
         chosen, latent = self.choose_link(latent, link), self.tempered(latent)
         some = is_selected(latent)
-        if is_selected(latent):
-            latent = latent.of_classes()
+        latent = latent.of_classes() if is_selected(latent) else latent
         return ClassPrediction(chosen.log_probs(latent, generator), latent, chosen, self.ignore_index, some)
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
+from ..covariance.terms import standard_normal
 from ..errors import LapwingError, plain_numbers, shown
 from ..linalg import cholesky, doubled
 from ..options import POSITIVE_NUMBERS, option
@@ -20,7 +21,7 @@ from .links import ExactLink, Link, at_least_float32
 from .mixtures import known_covariance, known_residuals
 from .registry import register_likelihood
 from .regression import RegressionPrediction
-from .targets import aligned_targets, check_real_targets
+from .targets import aligned_targets, check_real_targets, known_targets
 
 ROUNDING = 1e-12
 """Minimum of the mean squared residual, as a fraction of the mean squared target."""
@@ -117,10 +118,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns 0 for missing y and 1 for known y, (B, C); None for ones."""
-        if not self.missing or not bool(targets.isnan().any()):
-            return None
-        self.check(outputs, targets)
-        return (~aligned_targets("Gaussian", at_least_float32(outputs), targets).isnan()).to(outputs.dtype)
+        return known_targets("Gaussian", outputs, targets) if self.missing else None
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `-1/2 Σ_c [(y - f)²/(r σ²) + log(2π r σ²)]`, (B,)."""
@@ -171,8 +169,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Returns a standard normal column times `1/√r`, (B, C, 1): the score of a drawn y at unit noise."""
-        noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device)
-        return (noise * self.ratios(outputs).rsqrt()).unsqueeze(-1)
+        return (standard_normal(outputs.shape, outputs, generator) * self.ratios(outputs).rsqrt()).unsqueeze(-1)
 
     def of_statistics(self, statistics: dict[str, Tensor]) -> Gaussian:
         return self if "log_ratio" in statistics else replace(self, noise_ratios=None)
@@ -254,21 +251,15 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return {ExactLink: self._exact_power_mean}
 
     def _exact_power_mean(
-        self,
-        link: ExactLink,
-        mean: Tensor,
-        covariance: Tensor,
-        targets: Tensor,
-        alpha: float,
-        noise_variance: Tensor | None,
-        generator: torch.Generator | None,
+        self, _: Link, mean: Tensor, covariance: Tensor, targets: Tensor, alpha: float, **options: Any
     ) -> Tensor:
         """Returns `1/α log E[N(y; f, σ²I)^α]` for f ~ N(m, K). Time O(B C³).
 
         `-C/2 log 2πσ² - 1/(2α) logdet(I + αK/σ²) - 1/2 rᵀ(σ²I + αK)⁻¹r` with r = y - m, and at α = 0
         `-C/2 log 2πσ² - tr(K)/(2σ²) - rᵀr/(2σ²)`.
         """
-        variance = self._set_noise("log_power_mean()") if noise_variance is None else noise_variance
+        variance = options["noise_variance"]
+        variance = self._set_noise("log_power_mean()") if variance is None else variance
         wide, dtype = mean.double(), at_least_float32(mean).dtype
         noise = torch.as_tensor(variance, dtype=wide.dtype, device=wide.device) * self.ratios(wide)
         aligned = aligned_targets("Gaussian", wide, targets)

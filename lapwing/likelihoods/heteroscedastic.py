@@ -12,15 +12,16 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent
+from ..covariance.terms import standard_normal
 from ..data.frames import as_targets
 from ..errors import LapwingError
-from ..linalg import check_draws, seeded
+from ..linalg import seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_of, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, tails_of
 from .registry import register_likelihood
-from .targets import aligned_targets, check_real_targets
+from .targets import aligned_targets, check_real_targets, known_targets
 
 
 @register_likelihood
@@ -57,12 +58,9 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Returns 0 for both outputs of a missing y and 1 for both of a known y, (B, 2K); None for ones."""
-        if not self.missing or not bool(targets.isnan().any()):
-            return None
-        self.check(outputs, targets)
         mean, _ = _mean_and_log_variance(outputs)
-        known = ~aligned_targets("HeteroscedasticGaussian", mean, targets).isnan()
-        return torch.cat([known, known], -1).to(outputs.dtype)
+        known = known_targets("HeteroscedasticGaussian", mean, targets) if self.missing else None
+        return None if known is None else torch.cat([known, known], -1).to(outputs.dtype)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `-1/2 Σ_k [(y - m)² exp(-s) + s + log 2π]` over the known y, (B,)."""
@@ -155,11 +153,9 @@ class HeteroscedasticPrediction(RealPrediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, K): latent draws (joint across inputs if the latent is joint) plus independent noise."""
-        check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         mean, log_variance = at_least_float32(self.latent.sample(n, generator)).chunk(2, -1)
-        noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-        return mean + (0.5 * log_variance).exp() * noise
+        return mean + (0.5 * log_variance).exp() * standard_normal(mean.shape, mean, generator)
 
     def distribution(self) -> dist.Distribution:
         """Returns a mixture of Normals for each target, with batch shape (B,) and event shape (K,)."""
@@ -173,11 +169,8 @@ class HeteroscedasticPrediction(RealPrediction):
         if draws is not None:
             mean, log_variance = draws.double().chunk(2, -1)
             return mean, log_variance.exp(), mean.new_full((len(mean), 1, 1), 1.0 / len(mean))
-        covariance = self.latent.covariance
-        if self.latent.joint:
-            covariance = covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)
         mean, log_variance = self.latent.mean.double().chunk(2, -1)
-        count, covariance = mean.shape[-1], covariance.double()
+        count, covariance = mean.shape[-1], self.latent.own_covariance.double()
         variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
         std = (spread + 1e-12).sqrt()
         slope = covariance.diagonal(count, -2, -1) / std  # change of m per standard deviation of s

@@ -44,14 +44,6 @@ def mixture_of(family: Callable[..., dist.Distribution], weights: Tensor, *param
     return dist.Independent(dist.MixtureSameFamily(chances, family(*moved)), 1)
 
 
-def mixture_log_density(draws: Tensor, noise_variance: Tensor | float, targets: Tensor) -> Tensor:
-    """Returns `log 1/S Σ_s N(y; f_s, diag σ²)` (B,), for f (S, B, C), y (B, C), and one σ², σ² (C,) or (B, C)."""
-    noise = torch.as_tensor(noise_variance, dtype=draws.dtype, device=draws.device).expand(draws.shape[1:])
-    residual, volume = known_residuals(draws, targets, noise)
-    squares = (residual.square() / noise).sum(-1)  # (S, B, C) -> (S, B)
-    return torch.logsumexp(-0.5 * squares, 0) - 0.5 * volume - math.log(len(draws))
-
-
 def known_residuals(outputs: Tensor, targets: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Returns y - f (..., B, C), with 0 if y (B, C) is NaN, and `Σ log 2πσ²` over the known y (B,)."""
     known = ~targets.isnan()
@@ -62,6 +54,17 @@ def known_covariance(covariance: Tensor, targets: Tensor) -> Tensor:
     """Returns covariances (B, C, C) with 0 in the rows and columns of y (B, C) that are NaN."""
     known = (~targets.isnan()).to(covariance.dtype)
     return covariance * known[:, :, None] * known[:, None, :]
+
+
+def bisected(
+    is_below: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, halvings: int = _HALVINGS
+) -> tuple[Tensor, Tensor]:
+    """Returns the ends of brackets after halvings; `is_below(y)` is a mask of the y below their roots."""
+    for _ in range(halvings):
+        middle = 0.5 * (low + high)
+        below = is_below(middle)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return low, high
 
 
 def mixture_quantile(
@@ -81,10 +84,7 @@ def mixture_quantile(
     with torch.no_grad():
         ends = means + scale * NormalDist().inv_cdf(probability)
         low, high = ends.amin(0), ends.amax(0)
-        for _ in range(_HALVINGS):
-            middle = 0.5 * (low + high)
-            below = average(torch.special.ndtr((middle - means) / scale)) < probability
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        low, high = bisected(lambda y: average(torch.special.ndtr((y - means) / scale)) < probability, low, high)
         root = 0.5 * (low + high)
         standard = (root - means) / scale
         density = average(torch.exp(-0.5 * standard.square()) / scale) / math.sqrt(2.0 * math.pi)
@@ -136,7 +136,7 @@ class MixturePrediction(RealPrediction):
         try:
             means, variances = self.components.mean, self.components.variance
         except NotImplementedError:  # such as a TransformedDistribution: from draws of y
-            y = self._sampled(self.components, MOMENT_DRAWS)
+            y = self._sampled(MOMENT_DRAWS)
             means, variances = y.mean(0), y.var(0)
         vectors = resultants(self.components)
         if vectors is None:
@@ -182,7 +182,7 @@ class MixturePrediction(RealPrediction):
 
     def _of_components(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns at least `count` draws of y, (N, B, ...), as many of each component."""
-        y = self._sampled(self.components, math.ceil(count / self.components.batch_shape[1]), generator)
+        y = self._sampled(math.ceil(count / self.components.batch_shape[1]), generator)
         return y.movedim(2, 1).flatten(0, 1)  # (n, B, S, ...)
 
     def _quantile_of_draws(self, probability: float) -> Tensor:
@@ -210,11 +210,7 @@ class MixturePrediction(RealPrediction):
         support = marginal.support  # checked here, because torch.compile disables the check in `cdf` for the process
         if support is None or not bool((support.check(low.unsqueeze(1)) & support.check(high.unsqueeze(1))).all()):
             raise ValueError("ends beyond the support")
-        for _ in range(60):
-            middle = 0.5 * (low + high)
-            below = marginal.cdf(middle.unsqueeze(1)).mean(1) < probability
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return high
+        return bisected(lambda y: marginal.cdf(y.unsqueeze(1)).mean(1) < probability, low, high)[1]
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets, (B,); -inf outside the support."""
@@ -238,12 +234,12 @@ class MixturePrediction(RealPrediction):
         y = self._of_components(n, generator)
         return y[torch.randperm(len(y), generator=generator, device=y.device)[:n]]
 
-    def _sampled(self, family: dist.Distribution, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws n times from a distribution, with a seed from the generator."""
-        device = _device_of(family)
+    def _sampled(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws n times from each component, with a seed from the generator."""
+        device = _device_of(self.components)
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
         with seeded_torch(int(seed), device):
-            return family.sample((n,))
+            return self.components.sample((n,))
 
     def distribution(self) -> dist.MixtureSameFamily:
         """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""

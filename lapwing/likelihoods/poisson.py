@@ -12,7 +12,7 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent
 from ..data.frames import as_targets
-from ..linalg import check_draws, doubled, seeded
+from ..linalg import doubled, seeded
 from .base import NoiselessLikelihood
 from .links import LEAST_VARIANCE, ExactLink, Link, at_least_float32, latent_nodes
 from .mixtures import mixture_of
@@ -128,7 +128,6 @@ class CountPrediction(RealPrediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C), as floats: counts for drawn rates, joint across inputs if the latent is joint."""
-        check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         return torch.poisson(at_least_float32(self.latent.sample(n, generator)).exp(), generator)
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent, has_factor, is_selected
+from ..covariance.terms import standard_normal
 from ..data.frames import as_targets
 from ..errors import LapwingError, shown
-from ..linalg import check_draws, cholesky, doubled, seeded
+from ..linalg import cholesky, doubled, seeded
 from .links import at_least_float32, latent_nodes
-from .mixtures import known_covariance, known_residuals, mixture_log_density, mixture_quantile, normal_nodes
+from .mixtures import bisected, known_covariance, known_residuals, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, tails_of
 from .targets import aligned_targets, check_real_targets, check_target_shape
 
@@ -88,7 +89,9 @@ class RegressionPrediction(RealPrediction):
         check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets, self.missing)
         targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
         if draws is not None:
-            return mixture_log_density(draws, self._noise, targets)
+            residual, volume = known_residuals(draws, targets, self._noise)
+            squares = (residual.square() / self._noise).sum(-1)  # (S, B, C) -> (S, B)
+            return torch.logsumexp(-0.5 * squares, 0) - 0.5 * volume - math.log(len(draws))
         if mean.shape[-1] == 1:
             values = dist.Normal(mean, self.std, validate_args=False).log_prob(targets.nan_to_num())
             return torch.where(targets.isnan(), 0.0, values).squeeze(-1)
@@ -96,7 +99,7 @@ class RegressionPrediction(RealPrediction):
             columns = self.latent.factor.double()
             return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
         # missing targets get residual 0 and variance σ², and their density is divided out
-        factor = cholesky(self._noisy(known_covariance(self._blocks().double(), targets)))  # (B, C, C)
+        factor = cholesky(self._noisy(known_covariance(self.latent.own_covariance.double(), targets)))  # (B, C, C)
         residual, _ = known_residuals(mean.double(), targets.double(), self._noise)
         normal = dist.MultivariateNormal(torch.zeros_like(residual), scale_tril=factor, validate_args=False)
         holes = 0.5 * (targets.isnan() * (2.0 * math.pi * self._noise).log()).sum(-1)
@@ -108,11 +111,9 @@ class RegressionPrediction(RealPrediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""
-        check_draws("sample", "n", n, self.latent.mean.numel())
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
-        noise = torch.randn(latent.shape, generator=generator, dtype=latent.dtype, device=latent.device)
-        return latent + self._noise.to(latent.dtype).sqrt() * noise
+        return latent + self._noise.to(latent.dtype).sqrt() * standard_normal(latent.shape, latent, generator)
 
     def distribution(self) -> dist.Distribution:
         """Returns y as a `torch.distributions` object with batch shape (B,) and event shape (C,).
@@ -127,18 +128,15 @@ class RegressionPrediction(RealPrediction):
             noise = (noise if noise.ndim == 1 else noise[:, None]).expand_as(centres)
             weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
             return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
+        centre = mean.flatten() if self.latent.joint else mean  # (B·C,) or (B, C)
         if has_factor(self.latent):
-            factor = at_least_float32(self.latent.factor)
-            if self.latent.joint:
-                return self._low_rank(mean.flatten(), factor.flatten(0, 1))
-            return self._low_rank(mean, factor)
-        if self.latent.joint:
-            size = mean.numel()
-            covariance = at_least_float32(self.latent.covariance).reshape(size, size)  # (B, C, B, C) -> (B·C, B·C)
-            return dist.MultivariateNormal(mean.flatten(), scale_tril=cholesky(self._noisy(covariance)))
-        if mean.shape[-1] == 1:
+            factor = at_least_float32(self.latent.factor)  # (B, C, S)
+            return self._low_rank(centre, factor.reshape(*centre.shape, factor.shape[-1]))
+        if mean.shape[-1] == 1 and not self.latent.joint:
             return dist.Independent(dist.Normal(mean, self.std), 1)
-        return dist.MultivariateNormal(mean, scale_tril=cholesky(self._noisy(self._blocks())))
+        covariance = at_least_float32(self.latent.covariance)
+        covariance = covariance.reshape(*centre.shape, centre.shape[-1])  # (B·C, B·C) or (B, C, C)
+        return dist.MultivariateNormal(centre, scale_tril=cholesky(self._noisy(covariance)))
 
     def __repr__(self) -> str:
         inputs, outputs = self.latent.mean.shape
@@ -153,11 +151,6 @@ class RegressionPrediction(RealPrediction):
         """Returns `N(mean, F Fᵀ + σ² diag(r))`, with a density that needs only S x S matrices."""
         noise = self._noise_of_each(mean).expand_as(mean)
         return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
-
-    def _blocks(self) -> Tensor:
-        """Returns the latent covariance of every input, (B, C, C)."""
-        covariance = at_least_float32(self.latent.covariance)
-        return covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.latent.joint else covariance
 
     def _noisy(self, covariance: Tensor) -> Tensor:
         """Adds the noise variances to the diagonal of covariances (..., C, C) or (B·C, B·C)."""
@@ -275,10 +268,7 @@ class _Monotone(dist.Transform):
             low = torch.where(sign * self._call(low) < sign * wide, low, 2.0 * low)
             high = torch.where(sign * self._call(high) < sign * wide, 2.0 * high, high)
         found = (sign * self._call(low) < sign * wide) & (sign * self._call(high) >= sign * wide)
-        for _ in range(HALVINGS):
-            middle = 0.5 * (low + high)
-            below = sign * self._call(middle) < sign * wide
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        _, high = bisected(lambda x: sign * self._call(x) < sign * wide, low, high, HALVINGS)
         return torch.where(found, high, torch.nan).to(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:

@@ -74,11 +74,9 @@ def check_labels(
         )
     numbers = labels.long()
     bad = (numbers < 0) | (numbers >= classes)
-    wrong = bool(bad.any())
-    if wrong and ignored is not None:
+    if ignored is not None:
         bad &= numbers != ignored
-        wrong = bool(bad.any())
-    if wrong:
+    if bool(bad.any()):
         first = "Write `y = y.long()` first. " if dtype in (torch.uint16, torch.uint32, torch.uint64) else ""
         raise LapwingError(
             f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
@@ -203,6 +201,14 @@ def aligned_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.shape != outputs.shape:
         check_target_shape(name, outputs.shape, outputs.device, targets)
     return targets.reshape(outputs.shape).to(outputs)
+
+
+def known_targets(name: str, outputs: Tensor, targets: Tensor) -> Tensor | None:
+    """Returns 1 for known real targets and 0 for NaN, in the shape and dtype of outputs (B, C); None without a NaN."""
+    if not bool(targets.isnan().any()):
+        return None
+    check_real_targets(name, outputs.shape, outputs.device, targets, missing=True)
+    return (~targets.isnan()).reshape(outputs.shape).to(outputs.dtype)
 
 
 def check_target_shape(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:

@@ -25,8 +25,7 @@ class MethodInfo:
     @classmethod
     def of(cls, method: Any) -> MethodInfo:
         """Describes a `Method`."""
-        names = [f.name for f in fields(method)] if is_dataclass(method) else []
-        options = {name: getattr(method, name) for name in names}
+        options = {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
         plain = {
             name: value for name, value in options.items()
             if value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lapwing.covariance.latent_at_positions import Described
+from lapwing.covariance.latent import Described
 
 
 @dataclass
