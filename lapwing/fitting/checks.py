@@ -55,20 +55,15 @@ def first_rows(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: A
     """Returns outputs (n, C) of the first samples and their targets; None if the likelihood refuses the targets."""
     part = slice(0, FIRST)
     try:
-        return _checked_rows(tangent, likelihood, batches.take(inputs, part), targets[part])
+        return check_batch(tangent, likelihood, batches.take(inputs, part), targets[part])
     except LapwingError:  # the passes say why, with all targets of the batch
         return None
 
 
-def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
-    """Raises if the network does not accept the inputs, or the likelihood does not accept their targets."""
-    tangent.check(batches.split((inputs, targets), tangent.device)[0])
-    _checked_rows(tangent, likelihood, inputs, targets)
-
-
-def _checked_rows(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Returns outputs (n, C) and targets by position; raises if the likelihood does not accept the targets."""
+def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    """Returns outputs (n, C) and targets by position; raises if the network or the likelihood does not accept them."""
     inputs, targets = batches.split((inputs, targets), tangent.device)
+    tangent.check(inputs)
     outputs, positions = tangent.outputs_of(inputs), tangent.positions
     places = positions.places(len(targets), positions.sizes(outputs.shape))
     rows, targets = positions.rows(outputs), places.targets(targets, tangent.outputs)

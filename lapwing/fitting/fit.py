@@ -165,7 +165,6 @@ class Setup:
     method: Method  # the user's or the default
     problem: Problem  # network, likelihood and prior, as the method sees them
     runner: Runner
-    checkpoint: Checkpoint | None
 
     def described(self) -> dict[str, Any]:
         """Returns fingerprints of all that decides the states of the passes, except the data.
@@ -197,13 +196,14 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
             type(data.model).__name__,
         )
     check_same_network(tangent.model, tangent.state())
+    bound = data.tune is not None and data.tune.reads_evidence(not prior.fixed, data.likelihood.needs_noise)
     root = FisherRoot.of(tangent, data.likelihood, options.seed + ranks.rank())  # each rank draws its own columns
     problem = Problem(
-        tangent=tangent, likelihood=data.likelihood, root=root, prior=prior, traces_wanted=data.reads_evidence(prior),
+        tangent=tangent, likelihood=data.likelihood, root=root, prior=prior, traces_wanted=bound,
         seed=options.seed, labels=runner.labels, count=runner.count, summary=runner.summary,
         temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip
-    return Setup(options, data, method, problem, runner, checkpoint)
+    return Setup(options, data, method, problem, runner)
 
 
 def run_and_tune(setup: Setup) -> Posterior:

@@ -223,7 +223,7 @@ def contracted(
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(tangent, posteriors, len(candidates(first)), reads)
     scratch += 4 * copies * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
-    probes = _probes(first) if aim.link is None and are_probed(tangent, first.likelihood) else None
+    probes = _probes(first, tangent) if aim.link is None else None
     marginal = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
@@ -334,19 +334,18 @@ def _numbers_per_sample(tangent: Tangent, posteriors: Sequence[Posterior], prior
     return one + count * (widest + (tangent.outputs**2 if reads == "covariances" else 2 * tangent.outputs))
 
 
-def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
-    """Whether random combinations of the outputs estimate their mean variance, which is all that the link reads."""
-    mean_alone = likelihood.reads(tangent.outputs) == "scale"
-    return mean_alone and tangent.outputs > EXACT_OUTPUTS and not tangent.treats_output_alone
+def _probes(posterior: Posterior, tangent: Tangent) -> RandomCotangents | None:
+    """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`.
 
-
-def _probes(posterior: Posterior) -> RandomCotangents | None:
-    """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`."""
+    Returns None if few outputs need a backward pass each, or if the link reads more than their mean variance.
+    """
+    outputs, mean_is_enough = tangent.outputs, posterior.likelihood.reads(tangent.outputs) == "scale"
+    if outputs <= EXACT_OUTPUTS or tangent.treats_output_alone or not mean_is_enough:
+        return None
     if not has_prior(posterior.covariance):
         return None
-    outputs, device = posterior.tangent.outputs, posterior.tangent.device
     signs = torch.randn(outputs, PROBES, generator=torch.Generator().manual_seed(0)).sign()
-    return RandomCotangents(((signs - signs.mean(0)) / outputs**0.5).to(device))
+    return RandomCotangents(((signs - signs.mean(0)) / outputs**0.5).to(tangent.device))
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:
