@@ -24,7 +24,7 @@ from ..options import Rule
 from ..posterior import Posterior
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .evidence import without_rank
-from .held_out import at_precision, head_scores, no_batch, sample_scores, width_scores
+from .held_out import at_exponents, at_precision, head_scores, no_batch, sample_scores, width_scores
 from .search import evenly
 
 log = logging.getLogger("lapwing")
@@ -168,10 +168,7 @@ def _best_pair(
     σ², `noise`, and then the best of these pairs.
     """
     posteriors, noises = [one.with_noise(noise) for one in posteriors], [noise * 10**k for k in AROUND]
-
-    def candidates(posterior: Posterior) -> list[Posterior]:
-        return [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
-
+    candidates = at_exponents(exponents)
     means = sample_scores(posteriors, candidates, loader, aim=aim, noises=noises).mean(-1).nan_to_num(-math.inf)
     pairs = [
         [each.with_noise(noises[k]) for each, k in zip(candidates(one), line, strict=True)]
@@ -195,9 +192,7 @@ def _best_width(
     value by the training data, with the weight of one sample.
     """
     every = [*exponents] if trained is None else [*exponents, math.log10(trained[0] * trained[1] / noise)]
-    scores, factors = width_scores(
-        posteriors, lambda posterior: [at_precision(posterior, 10**exponent) for exponent in every], loader
-    )
+    scores, factors = width_scores(posteriors, at_exponents(every), loader)
     table = scores.mean(-1)[:, : len(exponents)]
     which, at = _highest(table)
     best, row = posteriors[which], table[which].tolist()
@@ -305,11 +300,6 @@ def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
     Candidates (points, N) go from the widest spread to the narrowest. If several are so wide that they predict the
     same, the narrowest of them is returned.
     """
-
-    def saturated(place: int) -> bool:
-        """Whether all candidates from the widest to the next one predict the same."""
-        return place + 1 < len(scores) and float((scores[place + 1] - scores[0]).abs().mean()) < PLATEAU
-
     widest = at
     while tolerance and widest > 0:
         difference = scores[at].double() - scores[widest - 1]
@@ -317,7 +307,8 @@ def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
         if not float(difference.mean()) <= bound:
             break
         widest -= 1
-    while tolerance and saturated(widest):
+    same = (scores - scores[0]).abs().mean(-1) < PLATEAU  # whether a candidate predicts the same as the widest of all
+    while tolerance and widest + 1 < len(scores) and same[widest + 1]:
         widest += 1
     return widest
 

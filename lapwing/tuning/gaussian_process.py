@@ -102,11 +102,6 @@ class Process:
         """Σ w, the number of targets."""
         return float(self.counts.sum())
 
-    @property
-    def more(self) -> float:
-        """Number of targets that have no row."""
-        return self.total - len(self.counts)
-
     @cached_property
     def unit(self) -> float:
         """The kernel's mean eigenvalue."""
@@ -122,7 +117,8 @@ class Process:
         """Returns the log marginal likelihood, up to a constant."""
         spectrum, scale, labels = self.at(log10)
         fit = -0.5 * (labels.square() / (scale * spectrum) + (scale * spectrum).log()).sum()
-        return fit - 0.5 * self.more * (scale * self.unit * 10**log10).log() if self.more else fit
+        more = self.total - len(self.counts)  # number of targets that have no row
+        return fit - 0.5 * more * (scale * self.unit * 10**log10).log() if more else fit
 
     def lowest(self) -> float:
         """Returns the first grid point of log10 at which the weights explain at most `MAX_EXPLAINED` of the targets."""

@@ -313,17 +313,19 @@ def at_precision(posterior: Posterior, precision: float) -> Posterior:
     return posterior.at(torch.full_like(posterior.prior.precision, precision), posterior.noise_variance)
 
 
+def at_exponents(exponents: Sequence[float]) -> Candidates:
+    """Returns the candidates at scalar δ = 10^exponent, or only the posterior itself if there are no exponents."""
+    return lambda posterior: [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
+
+
 def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
     """Returns groups of indices of posteriors whose covariances share one contraction of J."""
-    groups: list[list[int]] = []
+    groups: dict[int, list[int]] = {}  # by the first index of each group
     for i, posterior in enumerate(posteriors):
         covariance: Any = posterior.covariance
-        group = next((g for g in groups if covariance.is_contracted_with(posteriors[g[0]].covariance)), None)
-        if group is None:
-            groups.append([i])
-        else:
-            group.append(i)
-    return groups
+        first = next((j for j in groups if covariance.is_contracted_with(posteriors[j].covariance)), i)
+        groups.setdefault(first, []).append(i)
+    return list(groups.values())
 
 
 def _numbers_per_sample(tangent: Tangent, posteriors: Sequence[Posterior], priors: int, reads: Reads) -> int:
