@@ -29,7 +29,7 @@ from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Va
 from .checkpoint import Checkpoint
 from .checks import check_memory, first_rows
 from .default_method import chosen_and_checked, classifies, price
-from .fingerprints import check_same_network, fingerprint_of
+from .fingerprints import check_same_network
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
 from .result import checked, posteriors_of, tuned
@@ -146,8 +146,10 @@ def fit(
         data = FitData.of(options, model, loader)
         data.warn(options)
         setup = survey(options, data, file)
-        if file is not None:
-            file.open(data.training, setup.described())
+        if file is not None:  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
+            problem, likelihood = setup.problem, setup.problem.likelihood
+            sums = [problem.traces_wanted, data.prefixes]
+            file.open(data.training, options, problem.tangent, method=setup.method, likelihood=likelihood, tune=sums)
         with file or nullcontext():
             posterior = run_and_tune(setup)
         if options.data_size is None and data.training.expected_size is None:
@@ -165,18 +167,6 @@ class Setup:
     method: Method  # the user's or the default
     problem: Problem  # network, likelihood and prior, as the method sees them
     runner: Runner
-
-    def described(self) -> dict[str, Any]:
-        """Returns fingerprints of all that decides the states of the passes, except the data.
-
-        They hold only the sums that the tuning needs, so a fit may continue with another tuning.
-        """
-        tangent, likelihood = self.problem.tangent, self.problem.likelihood
-        surveyed = {
-            "the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory,
-            "method": self.method, "likelihood": likelihood, "tune": [self.problem.traces_wanted, self.data.prefixes],
-        }  # fmt: skip
-        return {**self.options.described(), **fingerprint_of(surveyed)}
 
 
 def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:

@@ -52,11 +52,6 @@ class Runner:
         self._at = RunnerState()
         self.first_parts: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
 
-    @property
-    def whole(self) -> bool:
-        """Whether the summary covers all samples; False if the steps of a method ended before the data."""
-        return self._at.whole
-
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 for targets of other kinds. The first call reads the data."""
         if self._labels is None:

@@ -157,19 +157,16 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list
     The mean is over samples as in `contracted`, with their weights, without those that do not count. A cost is negative
     if the spread helps.
     """
-    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
-    mean, certain, every = None, torch.empty(0), torch.empty(0)
+    totals, counts = torch.zeros(2, len(posteriors), dtype=torch.float64)
     for (i, _), posterior, latent, labels, weights in contracted(posteriors, lambda one: [one], loader):
-        likelihood = posterior.likelihood
-        if latent.mean is not mean:  # a new record
-            mean, counted = latent.mean, likelihood.labelled(labels)
-            certain = likelihood.predict(without_spread(mean), likelihood.tuning_link).log_prob(labels)
-            every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
-            every = every if weights is None else every * weights.to(every.dtype)
-            count += float(every.sum())
+        likelihood, counted = posterior.likelihood, posterior.likelihood.labelled(labels)
+        certain = likelihood.predict(without_spread(latent.mean), likelihood.tuning_link).log_prob(labels)
+        every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
+        every = every if weights is None else every * weights.to(every.dtype)
         costs = doubled(certain) - doubled(likelihood.predict(latent, likelihood.tuning_link).log_prob(labels))
+        counts[i] += float(every.sum())
         totals[i] += float(apply_weights(costs, every).sum())
-    return (totals / max(count, torch.finfo(totals.dtype).tiny)).tolist()
+    return (totals / counts.clamp_min(torch.finfo(counts.dtype).tiny)).tolist()
 
 
 def width_scores(
@@ -294,18 +291,15 @@ def means_over_samples(
     Without a function, these are mean variances. Each output is in units of its noise ratio. Some positions are used of
     inputs with more than `WIDTH_OUTPUTS` outputs. The posteriors may differ only in prior and noise.
     """
-    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
-    mean, every, ratios = None, torch.empty(0), torch.empty(0)
+    totals, counts = torch.zeros(2, len(posteriors), dtype=torch.float64)
     for (i, _), posterior, latent, labels, weights in contracted(posteriors, lambda one: [one], parts, "variances"):
-        if latent.mean is not mean:  # a new record
-            mean = latent.mean
-            factors = curvature_weights(posterior.likelihood, mean, labels, weights)
-            every = torch.ones_like(mean) if factors is None else factors.expand_as(mean)
-            ratios = posterior.likelihood.ratios(doubled(mean))
-            count += float(doubled(every).sum())
-        values = function(posterior, doubled(latent.variance) / ratios)
+        mean, likelihood = latent.mean, posterior.likelihood
+        factors = curvature_weights(likelihood, mean, labels, weights)
+        every = torch.ones_like(mean) if factors is None else factors.expand_as(mean)
+        values = function(posterior, doubled(latent.variance) / likelihood.ratios(doubled(mean)))
+        counts[i] += float(doubled(every).sum())
         totals[i] += float((every.to(values) * values).sum())
-    return (totals / count).tolist()
+    return (totals / counts).tolist()
 
 
 def at_precision(posterior: Posterior, precision: float) -> Posterior:
