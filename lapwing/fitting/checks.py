@@ -12,7 +12,7 @@ from ..environment import memory_limit
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.inferred import check_logits
-from ..methods import KFAC, Diagonal, FitShape, Footprint, Method
+from ..methods import KFAC, Diagonal, FitShape, Method
 from ..posterior.prior import check_range
 from ..tangent import Tangent
 from ..tuning import Tuning
@@ -71,21 +71,15 @@ def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: 
     return rows, targets
 
 
-def check_memory(method: Method, shape: FitShape) -> None:
-    """Raises if a fit exceeds the memory of its device or its budget. A method without a footprint is not checked."""
-    footprint = method.footprint(shape)
-    advice = None if footprint is None else advice_on_memory(method, footprint, shape)
-    if advice is not None:
-        raise LapwingError(advice)
-
-
-def advice_on_memory(method: Method, footprint: Footprint, shape: FitShape) -> str | None:
+def advice_on_memory(method: Method, shape: FitShape) -> str | None:
     """Returns a sentence on the memory that is missing and what to use instead, or None if everything fits.
 
-    On a CPU all memory that this process may use counts, since other processes may give theirs back. On a GPU the free
-    memory counts.
+    A method without a footprint is not checked. On a CPU all memory that this process may use counts, since other
+    processes may give theirs back. On a GPU the free memory counts.
     """
-    tangent = shape.tangent
+    tangent, footprint = shape.tangent, method.footprint(shape)
+    if footprint is None:
+        return None
     available, where = _available(tangent.device) if footprint.peak > tangent.memory else (tangent.memory, "")
     if footprint.peak <= available:
         refusals = [need.refusal(tangent.memory) for need in footprint.needs]

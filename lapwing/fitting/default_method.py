@@ -116,16 +116,6 @@ def chosen_and_checked(
     return method, shape, prior, reason
 
 
-def price(method: Method, shape: FitShape) -> str:
-    """Returns a sentence for the log: the length of the fit in forward passes, and the bytes of the posterior."""
-    footprint = method.footprint(shape)
-    assert footprint is not None  # every default method has one
-    return (
-        f"The fit takes about {footprint.passes:,.0f} forward passes of the data, without tuning, and the posterior "
-        f"keeps {footprint.kept:,} bytes; lw.plan(model, loader) shows more."
-    )
-
-
 def classifies(likelihood: Likelihood, tangent: Tangent) -> bool:
     """Whether the default is the last layer because targets are classes or labels."""
     with double_device(tangent.device):  # for tensors in the function of `lw.FromDistribution`

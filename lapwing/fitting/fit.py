@@ -18,6 +18,7 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.progress import show_progress
 from ..display import warns_once
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
 from ..likelihoods.inferred import warn_of_misfit
 from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
@@ -27,8 +28,8 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Validation
 from .checkpoint import Checkpoint
-from .checks import check_memory, first_rows
-from .default_method import chosen_and_checked, classifies, price
+from .checks import advice_on_memory, first_rows
+from .default_method import chosen_and_checked, classifies
 from .fingerprints import check_same_network
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -176,9 +177,16 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
     method, shape, prior, reason = chosen_and_checked(data, options, runner.count, samples)
     tangent = shape.tangent
     data = data.with_residuals(tangent)
-    check_memory(method, shape)
+    advice = advice_on_memory(method, shape)
+    if advice is not None:
+        raise LapwingError(advice)
     if reason is not None:
-        log.info("%s %s", reason, price(method, shape))
+        footprint = method.footprint(shape)
+        assert footprint is not None  # every default method has one
+        log.info(
+            "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "
+            "lw.plan(model, loader) shows more.", reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
+        )  # fmt: skip
     if options.method is options.params is None and not any(part.requires_grad for part in data.model.parameters()):
         log.warning(
             "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
