@@ -55,10 +55,8 @@ class Runner:
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 for targets of other kinds. The first call reads the data."""
         if self._labels is None:
-            parts = [torch.zeros(0, dtype=torch.int64)]
-            for batch in tracked(self._data, "labels"):
-                parts.append(class_labels(*batches.split(batch)))
-            labels = torch.cat(parts)
+            parts = [class_labels(*batches.split(batch)) for batch in tracked(self._data, "labels")]
+            labels = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
             self._check_size(len(labels), "to the count")
             self._labels = torch.cat(ranks.gathered("labels", labels))
         return self._labels

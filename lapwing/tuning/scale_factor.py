@@ -192,7 +192,7 @@ def _latents(
             )
         if expected:
             posterior.likelihood.check(latent.mean, targets)
-        chosen = None if expected else posterior.likelihood.choose_link(rows, link)
+        chosen: Any = None if expected else posterior.likelihood.choose_link(rows, link)
         if isinstance(chosen, LaplaceBridge):
             raise LapwingError(
                 "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so no scale "
