@@ -85,10 +85,10 @@ def chosen_and_checked(
 ) -> tuple[Method, FitShape, Prior, str | None]:
     """Chooses the method, and checks that the network fits it, the likelihood, the tuning and the held-out data.
 
-    Returns the method, the sizes of the fit, the prior, and a log line, which names a default method, the reason, and
-    how to choose another. `count` returns n, or N if only this is known, and `samples` is n, or a lower bound if
-    counting needs a pass. For a classifier only the last layer is treated: without held-out data the spread of all
-    weights is too uncertain.
+    Returns the method, the sizes of the fit, the prior, and a log line: the default, the reason, and how to choose
+    another, or None if the user named a method. `count` returns n, or N if only this is known, and `samples` is n, or a
+    lower bound if counting needs a pass. For a classifier only the last layer is treated: without held-out data the
+    spread of all weights is too uncertain.
     """
     survey = partial(
         Tangent.survey, data.model, data.inputs, forward=options.forward, memory=options.memory, targets=data.targets,

@@ -157,16 +157,19 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list
     The mean is over samples as in `contracted`, with their weights, without those that do not count. A cost is negative
     if the spread helps.
     """
-    totals, counts = torch.zeros(2, len(posteriors), dtype=torch.float64)
+    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
+    mean, certain, every = None, torch.empty(0), torch.empty(0)
     for (i, _), posterior, latent, labels, weights in contracted(posteriors, lambda one: [one], loader):
-        likelihood, counted = posterior.likelihood, posterior.likelihood.labelled(labels)
-        certain = likelihood.predict(without_spread(latent.mean), likelihood.tuning_link).log_prob(labels)
-        every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
-        every = every if weights is None else every * weights.to(every.dtype)
+        likelihood = posterior.likelihood
+        if latent.mean is not mean:  # a new record
+            mean, counted = latent.mean, likelihood.labelled(labels)
+            certain = likelihood.predict(without_spread(mean), likelihood.tuning_link).log_prob(labels)
+            every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
+            every = every if weights is None else every * weights.to(every.dtype)
+            count += float(every.sum())
         costs = doubled(certain) - doubled(likelihood.predict(latent, likelihood.tuning_link).log_prob(labels))
-        counts[i] += float(every.sum())
         totals[i] += float(apply_weights(costs, every).sum())
-    return (totals / counts.clamp_min(torch.finfo(counts.dtype).tiny)).tolist()
+    return (totals / max(count, torch.finfo(totals.dtype).tiny)).tolist()
 
 
 def width_scores(

@@ -74,10 +74,11 @@ class FineTuning(IteratePass[Descent]):
         state.taken += 1
 
     def weight_precision(self, state: Descent) -> Tensor:
-        """Returns the user's δ of each weight (P,), or the best scalar if δ is open."""
-        mean, log_std = state.values["mean"], state.values["log_std"]
+        """Returns the user's δ, a scalar or one per weight (P,), or the best scalar if δ is open."""
+        mean, log_std, precision = state.values["mean"], state.values["log_std"], self._problem.precision
         if self._problem.prior.fixed:
-            return expand(self._tangent.blocks, self._problem.precision).to(mean)
+            same = bool((precision == precision[0]).all())
+            return (precision[0] if same else expand(self._tangent.blocks, precision)).to(mean)
         offset = mean - self._centre
         return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())  # of least divergence
 
