@@ -12,7 +12,7 @@ from ..environment import memory_limit
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.inferred import check_logits
-from ..methods import KFAC, Diagonal, FitShape, Footprint, Method
+from ..methods import KFAC, Diagonal, FitShape, Method
 from ..posterior.prior import check_range
 from ..tangent import Tangent
 from ..tuning import Tuning
@@ -55,20 +55,15 @@ def first_rows(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: A
     """Returns outputs (n, C) of the first samples and their targets; None if the likelihood refuses the targets."""
     part = slice(0, FIRST)
     try:
-        return _checked_rows(tangent, likelihood, batches.take(inputs, part), targets[part])
+        return check_batch(tangent, likelihood, batches.take(inputs, part), targets[part])
     except LapwingError:  # the passes say why, with all targets of the batch
         return None
 
 
-def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> None:
-    """Raises if the network does not accept the inputs, or the likelihood does not accept their targets."""
-    tangent.check(batches.split((inputs, targets), tangent.device)[0])
-    _checked_rows(tangent, likelihood, inputs, targets)
-
-
-def _checked_rows(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Returns outputs (n, C) and targets by position; raises if the likelihood does not accept the targets."""
+def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    """Returns outputs (n, C) and targets by position; raises if the network or the likelihood does not accept them."""
     inputs, targets = batches.split((inputs, targets), tangent.device)
+    tangent.check(inputs)
     outputs, positions = tangent.outputs_of(inputs), tangent.positions
     places = positions.places(len(targets), positions.sizes(outputs.shape))
     rows, targets = positions.rows(outputs), places.targets(targets, tangent.outputs)
@@ -76,21 +71,15 @@ def _checked_rows(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets
     return rows, targets
 
 
-def check_memory(method: Method, shape: FitShape) -> None:
-    """Raises if a fit exceeds the memory of its device or its budget. A method without a footprint is not checked."""
-    footprint = method.footprint(shape)
-    advice = None if footprint is None else advice_on_memory(method, footprint, shape)
-    if advice is not None:
-        raise LapwingError(advice)
-
-
-def advice_on_memory(method: Method, footprint: Footprint, shape: FitShape) -> str | None:
+def advice_on_memory(method: Method, shape: FitShape) -> str | None:
     """Returns a sentence on the memory that is missing and what to use instead, or None if everything fits.
 
-    On a CPU all memory that this process may use counts, since other processes may give theirs back. On a GPU the free
-    memory counts.
+    A method without a footprint is not checked. On a CPU all memory that this process may use counts, since other
+    processes may give theirs back. On a GPU the free memory counts.
     """
-    tangent = shape.tangent
+    tangent, footprint = shape.tangent, method.footprint(shape)
+    if footprint is None:
+        return None
     available, where = _available(tangent.device) if footprint.peak > tangent.memory else (tangent.memory, "")
     if footprint.peak <= available:
         refusals = [need.refusal(tangent.memory) for need in footprint.needs]

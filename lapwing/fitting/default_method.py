@@ -41,52 +41,21 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
     return KFAC() if tuned and tangent.width <= KFAC_OUTPUTS else None
 
 
-def method_and_tangent(
-    data: FitData, options: FitOptions, count: Callable[[], int], warn: bool = True
-) -> tuple[Method, Tangent, str | None]:
-    """Returns the method, the tangent with the treated weights, and the log line about a default.
-
-    The line names the default, the reason, and how to choose another; it is None if the user named a method. For a
-    classifier only the last layer is treated: without held-out data the spread of all weights is too uncertain.
-    """
-    survey = partial(
-        Tangent.survey, data.model, data.inputs, forward=options.forward, memory=options.memory, targets=data.targets,
-        activation=data.likelihood.activation,
-    )  # fmt: skip
-    method, params, reason = options.method, options.params, None
-    if method is None and params is None:
-        chosen = default_fit(data, survey, count)
-        if not isinstance(chosen, str):
-            return chosen
-        reason = chosen
-    if params is None:
-        params = last_layer if method is None or method.treats_last_layer else everything
-    tangent = survey(params=params, warn=warn)
-    if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
-        reason = (
-            f"lw.Diagonal() is the default for a last layer of more than {EXACT_OUTPUTS} outputs: KFAC decomposes a "
-            f"matrix of {tangent.outputs} rows for it. For KFAC write lw.fit(model, loader, lw.KFAC(), "
-            "params=lw.last_layer)."
-        )
-        method = Diagonal()
-    return method or KFAC(), tangent, reason
-
-
 def default_fit(
     data: FitData, survey: Callable[..., Tangent], count: Callable[[], int]
-) -> tuple[Method, Tangent, str] | str:
-    """Returns the method, the tangent of all trained weights, and the reason; or the reason for the last layer."""
+) -> tuple[Method | None, Tangent | None, str]:
+    """Returns the method, the tangent of all trained weights, and the reason; None and None for the last layer."""
     frozen, likelihood = _frozen_last_layer(data.model, survey), data.likelihood
     of_classes = f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
     if not frozen and likelihood.activation == "softmax":  # saves the survey of all weights
-        return of_classes
+        return None, None, of_classes
     try:
         tangent = survey(params=everything, warn=False)
     except LapwingError as error:  # frozen weights, quantized layers, ...
         survey(params=last_layer, warn=False)  # raises if the inputs are wrong
-        return f"Only the last layer is treated, because all trained weights cannot be: {error}"
+        return None, None, f"Only the last layer is treated, because all trained weights cannot be: {error}"
     if not frozen and classifies(likelihood, tangent):
-        return of_classes
+        return None, None, of_classes
     method = default_method(tangent, likelihood, count())
     if method is not None:
         return method, tangent, (
@@ -98,7 +67,8 @@ def default_fit(
             f"KFAC over all {tangent.size} trained weights, the default if the last layer is frozen. For that "
             f"layer, {', '.join(frozen)}, write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)."
         )  # fmt: skip
-    return f"Only the last layer is treated, because all {tangent.size} weights cost too much. {FOR_ALL_WEIGHTS}"
+    too_much = f"Only the last layer is treated, because all {tangent.size} weights cost too much. {FOR_ALL_WEIGHTS}"
+    return None, None, too_much
 
 
 def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tuple[str, ...]:
@@ -115,25 +85,35 @@ def chosen_and_checked(
 ) -> tuple[Method, FitShape, Prior, str | None]:
     """Chooses the method, and checks that the network fits it, the likelihood, the tuning and the held-out data.
 
-    Returns the method, the sizes of the fit, the prior, and the log line about a default method. `count` returns n, or
-    N if only this is known, and `samples` is n, or a lower bound if counting needs a pass.
+    Returns the method, the sizes of the fit, the prior, and a log line: the default, the reason, and how to choose
+    another, or None if the user named a method. `count` returns n, or N if only this is known, and `samples` is n, or a
+    lower bound if counting needs a pass. For a classifier only the last layer is treated: without held-out data the
+    spread of all weights is too uncertain.
     """
-    method, tangent, reason = method_and_tangent(data, options, count, warn)
+    survey = partial(
+        Tangent.survey, data.model, data.inputs, forward=options.forward, memory=options.memory, targets=data.targets,
+        activation=data.likelihood.activation,
+    )  # fmt: skip
+    method, params, tangent, reason = options.method, options.params, None, None
+    if method is None and params is None:
+        method, tangent, reason = default_fit(data, survey, count)
+    if tangent is None:
+        if params is None:
+            params = last_layer if method is None or method.treats_last_layer else everything
+        tangent = survey(params=params, warn=warn)
+        if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
+            reason = (
+                f"lw.Diagonal() is the default for a last layer of more than {EXACT_OUTPUTS} outputs: KFAC decomposes "
+                f"a matrix of {tangent.outputs} rows for it. For KFAC write lw.fit(model, loader, lw.KFAC(), "
+                "params=lw.last_layer)."
+            )
+            method = Diagonal()
+    method = method or KFAC()
     shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)
     check_fit(method, shape, data.tune, data.inputs, data.targets, data.held_out is not None)
     prior = Prior.read(tangent, options.precision(count), options.prior_mean)
     data.check_held_out(tangent)
     return method, shape, prior, reason
-
-
-def price(method: Method, shape: FitShape) -> str:
-    """Returns a sentence for the log: the length of the fit in forward passes, and the bytes of the posterior."""
-    footprint = method.footprint(shape)
-    assert footprint is not None  # every default method has one
-    return (
-        f"The fit takes about {footprint.passes:,.0f} forward passes of the data, without tuning, and the posterior "
-        f"keeps {footprint.kept:,} bytes; lw.plan(model, loader) shows more."
-    )
 
 
 def classifies(likelihood: Likelihood, tangent: Tangent) -> bool:

@@ -18,6 +18,7 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.progress import show_progress
 from ..display import warns_once
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
 from ..likelihoods.inferred import warn_of_misfit
 from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
@@ -27,9 +28,9 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Validation
 from .checkpoint import Checkpoint
-from .checks import check_memory, first_rows
-from .default_method import chosen_and_checked, classifies, price
-from .fingerprints import check_same_network, fingerprint_of
+from .checks import advice_on_memory, first_rows
+from .default_method import chosen_and_checked, classifies
+from .fingerprints import check_same_network
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
 from .result import checked, posteriors_of, tuned
@@ -146,8 +147,10 @@ def fit(
         data = FitData.of(options, model, loader)
         data.warn(options)
         setup = survey(options, data, file)
-        if file is not None:
-            file.open(data.training, setup.described())
+        if file is not None:  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
+            problem, likelihood = setup.problem, setup.problem.likelihood
+            sums = [problem.traces_wanted, data.prefixes]
+            file.open(data.training, options, problem.tangent, method=setup.method, likelihood=likelihood, tune=sums)
         with file or nullcontext():
             posterior = run_and_tune(setup)
         if options.data_size is None and data.training.expected_size is None:
@@ -165,19 +168,6 @@ class Setup:
     method: Method  # the user's or the default
     problem: Problem  # network, likelihood and prior, as the method sees them
     runner: Runner
-    checkpoint: Checkpoint | None
-
-    def described(self) -> dict[str, Any]:
-        """Returns fingerprints of all that decides the states of the passes, except the data.
-
-        They hold only the sums that the tuning needs, so a fit may continue with another tuning.
-        """
-        tangent, likelihood = self.problem.tangent, self.problem.likelihood
-        surveyed = {
-            "the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory,
-            "method": self.method, "likelihood": likelihood, "tune": [self.problem.traces_wanted, self.data.prefixes],
-        }  # fmt: skip
-        return {**self.options.described(), **fingerprint_of(surveyed)}
 
 
 def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
@@ -187,9 +177,16 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
     method, shape, prior, reason = chosen_and_checked(data, options, runner.count, samples)
     tangent = shape.tangent
     data = data.with_residuals(tangent)
-    check_memory(method, shape)
+    advice = advice_on_memory(method, shape)
+    if advice is not None:
+        raise LapwingError(advice)
     if reason is not None:
-        log.info("%s %s", reason, price(method, shape))
+        footprint = method.footprint(shape)
+        assert footprint is not None  # every default method has one
+        log.info(
+            "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "
+            "lw.plan(model, loader) shows more.", reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
+        )  # fmt: skip
     if options.method is options.params is None and not any(part.requires_grad for part in data.model.parameters()):
         log.warning(
             "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
@@ -197,13 +194,14 @@ def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = N
             type(data.model).__name__,
         )
     check_same_network(tangent.model, tangent.state())
+    bound = data.tune is not None and data.tune.reads_evidence(not prior.fixed, data.likelihood.needs_noise)
     root = FisherRoot.of(tangent, data.likelihood, options.seed + ranks.rank())  # each rank draws its own columns
     problem = Problem(
-        tangent=tangent, likelihood=data.likelihood, root=root, prior=prior, traces_wanted=data.reads_evidence(prior),
+        tangent=tangent, likelihood=data.likelihood, root=root, prior=prior, traces_wanted=bound,
         seed=options.seed, labels=runner.labels, count=runner.count, summary=runner.summary,
         temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip
-    return Setup(options, data, method, problem, runner, checkpoint)
+    return Setup(options, data, method, problem, runner)
 
 
 def run_and_tune(setup: Setup) -> Posterior:

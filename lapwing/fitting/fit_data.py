@@ -20,7 +20,6 @@ from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..methods import DataSummary
 from ..methods.passes import Batch
-from ..posterior.prior import Prior
 from ..tangent import Tangent
 from ..tuning import EarlyStopping, Tuning, Validation
 from .checks import check_batch
@@ -86,10 +85,6 @@ class FitData:
     def prefixes(self) -> int:
         """Number of first parts of the data (a half, a quarter, ...) whose posteriors the tuning needs."""
         return 0 if self.tune is None else self.tune.prefixes
-
-    def reads_evidence(self, prior: Prior) -> bool:
-        """Whether the tuning reads the lower bound of the evidence."""
-        return self.tune is not None and self.tune.reads_evidence(not prior.fixed, self.likelihood.needs_noise)
 
     def check_held_out(self, tangent: Tangent) -> None:
         """Raises if the network does not accept held-out inputs, or the likelihood their targets."""

@@ -176,7 +176,7 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
         method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
         kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, probed),
         seconds=footprint.passes * shape.samples * _forward_seconds(tangent, data.inputs),
-        advice=advice_on_memory(method, footprint, shape),
+        advice=advice_on_memory(method, shape),
     )  # fmt: skip
 
 

@@ -52,8 +52,8 @@ def posteriors_of(
     summary, factor = result.summary, result.data_factor
     if summary is None:
         summary = runner.summary()
-        if problem.data_size is None and not runner.whole:
-            factor = runner.count() / summary.samples
+        if problem.data_size is None:  # the steps of a method may have ended before the data
+            factor *= runner.count() / summary.samples
     if problem.data_size is not None:
         count = summary.samples if result.summary is None else runner.count()
         check_data_size(problem.data_size, count)

@@ -50,21 +50,13 @@ class Runner:
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
         self._labels: Tensor | None = None
         self._at = RunnerState()
-        self._stop: Stop | None = None
         self.first_parts: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
-
-    @property
-    def whole(self) -> bool:
-        """Whether the summary covers all samples; False if the steps of a method ended before the data."""
-        return self._at.whole
 
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 for targets of other kinds. The first call reads the data."""
         if self._labels is None:
-            parts = [torch.zeros(0, dtype=torch.int64)]
-            for batch in tracked(self._data, "labels"):
-                parts.append(class_labels(*batches.split(batch)))
-            labels = torch.cat(parts)
+            parts = [class_labels(*batches.split(batch)) for batch in tracked(self._data, "labels")]
+            labels = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
             self._check_size(len(labels), "to the count")
             self._labels = torch.cat(ranks.gathered("labels", labels))
         return self._labels
@@ -86,7 +78,6 @@ class Runner:
 
     def run(self, method: Method, problem: Problem, stop: Stop | None = None) -> FitResult:
         """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass."""
-        self._stop = stop
         passes = method.passes(problem)
         answers: list[State | None] = [None]  # `pop` leaves the method the only reference to a state
         while True:
@@ -97,10 +88,10 @@ class Runner:
                 if not self._at.summary.samples and result.summary is None:
                     self._run(LikelihoodPass(problem), problem)
                 return result
-            answers.append(self._run(step, problem))
+            answers.append(self._run(step, problem, stop))
             del step
 
-    def _run(self, step: Pass, problem: Problem) -> State:
+    def _run(self, step: Pass, problem: Problem, stop: Stop | None = None) -> State:
         """Runs a pass; returns its state. Then computes the covariances of the first samples, if they are needed."""
         if ranks.several() and (isinstance(step, IteratePass) or step.in_iteration):
             raise LapwingError(
@@ -114,16 +105,16 @@ class Runner:
         if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
             return self._sums(step, problem).state
         generator = problem.root.generator
-        state_before, state = generator.get_state(), None if self._stop else self._sums(step, problem).state
+        state_before, state = generator.get_state(), None if stop else self._sums(step, problem).state
         state_after, count = generator.get_state(), self.count()
         for samples in sorted({max(1, count >> i) for i in range(1, self._parts + 1)} - {count}):
             part = copy.copy(step)
             part.limit = samples
             generator.set_state(state_before)  # the draws of these samples in the whole pass
             sums = self._sums(part, problem)
-            last = sums.state.mapped(torch.clone) if self._stop else State()
+            last = sums.state.mapped(torch.clone) if stop else State()
             self.first_parts[samples] = part.finish(sums.state), sums.summary.statistics
-            if self._stop and self._stop(self.first_parts[samples][0], sums.summary):
+            if stop and stop(self.first_parts[samples][0], sums.summary):
                 self._at.summary, self._at.whole = sums.summary, False
                 return last
         generator.set_state(state_after)
@@ -137,6 +128,8 @@ class Runner:
             problem.root.generator.set_state(drawn)
             self._at = self._begin(step, before, problem)
             if not self._at.finished:
+                if self._collects(step):
+                    self._at.summary = self._at.sums.summary
                 total = length_hint(self._data) or None if isinstance(step, SumPass) else step.steps
                 with one_bar(step.label, total, self._at.batches) as advance:
                     if isinstance(step, SumPass):
@@ -169,8 +162,6 @@ class Runner:
 
     def _sum(self, step: SumPass[Any], problem: Problem, advance: Advance) -> None:
         at, collects = self._at, self._collects(step)
-        if collects:
-            at.summary = at.sums.summary
         with torch.no_grad():
             for batch in self._batches(step, problem, advance):
                 step.update(at.sums.state, batch)
@@ -181,8 +172,6 @@ class Runner:
 
     def _iterate(self, step: IteratePass[Any], problem: Problem, advance: Advance) -> None:
         at, state, done, rounds, collects = self._at, self._at.sums.state, 0, 0, self._collects(step)
-        if collects:
-            at.summary = at.sums.summary
         generator = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
         while done < step.steps and not step.converged(state):
             at.batches = at.start = 0

@@ -25,7 +25,7 @@ from ..posterior.prior import Prior
 from ..tangent import Tangent
 from ..tuning import Evidence, Training, Tuning, Validation
 from .checkpoint import Checkpoint
-from .fingerprints import check_same_network, fingerprint_of
+from .fingerprints import check_same_network
 from .fit_data import with_joined_data
 from .options import FitOptions
 from .result import checked, tuned
@@ -69,8 +69,7 @@ def continued(
     inputs, _ = batches.split(data.first)
     tangent = _surveyed(options, former.tangent, model, inputs, former.likelihood.activation)
     if checkpoint is not None:
-        network = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory}
-        checkpoint.open(data, {**options.described(), **fingerprint_of(network)})
+        checkpoint.open(data, options, tangent)
     with checkpoint or nullcontext():
         remedy = "Train the network longer on them, or fit without prior=, which tunes the noise variance again."
         whole = _with_data(former, tangent, data, remedy, checkpoint)

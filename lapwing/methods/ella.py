@@ -10,7 +10,7 @@ from ..options import at_least, option
 from .footprint import FitShape, Footprint
 from .passes import Method, Passes
 from .problem import Problem
-from .rows import Sampling, sampled_anchors
+from .rows import Sampling, anchors_at, choose_rows
 from .subspace import Residual, footprint_on_rows, on_basis, span_of_anchors
 
 
@@ -52,7 +52,8 @@ class ELLA(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        anchors = yield from sampled_anchors(problem, self.rows, self.sampling)
+        samples, outputs = choose_rows(problem, self.rows, self.sampling)
+        anchors = yield from anchors_at(problem, samples, outputs, self.rows == "all", self.sampling)
         basis = span_of_anchors(problem, anchors, self.rank, self.residual)
         return (yield from on_basis(problem, basis, self.residual))
 

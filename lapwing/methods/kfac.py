@@ -171,7 +171,10 @@ class _FactorPass(CurvaturePass[Factors]):
         problem, structures = self._problem, dict[str, Structure]()
         softmax, tangent = problem.likelihood.activation == "softmax", problem.tangent
         logits = {block.name for block in tangent.blocks if softmax and tangent.gives_outputs(block)}
-        bases = _eigenbases(state, problem.summed_root.rank, logits)
+        work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
+        widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
+        rank = problem.summed_root.rank
+        bases = {name: _eigenbasis(state, name, rank, name in logits) for name in widest_first}
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
@@ -209,13 +212,6 @@ class _SecondMoments(CurvaturePass[BlockSums]):
         corrected = {n: KroneckerBlock(state.blocks[n], old.factors) for n, old in self._bases.items()}
         problem, structures = self._problem, {**self._structures, **corrected}
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
-
-
-def _eigenbases(state: Factors, rank: int, logits: set[str]) -> dict[str, KroneckerBlock]:
-    """Diagonalises all factors, which are used up."""
-    work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
-    widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
-    return {name: _eigenbasis(state, name, rank, name in logits) for name in widest_first}
 
 
 def _eigenbasis(state: Factors, name: str, rank: int, centred: bool) -> KroneckerBlock:

@@ -78,13 +78,19 @@ class KeptInputs(State):
         return leaves, bytes(self.nests[str(key)].tolist()).decode()
 
 
-def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> Generator[Pass, Any, Anchors]:
-    """Yields the pass that collects M sampled (input, output) pairs; returns their anchors."""
-    samples, outputs = choose_rows(problem, rows, sampling)
-    chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
+def anchors_at(
+    problem: Problem, samples: Tensor, outputs: Tensor, every: bool = False, sampling: Sampling = "uniform"
+) -> Generator[Pass, Any, Anchors]:
+    """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs.
+
+    `every` says that these are all pairs. Then samples with more positions than the first batch have all pairs too.
+    `sampling` says how `choose_rows` has chosen them.
+    """
+    distinct, places = samples.unique(return_inverse=True)
+    chosen = _ChosenInputs(distinct, problem.tangent.plan.shared)
     state = yield chosen
     if sampling != "uniform":  # a shuffling loader shows other samples at these places
-        shown = state.classes()[torch.searchsorted(samples.unique(), samples)]
+        shown = state.classes()[places]
         if sampling == "label":
             outputs = shown
         elif not torch.equal(shown, problem.labels()[samples]):
@@ -92,24 +98,7 @@ def sampled_anchors(problem: Problem, rows: int | Literal["all"], sampling: Samp
                 "The loader shows another order on each pass, and sampling='balanced' needs one order. Write "
                 "DataLoader(..., shuffle=False), or sampling='uniform'."
             )
-    return _anchors(problem, chosen, state, samples, outputs, rows == "all")
-
-
-def anchors_at(
-    problem: Problem, samples: Tensor, outputs: Tensor, every: bool = False
-) -> Generator[Pass, Any, Anchors]:
-    """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs.
-
-    `every` says that these are all pairs. Then samples with more positions than the first batch have all pairs too.
-    """
-    chosen = _ChosenInputs(samples.unique(), problem.tangent.plan.shared)
-    return _anchors(problem, chosen, (yield chosen), samples, outputs, every)
-
-
-def _anchors(
-    problem: Problem, chosen: _ChosenInputs, state: KeptInputs, samples: Tensor, outputs: Tensor, every: bool
-) -> Anchors:
-    groups, places = chosen.groups(state), torch.searchsorted(samples.unique(), samples)
+    groups = chosen.groups(state)
     if problem.tangent.positions.several:  # outputs were drawn for the number of positions of the first batch
         widths = torch.cat([torch.full((batches.size(g),), problem.tangent.width_of(g)) for g in groups])
         if every:

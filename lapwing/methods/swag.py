@@ -57,14 +57,6 @@ class SWAG:
         torch.Size([64, 3])
     """
 
-    def __new__(cls, *arguments: Any, **options: Any) -> SWAG:
-        """Raises an error that names the calls to write, since `lw.fit` does not accept SWAG."""
-        raise LapwingError(
-            "lw.SWAG is made from snapshots of a training run, not by lw.fit. Write collector = "
-            "lw.SWAG.collector(model), collector.snapshot() after each epoch, and lw.SWAG.from_snapshots(collector, "
-            "loader)."
-        )
-
     @staticmethod
     def collector(model: nn.Module, rank: int = 20, params: Predicate | LastLayer = everything) -> SnapshotCollector:
         """Returns a collector of snapshots for your own training loop.
@@ -123,23 +115,33 @@ class SWAG:
 
         Cost: one forward pass over the data, two with batch norm; memory O(K P).
         """
-        collector = _checked(snapshots)
+        if not isinstance(snapshots, SnapshotCollector):
+            raise LapwingError(
+                f"SWAG.from_snapshots needs a collector, not {batches.describe(snapshots)}. Write collector = "
+                "lw.SWAG.collector(model), and collector.snapshot() after each epoch, or collector.add(state) for each "
+                "saved state dict."
+            )
+        if snapshots.count < 2:
+            raise LapwingError(
+                f"SWAG of {snapshots.count} snapshots of {type(snapshots.model).__name__} has no variance: at least 2 "
+                "are needed. Call collector.snapshot() after each of the last 20 epochs, say."
+            )
         check_choice("SWAG.from_snapshots", "batch_norm", batch_norm, ("refresh", "keep"))
         check_argument("SWAG.from_snapshots", "seed", seed, SEED, "0")
         check_flag("SWAG.from_snapshots", "sample_weights", sample_weights)
         check_argument("SWAG.from_snapshots", "scale", scale, positive(), "0.5")
-        data = Data(loader, collector.model, sample_weights)
+        data = Data(loader, snapshots.model, sample_weights)
         data.first  # noqa: B018 (checks the data)
-        network = copied(collector.model, "SWAG")
-        put(network, {**collector.buffers, **collector.mean})
+        network = copied(snapshots.model, "SWAG")
+        put(network, {**snapshots.buffers, **snapshots.mean})
         if batch_norm == "refresh":
             _refresh(network, tracked(data, "batch norm statistics"), forward, seed)
         network.eval()
-        options = {"rank": len(collector.deviations), "snapshots": collector.count, "scale": scale}
+        options = {"rank": len(snapshots.deviations), "snapshots": snapshots.count, "scale": scale}
         text = ", ".join(f"{name}={value}" for name, value in options.items())
         method = MethodInfo("SWAG", f"SWAG({text})", options)
         return constructed(
-            network, collector.names, lambda tangent: _covariance(collector, tangent, scale), data, method,
+            network, snapshots.names, lambda tangent: _covariance(snapshots, tangent, scale), data, method,
             likelihood, forward, memory, progress,
         )  # fmt: skip
 
@@ -273,22 +275,6 @@ class _OnInputs(nn.Module):
                 f"{batches.describe(inputs)}: it has one value per channel. Pass batches of at least 2 samples, "
                 "DataLoader(..., drop_last=True), or batch_norm='keep'."
             ) from error
-
-
-def _checked(snapshots: Any) -> SnapshotCollector:
-    """Returns the collector; raises unless it is one, with at least two snapshots."""
-    if not isinstance(snapshots, SnapshotCollector):
-        raise LapwingError(
-            f"SWAG.from_snapshots needs a collector, not {batches.describe(snapshots)}. Write collector = "
-            "lw.SWAG.collector(model), and collector.snapshot() after each epoch, or collector.add(state) for each "
-            "saved state dict."
-        )
-    if snapshots.count < 2:
-        raise LapwingError(
-            f"SWAG of {snapshots.count} snapshots of {type(snapshots.model).__name__} has no variance: at least 2 are "
-            "needed. Call collector.snapshot() after each of the last 20 epochs, say."
-        )
-    return snapshots
 
 
 def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) -> LowRankPlusDiagonal:

@@ -24,7 +24,7 @@ from ..options import Rule
 from ..posterior import Posterior
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .evidence import without_rank
-from .held_out import at_precision, head_scores, no_batch, sample_scores, width_scores
+from .held_out import at_exponents, at_precision, head_scores, no_batch, sample_scores, width_scores
 from .search import evenly
 
 log = logging.getLogger("lapwing")
@@ -82,13 +82,15 @@ def best_of(
     linearised one, the best δ of linearised predictions is the start of a search over nine δ.
     """
     first = posteriors[0]
+    open_prior = has_prior(first.covariance) and not first.prior.fixed
+    exponents = evenly(*decades, points) if open_prior else []
     if aim.other_way is not None:
         start = best_of(posteriors, decades, points, loader, temperatures, tolerance, trained)
-        return _best_by_way(posteriors, start, loader, temperatures, tolerance, aim)
-    open_prior = has_prior(first.covariance) and not first.prior.fixed
-    exponents = evenly(*decades, points)
+        exponents = [math.log10(float(start.prior.precision[0])) + step for step in STEPS] if open_prior else []
+        if not first.noise_fixed:
+            return _best_pair(posteriors, exponents, float(start.noise_variance or 0.0), loader, aim)
     if first.noise_fixed:
-        return _best_point(posteriors, exponents if open_prior else [], loader, temperatures, tolerance, aim=aim)
+        return _best_point(posteriors, exponents, loader, temperatures, tolerance, aim=aim)
     noise = _residual(first, loader)
     posteriors = [posterior.with_noise(noise) for posterior in posteriors]
     if not open_prior:
@@ -157,26 +159,16 @@ def _best_point(
     return best if exponent is None else moved(best, exponent)
 
 
-def _best_by_way(
-    posteriors: Sequence[Posterior], start: Posterior, loader: Iterable[Any], temperatures: Sequence[float],
-    tolerance: float, aim: Aim,
-) -> Posterior:  # fmt: skip
-    """Returns the posterior of the best predictions by a way, out of δ around the best one of linearised predictions.
+def _best_pair(
+    posteriors: Sequence[Posterior], exponents: Sequence[float], noise: float, loader: Iterable[Any], aim: Aim
+) -> Posterior:
+    """Returns the posterior of a regression at the δ and σ² of the best predictions by a way.
 
-    An open σ² is chosen in two steps, because it changes the covariance too: the best σ² of each δ at the covariance of
-    the start's σ², and then the best of these pairs.
+    They are chosen in two steps, because σ² changes the covariance too: the best σ² of each δ at the covariance of one
+    σ², `noise`, and then the best of these pairs.
     """
-    first = posteriors[0]
-    open_prior = has_prior(first.covariance) and not first.prior.fixed
-    steps = [math.log10(float(start.prior.precision[0])) + step for step in STEPS] if open_prior else []
-    if first.noise_fixed:
-        return _best_point(posteriors, steps, loader, temperatures, tolerance, aim=aim)
-    noise = float(start.noise_variance or 0.0)
     posteriors, noises = [one.with_noise(noise) for one in posteriors], [noise * 10**k for k in AROUND]
-
-    def candidates(posterior: Posterior) -> list[Posterior]:
-        return [at_precision(posterior, 10**step) for step in steps] or [posterior]
-
+    candidates = at_exponents(exponents)
     means = sample_scores(posteriors, candidates, loader, aim=aim, noises=noises).mean(-1).nan_to_num(-math.inf)
     pairs = [
         [each.with_noise(noises[k]) for each, k in zip(candidates(one), line, strict=True)]
@@ -200,9 +192,7 @@ def _best_width(
     value by the training data, with the weight of one sample.
     """
     every = [*exponents] if trained is None else [*exponents, math.log10(trained[0] * trained[1] / noise)]
-    scores, factors = width_scores(
-        posteriors, lambda posterior: [at_precision(posterior, 10**exponent) for exponent in every], loader
-    )
+    scores, factors = width_scores(posteriors, at_exponents(every), loader)
     table = scores.mean(-1)[:, : len(exponents)]
     which, at = _highest(table)
     best, row = posteriors[which], table[which].tolist()
@@ -310,11 +300,6 @@ def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
     Candidates (points, N) go from the widest spread to the narrowest. If several are so wide that they predict the
     same, the narrowest of them is returned.
     """
-
-    def saturated(place: int) -> bool:
-        """Whether all candidates from the widest to the next one predict the same."""
-        return place + 1 < len(scores) and float((scores[place + 1] - scores[0]).abs().mean()) < PLATEAU
-
     widest = at
     while tolerance and widest > 0:
         difference = scores[at].double() - scores[widest - 1]
@@ -322,7 +307,8 @@ def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
         if not float(difference.mean()) <= bound:
             break
         widest -= 1
-    while tolerance and saturated(widest):
+    same = (scores - scores[0]).abs().mean(-1) < PLATEAU  # whether a candidate predicts the same as the widest of all
+    while tolerance and widest + 1 < len(scores) and same[widest + 1]:
         widest += 1
     return widest
 

@@ -68,8 +68,17 @@ class Process:
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs that are left out together: see `_groups`."""
-        return _groups(self.same, len(self.labels) // len(self.same))
+        """Pairs that are left out together: for each size k, indices (G, k), and which of them count (G, k)."""
+        distinct, group_of = self.same.unique(dim=0, return_inverse=True)
+        times = len(self.labels) // len(self.same)  # a sample has so many consecutive pairs
+        sizes, inside = distinct.sum(1), torch.arange(times, device=self.same.device)
+        groups = []
+        for size in sizes.unique().tolist():
+            of_size = (sizes == size).nonzero()
+            members = distinct[of_size[:, 0]].nonzero()[:, 1].unflatten(0, (-1, size))
+            rows = (members[..., None] * times + inside).flatten(1)
+            groups.append((rows, (group_of[members] == of_size).repeat_interleave(times, 1)))
+        return groups
 
     @cached_property
     def rotated(self) -> tuple[Tensor, Tensor]:
@@ -93,11 +102,6 @@ class Process:
         """Σ w, the number of targets."""
         return float(self.counts.sum())
 
-    @property
-    def more(self) -> float:
-        """Number of targets that have no row."""
-        return self.total - len(self.counts)
-
     @cached_property
     def unit(self) -> float:
         """The kernel's mean eigenvalue."""
@@ -113,7 +117,8 @@ class Process:
         """Returns the log marginal likelihood, up to a constant."""
         spectrum, scale, labels = self.at(log10)
         fit = -0.5 * (labels.square() / (scale * spectrum) + (scale * spectrum).log()).sum()
-        return fit - 0.5 * self.more * (scale * self.unit * 10**log10).log() if self.more else fit
+        more = self.total - len(self.counts)  # number of targets that have no row
+        return fit - 0.5 * more * (scale * self.unit * 10**log10).log() if more else fit
 
     def lowest(self) -> float:
         """Returns the first grid point of log10 at which the weights explain at most `MAX_EXPLAINED` of the targets."""
@@ -137,7 +142,7 @@ class Process:
         scale = scale if inverse is None else log10.new_tensor(inverse)
         noise = float(scale * self.unit * 10**log10)
         spectrum = scale * spectrum
-        variance, error = self._means(noise, *_left_out_moments(spectrum, self.vectors, labels, self.groups))
+        variance, error = self._means(noise, *self._moments(spectrum, labels))
         more = self.outputs_per_pair * size / len(self.same)
         curve = learning_curve(scale * self.values, noise, more, self.total)
         training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
@@ -145,6 +150,18 @@ class Process:
             curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise,
             len(self.same), self.weights, (training_variance / noise - 1) / more,
         )  # fmt: skip
+
+    def _moments(self, spectrum: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns variances and squared errors (M,) of targets that are left out, by C and labels in its eigenbasis."""
+        root = self.vectors / spectrum.sqrt()  # root rootᵀ = C⁻¹
+        weighted = self.vectors @ (labels / spectrum)
+        variances, errors = torch.zeros_like(labels), torch.zeros_like(labels)
+        for rows, counted in self.groups:
+            part = root[rows]  # (G, k, M)
+            left = torch.linalg.inv(part @ part.mT)
+            variances[rows[counted]] = left.diagonal(dim1=1, dim2=2)[counted]
+            errors[rows[counted]] = (left @ weighted[rows][..., None])[..., 0][counted].square()
+        return variances, errors
 
     def _means(self, noise: float, variances: Tensor, errors: Tensor) -> tuple[float, float]:
         """Returns the mean variance and squared error per target, by those of pairs (M,), without a few far samples."""
@@ -174,34 +191,3 @@ def learning_curve(values: Tensor, noise_variance: float, factor: float, total: 
             low, high = (middle, high) if rises else (low, middle)
         widths.append(high)
     return widths[0] / widths[1]
-
-
-def _groups(same: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
-    """Returns the pairs that are left out together: for each size k, indices (G, k), and which of them count (G, k).
-
-    A sample has `times` consecutive pairs.
-    """
-    distinct, group_of = same.unique(dim=0, return_inverse=True)
-    sizes, inside = distinct.sum(1), torch.arange(times, device=same.device)
-    groups = []
-    for size in sizes.unique().tolist():
-        of_size = (sizes == size).nonzero()
-        members = distinct[of_size[:, 0]].nonzero()[:, 1].unflatten(0, (-1, size))
-        rows = (members[..., None] * times + inside).flatten(1)
-        groups.append((rows, (group_of[members] == of_size).repeat_interleave(times, 1)))
-    return groups
-
-
-def _left_out_moments(
-    spectrum: Tensor, vectors: Tensor, labels: Tensor, groups: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """Returns variances and squared errors (M,) of targets that are left out, by C and labels in its eigenbasis."""
-    root = vectors / spectrum.sqrt()  # root rootᵀ = C⁻¹
-    weighted = vectors @ (labels / spectrum)
-    variances, errors = torch.zeros_like(labels), torch.zeros_like(labels)
-    for rows, counted in groups:
-        part = root[rows]  # (G, k, M)
-        left = torch.linalg.inv(part @ part.mT)
-        variances[rows[counted]] = left.diagonal(dim1=1, dim2=2)[counted]
-        errors[rows[counted]] = (left @ weighted[rows][..., None])[..., 0][counted].square()
-    return variances, errors

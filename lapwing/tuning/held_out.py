@@ -222,7 +222,7 @@ def contracted(
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(tangent, posteriors, len(candidates(first)), reads)
     scratch += 4 * copies * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
-    probes = _probes(first) if aim.link is None and are_probed(tangent, first.likelihood) else None
+    probes = _probes(first, tangent) if aim.link is None else None
     marginal = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
@@ -293,18 +293,15 @@ def means_over_samples(
     Without a function, these are mean variances. Each output is in units of its noise ratio. Some positions are used of
     inputs with more than `WIDTH_OUTPUTS` outputs. The posteriors may differ only in prior and noise.
     """
-    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
-    mean, every, ratios = None, torch.empty(0), torch.empty(0)
+    totals, counts = torch.zeros(2, len(posteriors), dtype=torch.float64)
     for (i, _), posterior, latent, labels, weights in contracted(posteriors, lambda one: [one], parts, "variances"):
-        if latent.mean is not mean:  # a new record
-            mean = latent.mean
-            factors = curvature_weights(posterior.likelihood, mean, labels, weights)
-            every = torch.ones_like(mean) if factors is None else factors.expand_as(mean)
-            ratios = posterior.likelihood.ratios(doubled(mean))
-            count += float(doubled(every).sum())
-        values = function(posterior, doubled(latent.variance) / ratios)
+        mean, likelihood = latent.mean, posterior.likelihood
+        factors = curvature_weights(likelihood, mean, labels, weights)
+        every = torch.ones_like(mean) if factors is None else factors.expand_as(mean)
+        values = function(posterior, doubled(latent.variance) / likelihood.ratios(doubled(mean)))
+        counts[i] += float(doubled(every).sum())
         totals[i] += float((every.to(values) * values).sum())
-    return (totals / count).tolist()
+    return (totals / counts).tolist()
 
 
 def at_precision(posterior: Posterior, precision: float) -> Posterior:
@@ -312,17 +309,19 @@ def at_precision(posterior: Posterior, precision: float) -> Posterior:
     return posterior.at(torch.full_like(posterior.prior.precision, precision), posterior.noise_variance)
 
 
+def at_exponents(exponents: Sequence[float]) -> Candidates:
+    """Returns the candidates at scalar δ = 10^exponent, or only the posterior itself if there are no exponents."""
+    return lambda posterior: [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
+
+
 def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
     """Returns groups of indices of posteriors whose covariances share one contraction of J."""
-    groups: list[list[int]] = []
+    groups: dict[int, list[int]] = {}  # by the first index of each group
     for i, posterior in enumerate(posteriors):
         covariance: Any = posterior.covariance
-        group = next((g for g in groups if covariance.is_contracted_with(posteriors[g[0]].covariance)), None)
-        if group is None:
-            groups.append([i])
-        else:
-            group.append(i)
-    return groups
+        first = next((j for j in groups if covariance.is_contracted_with(posteriors[j].covariance)), i)
+        groups.setdefault(first, []).append(i)
+    return list(groups.values())
 
 
 def _numbers_per_sample(tangent: Tangent, posteriors: Sequence[Posterior], priors: int, reads: Reads) -> int:
@@ -333,19 +332,18 @@ def _numbers_per_sample(tangent: Tangent, posteriors: Sequence[Posterior], prior
     return one + count * (widest + (tangent.outputs**2 if reads == "covariances" else 2 * tangent.outputs))
 
 
-def are_probed(tangent: Tangent, likelihood: Likelihood) -> bool:
-    """Whether random combinations of the outputs estimate their mean variance, which is all that the link reads."""
-    mean_alone = likelihood.reads(tangent.outputs) == "scale"
-    return mean_alone and tangent.outputs > EXACT_OUTPUTS and not tangent.treats_output_alone
+def _probes(posterior: Posterior, tangent: Tangent) -> RandomCotangents | None:
+    """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`.
 
-
-def _probes(posterior: Posterior) -> RandomCotangents | None:
-    """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`."""
+    Returns None if few outputs need a backward pass each, or if the link reads more than their mean variance.
+    """
+    outputs, mean_is_enough = tangent.outputs, posterior.likelihood.reads(tangent.outputs) == "scale"
+    if outputs <= EXACT_OUTPUTS or tangent.treats_output_alone or not mean_is_enough:
+        return None
     if not has_prior(posterior.covariance):
         return None
-    outputs, device = posterior.tangent.outputs, posterior.tangent.device
     signs = torch.randn(outputs, PROBES, generator=torch.Generator().manual_seed(0)).sign()
-    return RandomCotangents(((signs - signs.mean(0)) / outputs**0.5).to(device))
+    return RandomCotangents(((signs - signs.mean(0)) / outputs**0.5).to(tangent.device))
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:

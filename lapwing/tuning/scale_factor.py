@@ -182,25 +182,23 @@ def _latents(
         inputs, targets = batches.split(batch, posterior.tangent.device)
         latent: Any = posterior.latent(inputs, via)
         count += len(latent.mean)
+        rows = latent.rows if has_positions(latent) else latent
         if expected and has_positions(latent):
-            latent, targets = latent.rows, latent.places.targets(targets, latent.rows.mean.shape[-1])
+            latent, targets = rows, latent.places.targets(targets, rows.mean.shape[-1])
         if is_selected(latent):
             raise LapwingError(
                 f"lw.scale_factor compares all outputs with the targets, and via={via} selects some. Choose the factor "
                 "with via=lw.Linearized(), and use it in lw.Scaled with any way."
             )
-        reads_covariance = expected
         if expected:
             posterior.likelihood.check(latent.mean, targets)
-        else:
-            chosen = posterior.likelihood.choose_link(latent.rows if has_positions(latent) else latent, link)
-            if isinstance(chosen, LaplaceBridge):
-                raise LapwingError(
-                    "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so no "
-                    "scale factor is best. Write link=lw.Probit()."
-                )
-            reads_covariance = posterior.likelihood.reads_covariance(chosen)
-        latent = latent.compact(reads_covariance)
+        chosen: Any = None if expected else posterior.likelihood.choose_link(rows, link)
+        if isinstance(chosen, LaplaceBridge):
+            raise LapwingError(
+                "The probabilities of link=LaplaceBridge() stay as they are when all variances are scaled, so no scale "
+                "factor is best. Write link=lw.Probit()."
+            )
+        latent = latent.compact(expected or posterior.likelihood.reads_covariance(chosen))
         kept.append((latent, targets.to(latent.mean.device)))
         any_known = any_known or any_counts(targets, posterior.likelihood.labelled(targets))
     if not kept:

@@ -54,8 +54,11 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % torch.tensor(widths).repeat_interleave(torch.tensor(sizes))[samples]
     inputs = tuple(inputs for inputs, *_ in parts)
-    if len(residuals) * tangent.bytes_per_sample(times, tangent.contraction_dtype) <= tangent.memory // 16:
-        inputs = joined(inputs)
+    tables = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
+    few = len(tables) == len(inputs) and sum(x.numel() for x in tables) <= TABLE
+    fits = len(residuals) * tangent.bytes_per_sample(times, tangent.contraction_dtype) <= tangent.memory // 16
+    if few and fits and len({(x.shape[1:], x.dtype) for x in tables}) == 1:
+        inputs = (torch.cat(tables),)  # one batch, since the kernel reads all pairs of batches
     anchors = Anchors(tangent, inputs, samples, turns)
     weights = {block.name: 1.0 for block in tangent.blocks}
     mean = posterior.prior.mean if tangent is posterior.tangent else {}
@@ -104,13 +107,6 @@ def table_of(posterior: Posterior, parts: Sequence[batches.Weighted]) -> tuple[T
     targets, _, weights = map(torch.cat, zip(*(targets_of(posterior, *part) for part in parts), strict=True))
     x, ratios = torch.cat(tables), posterior.likelihood.ratios(targets)
     return x, (targets / ratios.sqrt()).reshape(len(x), -1), weights.reshape(len(x), -1)
-
-
-def joined(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns rows of a table as one batch, since the kernel reads all pairs of batches, or the parts unchanged."""
-    tables = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
-    few = len(tables) == len(parts) and sum(part.numel() for part in tables) <= TABLE
-    return (torch.cat(tables),) if few and len({(part.shape[1:], part.dtype) for part in tables}) == 1 else parts
 
 
 def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:

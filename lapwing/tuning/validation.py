@@ -26,7 +26,7 @@ from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .choice import RISING, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import Training, Tuning, without_rank
-from .held_out import at_precision, contracted, sample_scores, tangent_of_samples
+from .held_out import at_exponents, contracted, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
 from .search import ascend, evenly
@@ -282,13 +282,9 @@ class EarlyStopping(_OnHeldOutData):
         best: list[Tensor] = []
 
         def has_fallen(part: Posterior, whole: Posterior) -> bool:
-            exponents = [] if part.prior.fixed else evenly(*self.decades, self.points)
-            scores = sample_scores(
-                self._candidates(part, whole),
-                lambda one: [at_precision(one, 10**exponent) for exponent in exponents] or [one],
-                Data.of(self.loader, part),
-                aim=self._aim,
-            ).flatten(0, 2)
+            candidates = at_exponents([] if part.prior.fixed else evenly(*self.decades, self.points))
+            data = Data.of(self.loader, part)
+            scores = sample_scores(self._candidates(part, whole), candidates, data, aim=self._aim).flatten(0, 2)
             now = scores[int(scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())]
             if best and surely_better(best[0], now, 1.0):
                 return True

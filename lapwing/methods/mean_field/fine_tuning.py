@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...covariance.dense import expand
 from ...data import batches
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
@@ -74,14 +75,12 @@ class FineTuning(IteratePass[Descent]):
 
     def weight_precision(self, state: Descent) -> Tensor:
         """Returns the user's δ, a scalar or one per weight (P,), or the best scalar if δ is open."""
-        problem, blocks = self._problem, self._tangent.blocks
-        if not problem.prior.fixed:
-            offset, log_std = state.values["mean"] - self._centre, state.values["log_std"]
-            return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())  # of least divergence
-        if bool((problem.precision == problem.precision[0]).all()):
-            return problem.precision[0].to(state.values["mean"])
-        sizes = torch.tensor([block.size for block in blocks], device=problem.precision.device)
-        return problem.precision.repeat_interleave(sizes).to(state.values["mean"])
+        mean, log_std, precision = state.values["mean"], state.values["log_std"], self._problem.precision
+        if self._problem.prior.fixed:
+            same = bool((precision == precision[0]).all())
+            return (precision[0] if same else expand(self._tangent.blocks, precision)).to(mean)
+        offset = mean - self._centre
+        return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())  # of least divergence
 
     def _at_noise(self, state: Descent, statistics: dict[str, Tensor]) -> tuple[float, float]:
         """Returns the log likelihood of a batch at the σ² of recent batches, including this one, and 1/σ²."""
