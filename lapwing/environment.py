@@ -1,13 +1,15 @@
-"""The environment of lapwing: versions (`lw.versions`, `python -m lapwing`) and available memory."""
+"""The environment of lapwing: versions (`lw.versions`, `python -m lapwing`), available memory, and old Pythons."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +17,19 @@ try:
     import resource
 except ModuleNotFoundError:  # on Windows
     resource = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+
+
+class unlocked_property(cached_property[T]):
+    """A cached property without the lock that Python 3.11 and older hold while they compute it, for all instances.
+
+    A function that takes another lock can otherwise wait for a thread that holds it and reads the property.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        super().__init__(function)
+        self.lock = nullcontext()
 
 
 def versions() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from ..data import batches
 from ..data.batches import Forward
+from ..environment import unlocked_property
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype, double_device, doubled
 from ..network.calling import OutputsWithPositions, shaped_outputs
@@ -116,13 +116,13 @@ class Tangent:
     def size(self) -> int:
         return sum(block.size for block in self.blocks)
 
-    @cached_property
+    @unlocked_property
     def parameters(self) -> dict[str, Tensor]:
         """Treated parameters of the model by name (not copies). Complex ones are pairs of real numbers (..., 2)."""
         named = parameters_of(self.model)
         return {name: named[name] for block in self.blocks for name in block.parameters}
 
-    @cached_property
+    @unlocked_property
     def _own(self) -> dict[str, Tensor]:
         named = own_parameters(self.model)
         return {name: named[name] for name in self.parameters}
@@ -131,7 +131,7 @@ class Tangent:
         """Returns values of treated parameters with complex numbers where the network has them."""
         return native(values, self._own)
 
-    @cached_property
+    @unlocked_property
     def named_blocks(self) -> dict[str, Block]:
         return {block.name: block for block in self.blocks}
 
@@ -141,7 +141,7 @@ class Tangent:
         every = list((self.parameters or parameters_of(self.model)).values())
         return next((value for value in every if value.is_floating_point()), every[0])
 
-    @cached_property
+    @unlocked_property
     def dtype(self) -> torch.dtype:
         """Accumulation dtype, in which sums are stored."""
         return accumulation_dtype(self._weight.dtype)
@@ -156,12 +156,12 @@ class Tangent:
         """Device of the weights."""
         return self._weight.device
 
-    @cached_property
+    @unlocked_property
     def explicit_size(self) -> int:
         """Number of weights whose rows are always formed."""
         return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
 
-    @cached_property
+    @unlocked_property
     def positions(self) -> Positions:
         """Layout of the positions of the outputs; one position if the outputs are a matrix (B, C)."""
         return self.called.positions or Positions(1, 2, self.outputs, 1)
@@ -181,7 +181,7 @@ class Tangent:
         joined = replace(self.positions, joined=True, direct=False, count=1)
         return replace(self, forward=replace(self.called, positions=joined), outputs=self.width)
 
-    @cached_property
+    @unlocked_property
     def treats_output_alone(self) -> bool:
         """Whether only the layer that gives the outputs is treated. Its rows need no backward pass."""
         return all(map(self.gives_outputs, self.blocks))

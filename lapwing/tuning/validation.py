@@ -24,7 +24,7 @@ from ..options import Rule, at_least, instance_of, number, option
 from ..posterior import Posterior
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
-from .choice import RISING, SURE, TEMPERATURES, best_of, surely_better, with_ranks
+from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import Training, Tuning, without_rank
 from .held_out import at_exponents, contracted, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
@@ -282,7 +282,8 @@ class EarlyStopping(_OnHeldOutData):
         best: list[Tensor] = []
 
         def has_fallen(part: Posterior, whole: Posterior) -> bool:
-            candidates = at_exponents([] if part.prior.fixed else evenly(*self.decades, self.points))
+            points = self.points if self._aim.other_way is None else len(STEPS)
+            candidates = at_exponents([] if part.prior.fixed else evenly(*self.decades, points))
             data = Data.of(self.loader, part)
             scores = sample_scores(self._candidates(part, whole), candidates, data, aim=self._aim).flatten(0, 2)
             now = scores[int(scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())]

@@ -23,6 +23,7 @@ from lapwing.likelihoods.registry import REGISTERED
 from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
 from lapwing.network.eager import LOCK
 from lapwing.network.generic import jvp
+from lapwing.tangent import Tangent
 from tests.conformance import jacobian, pack
 from tests.likelihoods.test_likelihoods import Counts
 from tests.zoo import ZOO
@@ -378,6 +379,31 @@ def in_threads(work: Callable[[int], None], turns: int) -> None:
     for thread in threads:
         thread.join()
     assert not wrong, wrong[0]
+
+
+def test_a_thread_that_holds_the_network_does_not_wait_for_one_that_reads_another() -> None:
+    """Python 3.11 computes a `cached_property` under a lock of all instances."""
+    model, x, _, _ = data("mlp", 5)
+    one, other = (Tangent.survey(model, x, EVERY) for _ in range(2))
+    for tangent in (one, other):
+        tangent.__dict__.pop("dtype", None)
+        tangent.__dict__.pop("parameters", None)
+    held, started = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with LOCK:
+            held.set()
+            assert started.wait(10.0)
+            reader.join(0.2)  # until it waits for the lock
+            assert other.dtype == torch.float64
+
+    holder, reader = (threading.Thread(target=work, daemon=True) for work in (hold, lambda: one.dtype))
+    holder.start()
+    assert held.wait(10.0)
+    reader.start()
+    started.set()
+    holder.join(10.0)
+    assert not holder.is_alive()
 
 
 @pytest.mark.quick(1)
