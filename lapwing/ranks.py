@@ -25,9 +25,6 @@ from .errors import LapwingError
 
 T = TypeVar("T")
 
-Join = Callable[[Tensor, Tensor], Tensor]
-"""Returns one tensor from the tensors of two ranks, or of two parts of the data."""
-
 
 @dataclass
 class _Group:
@@ -172,10 +169,8 @@ def overwrite(label: str, tensors: Iterable[Tensor]) -> None:
             value.copy_(buffer)
 
 
-def joined(
-    label: str, tensors: Mapping[str, Tensor], joins: Mapping[str, Join], device: torch.device
-) -> dict[str, Tensor]:
-    """Returns the tensors of all ranks, joined by name: summed, unless `joins` has another function for the name.
+def joined(label: str, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Returns the sums of the tensors of all ranks, by name.
 
     Ranks may lack some names. Tensors are on the CPU or on the network's device, and may be overwritten. Raises if one
     name has several shapes, dtypes or kinds of device: the networks differ.
@@ -194,12 +189,12 @@ def joined(
         )
     whole: dict[str, Tensor] = {}
     for name, (_, dtype, _) in kinds.items():
-        if name not in joins and dtype != torch.bool and all(name in one for one in every):
+        if dtype != torch.bool and all(name in one for one in every):
             whole[name] = tensors[name].contiguous()
             group.run(distributed.all_reduce, whole[name])
     if len(whole) < len(kinds):  # such as the inputs of chosen samples, which one rank has
         parts = group.gathered(label, {name: value for name, value in tensors.items() if name not in whole})
         for name in kinds.keys() - whole.keys():
-            value = reduce(joins.get(name, torch.add), [part[name] for part in parts if name in part])
+            value = reduce(torch.add, [part[name] for part in parts if name in part])
             whole[name] = value.to("cpu" if kinds[name][2] == "cpu" else device)
     return {name: whole[name] for name in kinds}

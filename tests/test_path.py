@@ -43,9 +43,9 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2877, functions=369, classes=54, files=65),
-    "fit with its default tuning": Ran(lines=3254, functions=433, classes=67, files=74),
-    "first prediction": Ran(lines=1185, functions=163, classes=35, files=46),
+    "fit with a given prior": Ran(lines=2864, functions=360, classes=54, files=64),
+    "fit with its default tuning": Ran(lines=3242, functions=424, classes=67, files=73),
+    "first prediction": Ran(lines=1180, functions=166, classes=36, files=45),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 
@@ -55,7 +55,7 @@ SPLITS = 19
 CALLS_OUTSIDE_PASSES = 8
 """The most calls of the network in the fit with a given prior, in addition to one for each batch of its one pass."""
 
-LARGEST_CIRCLE = 26
+LARGEST_CIRCLE = 28
 """The most modules that import one another in a circle at run time: at their top, or in functions."""
 
 

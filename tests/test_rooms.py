@@ -162,10 +162,10 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 
 
 LINES = {
-    "__init__": 90, "environment": 90, "errors": 140, "options": 192, "linalg": 452, "ranks": 205, "data": 1107,
-    "jacobian": 2386, "network": 3180, "tangent": 1235, "covariance": 2794, "likelihoods": 4358, "prediction": 5187,
-    "posterior": 1754, "methods": 5553, "tuning": 2582, "fitting": 2177, "deployment": 857, "evaluation": 1648,
-    "integrations": 952, "display": 80, "cli": 200, "__main__": 10,
+    "__init__": 90, "environment": 100, "errors": 138, "options": 192, "linalg": 452, "ranks": 200, "data": 1093,
+    "jacobian": 2386, "network": 3132, "tangent": 1219, "covariance": 2747, "likelihoods": 4450, "prediction": 5247,
+    "posterior": 1773, "methods": 5516, "tuning": 2734, "fitting": 2196, "deployment": 862, "evaluation": 1648,
+    "integrations": 946, "display": 72, "cli": 200, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import ranks
 from ..data.data import Data
 from ..errors import LapwingError, shown
-from ..methods.state import DataSummary, State, joined_by
+from ..methods.state import DataSummary, State
 from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..tangent import Tangent
 from .fingerprints import differences, fingerprint_of
@@ -44,7 +44,7 @@ class PassSums(State):
 
     state: State = field(default_factory=State)  # state of the pass
     summary: DataSummary = field(default_factory=DataSummary)  # likelihood statistics, if this pass collects them
-    any_counted: bool = joined_by(torch.logical_or, False)  # whether any target counted
+    counted: int = 0  # number of batches in which a target counts
 
 
 @dataclass

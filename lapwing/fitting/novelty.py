@@ -188,7 +188,7 @@ def _mahalanobis(pairs: Iterable[tuple[Tensor, Any]], device: torch.device) -> d
             part = F.pad(rows[labels == label], (0, 1), value=1.0)  # the last entry counts samples
             sums[f"label {label}"] = sums.get(f"label {label}", 0.0) + part.sum(0)
         sums["squares"] = sums.get("squares", 0.0) + rows.T @ rows
-    sums = ranks.joined("the sums of features", sums, {}, device)
+    sums = ranks.joined("the sums of features", sums, device)
     squares = sums.pop("squares")
     if not sums:
         raise LapwingError(f"All labels are {IGNORED}, so no sample counts. Pass the labels of the classes.")

@@ -191,10 +191,10 @@ class Runner:
         at, collects = self._at, self._collects(step)
         if isinstance(step, SumPass):
             if ranks.several():
-                label, tensors, joins = f"the pass '{step.label}'", at.sums.tensors(), at.sums.joins()
-                at.sums = at.sums.with_tensors(ranks.joined(label, tensors, joins, problem.tangent.device))
+                joined = ranks.joined(f"the pass '{step.label}'", at.sums.tensors(), problem.tangent.device)
+                at.sums = at.sums.with_tensors(joined)
                 at.summary = at.sums.summary if collects else at.summary
-            if collects and not at.sums.any_counted:
+            if collects and not at.sums.counted:
                 raise no_targets("labels")
             at.whole |= collects
         at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
@@ -231,7 +231,7 @@ class Runner:
                 weights = None if weights is None else weights[rows]
             if samples:
                 counted = problem.likelihood.labelled(targets)
-                at.sums.any_counted = at.sums.any_counted or any_counts(targets, counted)
+                at.sums.counted += any_counts(targets, counted)
                 yield Batch(
                     problem.tangent, inputs, targets, before + at.start, counted, weights=weights,
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=rounds,

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..likelihoods import Likelihood
-from ..ranks import Join
 
 S = TypeVar("S", bound="State")
-
-
-def joined_by(join: Join, default: Any = MISSING) -> Any:
-    """Declares a field of a `State` that is joined by an associative function, such as `torch.maximum`, not summed."""
-    return field(default=default, metadata={"join": join})
 
 
 @dataclass
@@ -25,7 +19,7 @@ class State:
     """What a pass has computed so far.
 
     A subclass is a dataclass. Each field is a tensor, a number, a dict of tensors by name, another state, or None. The
-    state of all data is the sum of the states of its parts, field by field, unless a field says `joined_by`.
+    state of all data is the sum of the states of its parts, field by field.
     """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -57,22 +51,10 @@ class State:
                 values[each.name] = type(old)(flat[each.name].item())
         return type(self)(**values)
 
-    def joins(self) -> dict[str, Join]:
-        """Returns path -> how two tensors are joined, for the tensors that are not summed."""
-        found: dict[str, Join] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, State):
-                found |= {f"{each.name}/{path}": join for path, join in value.joins().items()}
-            elif "join" in each.metadata:
-                paths = [f"{each.name}/{name}" for name in value] if isinstance(value, dict) else [each.name]
-                found |= dict.fromkeys(paths, each.metadata["join"])
-        return found
-
     def added(self: S, other: S) -> S:
         """Returns the state of both parts of the data. A tensor that only one part has stays as it is."""
-        first, second, joins = self.tensors(), other.tensors(), {**self.joins(), **other.joins()}
-        both = {path: joins.get(path, torch.add)(first[path], second[path]) for path in first.keys() & second.keys()}
+        first, second = self.tensors(), other.tensors()
+        both = {path: first[path] + second[path] for path in first.keys() & second.keys()}
         return self.with_tensors({**first, **second, **both})
 
     def mapped(self: S, function: Callable[[Tensor], Tensor]) -> S:

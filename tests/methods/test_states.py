@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods import Batch, DataSummary, FisherRoot, Pass, Problem, State, SumPass
-from lapwing.methods.state import joined_by
 from lapwing.posterior.prior import Prior
 from lapwing.tangent import Tangent
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
@@ -47,20 +46,6 @@ def test_a_state_is_added_written_and_read_by_its_fields():
     again = Example(torch.zeros(2)).with_tensors(flat)
     assert (again.missing, again.taken, again.done) == (None, 3, False)
     assert again.tensors().keys() == flat.keys()
-
-
-@dataclass
-class Extremes(State):
-    largest: Tensor = joined_by(torch.maximum)  # noqa: RUF009 (a field)
-    any_missing: bool = joined_by(torch.logical_or, False)
-    count: int = 0
-
-
-def test_a_field_says_how_it_is_joined():
-    first, second = Extremes(torch.tensor([1.0, 5.0]), True, 2), Extremes(torch.tensor([3.0, 4.0]), count=1)
-    added = first.added(second)
-    assert (added.largest.tolist(), added.any_missing, added.count) == ([3.0, 5.0], True, 3)
-    assert first.joins().keys() == {"largest", "any_missing"}
 
 
 def problem_of(model: nn.Module, x: Any, y: Tensor, likelihood: Any, **options: Any) -> Problem:
