@@ -350,8 +350,8 @@ class Posterior(Displayed, Generic[P]):
                 are separate measurements. Numbers without y, such as slopes and weights, have no noise.
 
         Returns:
-            `.mean`, `.std` and `.interval(0.9)` in the shape of the result of the function, `.covariance`
-            (*shape, *shape), `.sample(n)` (n, *shape).
+            `.mean`, `.std` and `.interval(0.9)` in the shape of the result of the function, `.covariance` of shape
+            `(*shape, *shape)`, `.sample(n)` of shape `(n, *shape)`.
 
         Raises:
             LapwingError: if the result has no gradient or a NaN gradient, if `observed` and the likelihood has no noise

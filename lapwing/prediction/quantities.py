@@ -35,7 +35,7 @@ class Quantity(Displayed):
 
     Attributes:
         mean: the numbers at the trained weights, in the shape of the result of the function.
-        covariance: their covariance, (*shape, *shape): (q, q) for q numbers in a row, and a scalar for a scalar.
+        covariance: their covariance, `(*shape, *shape)`: (q, q) for q numbers in a row, and a scalar for a scalar.
     """
 
     mean: Tensor
@@ -52,7 +52,7 @@ class Quantity(Displayed):
         return self.mean - half, self.mean + half
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws the numbers jointly, (n, *shape). None for the generator means seed 0."""
+        """Draws the numbers jointly, `(n, *shape)`. None for the generator means seed 0."""
         check_draws("sample", "n", n, count := self.mean.numel())
         like: Any = {"dtype": self.mean.dtype, "device": self.mean.device}
         noise = torch.randn(n, count, generator=seeded(generator, self.mean.device), **like)
