@@ -304,7 +304,8 @@ def row_keys(inputs: Any, targets: Any = None) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
             each = leaf.shape[:1] == (count,)
             rows = (leaf if each else leaf[None]).detach().cpu().resolve_conj().resolve_neg()[:, None].flatten(1)
-            columns.append([*rows.contiguous().view(torch.uint8).numpy()] * (1 if each else count))
+            parts = [*rows.contiguous().view(torch.uint8).numpy()]
+            columns.append(parts if each else [blake2b(parts[0], digest_size=8).digest()] * count)
     texts = [leaf.encode() for leaf in leaves if isinstance(leaf, str)]
     columns += [texts[start : start + count] for start in range(0, len(texts) - count + 1, count or 1)]
     digests = [blake2b(b"".join(row), digest_size=8).digest() for row in zip(*columns, strict=True)]

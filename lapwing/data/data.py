@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from .. import ranks
 from ..errors import LapwingError, shown
@@ -42,33 +50,36 @@ class Data:
     ) -> None:  # fmt: skip
         self.columns, self.weighted, self._data_size = columns or columns_of(given), sample_weights, data_size
         self.loader = as_loader(ordered(given, columns), network)
-        self.wants_keys = False  # whether the next iteration that reaches the end keeps the keys of its samples
+        self.wants_keys = False  # whether iterations keep the keys of their samples, until one reaches the end
         self.row_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._keys = batches.head_keys(given) if type(given) is tuple else ()
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches. Raises if all sample weights are 0, or if a loader with a length shows more than N."""
-        most, total, shown, keys = _unrepeated(self.loader) if ranks.several() else None, 0.0, 0, [self.row_keys]
+        most, total, shown, keys = _unrepeated(self.loader) if ranks.several() else None, 0.0, 0, []
         if most is None and not length_hint(self.loader):
             most = self._data_size
-        for batch in kept_batches(self.loader) if most != 0 else ():
-            if most is not None or self._data_size is not None:
-                size = batches.size(batches.split(batch)[0])
-                if most is not None and size > most - shown:
-                    batch = batches.take(batch, slice(0, most - shown))
-                shown += size
-                if most is None and self._data_size is not None:
-                    check_data_size(self._data_size, shown)
-            if self.weighted:
-                batch = batches.weighted(batch)
-                total += float(batch.weights.sum())  # type: ignore[union-attr]
-            if self.wants_keys:
-                keys.append(batches.row_keys(*batches.split(batch)))
-            yield batch
-            if most is not None and shown >= most:
-                break
-        if self.wants_keys:
-            self.row_keys, self.wants_keys = torch.cat(keys), False
+        try:
+            for batch in kept_batches(self.loader) if most != 0 else ():
+                if most is not None or self._data_size is not None:
+                    size = batches.size(batches.split(batch)[0])
+                    if most is not None and size > most - shown:
+                        batch = batches.take(batch, slice(0, most - shown))
+                    shown += size
+                    if most is None and self._data_size is not None:
+                        check_data_size(self._data_size, shown)
+                if self.weighted:
+                    batch = batches.weighted(batch)
+                    total += float(batch.weights.sum())  # type: ignore[union-attr]
+                if self.wants_keys:
+                    keys.append(batches.row_keys(*batches.split(batch)))
+                yield batch
+                if most is not None and shown >= most:
+                    break
+        finally:  # also of a pass that ends early
+            if sum(map(len, keys)) > len(self.row_keys):
+                self.row_keys = torch.cat(keys)
+        self.wants_keys = False
         if self.weighted and not total and not ranks.several():
             raise LapwingError(
                 "All sample weights are 0, so there are no data. Pass positive weights for some samples."
@@ -162,6 +173,13 @@ class Data:
     def on_first_rank(self) -> Any:
         """Returns the joined data as a list on rank 0, an empty list on other ranks, and `self` in one process."""
         return ranks.gathered_on_first("the held-out data", list(self)) if ranks.several() else self
+
+    @property
+    def source(self) -> Any:
+        """The data set of a data loader that shows all of it, in any order; otherwise the loader."""
+        loader = self.loader
+        whole = isinstance(loader, DataLoader) and type(loader.sampler) in (RandomSampler, SequentialSampler)
+        return loader.dataset if whole else loader
 
     def warn_of_unseen(self, shown: int | None) -> None:
         """Warns if a data loader shows `shown` samples, fewer than its data set has, or shows each once per worker."""

@@ -114,6 +114,11 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
     """Returns `Streamlined`, at the level of linearisation by the example or the data. Warns if both are too few."""
     if posterior.aim is not None and isinstance(posterior.aim.via, Streamlined):
         return posterior.aim.via  # held-out data chose the prior precision for it
+    if posterior.aim is not None and posterior.aim.other_way is not None:
+        log.warning(
+            "Held-out data chose the numbers of the posterior for %r, which cannot be deployed. Write "
+            "tune=lw.Validation(held_out, via=lw.Streamlined()).", posterior.aim.via,
+        )  # fmt: skip
     if posterior.tangent.treats_output_alone:
         return Streamlined()  # equals linearisation
     if batches.size(x) < FEW and data is not None:

@@ -44,7 +44,7 @@ class PassSums(State):
 
     state: State = field(default_factory=State)  # state of the pass
     summary: DataSummary = field(default_factory=DataSummary)  # likelihood statistics, if this pass collects them
-    counted: int = 0  # number of batches in which a target counts
+    counted: int = 0  # above 0 if a target counts
 
 
 @dataclass

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
+from hashlib import blake2b
 from numbers import Integral, Real
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
@@ -19,6 +23,7 @@ from ..errors import LapwingError
 from ..network.stamp import fingerprint
 
 FUNCTIONS = CellType, CodeType, FunctionType, MethodType, partial
+DEEP = 50  # maximum number of values that hold one another, such as closures in closures
 PARTS = (  # attributes of these types that decide what a function returns
     "co_code", "co_consts", "co_names", "cell_contents", "__code__", "__defaults__", "__kwdefaults__", "__closure__",
     "func", "args", "keywords",
@@ -44,8 +49,10 @@ def fingerprint_of(value: Any, functions: bool = True, above: tuple[int, ...] = 
         return int(float(value)) if float(value).is_integer() else repr(float(value))
     if isinstance(value, (bytes, complex)):
         return repr(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return [list(value.shape), str(value.dtype), _digest(value.tobytes())]
     name = getattr(value, "__qualname__", type(value).__qualname__)
-    if id(value) in above:  # such as a function that calls itself
+    if id(value) in above or len(above) > DEEP:  # such as a function that calls itself
         return name
     if isinstance(value, Mapping):
         return {str(inside(key)): inside(item) for key, item in value.items()}
@@ -57,12 +64,19 @@ def fingerprint_of(value: Any, functions: bool = True, above: tuple[int, ...] = 
         names = [each.name for each in dataclasses.fields(value) if each.name != "loader"]
         return [name, {each: inside(getattr(value, each)) for each in names}]
     parts = _parts(value) if functions else []
-    return [name, *map(inside, parts)] if parts else name
+    return [name, _digest(json.dumps([*map(inside, parts)]).encode())] if parts else name
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def _parts(value: Any) -> list[Any]:
     """Returns what decides the results of a function besides its name; [] for other objects."""
-    parts = [getattr(value, name) for name in PARTS if hasattr(value, name)] if isinstance(value, FUNCTIONS) else []
+    parts = []
+    for name in PARTS if isinstance(value, FUNCTIONS) else ():
+        with suppress(AttributeError, ValueError):  # a cell is empty before its variable has a value
+            parts.append(getattr(value, name))
     owner = getattr(value, "__self__", value)
     if callable(value) and not isinstance(owner, (type, ModuleType, FunctionType)):  # a method, or a callable object
         parts += [type(owner).__call__, getattr(owner, "__dict__", None)]

@@ -114,11 +114,13 @@ class FitData:
         """Warns if the passes met held-out samples that are training samples, more than training samples repeat."""
         if self.held_out is None:
             return
-        every = ranks.gathered("the keys of the samples", (self.held_out.row_keys, self.training.row_keys))
-        held_out, training = (torch.cat(keys) for keys in zip(*every, strict=True))
+        mine, theirs = self.held_out, self.training
+        every = ranks.gathered("the keys", (mine.row_keys, theirs.row_keys, mine.source is theirs.source))
+        held_out, training = (torch.cat(keys) for keys in list(zip(*every, strict=True))[:2])
         values, counts = training.unique(return_counts=True)
-        share = float(torch.isin(held_out, values).double().mean())  # NaN if the fit has not read all data
-        chance = float(counts[counts > 1].sum() / counts.sum())  # of a training sample to equal another one
+        share = float(torch.isin(held_out, values).double().mean())  # NaN if the tuning reads no held-out data
+        share = 1.0 if any(same for *_, same in every) else share  # augmented samples differ each time
+        chance = float(counts[counts > 1].sum() / max(1, len(training)))  # of a training sample to equal another one
         if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(held_out))) ** 0.5:
             log.warning(
                 "%.0f %% of the validation samples are training samples. The network fits these better than new data, "

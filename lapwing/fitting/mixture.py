@@ -24,6 +24,7 @@ from ..methods.temperature_scaling import refined
 from ..network.entry import full_precision, outside_modes
 from ..options import Rule, check_argument
 from ..posterior import Posterior
+from ..prediction.aim import DEFAULT_AIM
 from ..tuning.held_out import sample_scores
 from ..tuning.search import evenly, pull
 
@@ -126,7 +127,9 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
     held_out = list(Data.of(validation, posteriors[0]))
     # p(y) of the mixture is the mean of p_m(y); if y are class probabilities, the score is a lower bound
     candidates = lambda member: [_changed(member, 10**exponent) for exponent in FACTORS]  # noqa: E731
-    scores = torch.cat([sample_scores([member], candidates, held_out) for member in posteriors])  # (M, K, 1, N)
+    scores = torch.cat(
+        [sample_scores([member], candidates, held_out, aim=member.aim or DEFAULT_AIM) for member in posteriors]
+    )  # (M, K, 1, N)
     row = scores.double().logsumexp(0).mean(-1).flatten().nan_to_num(-torch.inf)
     if posteriors[0].logit_temperature is None:  # scores of labels count a pseudo-row already
         outputs = posteriors[0].tangent.outputs

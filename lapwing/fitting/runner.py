@@ -231,7 +231,7 @@ class Runner:
                 weights = None if weights is None else weights[rows]
             if samples:
                 counted = problem.likelihood.labelled(targets)
-                at.sums.counted += any_counts(targets, counted)
+                at.sums.counted = at.sums.counted or int(any_counts(targets, counted))  # one read of a device
                 yield Batch(
                     problem.tangent, inputs, targets, before + at.start, counted, weights=weights,
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=rounds,

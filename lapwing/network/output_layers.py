@@ -80,7 +80,7 @@ def output_layers(
     names = tuple(name for name in leaves if name in last and id(leaves[name]) in reached)  # an energy's bias is not
     like = {name: (name.rpartition(".")[2], leaf.ndim, leaf.shape[:1]) for name, leaf in leaves.items()}  # experts are
     unused = [name for name, leaf in leaves.items() if leaf.requires_grad and id(leaf) not in reached]
-    idle = tuple(name for name in unused if recording.routed and like[name] in {like[other] for other in names})
+    idle = tuple(name for name in unused if recording.chosen and like[name] in {like[other] for other in names})
     for prefix, module in modules_of(model):
         if isinstance(module, torch.jit.ScriptModule) and any(name.startswith(prefix) for name in names):
             what = f"The part {prefix[:-1]} of {kind}" if prefix else "The network"

@@ -87,7 +87,7 @@ def probe(
     reasons = _reasons(names, truth.keys(), noted, axes, recording)
     conditional = _conditional(noted, gradients, parameters) if recording.routed else []
     unused = [name for name in names if reasons[name] == IDLE]
-    if recording.routed and (conditional or unused or idle) and samples < batches.size(inputs):
+    if recording.chosen and (conditional or unused or idle) and samples < batches.size(inputs):
         return probe(model, parameters, inputs, params, forward, max_numbers, warn, batches.size(inputs))
     for name in conditional:
         if not reasons.get(name, IDLE):

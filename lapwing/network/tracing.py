@@ -78,7 +78,8 @@ class Recording(NamedTuple):
 
     outputs: Tensor  # f (B, C), or (B, T C) for T positions, with their graph
     noted: list[RecordedUse]  # the uses in order
-    routed: bool  # the layout may depend on values (`ROUTING`), texts or plain numbers
+    routed: bool  # the layout of a row may depend on values (`ROUTING`) or on its text
+    chosen: bool  # the layout may depend on these, or on a plain number or text of all rows
     differentiated: bool  # the network computed gradients itself, which its outputs may contain
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
@@ -211,8 +212,10 @@ def run(
         shaped = shaped_outputs(model, inputs, forward, recorder)
         outputs = NetworkForward.of(forward).matrix(shaped)
     elsewhere = recorder.elsewhere(outputs, tensors(inputs))
-    routed = recorder.routed or any(isinstance(leaf, (str, int)) for leaf in pytree.tree_leaves(tree(inputs)))
-    return Recording(outputs, recorder.noted, routed, recorder.differentiated, elsewhere, shaped)
+    plain = [leaf for leaf in pytree.tree_leaves(tree(inputs)) if isinstance(leaf, (str, int))]
+    routed = recorder.routed or sum(isinstance(leaf, str) for leaf in plain) >= max(2, size(inputs))
+    chosen = routed or bool(plain)
+    return Recording(outputs, recorder.noted, routed, chosen, recorder.differentiated, elsewhere, shaped)
 
 
 def run_spread(

@@ -32,14 +32,14 @@ def latent_of(
     if not isinstance(x, Tensor):
         x = as_inputs(x, tangent.model)
     if not batches.is_loader(x):
-        return latent_of_batch(tangent, covariance, batches.inputs_of(x) if isinstance(x, Mapping) else x, via, joint)
+        inputs = batches.inputs_of(x) if isinstance(x, Mapping) else x
+        return latent_of_batch(tangent, covariance, inputs, via, joint).with_checks()
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
-        parts = [
-            latent_of_batch(tangent, covariance, _inputs_of(batch, tangent), via, False).without_wide_factors()
-            for batch in tracked(x, "predictions")
-        ]
+        inputs = (_inputs_of(batch, tangent) for batch in tracked(x, "predictions"))
+        every = (latent_of_batch(tangent, covariance, part, via, False).with_checks() for part in inputs)
+        parts = [latent.without_wide_factors() for latent in every]
     if not parts:
         raise LapwingError(
             f"The loader, of type {type(x).__name__}, yields no batch. Check the dataset's length, and that the loader "
@@ -80,7 +80,7 @@ def _inputs_of(batch: Any, tangent: Tangent) -> Any:
 
 @outside_modes
 def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
-    """Returns the latent distribution of the outputs for one batch, with checks of the outputs."""
+    """Returns the latent distribution of the outputs for one batch, which need not be finite."""
     inputs, values, spreads = prepared(inputs, tangent.device)
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))
@@ -96,4 +96,4 @@ def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: 
             f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "
             "inputs, and write a single sample as x[None]."
         )
-    return latent.with_checks()
+    return latent

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import LapwingError
 from ..likelihoods import Link
 from .linearized import DefaultWay, Linearized
 from .way import Way
@@ -36,6 +37,7 @@ class Aim:
         mine, other = self.via or DefaultWay(), via or self.via or DefaultWay()
         if other.tuned_as not in (None, mine.tuned_as):
             _warn("via", via)
+        if other.tuned_as != mine.tuned_as:
             return link
         if link is not None and type(link) is not type(self.link or default()):
             _warn("link", link)
@@ -49,6 +51,11 @@ class Aim:
     def from_json(cls, data: Any) -> Aim | None:
         """Returns the way and the link of `to_json`, of classes that are known here; None for None."""
         kinds = {kind.__name__: kind for root in (Way, Link) for kind in _family(root)}
+        for name, _ in filter(None, data or ()):
+            if name not in kinds:
+                raise LapwingError(
+                    f"The posterior was tuned for {name}, which is not defined. Import it before lw.load."
+                )
         return None if data is None else cls(*(one and kinds[one[0]](**one[1]) for one in data))
 
 

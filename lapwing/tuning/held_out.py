@@ -249,7 +249,8 @@ def _by_way(
 ) -> Iterator[tuple[Place, Posterior, Any, Tensor, None]]:
     """Yields as `contracted`, with latents by another way: one prediction for each candidate.
 
-    Draws of two candidates have the same random numbers, because each way has a seed.
+    Draws of two candidates have the same random numbers, because each way has a seed. They are float64, in which
+    densities at very wide draws do not lose all digits. Draws that are not finite have a score of NaN.
     """
     for batch in loader:
         inputs, targets = batches.split(batch, posteriors[0].tangent.device)
@@ -258,7 +259,7 @@ def _by_way(
                 latent: Any = latent_of_batch(one.tangent, one.covariance, inputs, via, False)
                 rows = latent.rows if has_positions(latent) else latent
                 labels = latent.places.targets(targets, rows.mean.shape[-1]) if has_positions(latent) else targets
-                one.likelihood.check(rows.mean, labels)
+                rows = rows if rows.draws is None else rows.compact(False)
                 yield (i, j), one, rows, labels.to(rows.mean.device), None
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from types import NoneType
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from ..likelihoods import Link
 from ..linalg import doubled
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
-from ..options import Rule, at_least, instance_of, number, option
+from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
@@ -44,13 +45,17 @@ RANKS = Rule(
 )
 """Ranks to compare."""
 
+
+def _is_plain(value: Any) -> bool:
+    """Whether all options of a way or a link are numbers, texts or None, and it keeps all outputs."""
+    plain = all(isinstance(option, (Real, str, tuple, NoneType)) for option in vars(value).values())
+    return plain and getattr(value, "outputs", None) is None
+
+
 WAY = Rule(
-    lambda value: (
-        isinstance(value, Way) and all(isinstance(v, (int, str, tuple, NoneType)) for v in vars(value).values())
-    ),
-    "a way that was not fitted to a posterior",
+    lambda value: isinstance(value, Way) and _is_plain(value), "a way of all outputs that was not fitted to a posterior"
 )
-LINK = instance_of("a link", Link)
+LINK = Rule(lambda value: isinstance(value, Link) and _is_plain(value), "a link whose options are numbers and texts")
 
 
 class _OnHeldOutData(Tuning):
@@ -172,7 +177,7 @@ class Validation(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         held_out = Data.of(self.loader, posterior)
         best = self._tuned(posterior, training, held_out)
-        best = best if best is posterior else replace(best, aim=self._aim)
+        best = replace(best, aim=self._aim) if best is not posterior or self._aim != DEFAULT_AIM else best
         return best if self.calibration == "temperature" else matrix_scaled(best, held_out)
 
     def _tuned(self, posterior: Posterior, training: Training, held_out: Data) -> Posterior:

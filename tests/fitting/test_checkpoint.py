@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.fitting import checkpoint
-from lapwing.fitting.fingerprints import differences, fingerprint_of
+from lapwing.fitting.fingerprints import DEEP, differences, fingerprint_of
 from lapwing.tuning import Tuning
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 
@@ -313,6 +313,7 @@ SAME_NAME: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "bytes": (lambda: lambda m, x: m(x, b"a"), lambda: lambda m, x: m(x, b"b")),
     "inner function": (lambda: lambda m, x: m((lambda z: z + 1)(x)), lambda: lambda m, x: m((lambda z: z + 2)(x))),
     "closure": (lambda: scaled(2.0), lambda: scaled(3.0)),
+    "array in a closure": (lambda: scaled(np.float32([1, 2])), lambda: scaled(np.float32([1, 3]))),
     "tensor": (lambda: scaled(torch.ones(2)), lambda: scaled(torch.zeros(2))),
     "function in a closure": (lambda: scaled(scaled(2.0)), lambda: scaled(scaled(3.0))),
     "itself": (lambda: counted(2), lambda: counted(3)),
@@ -333,6 +334,21 @@ def test_fingerprints_of_functions(kind: str) -> None:
     assert differences({"f": one}, {"f": fingerprint_of(other())})
     assert " at 0x" not in str(one)
     assert fingerprint_of(make(), functions=False) == fingerprint_of(other(), functions=False)
+
+
+def test_fingerprints_of_functions_with_empty_cells_and_many_closures() -> None:
+    """They are short, however much a closure holds."""
+
+    def unfinished() -> Any:
+        return later
+
+    found = fingerprint_of(unfinished)
+    nested = scaled(list(range(100_000)))
+    for _ in range(2 * DEEP):
+        nested = scaled(nested)
+    assert len(str(fingerprint_of(nested))) + len(str(found)) < 1000
+    later = 1
+    assert fingerprint_of(unfinished) != found
 
 
 @pytest.mark.slow

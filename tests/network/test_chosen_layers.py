@@ -230,3 +230,22 @@ def test_the_whole_batch_is_probed_only_if_rows_may_differ(
     assert {"head.weight", "head.bias"} <= set(tangent.parameters)
     said = [record.getMessage() for record in caplog.records if "last layer of Sizes is treated" in record.getMessage()]
     assert said == (["The last layer of Sizes is treated: head.weight, head.bias."] if params is lw.last_layer else [])
+
+
+@pytest.mark.parametrize("more", [{}, {"flag": True}, {"count": 3}, {"mode": "plain"}])
+def test_a_number_or_a_text_of_all_rows_chooses_no_layer_of_a_row(more: dict[str, Any]) -> None:
+    """A layer without a gradient on one probed row, such as behind a dead ReLU, is no expert."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 2)}).double().eval()
+    x = normal(40, 4)
+    with torch.no_grad():
+        model["b"].bias.fill_(-0.4)
+    dead = (model["b"](model["a"](x).relu()) <= 0).all(1)
+    x = torch.cat([x[dead], x[~dead]])
+
+    def forward(net: Any, inputs: Any) -> Tensor:
+        hidden = net["a"](inputs["x"]).relu()
+        return net["c"](hidden + net["b"](hidden).relu())
+
+    coverage = Tangent.survey(model, {"x": x, **more}, lw.everything, forward).coverage
+    assert dead.any()
+    assert not any(line.reason for line in coverage.lines)

@@ -156,7 +156,7 @@ def test_another_way_or_link_warns_once_with_the_line(caplog):
 def test_what_cannot_be_tuned_for_is_refused():
     model, train, held_out, (x, _) = trained("categorical", 3)
     way = lw.scale_factor(lw.fit(model, train, lw.KFAC()), x, lw.Streamlined(), to=lw.Linearized())
-    with pytest.raises(LapwingError, match="a way that was not fitted to a posterior"):
+    with pytest.raises(LapwingError, match="a way of all outputs that was not fitted to a posterior"):
         lw.Validation(held_out, via=way)
     with pytest.raises(LapwingError, match=r"Leave via= and link= out.*calibration='matrix'"):
         lw.fit(model, train, lw.KFAC(), tune=lw.Validation(held_out, calibration="matrix", via=DRAWS))
@@ -168,6 +168,44 @@ def test_what_cannot_be_tuned_for_is_refused():
         lw.fit(
             model, (train[0], targets), lw.KFAC(), likelihood=joint, tune=lw.Validation((train[0], targets), via=DRAWS)
         )
+
+
+def test_a_way_that_selects_outputs_is_refused():
+    with pytest.raises(LapwingError, match="a way of all outputs"):
+        lw.Validation([(torch.zeros(2, 3), torch.zeros(2, 2))], via=lw.Linearized(outputs=(1, 0)))
+
+
+def test_the_way_is_kept_if_nothing_is_open():
+    model, train, held_out, (x, _) = trained("gaussian", 1)
+    tune = lw.Validation(held_out, via=DRAWS)
+    given = lw.fit(model, train, lw.KFAC(), likelihood=lw.Gaussian(0.1), prior_precision=1.0, tune=tune)
+    assert given.predict(x).latent.draws is not None
+
+
+def test_candidates_whose_draws_overflow_do_not_stop_the_fit():
+    """At the widest prior precisions the parameters of the distribution are infinite or 0."""
+    likelihood = lw.FromDistribution(lambda f: torch.distributions.Gamma(f[..., 0].exp(), f[..., 1].exp()))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(160, 3)
+        y = torch.distributions.Gamma(2.0, (0.3 * x[:, 0]).exp()).sample()
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimiser = torch.optim.Adam(model.parameters(), 0.02)
+        for _ in range(150):
+            optimiser.zero_grad()
+            (-likelihood.log_prob(model(x[:80]), y[:80]).mean()).backward()
+            optimiser.step()
+        tune = lw.Validation((x[80:], y[80:]), via=lw.MonteCarlo(draws=20))
+        posterior = lw.fit(model.eval(), (x[:80], y[:80]), likelihood=likelihood, tune=tune)
+        with torch.no_grad():
+            network = likelihood.log_prob(model(x[80:]), y[80:]).mean()
+        assert posterior.predict(x[80:]).log_prob(y[80:]).mean() > network - 0.2
+
+
+def test_a_scaled_way_takes_its_own_link():
+    model, train, held_out, (x, _) = trained("categorical", 3)
+    posterior = lw.fit(model, train, tune=lw.Validation(held_out, link=lw.Probit(scale="class")))
+    assert posterior.predict(x, via=lw.Scaled(DRAWS, 0.5)).link == lw.SampledLink()
 
 
 def test_a_posterior_that_is_tuned_for_one_pass_is_deployed_so():

@@ -66,6 +66,13 @@ def test_training_data_are_noticed(caplog):
             "100 % of the validation samples are training samples." in one.getMessage() for one in caplog.records
         )
 
+    class Noisy(TensorDataset):
+        def __getitem__(self, index):
+            inputs, target = super().__getitem__(index)
+            return inputs + 0.1 * torch.randn_like(inputs), target
+
+    noisy = Noisy(x[:40], y[:40])
+    assert warnings(DataLoader(noisy, 20, shuffle=True), DataLoader(noisy, 40)) == 1
     assert warnings(loader, loader) == 1
     assert warnings(loader, (x[:40], y[:40])) == 1
     assert warnings(shuffled, DataLoader(dataset, batch_size=7)) == 1
