@@ -208,7 +208,7 @@ def fail(rank: int, size: int) -> dict[str, str]:
         "another shape": refused(lambda: fit([(x[:, :3], y) for x, y in loader] if last else loader)),
         "prior_precision": refused(lambda: fit(loader, prior_precision=1 if last else 2.0)),
         "tune": refused(lambda: fit(loader, tune=lw.Validation(held_out, points=9 if last else 25))),
-        "tuning": refused(lambda: fit(loader, tune=lw.Validation([(x, y + 7) for x, y in held_out]))),
+        "tuning": refused(lambda: fit(loader, tune=lw.Validation([*held_out, (held_out[0][0], held_out[0][1] + 7)]))),
         "steps": refused(lambda: fit(loader, lw.MeanField(4))),
         "solves": refused(lambda: fit(loader, lw.SampledLLA(4))),
     }

@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2871, functions=360, classes=54, files=64),
-    "fit with its default tuning": Ran(lines=3249, functions=424, classes=67, files=73),
+    "fit with a given prior": Ran(lines=2872, functions=360, classes=54, files=64),
+    "fit with its default tuning": Ran(lines=3250, functions=424, classes=67, files=73),
     "first prediction": Ran(lines=1182, functions=166, classes=36, files=45),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

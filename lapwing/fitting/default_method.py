@@ -110,7 +110,7 @@ def chosen_and_checked(
             method = Diagonal()
     method = method or KFAC()
     shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)
-    check_fit(method, shape, data.tune, data.inputs, data.targets, data.held_out is not None)
+    check_fit(method, shape, data.tune, data.inputs, data.targets, options.validation is not None)
     prior = Prior.read(tangent, options.precision(count), options.prior_mean)
     data.check_held_out(tangent)
     return method, shape, prior, reason

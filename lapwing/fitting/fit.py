@@ -252,6 +252,6 @@ def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training
     if isinstance(tune, (BoundedEvidence, Refit)) and open_noise:
         return tuned(tune, posterior, training)
     if not setup.problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
-        unused = "validation=" if setup.data.held_out is not None else f"tune={type(tune).__name__}"
+        unused = "validation=" if setup.options.validation is not None else f"tune={type(tune).__name__}"
         log.warning("%s chooses its own prior: %s was not used.", type(setup.method).__name__, unused)
     return posterior

@@ -40,7 +40,7 @@ class FitData:
 
     model: Any  # the network, as the user passed it
     training: Data
-    held_out: Data | None  # data of `validation=`
+    held_out: Data | None  # data of `validation=`, `lw.Validation` or `lw.EarlyStopping`
     inputs: Any = field(repr=False)  # inputs of the first batch of the joined training data
     targets: Any = field(repr=False)  # targets of this batch
     likelihood: Likelihood  # the user's likelihood, or the one inferred from the targets
@@ -53,9 +53,12 @@ class FitData:
         inputs, targets = batches.split(training.first)
         tune = options.tune
         if options.validation is not None:
-            held_out = Data(options.validation, model, columns=training.columns)
+            tune = Validation(Data(options.validation, model, columns=training.columns))
+        if isinstance(tune, (EarlyStopping, Validation)):
+            given = tune.loader
+            held_out = given if isinstance(given, Data) else Data(given, model, columns=training.columns)
             held_out.wants_keys = training.wants_keys = True
-            tune = Validation(held_out)
+            tune = replace(tune, loader=held_out)
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
         training.check_keys(likelihood := options.likelihood)
@@ -66,8 +69,6 @@ class FitData:
         """Sets the noise of open heads or the ratios of outputs by residuals of held-out, or else of training, data."""
         likelihood: Any = self.likelihood
         data = self.training if self.held_out is None else self.held_out
-        if self.held_out is None and isinstance(self.tune, Validation):
-            data = Data(self.tune.loader, self.model, columns=self.training.columns)
         sums = {key: DataSummary() for key in likelihood.open_heads(tangent.outputs)}
         if not sums:
             return self

@@ -74,6 +74,8 @@ def test_training_data_are_noticed(caplog):
     noisy = Noisy(x[:40], y[:40])
     assert warnings(DataLoader(noisy, 20, shuffle=True), DataLoader(noisy, 40)) == 1
     assert warnings(loader, loader) == 1
+    lw.fit(copy.deepcopy(model), loader, lw.KFAC(), params=lw.last_layer, tune=lw.Validation(loader))
+    assert "100 % of the validation samples are training samples." in caplog.messages[-1]
     assert warnings(loader, (x[:40], y[:40])) == 1
     assert warnings(shuffled, DataLoader(dataset, batch_size=7)) == 1
     assert warnings(shuffled, shuffled) == 1
