@@ -332,9 +332,8 @@ def test_an_empty_loader(posterior: lw.Posterior) -> None:
     refused(lambda: fit(short), "loader, of type DataLoader", "no batch", "drop_last=True")
     refused(lambda: fit([(X[:0], Y[:0])]), "has no samples", "length")
     refused(lambda: posterior.predict([]), "loader, of type list", "no batch", "length")
-    refused(
-        lambda: fit([(X, Y)], tune=lw.Validation([])), "validation data", "no batch", "lw.Validation([(x_val, y_val)])"
-    )
+    for options in ({"tune": lw.Validation([])}, {"validation": []}):
+        refused(lambda options=options: fit([(X, Y)], **options), "held-out data do not fit", "no batch", "length")
     refused(
         lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=[]),
         "0 samples",

@@ -164,7 +164,7 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 LINES = {
     "__init__": 90, "environment": 100, "errors": 138, "options": 192, "linalg": 452, "ranks": 200, "data": 1112,
     "jacobian": 2386, "network": 3135, "tangent": 1219, "covariance": 2747, "likelihoods": 4450, "prediction": 5254,
-    "posterior": 1773, "methods": 5516, "tuning": 2740, "fitting": 2216, "deployment": 867, "evaluation": 1648,
+    "posterior": 1773, "methods": 5516, "tuning": 2740, "fitting": 2215, "deployment": 867, "evaluation": 1648,
     "integrations": 946, "display": 72, "cli": 200, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""

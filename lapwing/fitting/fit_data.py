@@ -141,8 +141,7 @@ def with_joined_data(tune: Tuning | None, training: Data, model: Any) -> Tuning 
 def _warn_of_few(held_out: Data) -> None:
     """Warns if held-out data are few."""
     count = held_out.expected_size
-    has_maps = getattr(batches.split(held_out.first)[1], "ndim", 1) >= 3
-    if count is not None and count < FEW and not has_maps:
+    if count and count < FEW and getattr(batches.split(held_out.first)[1], "ndim", 1) < 3:  # no maps
         log.warning(
             "%d held-out samples are too few to tune the width of predictions. Pass a few hundred, or leave "
             "validation= out, so that the training data tune it.", count,
