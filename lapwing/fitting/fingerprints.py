@@ -72,7 +72,7 @@ def _digest(data: bytes) -> str:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Returns what decides the results of a function besides its name; [] for other objects."""
+    """Returns the values that decide the results of a function, except its name; [] for other objects."""
     parts = []
     for name in PARTS if isinstance(value, FUNCTIONS) else ():
         with suppress(AttributeError, ValueError):  # a cell is empty before its variable has a value

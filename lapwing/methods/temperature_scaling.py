@@ -96,7 +96,7 @@ class TemperatureScaling(Method):
 
 @dataclass
 class LogLikelihoods(State):
-    """Sums over data: log likelihoods of the candidates (K,), those of pseudo-rows (K,), and weights ()."""
+    """Sums over data: log likelihoods of the candidates (K,), of pseudo-rows (K,), and weights ()."""
 
     sums: Tensor
     uniform: Tensor

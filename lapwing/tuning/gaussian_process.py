@@ -70,7 +70,7 @@ class Process:
     def groups(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs that are left out together: for each size k, indices (G, k), and which of them count (G, k)."""
         distinct, group_of = self.same.unique(dim=0, return_inverse=True)
-        times = len(self.labels) // len(self.same)  # a sample has so many consecutive pairs
+        times = len(self.labels) // len(self.same)  # number of consecutive pairs of a sample
         sizes, inside = distinct.sum(1), torch.arange(times, device=self.same.device)
         groups = []
         for size in sizes.unique().tolist():
@@ -164,7 +164,7 @@ class Process:
         return variances, errors
 
     def _means(self, noise: float, variances: Tensor, errors: Tensor) -> tuple[float, float]:
-        """Returns the mean variance and squared error per target, by those of pairs (M,), without a few far samples."""
+        """Returns the mean variance and squared error per target, from pairs (M,), without a few far samples."""
         parts = [part.unflatten(0, (len(self.same), -1)).sum(1) for part in (self.counts, variances - noise, errors)]
         widths = noise + parts[1] / parts[0].clamp_min(ROUNDING)  # mean variance of a target of each sample (n,)
         far = widths > FAR * widths.median()
