@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.data import batches
+from lapwing.data.samples import Samples
 from tests.test_rooms import FILES, ROOT, UPWARD, imports
 
 BATCHES = 4
@@ -50,7 +50,7 @@ CEILINGS = {
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 
 SPLITS = 19
-"""The most calls of `batches.split` in the fit with a given prior."""
+"""The most calls of `Samples.of` in the fit with a given prior."""
 
 CALLS_OUTSIDE_PASSES = 8
 """The most calls of the network in the fit with a given prior, in addition to one for each batch of its one pass."""
@@ -171,7 +171,7 @@ def test_no_call_runs_more_code_than_its_ceiling(profiles, call):
 
 
 def test_a_batch_is_not_parsed_more_often(profiles):
-    splits = profiles["fit with a given prior"][batches.split.__code__]
+    splits = profiles["fit with a given prior"][Samples.of.__func__.__code__]
     assert BATCHES <= splits <= SPLITS
 
 

@@ -91,8 +91,8 @@ def chosen_and_checked(
     spread of all weights is too uncertain.
     """
     survey = partial(
-        Tangent.survey, data.model, data.inputs, forward=options.forward, memory=options.memory, targets=data.targets,
-        activation=data.likelihood.activation,
+        Tangent.survey, data.model, data.first.inputs, forward=options.forward, memory=options.memory,
+        targets=data.first.targets, activation=data.likelihood.activation,
     )  # fmt: skip
     method, params, tangent, reason = options.method, options.params, None, None
     if method is None and params is None:
@@ -109,8 +109,8 @@ def chosen_and_checked(
             )
             method = Diagonal()
     method = method or KFAC()
-    shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)
-    check_fit(method, shape, data.tune, data.inputs, data.targets, options.validation is not None)
+    shape = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
+    check_fit(method, shape, data.tune, data.first, options.validation is not None)
     prior = Prior.read(tangent, options.precision(count), options.prior_mean)
     data.check_held_out(tangent)
     return method, shape, prior, reason

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..covariance import Covariance, has_prior
-from ..data import batches
 from ..data.batches import Forward
 from ..data.progress import show_progress
 from ..display import warns_once
@@ -173,7 +172,7 @@ class Setup:
 def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
     """Surveys the network, chooses the method if the user named none, and checks that all parts and the memory fit."""
     runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
-    samples = runner.size_if_known() or batches.size(data.inputs)
+    samples = runner.size_if_known() or data.first.count
     method, shape, prior, reason = chosen_and_checked(data, options, runner.count, samples)
     tangent = shape.tangent
     data = data.with_residuals(tangent)
@@ -213,7 +212,7 @@ def run_and_tune(setup: Setup) -> Posterior:
         rule = "classes" if classifies(setup.data.likelihood, posterior.tangent) else "targets that are not classes"
         posterior = replace(posterior, method=replace(posterior.method, rule=rule))
     if "targets" in posterior.statistics:  # of Gaussian noise
-        rows = first_rows(posterior.tangent, posterior.likelihood, setup.data.inputs, setup.data.targets)
+        rows = first_rows(posterior.tangent, posterior.likelihood, setup.data.first)
         if rows is not None:
             warn_of_misfit(posterior.likelihood, *rows, posterior.statistics)
     tune, training = setup.data.tune, Training(setup.data.training, parts, setup.runner.count())

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from ..data import batches
 from ..data.data import Data
-from ..data.loaders import check_data_size, checked_batches
+from ..data.loaders import check_data_size
+from ..data.samples import Samples, checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
@@ -41,8 +41,7 @@ class FitData:
     model: Any  # the network, as the user passed it
     training: Data
     held_out: Data | None  # data of `validation=`, `lw.Validation` or `lw.EarlyStopping`
-    inputs: Any = field(repr=False)  # inputs of the first batch of the joined training data
-    targets: Any = field(repr=False)  # targets of this batch
+    first: Samples = field(repr=False)  # the first batch of the joined training data
     likelihood: Likelihood  # the user's likelihood, or the one inferred from the targets
     tune: Tuning | None  # None for the default prior and noise
 
@@ -50,7 +49,7 @@ class FitData:
     def of(cls, options: FitOptions, model: Any, loader: Any) -> FitData:
         """Reads the first batches; raises if the data cannot be used, or if `data_size` is too small."""
         training, held_out = Data(loader, model, options.sample_weights, options.data_size), None
-        inputs, targets = batches.split(training.first)
+        first = training.first
         tune = options.tune
         if options.validation is not None:
             tune = Validation(Data(options.validation, model, columns=training.columns))
@@ -62,8 +61,8 @@ class FitData:
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
         training.check_keys(likelihood := options.likelihood)
-        likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-        return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, training, model))
+        likelihood = inferred_likelihood(first.targets, training) if likelihood is None else resolve(likelihood)
+        return cls(model, training, held_out, first, likelihood, with_joined_data(tune, training, model))
 
     def with_residuals(self, tangent: Tangent) -> FitData:
         """Sets the noise of open heads or the ratios of outputs by residuals of held-out, or else of training, data."""
@@ -72,8 +71,8 @@ class FitData:
         sums = {key: DataSummary() for key in likelihood.open_heads(tangent.outputs)}
         if not sums:
             return self
-        for inputs, targets, weights in checked_batches(tangent.model, data):
-            rows = Batch(tangent, inputs, targets, 0, weights=weights).rows()
+        for samples in checked(data, tangent.device):
+            rows = Batch.of(tangent, samples).rows()
             for key, head, f, y in likelihood.heads(rows["outputs"], rows["targets"]):
                 if key in sums:
                     sums[key].add(head, f, y, rows["weights"])
@@ -93,7 +92,7 @@ class FitData:
             return
         try:
             self.held_out.check_keys(self.likelihood)
-            check_batch(tangent, self.likelihood, *batches.split(self.held_out.first))
+            check_batch(tangent, self.likelihood, self.held_out.first)
         except LapwingError as error:
             raise LapwingError(f"The held-out data do not fit. {error}") from error
 
@@ -109,7 +108,7 @@ class FitData:
         if options.data_size is None:
             self.training.warn_of_unseen(self.training.expected_size)
         if options.forward is None:
-            _warn_of_own_tokens(self.inputs, self.targets, self.likelihood)
+            _warn_of_own_tokens(self.first.inputs, self.first.targets, self.likelihood)
 
     def warn_of_known_samples(self) -> None:
         """Warns if the passes met held-out samples that are training samples, more than training samples repeat."""
@@ -141,7 +140,7 @@ def with_joined_data(tune: Tuning | None, training: Data, model: Any) -> Tuning 
 def _warn_of_few(held_out: Data) -> None:
     """Warns if held-out data are few."""
     count = held_out.expected_size
-    if count and count < FEW and getattr(batches.split(held_out.first)[1], "ndim", 1) < 3:  # no maps
+    if count and count < FEW and getattr(held_out.first.targets, "ndim", 1) < 3:  # no maps
         log.warning(
             "%d held-out samples are too few to tune the width of predictions. Pass a few hundred, or leave "
             "validation= out, so that the training data tune it.", count,

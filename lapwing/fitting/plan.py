@@ -165,8 +165,8 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
 
     method, shape, _, _ = chosen_and_checked(data, options, count, count(), warn)
     tangent = shape.tangent
-    check_batch(tangent, data.likelihood, data.inputs, data.targets)
-    total, largest = _activations(tangent, data.inputs)
+    check_batch(tangent, data.likelihood, data.first)
+    total, largest = _activations(tangent, data.first.inputs)
     shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else total)
     footprint = method.footprint(shape)
     if footprint is None:
@@ -175,7 +175,7 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
     return Plan(
         method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
         kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, probed),
-        seconds=footprint.passes * shape.samples * _forward_seconds(tangent, data.inputs),
+        seconds=footprint.passes * shape.samples * _forward_seconds(tangent, data.first.inputs),
         advice=advice_on_memory(method, shape),
     )  # fmt: skip
 

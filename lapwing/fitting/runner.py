@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .. import ranks
 from ..covariance import Covariance
-from ..data import batches
 from ..data.data import Data
 from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
@@ -55,7 +54,7 @@ class Runner:
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 for targets of other kinds. The first call reads the data."""
         if self._labels is None:
-            parts = [class_labels(*batches.split(batch)) for batch in tracked(self._data, "labels")]
+            parts = [class_labels(samples) for samples in tracked(self._data, "labels")]
             labels = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
             self._check_size(len(labels), "to the count")
             self._labels = torch.cat(ranks.gathered("labels", labels))
@@ -219,24 +218,21 @@ class Runner:
         if at.start == limit:
             return
         for raw in islice(self._data, at.batches, None):
-            inputs, targets = batches.split(raw, device)
-            weights, samples = batches.weights_of(raw, device), batches.size(inputs)
-            problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
-            if at.size and not ranks.several() and at.start + samples > at.size:
-                self._check_size(at.start + samples, f"to the pass '{step.label}'")
-            if limit is not None and at.start + samples > limit:
-                samples = limit - at.start
-                rows = slice(0, samples)
-                inputs, targets = batches.take(inputs, rows), targets[rows]
-                weights = None if weights is None else weights[rows]
-            if samples:
-                counted = problem.likelihood.labelled(targets)
-                at.sums.counted = at.sums.counted or int(any_counts(targets, counted))  # one read of a device
-                yield Batch(
-                    problem.tangent, inputs, targets, before + at.start, counted, weights=weights,
-                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=rounds,
+            samples = raw.to(device)
+            problem.tangent.check(samples.inputs, f"the inputs of batch number {at.batches + 1}")
+            stop = at.start + samples.count
+            if at.size and not ranks.several() and stop > at.size:
+                self._check_size(stop, f"to the pass '{step.label}'")
+            if limit is not None and stop > limit:
+                samples, stop = samples.take(slice(0, limit - at.start)), limit
+            if stop > at.start:
+                counted = problem.likelihood.labelled(samples.targets)
+                at.sums.counted = at.sums.counted or int(any_counts(samples.targets, counted))  # one read of a device
+                yield Batch.of(
+                    problem.tangent, replace(samples, start=before + at.start), counted, round=rounds,
+                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None,
                 )  # fmt: skip
-            at.start, at.batches = at.start + samples, at.batches + 1
+            at.start, at.batches = stop, at.batches + 1
             advance()
             if at.start == limit:
                 return

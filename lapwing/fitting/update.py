@@ -11,7 +11,6 @@ import torch
 
 from .. import ranks
 from ..covariance import has_rank
-from ..data import batches
 from ..data.data import Data
 from ..display import warns_once
 from ..errors import LapwingError, check_flag, shown
@@ -66,8 +65,7 @@ def continued(
     former._check_network()
     _check_invertible(former)
     data = Data.of(loader, former, options.sample_weights)
-    inputs, _ = batches.split(data.first)
-    tangent = _surveyed(options, former.tangent, model, inputs, former.likelihood.activation)
+    tangent = _surveyed(options, former.tangent, model, data.first.inputs, former.likelihood.activation)
     if checkpoint is not None:
         checkpoint.open(data, options, tangent)
     with checkpoint or nullcontext():

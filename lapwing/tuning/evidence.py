@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
-from ..data import batches
 from ..data.loaders import other_size
 from ..data.progress import tracked
+from ..data.samples import Samples
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
@@ -45,7 +45,7 @@ class Training:
 
 def spread_batches(
     training: Training, limit: int, posterior: Posterior, before: Sequence[int] | None = None
-) -> Iterator[batches.Weighted]:
+) -> Iterator[Samples]:
     """Yields batches on the posterior's device, spread evenly over the training data, `limit` samples in all.
 
     `before` holds the sizes of the batches of the processes before this one; None means a single process. Raises if the
@@ -53,7 +53,7 @@ def spread_batches(
     """
     device, shown = posterior.tangent.device, training.shown
     if training.chosen:
-        yield from (batches.plain(part, device) for part in training.loader)
+        yield from (samples.to(device) for samples in training.loader)
         return
     whole = shown or posterior.samples
     start = taken = 0
@@ -67,17 +67,13 @@ def spread_batches(
     if taken >= limit:
         return
     for batch in tracked(training.loader, "training data for the tuning"):
-        inputs, targets = batches.split(batch)
-        weights = batches.weights_of(batch, device)
-        size = batches.size(inputs)
+        samples = Samples.of(batch)
+        size = samples.count
         some = count(size)
         if some:
-            if some < size:  # every (size // some)-th sample
-                rows = slice(0, some * (size // some), size // some)
-                inputs, targets = batches.take(inputs, rows), targets[rows]
-                weights = None if weights is None else weights[rows]
             taken += some
-            yield batches.Weighted(batches.plain(inputs, device), batches.plain(targets, device), weights)
+            every = slice(0, some * (size // some), size // some)
+            yield (samples.take(every) if some < size else samples).to(device)
         start += size
         if taken >= limit:
             return

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..data import batches
 from ..data.data import Data
 from ..data.frames import check_data
 from ..errors import LapwingError, is_whole
@@ -353,7 +352,7 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
     return replace(posterior, likelihood=replace(likelihood, noise_ratios=tuple((noises / noise).tolist())))
 
 
-def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
+def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     """Warns if a constant for each logit improves the held-out log likelihood, which no temperature can do.
 
     The gain must exceed `WORTHWHILE_SHIFT` per sample, and twice the gain of all samples 10 + 3 C. Without a shift
@@ -364,8 +363,9 @@ def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
     mapped = getattr(likelihood, "logit_map", ())
     if mapped or likelihood.activation is None or tangent.outputs > SHIFTED_OUTPUTS or tangent.positions.several:
         return
-    pairs = [batches.split(batch, tangent.device) for batch in loader]
-    logits, labels = torch.cat([tangent.outputs_of(x).double() for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    parts = [samples.to(tangent.device) for samples in held_out]
+    logits = torch.cat([tangent.outputs_of(part.inputs).double() for part in parts])
+    labels = torch.cat([part.targets for part in parts])
     counted = likelihood.labelled(labels)
     logits, labels = (logits, labels) if counted is None else (logits[counted], labels[counted])
 
