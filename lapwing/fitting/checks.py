@@ -68,6 +68,13 @@ def check_batch(tangent: Tangent, likelihood: Likelihood, samples: Samples) -> t
     return rows, targets
 
 
+def check_memory(method: Method, shape: FitShape) -> None:
+    """Raises if the fit needs more memory than there is."""
+    advice = advice_on_memory(method, shape)
+    if advice is not None:
+        raise LapwingError(advice)
+
+
 def advice_on_memory(method: Method, shape: FitShape) -> str | None:
     """Returns a sentence on the memory that is missing and what to use instead, or None if everything fits.
 

@@ -26,6 +26,7 @@ from ..network.stamp import Stamp, fingerprint
 from ..posterior.files import read_safetensors, write_safetensors
 from ..posterior.loading import check_same
 from ..tangent import Tangent, last_layer
+from ..tangent.retry import entry
 from ..tangent.stored import from_json, to_json
 from .fingerprints import check_same_network
 
@@ -103,8 +104,7 @@ def _inputs_of(batch: Any) -> Any:
     return batch.inputs if isinstance(batch, Samples) else batches.inputs_of(batch)
 
 
-@outside_modes
-@ranks.across_ranks()
+@entry("The detector", "Pass smaller batches.")
 def novelty(
     model: nn.Module, loader: Any, by: Literal["mahalanobis", "knn"] = "mahalanobis", *, forward: Forward | None = None
 ) -> Novelty:

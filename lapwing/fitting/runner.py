@@ -27,7 +27,7 @@ from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..tangent.retry import retried
-from .checkpoint import Checkpoint, PassSums, RunnerState
+from .checkpoint import NoCheckpoint, PassSums, RunnerState
 
 Advance = Callable[[], Any]  # counts one batch on the bar of a pass
 
@@ -43,10 +43,10 @@ class Runner:
     """
 
     def __init__(
-        self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: Checkpoint | None = None
+        self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: NoCheckpoint | None = None
     ) -> None:
         self.columns, self.weighted, self._data = data.columns, data.weighted, data
-        self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
+        self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint or NoCheckpoint()
         self._labels: Tensor | None = None
         self._at = RunnerState()
         self.first_parts: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
@@ -100,7 +100,7 @@ class Runner:
         if isinstance(step, SumPass):
             ranks.overwrite(f"the basis of the pass '{step.label}'", step.basis_tensors())
             if step.in_iteration:
-                self._checkpoint = None
+                self._checkpoint = NoCheckpoint()
         if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
             return self._sums(step, problem).state
         generator = problem.root.generator
@@ -145,8 +145,6 @@ class Runner:
     def _begin(self, step: Pass, before: RunnerState, problem: Problem) -> RunnerState:
         """Returns the state at the start of a pass, or the state in the checkpoint."""
         at = replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False)
-        if self._checkpoint is None:
-            return at
         at = self._checkpoint.resumed(step.label, at, problem.tangent.device)
         size, known = at.size or at.start, self._data.known_size
         if known is not None and size > known:
@@ -198,9 +196,7 @@ class Runner:
             at.whole |= collects
         at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
         at.finished = True
-        if self._checkpoint is not None:
-            at.generator = problem.root.generator.get_state()
-            self._checkpoint.after_pass(step.label, at)
+        self._checkpoint.after_pass(step.label, at, problem.root.generator)
 
     @property
     def _before(self) -> int:
@@ -236,9 +232,8 @@ class Runner:
             advance()
             if at.start == limit:
                 return
-            if self._checkpoint is not None and isinstance(step, SumPass):
-                at.generator = problem.root.generator.get_state()
-                self._checkpoint.after_batch(step.label, at)
+            if isinstance(step, SumPass):
+                self._checkpoint.after_batch(step.label, at, problem.root.generator)
 
     def _check_size(self, samples: int, to: str) -> None:
         """Sets n the first time; raises if the data have no sample, or another number. Shares of ranks may be empty."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
+from ..data.data import Data
 from ..data.loaders import other_size
 from ..data.progress import tracked
 from ..data.samples import Samples
@@ -91,6 +92,29 @@ class Tuning(Options, ABC):
         """Whether the tuning reads the lower bound of the evidence, if δ or σ² is open."""
         return prior_open or noise_open
 
+    needs_former_data: ClassVar[bool] = True
+    """Whether a posterior that gets further data cannot be tuned without the data of its fit."""
+
+    @property
+    def held_out(self) -> Any:
+        """The held-out data that it reads, or None."""
+        return None
+
+    def with_held_out(self, data: Data) -> Tuning:
+        """Returns the tuning with its held-out data in this form."""
+        return self
+
+    def falls(self) -> Callable[[Posterior, Posterior], bool] | None:
+        """Returns a function that says whether the score of more samples has fallen, so that the fit ends, or None.
+
+        Its arguments are the posterior of the first samples and the same scaled to all samples, for rising numbers.
+        """
+        return None
+
+    def tunes_own_prior(self, posterior: Posterior) -> bool:
+        """Whether it has numbers to choose for a posterior whose method chose the prior."""
+        return False
+
     def check(self, method: Method, shape: FitShape) -> None:
         """Raises a LapwingError if the tuning cannot tune the method. `lw.fit` and `lw.plan` call it first."""
 
@@ -129,6 +153,8 @@ class Evidence(Tuning):
         >>> lw.Evidence(per_layer=True)
         Evidence(per_layer=True, rank_gap=None)
     """
+
+    needs_former_data = False
 
     per_layer: bool = False
     rank_gap: float | None = option(None, number(0), write="1.0")
