@@ -24,17 +24,18 @@ from ..likelihoods.inferred import warn_of_misfit
 from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network.entry import outside_modes
 from ..posterior import Posterior
+from ..posterior.tuned import checked, tuned
+from ..running.checkpoint import Checkpoint
+from ..running.fingerprints import check_same_network
+from ..running.runner import Runner, Stop
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import memory_errors
 from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Validation
-from .checkpoint import Checkpoint
 from .checks import advice_on_memory, first_rows
+from .constructed import posteriors_of
 from .default_method import chosen_and_checked, classifies
-from .fingerprints import check_same_network
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
-from .result import checked, posteriors_of, tuned
-from .runner import Runner, Stop
 from .update import continued
 
 log = logging.getLogger("lapwing")
@@ -148,9 +149,9 @@ def fit(
         data.warn(options)
         setup = survey(options, data, file)
         if file is not None:  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
-            problem, likelihood = setup.problem, setup.problem.likelihood
-            sums = [problem.traces_wanted, data.prefixes]
-            file.open(data.training, options, problem.tangent, method=setup.method, likelihood=likelihood, tune=sums)
+            problem, described = setup.problem, options.described()
+            sums = {"likelihood": problem.likelihood, "tune": [problem.traces_wanted, data.prefixes]}
+            file.open(data.training, described, problem.tangent, method=setup.method, **sums)
         with file or nullcontext():
             posterior = run_and_tune(setup)
         if options.data_size is None and data.training.expected_size is None:

@@ -51,19 +51,20 @@ class FitData:
         """Reads the first batches; raises if the data cannot be used, or if `data_size` is too small."""
         training, held_out = Data(loader, model, options.sample_weights, options.data_size), None
         inputs, targets = batches.split(training.first)
-        tune = options.tune
+        tune: Any = options.tune
         if options.validation is not None:
             tune = Validation(Data(options.validation, model, columns=training.columns))
         if isinstance(tune, (EarlyStopping, Validation)):
             given = tune.loader
             held_out = given if isinstance(given, Data) else Data(given, model, columns=training.columns)
             held_out.wants_keys = training.wants_keys = True
-            tune = replace(tune, loader=held_out)
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
         training.check_keys(likelihood := options.likelihood)
         likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-        return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, training, model))
+        if held_out is not None:
+            tune = replace(tune, loader=held_out.on_first_rank())
+        return cls(model, training, held_out, inputs, targets, likelihood, tune)
 
     def with_residuals(self, tangent: Tangent) -> FitData:
         """Sets the noise of open heads or the ratios of outputs by residuals of held-out, or else of training, data."""
@@ -128,14 +129,6 @@ class FitData:
                 "so its error bars become too narrow and its probabilities overconfident. Pass data on which it was "
                 "not trained: validation=(x_val, y_val).", 100 * share,
             )  # fmt: skip
-
-
-def with_joined_data(tune: Tuning | None, training: Data, model: Any) -> Tuning | None:
-    """Returns the tuning with the held-out data of all ranks on rank 0, and without data on other ranks."""
-    if not ranks.several() or not isinstance(tune, (EarlyStopping, Validation)):
-        return tune
-    data = tune.loader if isinstance(tune.loader, Data) else Data(tune.loader, model, columns=training.columns)
-    return replace(tune, loader=data.on_first_rank())
 
 
 def _warn_of_few(held_out: Data) -> None:

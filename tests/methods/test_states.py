@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods import Batch, DataSummary, FisherRoot, Pass, Problem, State, SumPass
-from lapwing.posterior.prior import Prior
+from lapwing.methods.prior import Prior
 from lapwing.tangent import Tangent
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 

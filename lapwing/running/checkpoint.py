@@ -24,11 +24,10 @@ from torch import Tensor
 from .. import ranks
 from ..data.data import Data
 from ..errors import LapwingError, shown
+from ..files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..methods.state import DataSummary, State
-from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..tangent import Tangent
 from .fingerprints import differences, fingerprint_of
-from .options import FitOptions
 
 log = logging.getLogger("lapwing")
 
@@ -77,12 +76,12 @@ class Checkpoint:
         self._left: list[Saved] = []  # from the file, not yet used
         self._batches, self._time = 0, time.monotonic()
 
-    def open(self, data: Data, options: FitOptions, tangent: Tangent, **more: Any) -> None:
-        """Reads the file if it exists. `more` also decides the states of passes, by the name that a message shows."""
+    def open(self, data: Data, options: Mapping[str, Any], tangent: Tangent, **more: Any) -> None:
+        """Reads the file if it exists. Fingerprints of `options`, and `more`, decide the states of passes, by name."""
         surveyed = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory, **more}
         first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
         size = {} if data.expected_size is None else {"the number of samples": data.expected_size}
-        self._fit = {**options.described(), **fingerprint_of(surveyed), "the first batch": first, **size}
+        self._fit = {**options, **fingerprint_of(surveyed), "the first batch": first, **size}
         self._left = ranks.on_first("the checkpoint", self._read)
 
     def _read(self) -> list[Saved]:
