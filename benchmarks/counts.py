@@ -34,9 +34,9 @@ from benchmarks.large import resnet18
 from benchmarks.measure import RESULTS, write
 from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock, KroneckerFactors
 from lapwing.methods.passes import Batch
+from lapwing.methods.prior import Prior
 from lapwing.methods.problem import FisherRoot, Problem, Seen, root_columns
 from lapwing.methods.state import DataSummary
-from lapwing.posterior.prior import Prior
 from lapwing.tangent import Tangent
 from papers.common.data import images
 from papers.common.networks import cifar_resnet20

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods import DataSummary, FisherRoot, Problem, Seen
+from lapwing.methods.prior import Prior
 from lapwing.methods.problem import root_positions
-from lapwing.posterior.prior import Prior
 from lapwing.tangent import Block, Tangent
 from tests import oracle
 from tests.pretended_device import Device

@@ -18,7 +18,7 @@ from benchmarks.measure import LiveBytes
 from lapwing.covariance import Latent
 from lapwing.covariance.structures import condensed
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
-from lapwing.posterior.prior import Prior
+from lapwing.methods.prior import Prior
 from lapwing.prediction.way import Way
 
 BUDGET = 2**24

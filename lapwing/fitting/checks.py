@@ -11,7 +11,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.inferred import check_logits
 from ..methods import KFAC, Diagonal, FitShape, Method
-from ..posterior.prior import check_range
+from ..methods.prior import check_noise
 from ..tangent import Tangent
 from ..tuning import Tuning
 
@@ -41,12 +41,6 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
-
-
-def check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
-    """Raises if the dtype of the weights cannot express the noise variance."""
-    if likelihood.noise_variance is not None:
-        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
 def first_rows(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:

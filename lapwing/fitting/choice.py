@@ -14,10 +14,10 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import double_device
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
+from ..methods.prior import Prior
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
-from ..posterior.prior import Prior
 from ..tangent import LastLayer, Tangent, everything, last_layer
 from ..tuning.leave_one_out import MAX_EXPLICIT_WEIGHTS, MAX_WEIGHTS
 from .checks import check_fit

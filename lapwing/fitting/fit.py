@@ -19,17 +19,18 @@ from ..likelihoods import Likelihood, P
 from ..likelihoods.inferred import warn_of_misfit
 from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
 from ..posterior import Posterior
+from ..posterior.tuned import checked, tuned
+from ..running.checkpoint import Checkpoint, NoCheckpoint
+from ..running.fingerprints import check_same_network
+from ..running.runner import Runner, Stop
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Training, Tuning
-from .checkpoint import Checkpoint, NoCheckpoint
 from .checks import check_memory, first_rows
 from .choice import Choice, choose, classifies
-from .fingerprints import check_same_network
+from .constructed import posteriors_of
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
-from .result import checked, posteriors_of, tuned
-from .runner import Runner, Stop
 from .update import continued
 
 log = logging.getLogger("lapwing")
@@ -144,7 +145,7 @@ def fit(
         choice.log_default(options)
         problem = _problem(options, choice, data, runner)
         file.open(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
-            data.training, options, problem.tangent, method=choice.method, likelihood=problem.likelihood,
+            data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
             tune=[problem.traces_wanted, data.prefixes],
         )  # fmt: skip
         with file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -48,19 +48,22 @@ class FitData:
     @classmethod
     def of(cls, options: FitOptions, model: Any, loader: Any) -> FitData:
         """Reads the first batches; raises if the data cannot be used, or if `data_size` is too small."""
-        training = Data(loader, model, options.sample_weights, options.data_size)
+        training, held_out = Data(loader, model, options.sample_weights, options.data_size), None
         first = training.first
-        tune = options.tune
+        tune: Any = options.tune
         if options.validation is not None:
             tune = Validation(Data(options.validation, model, columns=training.columns))
-        tune, held_out = with_held_out(tune, training, model)
-        if held_out is not None:
+        if tune is not None and tune.loader is not None:
+            given = tune.loader
+            held_out = given if isinstance(given, Data) else Data(given, model, columns=training.columns)
             held_out.wants_keys = training.wants_keys = True
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
         training.check_keys(likelihood := options.likelihood)
         likelihood = inferred_likelihood(first.targets, training) if likelihood is None else resolve(likelihood)
-        return cls(model, training, held_out, first, likelihood, joined_on_first(tune))
+        if held_out is not None:
+            tune = replace(tune, loader=held_out.on_first_rank())
+        return cls(model, training, held_out, first, likelihood, tune)
 
     def with_residuals(self, tangent: Tangent) -> Likelihood:
         """Returns the likelihood with the noise of open heads, or ratios, by residuals of held-out or training data."""
@@ -130,21 +133,6 @@ class FitData:
                 "so its error bars become too narrow and its probabilities overconfident. Pass data on which it was "
                 "not trained: validation=(x_val, y_val).", 100 * share,
             )  # fmt: skip
-
-
-def with_held_out(tune: Tuning | None, training: Data, model: Any) -> tuple[Tuning | None, Data | None]:
-    """Returns the tuning with its held-out data as `Data`, and these data; None for a tuning without any."""
-    given = None if tune is None else tune.held_out
-    if tune is None or given is None:
-        return tune, None
-    data = given if isinstance(given, Data) else Data(given, model, columns=training.columns)
-    return tune.with_held_out(data), data
-
-
-def joined_on_first(tune: Tuning | None) -> Tuning | None:
-    """Returns the tuning with the held-out data of all ranks on rank 0, and without data on other ranks."""
-    data = None if tune is None else tune.held_out
-    return tune if tune is None or data is None else tune.with_held_out(data.on_first_rank())
 
 
 def _warn_of_few(held_out: Data) -> None:

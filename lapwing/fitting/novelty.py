@@ -19,16 +19,16 @@ from ..data.data import Data
 from ..data.frames import as_inputs
 from ..data.samples import Samples, checked
 from ..errors import LapwingError, check_choice
+from ..files import read_safetensors, write_safetensors
 from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp, fingerprint
-from ..posterior.files import read_safetensors, write_safetensors
 from ..posterior.loading import check_same
+from ..running.fingerprints import check_same_network
 from ..tangent import Tangent, last_layer
 from ..tangent.retry import entry
 from ..tangent.stored import from_json, to_json
-from .fingerprints import check_same_network
 
 log = logging.getLogger("lapwing")
 

@@ -16,9 +16,9 @@ from ..likelihoods import Likelihood
 from ..methods import Method
 from ..options import SEED, Options, Rule, instance_of, integer, option, positive
 from ..posterior import Posterior
+from ..running.fingerprints import differences, fingerprint_of
 from ..tangent import LastLayer, Predicate
 from ..tuning import BoundedEvidence, Tuning
-from .fingerprints import differences, fingerprint_of
 
 DEFAULT_TUNING = BoundedEvidence()  # a method that chooses its own prior ignores it without a warning
 

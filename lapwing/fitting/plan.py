@@ -18,16 +18,16 @@ from ..display import Displayed, warns_once
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..methods import Method
-from ..methods.registry import METHODS
 from ..network.entry import outside_modes
 from ..network.probe import PROBED_SAMPLES
+from ..running.runner import Runner
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning
 from .checks import advice_on_memory, check_batch
 from .choice import choose
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
-from .runner import Runner
+from .registry import METHODS
 
 HEADER = f"{'weights':>13}  {'passes':>9}  {'kept MiB':>12}  {'peak MiB':>12}  {'seconds':>9}  method"
 

@@ -1,4 +1,4 @@
-"""The contract between a method and `fitting/runner.py`: passes over the data.
+"""The contract between a method and `running/runner.py`: passes over the data.
 
 A method is a frozen dataclass. Its `passes` is a generator, which yields passes, receives the finished state of each
 pass, and returns a covariance. It may also yield a question about the data. There are two kinds of pass:

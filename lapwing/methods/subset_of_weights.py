@@ -15,7 +15,6 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..linalg import doubled
 from ..options import Rule, at_least, option, required
-from ..posterior import Posterior
 from ..tangent import Block, Tangent
 from .diagonal import SquaredSums
 from .footprint import FitShape, Footprint
@@ -58,7 +57,7 @@ class SubsetOfWeights(Method):
 
     accepts_further_data = True
     size: int = field(metadata=required(at_least(1), "100"))
-    by: Literal["diagonal", "magnitude", "random"] | Posterior = option(
+    by: Literal["diagonal", "magnitude", "random"] | Any = option(
         "diagonal",
         Rule(lambda by: isinstance(getattr(by, "covariance", None), Covariance), "a posterior over the same weights"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -20,13 +20,15 @@ from ..covariance import (
 from ..covariance.base import join_blocks
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
-from ..posterior import MethodInfo
 from .full import AllRows, DenseCurvature, DenseSum
 from .kfac import Factors, _FactorPass
 from .passes import Batch, CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
 from .problem import MemoryNeed, Problem
 from .state import S
 from .subspace import ProjectedCurvature, ProjectionPass
+
+if TYPE_CHECKING:
+    from ..posterior import MethodInfo
 
 
 @dataclass(frozen=True)

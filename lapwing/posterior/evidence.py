@@ -16,9 +16,9 @@ from ..display import Displayed
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import SLICE_NUMBERS, doubled, total
+from ..methods.prior import Prior
+from ..methods.problem import Scale
 from ..tangent import Tangent, Vectors
-from .prior import Prior
-from .scale import Scale
 
 if TYPE_CHECKING:
     from .posterior import Posterior

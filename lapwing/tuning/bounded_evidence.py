@@ -9,7 +9,8 @@ from ..covariance import has_prior
 from ..network.entry import outside_modes
 from ..options import at_least, option, positive
 from ..posterior import Posterior
-from .evidence import Evidence, Training, Tuning, spread_batches
+from ..posterior.tuned import Training, Tuning, spread_batches
+from .evidence import Evidence
 from .held_out import SOME_POSITIONS, spread_costs
 from .regression_width import inputs_read, with_left_out_width
 from .search import crossing, evenly

@@ -1,11 +1,9 @@
-"""The contract of a tuning, and `Evidence`: prior precision and noise variance by the evidence."""
+"""`Evidence`: prior precision and noise variance by the evidence."""
 
 from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,121 +11,18 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
-from ..data.data import Data
-from ..data.loaders import other_size
-from ..data.progress import tracked
-from ..data.samples import Samples
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
-from ..options import Options, number, option
+from ..options import number, option
 from ..posterior import Posterior
+from ..posterior.tuned import Training, Tuning
 from .search import ascend, best_of_grid, golden_section
 
 log = logging.getLogger("lapwing")
 
 LOWEST, HIGHEST = -8.0, 10.0  # searched decades of the prior precision; see `_decades`
 BEYOND = 5.0  # decades by which an ascent may leave that range and come back: at an end of it the slope would be 0
-
-
-@dataclass(frozen=True)
-class Training:
-    """Inputs of a tuning, in addition to the posterior.
-
-    `prefixes` are posteriors of the first n samples, by rising n, if the tuning sets `Tuning.prefixes`; with
-    `data_size`, also the unscaled posterior of all samples.
-    """
-
-    loader: Iterable[Any] = ()  # training data
-    prefixes: tuple[Posterior, ...] = ()
-    shown: int | None = None  # number of samples of the loader, if known; the posterior may be of fewer
-    chosen: bool = False  # whether the loader holds only the samples that the tuning reads: `Tuning.training_samples`
-
-
-def spread_batches(
-    training: Training, limit: int, posterior: Posterior, before: Sequence[int] | None = None
-) -> Iterator[Samples]:
-    """Yields batches on the posterior's device, spread evenly over the training data, `limit` samples in all.
-
-    `before` holds the sizes of the batches of the processes before this one; None means a single process. Raises if the
-    loader has no samples, or another number of samples than the fit read.
-    """
-    device, shown = posterior.tangent.device, training.shown
-    if training.chosen:
-        yield from (samples.to(device) for samples in training.loader)
-        return
-    whole = shown or posterior.samples
-    start = taken = 0
-
-    def count(size: int) -> int:
-        """Returns the number of samples that are read from the next batch."""
-        return min(size, limit - taken) if taken < limit and taken * whole <= start * limit else 0
-
-    for size in before or ():
-        taken, start = taken + count(size), start + size
-    if taken >= limit:
-        return
-    for batch in tracked(training.loader, "training data for the tuning"):
-        samples = Samples.of(batch)
-        size = samples.count
-        some = count(size)
-        if some:
-            taken += some
-            every = slice(0, some * (size // some), size // some)
-            yield (samples.take(every) if some < size else samples).to(device)
-        start += size
-        if taken >= limit:
-            return
-    if before is None and (not taken or (shown == posterior.samples and start != whole)):
-        raise other_size(start, "to the tuning", posterior.samples)
-
-
-class Tuning(Options, ABC):
-    """Chooses prior precision and noise variance if the user gave none."""
-
-    prefixes: int = 0
-    """Number of first parts of the data (a half, a quarter, ...) whose posteriors the tuning needs."""
-
-    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Whether the tuning reads the lower bound of the evidence, if δ or σ² is open."""
-        return prior_open or noise_open
-
-    needs_former_data: ClassVar[bool] = True
-    """Whether a posterior that gets further data cannot be tuned without the data of its fit."""
-
-    @property
-    def held_out(self) -> Any:
-        """The held-out data that it reads, or None."""
-        return None
-
-    def with_held_out(self, data: Data) -> Tuning:
-        """Returns the tuning with its held-out data in this form."""
-        return self
-
-    def falls(self) -> Callable[[Posterior, Posterior], bool] | None:
-        """Returns a function that says whether the score of more samples has fallen, so that the fit ends, or None.
-
-        Its arguments are the posterior of the first samples and the same scaled to all samples, for rising numbers.
-        """
-        return None
-
-    def tunes_own_prior(self, posterior: Posterior) -> bool:
-        """Whether it has numbers to choose for a posterior whose method chose the prior."""
-        return False
-
-    def check(self, method: Method, shape: FitShape) -> None:
-        """Raises a LapwingError if the tuning cannot tune the method. `lw.fit` and `lw.plan` call it first."""
-
-    def training_samples(self, posterior: Posterior) -> int:
-        """Returns the maximum number of training samples that tuning this posterior reads.
-
-        In a fit over several processes, rank 0 tunes, and gets only these.
-        """
-        return 0
-
-    @abstractmethod
-    def tune(self, posterior: Posterior, training: Training) -> Posterior:
-        """Returns the tuned posterior. Values that the user gave are kept."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +49,7 @@ class Evidence(Tuning):
         Evidence(per_layer=True, rank_gap=None)
     """
 
-    needs_former_data = False
-
+    tunes_updates: ClassVar[bool] = True
     per_layer: bool = False
     rank_gap: float | None = option(None, number(0), write="1.0")
 
@@ -168,7 +62,7 @@ class Evidence(Tuning):
             raise without_rank("rank_gap", self.rank_gap, repr(method))
 
     @outside_modes
-    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:
+    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         best, covariance = self._tuned(posterior), posterior.covariance
         if self.rank_gap is None:
             return best

@@ -18,8 +18,8 @@ from ..network.eager import parameters_of
 from ..network.entry import outside_modes
 from ..options import SEED, at_least, option
 from ..posterior import Posterior
+from ..posterior.tuned import Training, Tuning, spread_batches
 from ..tangent import Tangent
-from .evidence import Training, Tuning, spread_batches
 from .regression_width import SAMPLES, with_left_out_width
 from .training_kernel import table_of
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..covariance import has_prior
 from ..data.samples import Samples
 from ..posterior import Posterior
-from .evidence import Training, spread_batches
+from ..posterior.tuned import Training, spread_batches
 from .gaussian_process import LeaveOneOut
 from .held_out import WIDTH_OUTPUTS, means_over_samples
 from .input_process import width_by_inputs

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
+from ..posterior.tuned import Training, Tuning
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
-from .evidence import Training, Tuning, without_rank
+from .evidence import without_rank
 from .held_out import at_exponents, contracted, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
@@ -69,14 +70,6 @@ class _OnHeldOutData(Tuning):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_data(self.loader, type(self).__name__)
-
-    @property
-    def held_out(self) -> Any:
-        return self.loader
-
-    def with_held_out(self, data: Data) -> Tuning:
-        own: Any = self
-        return replace(own, loader=data)
 
     @property
     def _aim(self) -> Aim:
@@ -157,8 +150,7 @@ class Validation(_OnHeldOutData):
         True
     """
 
-    needs_former_data = False
-
+    tunes_updates: ClassVar[bool] = True
     loader: Any = field(repr=False)
     decades: tuple[float, float] = option((-5.0, 7.0), RISING)
     points: int = option(25, at_least(3))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lapwing as lw
 from lapwing import ranks as collectives
 from lapwing.data.data import Data
-from lapwing.fitting.result import checked
+from lapwing.posterior.tuned import checked
 from tests import ranks
 
 ROOT = Path(lw.__file__).parent.parent

@@ -23,7 +23,7 @@ from lapwing.methods import (
     State,
     SumPass,
 )
-from lapwing.posterior.prior import Prior
+from lapwing.methods.prior import Prior
 from lapwing.tangent import Tangent
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import lapwing as lw
 from benchmarks.measure import LiveBytes
+from lapwing import files
 from lapwing.likelihoods.registry import REGISTERED
-from lapwing.posterior import files
 from tests.posterior import fixtures
 from tests.zoo_modules import Net
 

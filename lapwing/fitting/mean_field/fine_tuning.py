@@ -15,12 +15,12 @@ from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
 from ...linalg import doubled
+from ...methods.passes import Batch, IteratePass
+from ...methods.problem import Problem
+from ...methods.state import DataSummary, Descent
 from ...network import recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
-from ..passes import Batch, IteratePass
-from ..problem import Problem
-from ..state import DataSummary, Descent
 
 NOISE_DECAY = 0.99  # factor per step of the sums of squared residuals that give σ²: the last hundred batches or so
 

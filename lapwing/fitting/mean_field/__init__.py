@@ -15,6 +15,9 @@ from ...data.batches import Forward
 from ...data.data import Data
 from ...errors import LapwingError
 from ...likelihoods import Likelihood
+from ...methods.footprint import FitShape, Footprint
+from ...methods.passes import FitResult, LikelihoodPass, Method, Passes, SamplesSeen, with_seen
+from ...methods.problem import Problem, Seen
 from ...network.eager import parameters_of, uncompiled
 from ...network.entry import outside_modes
 from ...network.selection import select
@@ -22,9 +25,6 @@ from ...options import at_least, check_argument, option, positive
 from ...posterior import MethodInfo, Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
-from ..footprint import FitShape, Footprint
-from ..passes import FitResult, LikelihoodPass, Method, Passes, SamplesSeen, with_seen
-from ..problem import Problem, Seen
 from .fine_tuning import FineTuning
 
 

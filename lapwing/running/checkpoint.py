@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -24,11 +24,10 @@ from torch import Tensor
 from .. import ranks
 from ..data.data import Data
 from ..errors import LapwingError, shown
+from ..files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..methods.state import DataSummary, State
-from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..tangent import Tangent
 from .fingerprints import differences, fingerprint_of
-from .options import FitOptions
 
 log = logging.getLogger("lapwing")
 
@@ -64,7 +63,7 @@ class RunnerState(State):
 class NoCheckpoint:
     """The checkpoint of a fit that cannot be continued: it keeps nothing."""
 
-    def open(self, data: Data, options: FitOptions, tangent: Tangent, **more: Any) -> None:
+    def open(self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any) -> None:
         """Begins the fit."""
 
     def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
@@ -100,12 +99,12 @@ class Checkpoint(NoCheckpoint):
         self._left: list[Saved] = []  # from the file, not yet used
         self._batches, self._time = 0, time.monotonic()
 
-    def open(self, data: Data, options: FitOptions, tangent: Tangent, **more: Any) -> None:
-        """Reads the file if it exists. `more` also decides the states of passes, by the name that a message shows."""
+    def open(self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any) -> None:
+        """Reads the file if it exists. What `describe` returns, and `more`, decide the states of passes, by name."""
         surveyed = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory, **more}
         first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
         size = {} if data.expected_size is None else {"the number of samples": data.expected_size}
-        self._fit = {**options.described(), **fingerprint_of(surveyed), "the first batch": first, **size}
+        self._fit = {**describe(), **fingerprint_of(surveyed), "the first batch": first, **size}
         self._left = ranks.on_first("the checkpoint", self._read)
 
     def _read(self) -> list[Saved]:
