@@ -89,9 +89,13 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def pairs_are_cheaper(self, candidates: int, norms: bool = False) -> bool:
         """Whether pairs of positions cost less than rows, for this number of weights (0 for squares)."""
         outputs, inputs, size = self.outputs, self.inputs, self.outputs * self.inputs
+        # cost of a sample and a group, in multiply-adds; n weights, T(T + 1)/2 pairs t <= t'
         pairs, count = self.positions * (self.positions + 1) // 2, max(1, candidates)  # an expert may have no token
+        # pairs: a_t ⊙ a_t' (I); for each weight its product with W (O I), and g times the result (R O)
         by_pairs = pairs * (count * (size + REDUCTION * self.cotangents * outputs) + REDUCTION * inputs)
+        # rows: Σ_t g a (R O I T); the rows times each weight, or two kinds of squares if norms are read (R O I)
         by_rows = self.cotangents * size * (self.positions + (2 if norms else count) * REDUCTION)
+        # and for each weight the Gram matrix of the rows (R² O I), or its products with two squares (2 R O I)
         by_rows += candidates * size * (2 * self.cotangents if norms else self.cotangents**2)
         return len(self.strips) == 1 and 0 < by_pairs < by_rows
 
@@ -189,6 +193,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) from rows or as `gᵀ(V_k a)`, whichever needs fewer products."""
         count = vectors.shape[0]
+        # rows cost R O I T and their products with V R O I K; V_k a costs K T O I and gᵀ(V_k a) K T O R; both without O
         by_rows = self.cotangents * self.inputs * (self.positions + count)
         by_push = count * self.positions * (self.inputs + self.cotangents)
         if by_rows <= by_push:
@@ -249,9 +254,11 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def rows_are_cheaper(self, other: Strips) -> bool:
         """Whether rows need fewer products per group than pairs of positions of both sides."""
         batch, cotangents, positions = other.shape[:3]
+        # rows of both sides from their positions, and a product of O I numbers for each pair of rows
         mine, theirs = self.batch * self.cotangents, batch * cotangents
         formed = mine * self.positions + (0 if other is self.strips else theirs * positions)
         by_rows = (formed + mine * theirs) * self.outputs * self.inputs
+        # a_t·a'_t' for each pair of samples, g_t·g'_t' for each pair of rows, and the product of both
         one_pair = self.batch * batch * self.inputs + mine * theirs * (self.outputs + REDUCTION)
         return by_rows <= self.positions * positions * one_pair
 

@@ -46,18 +46,22 @@ def contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
         product = product - product.mean(-1, keepdim=True)
         return product, (q * product).sum(-1, keepdim=True), (q * spread).sum(-1, keepdim=True)
 
+    # 1. for all classes but the top one: q_k = p_k/(1 - p_c), from p (B, C) and S p
     probs = (scale * mean).softmax(-1)
     rest = 1.0 - probs.scatter(-1, top, 0.0)
     product, square, diagonal = moments(probs)  # f_c - qᵀf is (f_c - pᵀf) / (1 - p_c)
     variance = (spread - 2.0 * product + square) / rest.square()
     shift = (rest * diagonal - probs * (spread - 2.0 * product) - square) / rest.square()
+    # 2. for the top class: q without it, (B, C)
     product, square, diagonal = moments((scale * mean).scatter(-1, top, _FAR).softmax(-1))
     variance = nonnegative(variance.scatter(-1, top, (spread - 2.0 * product + square).gather(-1, top)))
     shift = shift.scatter(-1, top, diagonal - square)
 
+    # 3. g_c(m) = log p_c - log(1 - p_c) (B, C), for the top class from the other logits
     others = mean.scatter(-1, top, _FAR).logsumexp(-1, keepdim=True)
     logs = mean.log_softmax(-1)
     odds = (logs - torch.log1p(-logs.exp().scatter(-1, top, 0.0))).scatter(-1, top, mean.gather(-1, top) - others)
+    # 4. κ (B, 1), and the means g_c(m) - κ t_c
     less = (_WIDEST * scale).clamp_max(1.0)  # at larger S only ratios matter, and Newton's steps become too long
     share = _share(less * odds, less.square() * variance, less.square() * shift, 0.5 * scale / less)
     return odds - less * share * shift, variance
@@ -67,6 +71,7 @@ def _share(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tens
     """Returns κ (B, 1) between 0 and 1, by Newton's method for `Σ_c E[σ(g_c)] = 1`."""
 
     def of(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tensor:
+        # nodes at the first κ; another κ moves them by its difference times -t_c
         f, log_weights = quadrature.rule(odds - start * shift, variance, 0.0, NODES)
         weights, share = log_weights.exp(), start
         for _ in range(2):

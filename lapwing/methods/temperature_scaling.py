@@ -31,6 +31,7 @@ def refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
     if at in (0, len(points) - 1):
         return points[at]
     left, middle, right = scores[at - 1 : at + 2]
+    # b + a x + c x² through x = -1, 0, 1 has its top at -a/(2c): a = (right - left)/2, 2c = left - 2 middle + right
     shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # in grid steps
     return points[at] + (points[1] - points[0]) * max(-0.5, min(0.5, shift))
 

@@ -201,6 +201,7 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
     noise = posterior.likelihood.residual_variance(posterior.statistics) if open_noise else posterior.noise_variance
     if not (open_prior or open_noise):
         return precision, noise
+    # 1. the best δ of a grid at the σ² of the residuals, or by golden sections if σ² is given
     ranges, starts = [], []
     low, high = _decades(noise)
     if open_prior:
@@ -225,10 +226,12 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
             return evidence(10**deltas, variance)
         return evidence(precision, variance, 10 ** deltas[0] if open_prior else 1.0)
 
+    # 2. an ascent in log10 δ and log10 σ² from there
     point = torch.tensor(starts, dtype=torch.float64, device=precision.device)
     if open_noise:
         point = ascend(value, point, *zip(*ranges, strict=True))
     if open_prior:
+        # 3. another one in log10 δ of all blocks
         blocks = len(precision)
         if per_layer and blocks > 1:
             point = torch.cat([point[:1].expand(blocks), point[1:]])

@@ -182,18 +182,22 @@ def width_scores(
     rows: Rows = {}
     for place, candidate, latent, labels, _ in contracted(posteriors, candidates, tracked(loader, "held-out data")):
         latent = latent.compact(covariances=latent.mean.shape[1] > 1)
+        # 1. log N(y; f, S) at y = f, and rᵀS⁻¹r = 2 (that - log N(y; f, S)), (B,)
         prediction, labels = candidate.likelihood.predict(latent), labels.to(latent.mean.device)
         holes = labels.reshape(latent.mean.shape).isnan()  # missing targets, if the likelihood allows them
         volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # at r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
         sizes = doubled(labels).nan_to_num().reshape(latent.mean.shape).square().sum(-1)
         rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1), sizes]).cpu())
+    # 2. of all samples, with the number k of known targets and |y|²
     joined = _joined(rows)
     volume, squares, counts, sizes = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
     known = counts.sum(-1, keepdim=True)
+    # 3. the rounding error of a target, over |S|^(1/k) from log N = -(k log 2π + log|S|)/2: at least this rᵀS⁻¹r/k
     rounding = ROUNDING * sizes.sum(-1, keepdim=True) / known
     rounding = torch.where(rounding > 0, rounding, ROUNDING)
     least = 2 * math.pi * (2 * volume / counts.clamp_min(1)).exp() * rounding  # over the geometric mean variance
+    # 4. c = Σ rᵀS⁻¹r / Σ k, and log N(y; f, c S) = log N(y = f; f, S) - (rᵀS⁻¹r/c + k log c)/2
     factor = squares.maximum(counts * least).sum(-1, keepdim=True) / known
     return volume - (squares / factor + counts * factor.log()) / 2, factor.squeeze(-1).log10()
 

@@ -27,6 +27,7 @@ def width_by_inputs(x: Tensor, y: Tensor, weights: Tensor, size: float, least: f
 
     Cost: `STEPS` Cholesky decompositions of `LENGTH_ROWS` rows, and an eigendecomposition of `ROWS` rows.
     """
+    # 1. at most `ROWS` rows and `OUTPUTS` outputs; y without its mean, columns of x in units of their length scales
     known = (weights > 0).all(1)
     x, y = doubled(x[known]), y[known]
     if len(x) < FEWEST or float(y.var(0).mean()) <= least:
@@ -35,10 +36,13 @@ def width_by_inputs(x: Tensor, y: Tensor, weights: Tensor, size: float, least: f
     y, spread = _spread(y - y.mean(0), ROWS), x.std(0)
     x = (x - x.mean(0)) / torch.where(spread > 0, spread, 1.0)
     x = x / _lengths(_spread(x, LENGTH_ROWS), _spread(y, LENGTH_ROWS))
+    # 2. K = exp(-‖x - x'‖²/2) (n, n) and its eigenpairs
     kernel = (torch.cdist(x, x).square() / -2).exp()
     values, vectors = symmetric_eigen(kernel)
+    # 3. copies: equal inputs and equal targets
     same = (kernel > 1 - 1e-9) & (y[:, None] == y).all(-1)
     process = Process(values, vectors, y[:, 0], y[:, :0], torch.ones_like(y[:, 0]), same, x.shape[1])
+    # 4. the width of each output at its own best noise
     widths = []
     for labels in y.T:
         one = replace(process, labels=labels)
@@ -62,6 +66,7 @@ def _lengths(x: Tensor, y: Tensor) -> Tensor:
         point = start.requires_grad_()
         optimiser = torch.optim.Adam([point], RATE)
         for _ in range(STEPS):
+            # K = exp(-‖x - x'‖²/2) (n, n) from inner products, and K + noise = LLᵀ
             scaled = x / point[1:].exp()
             squares = scaled.square().sum(1)
             kernel = (scaled @ scaled.T - (squares[:, None] + squares) / 2).clamp_max(0).exp()

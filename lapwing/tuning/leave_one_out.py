@@ -67,14 +67,17 @@ def _left_out(
     posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]], size: float, residual: float
 ) -> LeaveOneOut:
     """Returns the result of `leave_one_out` for the weights of a tangent."""
+    # 1. the δσ² of highest evidence
     process = process_of(posterior, tangent, parts)
     log10 = process.best()
     result, end = process.left_out(log10, size), log10.new_tensor(HIGHEST_RAISED)
+    # 2. if s is too small for the residual: the smallest δσ² at which it is not, by bisection
     if log10 < end and result.width < LOWEST_WIDTH * residual:
         for _ in range(10):
             middle = (log10 + end) / 2
             result = process.left_out(middle, size)
             log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
+    # 3. for exact draws, the variance of left-out targets at their own δ and σ²
     if posterior.covariance.distinct_draws and posterior.noise_variance:
         delta = float(posterior.prior.precision.mean())
         own = math.log10(posterior.noise_variance * delta / process.unit)

@@ -59,6 +59,7 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
     separate penalties. λ by cross-validation, and the spread of the logits, are lapwing's.
     """
     latent, plain = likelihood.tempered(latent), likelihood.with_logit_temperature(None)
+    # 1. penalties (C, C + 1): s² on D, √C s² on R, 1 on b; R is fixed at 0 for sigmoids
     size, count = latent.mean.shape[1], len(labels)
     identity = torch.eye(size, size + 1).to(latent.mean)
     centred = latent.mean - latent.mean.mean(-1, keepdim=True) if likelihood.activation == "softmax" else latent.mean
@@ -78,6 +79,7 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
 
         return ascend(score, start, [-LARGEST] * len(start), [LARGEST] * len(start))
 
+    # 2. for each λ the mean gain of left-out folds, minus `PAYS` standard errors
     every, none = torch.arange(count).to(labels.device), torch.zeros_like(identity).flatten()
     fold = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(labels.device) % FOLDS
     without, points, table = scores(none, every).detach(), [none] * FOLDS, []
@@ -92,6 +94,7 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
     if not table or max(table) <= 0:
         log.info("Matrix scaling does not pay on the held-out data, and is left out.")
         return ()
+    # 3. the map of all samples at the best λ
     strength = STRENGTHS[table.index(max(table))]
     log.info("Matrix scaling gains at least %.2g nats per left-out sample, at strength %g.", max(table), strength)
     return tuple((identity + best(every, strength, none).reshape(size, -1) * free).flatten().tolist())

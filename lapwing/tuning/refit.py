@@ -136,6 +136,7 @@ def error_of_copy(
     network errs about as much. Its outputs are shifted and scaled by constants, so that the scale of the targets does
     not matter. Returns None if there are too few rows.
     """
+    # 1. a fifth of the rows is held out
     count = max(1, round(PART * len(x)))
     held, seen = torch.randperm(len(x)).to(x.device).split([count, len(x) - count])
     if len(seen) < 2:
@@ -154,13 +155,16 @@ def error_of_copy(
     def error(some: Tensor) -> float:
         return float((w[some] * (y[some] - factor * look(some)).square()).sum() / w[some].sum())
 
+    # 2. mean and standard deviation of each target (C,)
     total = w.sum(0).clamp_min(torch.finfo(w.dtype).tiny)
     mean = (w * y).sum(0) / total
     scale = ((w * (y - mean).square()).sum(0) / total).sqrt()
+    # 3. the factor (C,) with which the first outputs have `FIRST_SPREAD` of this deviation, and y moved to their mean
     first = look(held)
     spread = first.std(0, correction=0)
     factor = FIRST_SPREAD * scale / torch.where(spread > 0, spread, FIRST_SPREAD)
     y = y - mean + factor * first.mean(0)
+    # 4. Adam on mean (y - factor f)², in units of the variance
     optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], RATE)
     for step in range(1, steps + 1):
         some = seen[torch.randint(len(seen), (min(BATCH, len(seen)),))]

@@ -53,10 +53,13 @@ def with_left_out_width(
     At most `samples` samples are read, and `residual` is the mean squared one of all. The yardstick replaces s if s is
     far smaller; None only warns if a Gaussian process on the inputs shows that s may be too small.
     """
+    # 1. the exact model at its best δ*, σ*²
     exact, parts, size = _exact_model(posterior, residual, training, samples)
     warn_of_scales(posterior, parts)
+    # 2. the width s, at least (1 + h) mean squared residuals if the weights explain h = γ/(N C) of the targets
     width = max(exact.width, (1 + exact.explained) * residual)  # the network may fit worse than its linearised model
     width = _checked_width(posterior, training, parts, size, width, residual, yardstick)
+    # 3. v = mean_n J_n Σ J_nᵀ of this posterior at δ*, σ*², its width u at unseen inputs, and c = s/u
     keeps_prior = posterior.prior.fixed or not has_prior(posterior.covariance)
     precision = torch.full_like(posterior.prior.precision, exact.precision)
     noise = exact.noise_variance
@@ -64,12 +67,17 @@ def with_left_out_width(
     variance = means_over_samples([start], parts)[0]
     factor = width / exact.unseen(noise + variance)
     if exact.drawn:
+        # 4. exact draws at their own δ, σ²: σ² grows by what their left-out predictions lack of s
         noise = (posterior.noise_variance or 0.0) + max(width - exact.drawn, 0.0)
     elif not has_prior(posterior.covariance):
+        # 4. Σ cannot change: σ² + v = c (σ*² + v)
         noise = max(factor * (noise + variance) - variance, residual)
     elif posterior.prior.fixed:
+        # 4. δ is given, and Σ changes with σ²
         noise = _noise_at_prior(posterior, parts, width)
     else:
+        # 4. δ*/c and c σ*²; `least` is the σ² of the exact model if its width at unseen inputs is s, and `wanted`
+        #    is the v with which `least` has the same total c (σ*² + v)
         least = max(noise * width / (exact.curve * exact.variance), NOISE_OF_RESIDUAL * residual)
         wanted = factor * (noise + variance) - least
         noise, precision = max(factor * noise, LOWEST_NOISE * width), precision / factor
@@ -95,8 +103,10 @@ def _checked_width(
     A Gaussian process on the inputs has the width w. A network whose residual is `w (1 - h)` has fitted a part h of the
     noise, and its error at unseen inputs is about `w (1 + h)`, `2 w - residual`, as for Mallows' C_p of a projection.
     """
+    # 1. the value above which a yardstick Y counts
     factor = NARROW_BY_INPUTS if yardstick is None else NARROW
     least = max(factor * width, ABOVE_RESIDUAL * residual)
+    # 2. Y = 2 w - residual, at most 2 w: a Gaussian process with w <= least/2 shows nothing
     if yardstick is None:
         table = table_of(posterior, parts)
         alone = None if table is None else width_by_inputs(*table, size, least / 2)
@@ -147,6 +157,7 @@ def _noise_at_prior(posterior: Posterior, parts: Sequence[batches.Weighted], wid
     """Returns the σ² of highest density `N(e; 0, σ² + v_n)` of errors of mean square `width`, at the given prior."""
     candidates = [posterior.with_noise(width * 10**decade) for decade in NOISES]
 
+    # -2 log N(e; 0, t) = log t + e²/t + const at t = σ² + v_n, with e² = s
     def loss(candidate: Posterior, variance: Tensor) -> Tensor:
         total = variance + (candidate.noise_variance or 0.0)
         return total.log() + width / total

@@ -324,6 +324,7 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
         return posterior
     if tangent_of_samples(posterior).outputs == 1:
         return posterior
+    # 1. squared residuals and variances J_c Σ J_cᵀ of the held-out targets (N, C)
     parts = []
     for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader):
         squares = (doubled(labels).reshape(latent.mean.shape) - doubled(latent.mean)).square()
@@ -343,13 +344,16 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
         total = variances + noise
         return -0.5 * (known * (total.log() + squares / total))
 
+    # 2. for each output K values of σ_c² around its mean squared residual, and the best one (C,)
     grid = squares.sum(0) / counts * 10 ** torch.tensor(PARTS, dtype=squares.dtype)[:, None]  # (K, C)
     best = torch.stack([scores(noises).sum(0) for noises in grid]).argmax(0)
     noises, noise = grid.gather(0, best[None])[0], float(posterior.noise_variance or 0.0)
+    # 3. C numbers instead of one: (C - 1)/N nats per sample are the gain by chance, as in AIC
     better = surely_better(scores(noises).sum(-1) - (outputs - 1) / len(squares), scores(noise).sum(-1), SURE)
     if not better or not (noises > 0).all():
         return posterior
     log.info("Held-out data show noise variances of the outputs from %.3g to %.3g", noises.min(), noises.max())
+    # 4. ratios σ_c²/σ²
     return replace(posterior, likelihood=replace(likelihood, noise_ratios=tuple((noises / noise).tolist())))
 
 
@@ -374,11 +378,13 @@ def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
         scores = likelihood.log_prob(logits * point[0].exp() + point[1:], labels)
         return scores.mean() - point.square().sum() / (50 * len(labels))
 
+    # 1. the best s at b = 0, the best (s, b), and the gain of b
     start, most = logits.new_zeros(1 + tangent.outputs), [LARGEST_SHIFT] * (1 + tangent.outputs)
     scaled = ascend(lambda point: score(torch.cat([point, start[1:]])), start[:1], [-LARGEST_SHIFT], [LARGEST_SHIFT])
     best = ascend(score, start, [-bound for bound in most], most)
     gain = float(score(best) - score(torch.cat([scaled, start[1:]])))
     if gain > WORTHWHILE_SHIFT and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
+        # 2. f e^s + b = e^s (f + b e^-s): the constants for the logits of the network
         shift = best[1:] / best[0].exp()
         shift = shift - shift.mean() if likelihood.activation == "softmax" else shift
         log.warning(

@@ -266,15 +266,19 @@ class LinearSystem:
         `Δ(Z - Z₀)` is in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block and its geometric mean c,
         Z becomes `f²/c Z + (1 - f/c) Z₀`. This is `f Z` if all blocks have the same f; otherwise it needs a pass.
         """
+        # 1. f by block; Z₀ at the precisions before is Z₀/f
         factors = (before / self.precision).sqrt()
+        # 2. one f: f²/c Z + (1 - f/c) Z₀ = f Z, and its product with G is f G Z
         if torch.equal(factors, factors[:1].expand_as(factors)):
             for value in (*draws.values(), *products.values()):
                 value.mul_(float(factors[0]))
             return
+        # 3. Δ (Z - Z₀) becomes Δ_before (Z - Z₀/f) / c, which stays in the range of Jᵀ as c is the same for all blocks
         shares = factors / factors.log().mean().exp()
         prior_draws = self.prior_draws(self.count).items()
         for (name, prior_draw), factor, share in zip(prior_draws, factors.tolist(), shares.tolist(), strict=True):
             draws[name][: self.count].mul_(factor * share).add_(prior_draw, alpha=1 - share)
+        # 4. f differs between blocks, and G mixes them
         products.clear()
         products.update((yield from self.products(draws)))
 
