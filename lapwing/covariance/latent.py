@@ -31,7 +31,7 @@ from .terms import (
     standard_deviation,
 )
 
-WIDE = 8
+MAX_FACTOR_RATIO = 8
 """Maximum ratio of columns to outputs of stored factors. Wider factors are multiplied out to save memory."""
 
 
@@ -156,7 +156,7 @@ class Latent(Described):
         return replace(self, terms=(DenseTerm(self.covariance + torch.diag_embed(variances)),))
 
     def without_wide_factors(self) -> Latent:
-        return replace(self, terms=multiplied_out(self.terms, WIDE))
+        return replace(self, terms=multiplied_out(self.terms, MAX_FACTOR_RATIO))
 
     def with_checks(self) -> Latent:
         return replace(self, checked=True)

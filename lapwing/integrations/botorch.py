@@ -20,7 +20,7 @@ _posteriors = extra("botorch.posteriors.gpytorch")
 _distributions = import_module("gpytorch.distributions")  # a dependency of BoTorch
 _to_linear_operator = import_module("linear_operator").to_linear_operator
 
-ROWS = 64
+MAX_JOINT_INPUTS = 64
 """Number of inputs of one joint prediction, or q if that is larger. Covariances of different batches are dropped."""
 
 
@@ -166,7 +166,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         q, m = X.shape[-2], self.num_outputs
         points = X.reshape(-1, q, X.shape[-1]).to(self.laplace.tangent.dtype)
         means, covariances = [], []
-        for part in points.split(max(1, ROWS // q) if q > 1 else len(points)):
+        for part in points.split(max(1, MAX_JOINT_INPUTS // q) if q > 1 else len(points)):
             latent = self.laplace.latent(part.flatten(0, 1), joint=q > 1)
             covariance = latent.covariance
             if q > 1:

@@ -22,7 +22,7 @@ from ..options import Options, at_least, integer, option
 from . import classwise, quadrature
 from .mixtures import normal_nodes
 
-_CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
+_DRAWN_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
 
 LEAST_VARIANCE = 1e-12
 """Constant added to variances, so that the derivative of the square root is finite."""
@@ -38,7 +38,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """Yields latent draws of at least float32 in chunks (s, B, C), with `count` draws in total, or all weight draws."""
-    step = max(1, _CHUNK_NUMBERS // max(1, latent.mean.numel()))
+    step = max(1, _DRAWN_NUMBERS // max(1, latent.mean.numel()))
     if latent.draws is not None:
         yield from (at_least_float32(chunk) for chunk in latent.draws.split(step))
         return

@@ -19,7 +19,7 @@ from ..errors import LapwingError, shown
 from ..linalg import check_draws, doubled, seeded, seeded_torch
 from .predictions import RealPrediction, tails_of
 
-NODES, REACH = 65, 8.0
+NORMAL_NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
 
 MIXTURE_DRAWS = 4096
@@ -33,7 +33,7 @@ _HALVINGS = 60  # after 53 the bracket is as narrow as float64 rounding
 
 def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns nodes and weights (65, 1, 1) of the trapezoidal rule over `N(0, 1)`."""
-    z = torch.linspace(-REACH, REACH, NODES, dtype=like.dtype, device=like.device)[:, None, None]
+    z = torch.linspace(-REACH, REACH, NORMAL_NODES, dtype=like.dtype, device=like.device)[:, None, None]
     return z, (-0.5 * z.square()).softmax(0)
 
 

@@ -15,7 +15,7 @@ from .values import check_finite, double_device, doubled
 
 log = logging.getLogger("lapwing")
 
-WIDE = 256
+MIN_REDUCED_WIDTH = 256
 """Minimum width of a matrix of low rank that is reduced to its range."""
 
 SPARE = 8
@@ -82,7 +82,7 @@ def _without_noise(values: Tensor, rank: int, noise: float) -> Tensor:
 
 def is_reduced(size: int, rank: int) -> bool:
     """Whether finding the range is faster than a full decomposition, for a matrix of this size and rank."""
-    return size >= WIDE and 3 * (rank + 2 * SPARE) <= 2 * size
+    return size >= MIN_REDUCED_WIDTH and 3 * (rank + 2 * SPARE) <= 2 * size
 
 
 def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:

@@ -24,9 +24,9 @@ class BoundedEvidence(Tuning):
     """Prior precision and noise variance without held-out data: the default tuning of `lw.fit`.
 
     Classification: `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`.
-    The evidence (of `Evidence`, with one δ) spreads the weights of a classifier that is sure of its training labels too
-    widely, since its loss is flat next to a slope. So δ is raised until the spread costs the training data at most
-    `nats` per sample.
+    If a classifier is certain of its training labels, its loss is nearly flat there, and the evidence (of `Evidence`,
+    with one δ) chooses too small a δ. So δ is raised until the spread costs the training data at most `nats` per
+    sample.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of

@@ -31,11 +31,11 @@ log = logging.getLogger("lapwing")
 
 PLATEAU = 1e-4  # difference of scores, in nats per sample, below which candidates are tied
 TEMPERATURES = evenly(0.0, 1.5, 16)  # candidates for log10 T; T < 1 would sharpen the means and permit a huge spread
-SHARPER = -0.1  # log10 of a temperature that shows, without spread, whether the network is underconfident
+SHARPER = -0.1  # if this log10 T without spread scores best, the network is underconfident
 SHARP = evenly(-2.0, 0.0, 21)  # candidates for log10 T of an underconfident network
 WIDER = 1e-3  # maximum cost, in nats per sample, of a wider spread than the best, for any standard error
-FAINT = 5e-3  # maximum change of log probabilities, in nats per sample, by the spread of an underconfident network
-SURE = 3.0  # paired standard errors by which another λ must beat the λ of the training data, and ratios one σ²
+FAINT = 5e-3  # the spread of an underconfident network changes log probabilities by at most this, in nats per sample
+SURE = 3.0  # another λ than that of the training data, or ratios, must win by this many paired standard errors
 STEPS = evenly(-1.0, 7.0, 9)  # candidates for log10 of δ over the best one of linearised predictions, for another way
 AROUND = evenly(-1.0, 1.5, 26)  # candidates for log10 of σ² over the best one of linearised predictions
 NOISES = evenly(-6.0, 0.5, 27)  # candidates for log10 of σ² over the mean squared held-out residual at a given prior

@@ -26,7 +26,7 @@ from .search import ascend, best_of_grid, golden_section
 log = logging.getLogger("lapwing")
 
 LOWEST, HIGHEST = -8.0, 10.0  # searched decades of the prior precision; see `_decades`
-BEYOND = 5.0  # decades by which an ascent may leave that range and come back: at an end of it the slope would be 0
+BEYOND = 5.0  # an ascent may leave that range by this many decades, for a slope at its ends; its result is clamped
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from .search import ascend, best_of_grid, evenly
 
 RANGE = (-10.0, 6.0)  # searched decades of δσ², relative to the mean eigenvalue of the kernel
 ROUNDING = 1e-12  # ridge of the equations for the constants, of which some may have no known target
-MAX_EXPLAINED = 0.9  # maximum part of the targets, without copies, that the weights explain
-FAR, FEW = 100.0, 0.1  # multiple of the median variance above which a sample is far; maximum part that is left out
+MAX_EXPLAINED = 0.9  # the weights explain at most this fraction of the targets, of which copies count once
+FAR_VARIANCE = 100.0  # a sample is far from all others if its left-out variance exceeds this many medians
+MAX_FAR_PART = 0.1  # far samples are left out of means if they are at most this fraction of all
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class LeaveOneOut:
     """The exact Gaussian process of the linearised network on some training samples, at its own best δ and σ².
 
     The width s is the mean variance, or the mean squared error if it is larger, of a target that all other of the N
-    samples predict. A few samples that are far from all others, whose own targets decide their predictions (`FAR`), are
-    not in the mean. The training variance is `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior, which has seen them.
+    samples predict. A few samples that are far from all others (`FAR_VARIANCE`), whose own targets decide their
+    predictions, are not in the mean. The training variance is `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior, which
+    has seen them.
     """
 
     width: float
@@ -40,11 +42,11 @@ class LeaveOneOut:
     drawn: float = 0.0  # mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors
 
     def unseen(self, training_variance: float) -> float:
-        """Returns the width of a posterior's predictions of unseen targets, at this δ and σ², by its training variance.
+        """Estimates the variance of a posterior's predictions at unseen inputs from its variance at training inputs.
 
-        The exact posterior is wider at unseen inputs than at seen ones. A posterior that is wider at seen inputs, such
-        as KFAC, has a quarter of this difference, on a logarithmic scale (measured). One that leaves out directions is
-        about as wide everywhere.
+        Both are at this δ and σ². The exact posterior is wider at unseen inputs than at seen ones. A posterior that is
+        wider at seen inputs, such as KFAC, has a quarter of this difference, on a logarithmic scale (measured). One
+        that leaves out directions is about as wide everywhere.
         """
         if self.curve == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
             return self.variance
@@ -185,8 +187,8 @@ class Process:
         parts = [part.unflatten(0, (len(self.same), -1)).sum(1) for part in (self.counts, variances - noise, errors)]
         widths = noise + parts[1] / parts[0].clamp_min(ROUNDING)  # mean variance of a target of each sample (n,)
         # 2. means over the samples that are not far
-        far = widths > FAR * widths.median()
-        if self.outputs_per_pair == 1 and far.double().mean() <= FEW:
+        far = widths > FAR_VARIANCE * widths.median()
+        if self.outputs_per_pair == 1 and far.double().mean() <= MAX_FAR_PART:
             parts = [part[~far] for part in parts]
         count, spread, error = (float(part.sum()) for part in parts)
         return noise + spread / count, error / count

@@ -29,8 +29,8 @@ from ..tangent import RandomCotangents, Record, Tangent
 from .search import evenly
 
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
-WIDTH_OUTPUTS = 200  # maximum number of outputs of an input, over all positions, that are all used for a mean variance
-HEADS = evenly(-2.0, 2.0, 41)  # candidates for log10 T of a head, and of its σ² over the one in the curvature
+WIDTH_OUTPUTS = 200  # of an input with more outputs, over all positions, a mean variance uses some positions
+HEADS = evenly(-2.0, 2.0, 41)  # candidates for log10 of T of a head, or of its σ² over the σ² in the curvature
 PROBES = 16  # random combinations of the outputs of a sample, if more than 1 000 outputs need a backward pass each
 
 Candidates = Callable[[Posterior], list[Posterior]]

@@ -21,8 +21,8 @@ from .training_kernel import process_of
 MAX_WEIGHTS = 1_000_000  # maximum number of trained weights for which all of them count
 MAX_MULTIPLY_ADDS = 2**33  # the same limit for the multiply-adds that form the Jacobian rows of all samples
 MAX_EXPLICIT_WEIGHTS = 1000  # and for weights without a layer family, whose rows need a backward pass per sample
-LOWEST_WIDTH = 0.5  # part of the mean squared residual below which s shows that the network was not trained to the end
-HIGHEST_RAISED = 0.0  # highest decade to which δσ² is raised, to fit as badly: the noise is as large as the kernel
+LOWEST_WIDTH = 0.5  # if s is below this fraction of the mean squared residual, training has not converged
+HIGHEST_RAISED = 0.0  # then log10 δσ² is raised at most to this: there the noise equals the mean eigenvalue
 
 log = logging.getLogger("lapwing")
 

@@ -24,7 +24,7 @@ PAYS = 0.5
 """Standard errors by which the predictions of left-out folds must be better than without a map."""
 MOST_OUTPUTS = 100
 """Maximum number of outputs, since the map has C (C + 1) entries."""
-LARGEST = 30.0
+LARGEST_ENTRY = 30.0
 """Largest size of an entry of the map."""
 
 
@@ -77,7 +77,7 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
         def score(point: Tensor) -> Tensor:
             return (scores(point, rows).sum() - strength / 2 * (weights.flatten() * point.square()).sum()) / len(rows)
 
-        return ascend(score, start, [-LARGEST] * len(start), [LARGEST] * len(start))
+        return ascend(score, start, [-LARGEST_ENTRY] * len(start), [LARGEST_ENTRY] * len(start))
 
     # 2. for each λ the mean gain of left-out folds, minus `PAYS` standard errors
     every, none = torch.arange(count).to(labels.device), torch.zeros_like(identity).flatten()

@@ -24,7 +24,7 @@ from .training_kernel import table_of
 
 log = logging.getLogger("lapwing")
 
-RATE, BATCH, LOOK = 1e-2, 128, 50  # step size of Adam, samples of a step, and steps between two looks at the error
+COPY_RATE, COPY_BATCH, LOOK = 1e-2, 128, 50  # Adam: step size, samples of a step, steps between looks at the error
 PART = 0.2  # part of the samples that the copy is not trained on
 FIRST_SPREAD = 0.3  # standard deviation of the copy's first outputs, for targets of standard deviation 1
 TESTED_WEIGHTS = 40_000  # maximum number of trained weights of the networks that the method was measured on
@@ -165,9 +165,9 @@ def error_of_copy(
     factor = FIRST_SPREAD * scale / torch.where(spread > 0, spread, FIRST_SPREAD)
     y = y - mean + factor * first.mean(0)
     # 4. Adam on mean (y - factor f)², in units of the variance
-    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], RATE)
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], COPY_RATE)
     for step in range(1, steps + 1):
-        some = seen[torch.randint(len(seen), (min(BATCH, len(seen)),))]
+        some = seen[torch.randint(len(seen), (min(COPY_BATCH, len(seen)),))]
         optimiser.zero_grad()
         loss = (w[some] * (y[some] - factor * outputs(some)).square()).mean() / float(scale.square().mean() or 1.0)
         loss.backward()

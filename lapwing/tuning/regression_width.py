@@ -23,15 +23,15 @@ log = logging.getLogger("lapwing")
 
 MIN_INPUTS = 20  # minimum number of inputs that are read, however many positions they have
 SAMPLES = 2000  # default of the maximum number of training samples that the width is computed from
-LOWEST_NOISE = 1e-6  # minimum of the noise variance, as a part of the width of predictions
-TOO_LITTLE_NOISE = 0.4  # share of the least noise variance (of the exact posterior) below which σ² is too small
-NOISE_OF_RESIDUAL = 0.5  # part of the mean squared residual that the least noise variance is, if this is larger
-RAISED = evenly(0.0, 4.0, 33)  # candidates for log10 of δ over its value at too small a noise variance
-NOISES = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, if the user gave the prior precision
+LOWEST_NOISE = 1e-6  # lower bound of σ², as a fraction of the width of predictions
+TOO_LITTLE_NOISE = 0.4  # σ² is too small below this fraction of `least`, the σ² of the exact posterior
+NOISE_OF_RESIDUAL = 0.5  # lower bound of `least`, as a fraction of the mean squared residual
+RAISED = evenly(0.0, 4.0, 33)  # factors (log10) by which δ may be raised if σ² was too small
+NOISES_AT_PRIOR = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, at a given prior precision
 
 NARROW, NARROW_BY_INPUTS, ABOVE_RESIDUAL = 1.5, 2.25, 6.0
-"""A width is too small if a yardstick exceeds `NARROW` times it (a Gaussian process on the inputs `NARROW_BY_INPUTS`
-times), and `ABOVE_RESIDUAL` mean squared residuals."""
+"""A width s is too small if a yardstick exceeds `NARROW` s (for a Gaussian process on the inputs, `NARROW_BY_INPUTS` s)
+and `ABOVE_RESIDUAL` mean squared residuals."""
 
 
 def inputs_read(posterior: Posterior, samples: int) -> int:
@@ -155,7 +155,7 @@ def _exact_model(
 
 def _noise_at_prior(posterior: Posterior, parts: Sequence[batches.Weighted], width: float) -> float:
     """Returns the σ² of highest density `N(e; 0, σ² + v_n)` of errors of mean square `width`, at the given prior."""
-    candidates = [posterior.with_noise(width * 10**decade) for decade in NOISES]
+    candidates = [posterior.with_noise(width * 10**decade) for decade in NOISES_AT_PRIOR]
 
     # -2 log N(e; 0, t) = log t + e²/t + const at t = σ² + v_n, with e² = s
     def loss(candidate: Posterior, variance: Tensor) -> Tensor:
@@ -163,4 +163,4 @@ def _noise_at_prior(posterior: Posterior, parts: Sequence[batches.Weighted], wid
         return total.log() + width / total
 
     losses = means_over_samples(candidates, parts, loss)
-    return width * 10 ** NOISES[min(range(len(losses)), key=losses.__getitem__)]
+    return width * 10 ** NOISES_AT_PRIOR[min(range(len(losses)), key=losses.__getitem__)]

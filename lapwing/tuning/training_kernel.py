@@ -25,11 +25,11 @@ log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000  # maximum number of rows of the kernel: pairs of a sample and an output
 ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs: a pixel adds little to its neighbours
-OTHER_NOISE, SURE = 2.0, 4.0  # ratio of squared residuals, and standard errors, above which a warning is logged
+OTHER_NOISE, OTHER_ERRORS = 2.0, 4.0  # ratio of squared residuals, and standard errors, above which a warning is logged
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
 SAME_INPUT = 0.9999  # the same minimum if equal targets are common: rounded targets, ratings, counts
-MANY_EQUAL = 0.01  # part of the pairs below `SAME_SAMPLE` with equal targets above which targets count as rounded
+MANY_EQUAL = 0.01  # if more than this fraction of different samples have equal targets, the targets are rounded
 
 
 def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]]) -> Process:
@@ -155,7 +155,7 @@ def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> No
     # 2. Var[log s_c²] ≈ (mean r⁴/s_c⁴ - 1)/n, added for both outputs
     fourth = (weights * residuals.pow(4)).sum(0) / counts
     errors = ((fourth / squares.square() - 1).clamp_min(0) / counts)[[large, small]].sum().sqrt()  # of log ratio
-    if not ratio > OTHER_NOISE or math.log(ratio) < SURE * float(errors):
+    if not ratio > OTHER_NOISE or math.log(ratio) < OTHER_ERRORS * float(errors):
         return
     log.warning(
         "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "

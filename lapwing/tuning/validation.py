@@ -34,7 +34,7 @@ from .search import ascend, evenly
 
 log = logging.getLogger("lapwing")
 
-PARTS = evenly(-1.5, 0.5, 41)  # candidates for log10 of the noise variance of an output over its mean squared residual
+OUTPUT_NOISES = evenly(-1.5, 0.5, 41)  # candidates for log10 of an output's σ² over its mean squared residual
 WORTHWHILE_SHIFT, SHIFTED_OUTPUTS = 0.05, 20  # minimum gain of a shift, in nats per sample; maximum number of outputs
 LARGEST_SHIFT = 30.0  # largest size of a constant, and of the logarithm of the temperature
 
@@ -312,10 +312,10 @@ def _without_prefixes(method: str) -> LapwingError:
 def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
     """Returns the posterior with the noise ratios of the held-out data, if these surely show them, or unchanged.
 
-    σ_c² is the point of `PARTS` with the highest log density of targets of output c, of variance σ_c² + J_c Σ J_cᵀ.
-    These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than with one value by
-    `SURE` paired standard errors. The covariance and σ² do not change. Outputs (B, T, C) have T C values if
-    `tangent_of_samples` joins them and all samples have the same T.
+    σ_c² is the point of `OUTPUT_NOISES` with the highest log density of targets of output c, of variance
+    σ_c² + J_c Σ J_cᵀ. These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than
+    with one value by `SURE` paired standard errors. The covariance and σ² do not change. Outputs (B, T, C) have T C
+    values if `tangent_of_samples` joins them and all samples have the same T.
 
     Cost: a pass over the held-out data, if there are several outputs and no ratios.
     """
@@ -345,7 +345,7 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
         return -0.5 * (known * (total.log() + squares / total))
 
     # 2. for each output K values of σ_c² around its mean squared residual, and the best one (C,)
-    grid = squares.sum(0) / counts * 10 ** torch.tensor(PARTS, dtype=squares.dtype)[:, None]  # (K, C)
+    grid = squares.sum(0) / counts * 10 ** torch.tensor(OUTPUT_NOISES, dtype=squares.dtype)[:, None]  # (K, C)
     best = torch.stack([scores(noises).sum(0) for noises in grid]).argmax(0)
     noises, noise = grid.gather(0, best[None])[0], float(posterior.noise_variance or 0.0)
     # 3. C numbers instead of one: (C - 1)/N nats per sample are the gain by chance, as in AIC

@@ -19,7 +19,7 @@ from .system import LinearSystem, gram, inner, recombine
 
 log = logging.getLogger("lapwing")
 
-NOISE = 1e-12  # relative eigenvalue of a Gram matrix in float64 below which a direction is rounding noise
+GRAM_NOISE = 1e-12  # relative eigenvalue of a Gram matrix in float64 below which a direction is rounding noise
 
 
 class Solved(NamedTuple):
@@ -173,7 +173,7 @@ def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()  # draws converge at different speeds
     # M/(d dᵀ) = U diag(λ) Uᵀ with d = √diag M: E = λ^(1/2) Uᵀ d and F = λ^(-1/2) Uᵀ / d
     values, vectors = symmetric_eigen(matrix * scale * scale[:, None])
-    kept = values > NOISE * values.max().clamp_min(torch.finfo(values.dtype).tiny)
+    kept = values > GRAM_NOISE * values.max().clamp_min(torch.finfo(values.dtype).tiny)
     values, vectors = values[kept].sqrt(), vectors[:, kept].T
     return values[:, None] * vectors / scale, vectors * scale / values[:, None]
 

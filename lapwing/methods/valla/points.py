@@ -23,8 +23,8 @@ log = logging.getLogger("lapwing")
 Initial = Literal["kmeans", "data"]
 
 POOL = 2000  # number of first samples that clustering uses, or 20 M if that is more, so that no cost grows with N
-STEPS = 100  # maximum number of Lloyd's iterations
-AT_ONCE = 2**20  # maximum number of distances in memory
+LLOYD_STEPS = 100  # maximum number of Lloyd's iterations
+MAX_DISTANCES = 2**20  # maximum number of distances in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,8 +204,8 @@ def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> T
     scaled = moved(points)
     centres = points[_spread_out(scaled, count, generator)]
     labels: Tensor | None = None
-    for _ in range(STEPS):
-        parts, ends = scaled.split(max(1, AT_ONCE // count)), moved(centres)
+    for _ in range(LLOYD_STEPS):
+        parts, ends = scaled.split(max(1, MAX_DISTANCES // count)), moved(centres)
         nearest = torch.cat([_squared_distances(part, ends).argmin(1) for part in parts])
         if labels is not None and torch.equal(nearest, labels):
             break
