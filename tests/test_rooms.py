@@ -10,7 +10,7 @@ from pathlib import Path
 import lapwing
 from lapwing import Likelihood, Method
 from lapwing.covariance import Covariance, Structure
-from lapwing.covariance.latent import Described
+from lapwing.covariance.latent import BaseLatent
 
 ROOT = Path(lapwing.__file__).parent
 ORDER = (
@@ -99,7 +99,7 @@ def test_every_room_says_what_lives_there():
             assert "Begin with" in " ".join(text.split()), f"{path} does not say where to begin"
 
 
-TRAITS = (Covariance, Structure, Described, Likelihood, Method)
+TRAITS = (Covariance, Structure, BaseLatent, Likelihood, Method)
 """Roots of the classes that no code outside their room asks for by name: it asks what they declare."""
 
 

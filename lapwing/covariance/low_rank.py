@@ -114,7 +114,7 @@ class Subspace(PriorCovariance):
     def scratch_per_row(self) -> int:
         return self.basis.scratch_per_row
 
-    def is_contracted_with(self, other: PriorCovariance) -> bool:
+    def shares_contraction_with(self, other: PriorCovariance) -> bool:
         """Whether both have the same basis: J is projected on it once for all priors, ranks and curvatures."""
         return isinstance(other, Subspace) and other.basis is self.basis
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..jacobian.jacobian import Weighting
+from ..jacobian.jacobian import DiagonalWeights
 from ..linalg import total
 from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
 from .base import Covariance, precision_spec, register_covariance
 from .layer_block import FactorLayer, LayerBlock
-from .structures import weighted
+from .structures import weighted_terms
 from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both, standard_normal
 
 
@@ -58,7 +58,7 @@ class LowRankPlusDiagonal(Covariance):
         terms: tuple[Term, ...] = ()
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
-            (term,) = weighted(record[name], [Weighting(weights)], "covariances")
+            (term,) = weighted_terms(record[name], [DiagonalWeights(weights)], "covariances")
             terms = add_term(terms, term)
         if not self.rank:
             return terms

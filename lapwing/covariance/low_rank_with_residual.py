@@ -85,7 +85,7 @@ class LowRankWithResidual(Subspace):
         eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
         return 2 * cholesky(eye + scale * root.T @ curvature @ root).diagonal().log().sum()
 
-    def rounded(self) -> bool:
+    def has_rounding_noise(self) -> bool:
         return bool((self._weights * RESOLVED < 1).any())
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..jacobian.jacobian import Reads, Weighting, reflect_
+from ..jacobian.jacobian import DiagonalWeights, Reads, reflect_
 from ..linalg import SLICE_NUMBERS, doubled, nonnegative
 from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import DiagonalLayer, FactorLayer, LayerBlock
@@ -53,7 +53,7 @@ class Structure(ABC):
 
     @abstractmethod
     def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
     ) -> Iterable[Term]:
         """Returns `J U diag(w) Uᵀ Jᵀ` of each sample for several weights w. J is rotated only once."""
 
@@ -84,8 +84,8 @@ class Structure(ABC):
         """Returns the shape and dtype of each of `tensors()` for a block."""
 
 
-def weighted(
-    jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads, basis: Tensor | None = None
+def weighted_terms(
+    jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads, basis: Tensor | None = None
 ) -> Iterable[Term]:
     """Returns the part of `J diag(w) Jᵀ` in `reads` for several w: factors if the layer has one position, or matrices.
 
@@ -135,9 +135,9 @@ class DiagonalBlock(Structure):
         return weights
 
     def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
     ) -> Iterable[Term]:
-        return weighted(jacobian, candidates, reads)
+        return weighted_terms(jacobian, candidates, reads)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         return jacobian.joint_weighted_gram(weights, other)
@@ -165,7 +165,7 @@ class DenseBlock(Structure):
         return self.basis.square() @ weights
 
     def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
     ) -> Iterable[Term]:
         rows = jacobian.rows() @ self.basis
         return (factored_or_dense(rows * weighting.flat.sqrt()).read(reads) for weighting in candidates)

@@ -79,8 +79,8 @@ def ood_scores(known: Any, foreign: Any, ax: Axes | None = None, *, score: str =
     """
     given = [scores_of(side, [score])[score] if isinstance(side, Prediction) else side for side in (known, foreign)]
     sides = [real_tensor("ood_scores", "scores", side).cpu().double().flatten() for side in given]
-    area, joined, ax = float(auroc(*sides)), torch.cat(sides).numpy(), _axes(ax)
-    smallest, low, high, largest = np.quantile(joined, [0, 0.05, 0.95, 1])
+    area, together, ax = float(auroc(*sides)), torch.cat(sides).numpy(), _axes(ax)
+    smallest, low, high, largest = np.quantile(together, [0, 0.05, 0.95, 1])
     scale, spaced = ("log", np.geomspace) if smallest > 0 and high > 100 * low else ("linear", np.linspace)
     edges = spaced(smallest, largest if largest > smallest else smallest + 1, 41).tolist()
     for side, color, name in zip(sides, (KNOWN_COLOR, OOD_COLOR), ("known", "out-of-distribution"), strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .chunked_rows import ChunkedRows, RotatedOuter
-from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, materialised, reflect_
+from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, materialised, reflect_
 from .strips import Strip, Strips
 
 REDUCTION = 40
@@ -134,7 +134,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in pairs)
         return total(outputs @ inputs for inputs, outputs in parts).flatten().clamp_min(0.0)
 
-    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
         """Uses rows, or pairs of positions if they need fewer products."""
         several = materialised(candidates)
         if reads == "covariances" and self.pairs_are_cheaper(len(several)):
@@ -144,7 +144,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             return self._variances_by_pairs(several)
         return super().weighted(several, reads)
 
-    def _covariances_by_pairs(self, several: Sequence[Weighting]) -> list[Tensor]:
+    def _covariances_by_pairs(self, several: Sequence[DiagonalWeights]) -> list[Tensor]:
         """Returns `Q Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ Q` (B, R, R) for each weighting W."""
         grams = [list[Tensor]() for _ in several]
         for samples, inputs, g, h in self._pairs(self._cached):
@@ -156,7 +156,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
                 parts.append((gram + gram.mT) / 2)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in grams]
 
-    def _variances_by_pairs(self, several: Sequence[Weighting]) -> Tensor:
+    def _variances_by_pairs(self, several: Sequence[DiagonalWeights]) -> Tensor:
         """Returns both diagonals (n, 2, B, R)."""
         parts = []
         for _, inputs, g, h in self._pairs(self.slice_bytes):
@@ -222,7 +222,9 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
         strips = [use.strips for use in (self, *other_uses) if use.strips is not None]
-        return SharedOuter(Strips.joined(strips)) if len(strips) == 1 + len(other_uses) else super().plus(other_uses)
+        if len(strips) <= len(other_uses):
+            return super().plus(other_uses)
+        return SharedOuter(Strips.concatenated(strips))
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n,t g a` (R, P)."""

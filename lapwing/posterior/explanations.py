@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lapwing")
 
-PULLING = 5
+LISTED_ROWS = 5
 """Maximum number of training rows that an explanation lists for each input."""
 
 
@@ -86,7 +86,7 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
     pulling = None
     if train is not None:
         pulls = influence(posterior, train, checked).square().sum(1)
-        pulling = pulls.topk(min(PULLING, pulls.shape[-1])).indices
+        pulling = pulls.topk(min(LISTED_ROWS, pulls.shape[-1])).indices
     return Explanation(torch.cat(noise), weights, scores, pulling)
 
 

@@ -9,7 +9,7 @@ from ..covariance import has_prior
 from ..network.entry import outside_modes
 from ..options import at_least, option, positive
 from ..posterior import Posterior
-from .evidence import Evidence, Training, Tuning, spread_batches
+from .evidence import Evidence, Training, Tuning, evenly_spaced_batches
 from .held_out import SOME_POSITIONS, spread_costs
 from .regression_width import inputs_read, with_left_out_width
 from .search import crossing, evenly
@@ -99,7 +99,7 @@ class BoundedEvidence(Tuning):
                 type(posterior.tangent.model).__name__, nll,
             )  # fmt: skip
         exponents = evenly(0.0, self.decades, self.points)
-        parts = spread_batches(training, number_of_inputs(posterior, self.samples), posterior)
+        parts = evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior)
         costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)
         exponent = crossing(exponents, costs, self.nats)
         if exponent == 0:

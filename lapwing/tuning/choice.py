@@ -23,8 +23,8 @@ from ..methods.temperature_scaling import refined
 from ..options import Rule
 from ..posterior import Posterior
 from ..prediction.aim import DEFAULT_AIM, Aim
-from .evidence import without_rank
-from .held_out import at_exponents, at_precision, head_scores, no_batch, sample_scores, width_scores
+from .evidence import no_rank_error
+from .held_out import at_exponents, at_precision, head_scores, no_batch_error, sample_scores, width_scores
 from .search import evenly
 
 log = logging.getLogger("lapwing")
@@ -58,7 +58,7 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     if not ranks:
         return [posterior]
     if not has_rank(covariance):
-        raise without_rank("ranks", ranks, str(posterior.method))
+        raise no_rank_error("ranks", ranks, str(posterior.method))
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
 
@@ -291,7 +291,7 @@ def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
         summary.add(posterior.likelihood, **Batch(posterior.tangent, inputs, targets, 0).rows())
     residual = posterior.likelihood.residual_variance(summary.statistics) if summary.samples else None
     if residual is None:
-        raise no_batch()
+        raise no_batch_error()
     dtype = posterior.tangent.dtype
     if residual > torch.finfo(dtype).max:
         raise LapwingError(

@@ -43,10 +43,10 @@ class Training:
     chosen: bool = False  # whether the loader holds only the samples that the tuning reads: `Tuning.training_samples`
 
 
-def spread_batches(
+def evenly_spaced_batches(
     training: Training, limit: int, posterior: Posterior, before: Sequence[int] | None = None
 ) -> Iterator[batches.Weighted]:
-    """Yields batches on the posterior's device, spread evenly over the training data, `limit` samples in all.
+    """Yields batches on the posterior's device, evenly spaced over the training data, `limit` samples in all.
 
     `before` holds the sizes of the batches of the processes before this one; None means a single process. Raises if the
     loader has no samples, or another number of samples than the fit read.
@@ -143,7 +143,7 @@ class Evidence(Tuning):
     def check(self, method: Method, shape: FitShape) -> None:
         footprint = None if self.rank_gap is None else method.footprint(shape)
         if footprint is not None and method.can_change_prior and footprint.rank is None:
-            raise without_rank("rank_gap", self.rank_gap, repr(method))
+            raise no_rank_error("rank_gap", self.rank_gap, repr(method))
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:
@@ -151,7 +151,7 @@ class Evidence(Tuning):
         if self.rank_gap is None:
             return best
         if not has_rank(covariance):
-            raise without_rank("rank_gap", self.rank_gap, str(posterior.method))
+            raise no_rank_error("rank_gap", self.rank_gap, str(posterior.method))
         enough = _value(best) - self.rank_gap
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:
@@ -178,7 +178,7 @@ class Evidence(Tuning):
         return posterior.at(precision, noise)
 
 
-def without_rank(option: str, value: Any, method: str) -> LapwingError:
+def no_rank_error(option: str, value: Any, method: str) -> LapwingError:
     """Returns the error for an option of a tuning that only subspaces have."""
     return LapwingError(
         f"{option}={value} needs a subspace, and {method} has no rank. Leave {option} out, or fit lw.ELLA(rank=20)."

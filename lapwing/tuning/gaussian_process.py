@@ -33,25 +33,25 @@ class LeaveOneOut:
     width: float
     variance: float  # mean variance by the n samples of the kernel
     training_variance: float
-    curve: float  # width by N samples, divided by the width by n
+    learning_ratio: float  # width by N samples, divided by the width by n
     precision: float
     noise_variance: float
     samples: int
     weights: int
-    explained: float = 0.0  # number of targets that the weights explain, divided by the number of all targets
-    drawn: float = 0.0  # mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors
+    share_explained: float = 0.0  # number of targets that the weights explain, divided by the number of all targets
+    variance_of_draws: float = 0.0  # mean variance at the δ and σ² of exact draws; 0 for other posteriors
 
-    def unseen(self, training_variance: float) -> float:
+    def width_at_unseen_inputs(self, training_variance: float) -> float:
         """Estimates the variance of a posterior's predictions at unseen inputs from its variance at training inputs.
 
         Both are at this δ and σ². The exact posterior is wider at unseen inputs than at seen ones. A posterior that is
         wider at seen inputs, such as KFAC, has a quarter of this difference, on a logarithmic scale (measured). One
         that leaves out directions is about as wide everywhere.
         """
-        if self.curve == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
+        if self.learning_ratio == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
             return self.variance
-        if self.curve * self.training_variance < training_variance < self.curve * self.variance:
-            return training_variance**0.75 * (self.curve * self.variance) ** 0.25
+        if self.learning_ratio * self.training_variance < training_variance < self.learning_ratio * self.variance:
+            return training_variance**0.75 * (self.learning_ratio * self.variance) ** 0.25
         return training_variance
 
 
@@ -127,8 +127,10 @@ class Process:
         spectrum, scale, labels = self.at(log10)
         fit = -0.5 * (labels.square() / (scale * spectrum) + (scale * spectrum).log()).sum()
         # 2. w copies have a row for their mean, and w - 1 differences of variance σ² that are 0
-        more = self.total - len(self.counts)  # number of targets that have no row
-        return fit - 0.5 * more * (scale * self.unit * 10**log10).log() if more else fit
+        targets_without_row = self.total - len(self.counts)
+        if not targets_without_row:
+            return fit
+        return fit - 0.5 * targets_without_row * (scale * self.unit * 10**log10).log()
 
     def lowest(self) -> float:
         """Returns the first grid point of log10 at which the weights explain at most `MAX_EXPLAINED` of the targets."""
@@ -157,14 +159,14 @@ class Process:
         spectrum = scale * spectrum
         # 2. mean left-out variance and squared error, by n samples
         variance, error = self._means(noise, *self._moments(spectrum, labels))
-        # 3. the learning curve from the targets of the kernel to those of all N samples
-        more = self.outputs_per_pair * size / len(self.same)
-        curve = learning_curve(scale * self.values, noise, more, self.total)
+        # 3. the ratio of the learning curve at all targets of N samples to that at the targets of the kernel
+        growth = self.outputs_per_pair * size / len(self.same)
+        ratio = learning_curve(scale * self.values, noise, growth, self.total)
         # 4. σ² + mean diag(k - k C⁻¹k) for k = K/δ = C - σ²: σ² (1 + tr(k C⁻¹)/Σw), and tr(k C⁻¹) = M - σ² tr C⁻¹
         training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
         return LeaveOneOut(
-            curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise,
-            len(self.same), self.weights, (training_variance / noise - 1) / more,
+            ratio * max(variance, error), variance, training_variance, ratio, 1 / float(scale), noise,
+            len(self.same), self.weights, (training_variance / noise - 1) / growth,
         )  # fmt: skip
 
     def _moments(self, spectrum: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

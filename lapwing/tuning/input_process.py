@@ -14,7 +14,7 @@ from .gaussian_process import Process
 MIN_TABLE_ROWS, MAX_TABLE_ROWS = 100, 500  # number of samples below which there is no width; maximum in the kernel
 LENGTH_ROWS, LENGTH_STEPS, LENGTH_RATE = 200, 40, 0.2  # for the length scales: rows, steps of Adam and their size
 LEAST_NOISE = 1e-4  # minimum of the noise, as a part of the kernel's variance
-MAX_TABLE_OUTPUTS = 16  # maximum number of outputs, which are spread evenly
+MAX_TABLE_OUTPUTS = 16  # maximum number of outputs, which are evenly spaced
 
 
 @torch.no_grad()
@@ -32,10 +32,10 @@ def width_by_inputs(x: Tensor, y: Tensor, weights: Tensor, size: float, least: f
     x, y = doubled(x[known]), y[known]
     if len(x) < MIN_TABLE_ROWS or float(y.var(0).mean()) <= least:
         return None
-    x, y = _spread(x, MAX_TABLE_ROWS), _spread(y.T, MAX_TABLE_OUTPUTS).T
-    y, spread = _spread(y - y.mean(0), MAX_TABLE_ROWS), x.std(0)
+    x, y = _evenly_spaced(x, MAX_TABLE_ROWS), _evenly_spaced(y.T, MAX_TABLE_OUTPUTS).T
+    y, spread = _evenly_spaced(y - y.mean(0), MAX_TABLE_ROWS), x.std(0)
     x = (x - x.mean(0)) / torch.where(spread > 0, spread, 1.0)
-    x = x / _lengths(_spread(x, LENGTH_ROWS), _spread(y, LENGTH_ROWS))
+    x = x / _lengths(_evenly_spaced(x, LENGTH_ROWS), _evenly_spaced(y, LENGTH_ROWS))
     # 2. K = exp(-‖x - x'‖²/2) (n, n) and its eigenpairs
     kernel = (torch.cdist(x, x).square() / -2).exp()
     values, vectors = symmetric_eigen(kernel)
@@ -50,8 +50,8 @@ def width_by_inputs(x: Tensor, y: Tensor, weights: Tensor, size: float, least: f
     return sum(widths) / len(widths)
 
 
-def _spread(values: Tensor, most: int) -> Tensor:
-    """Returns at most `most` rows, spread evenly."""
+def _evenly_spaced(values: Tensor, most: int) -> Tensor:
+    """Returns at most `most` rows, evenly spaced."""
     count = min(len(values), most)
     return values[torch.arange(count, device=values.device) * len(values) // count]
 

@@ -81,7 +81,7 @@ def _left_out(
     if posterior.covariance.distinct_draws and posterior.noise_variance:
         delta = float(posterior.prior.precision.mean())
         own = math.log10(posterior.noise_variance * delta / process.unit)
-        result = replace(result, drawn=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
+        result = replace(result, variance_of_draws=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
     return result
 
 

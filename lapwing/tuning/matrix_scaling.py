@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..covariance import Latent
 from ..posterior import Posterior
-from .held_out import contracted
+from .held_out import candidate_latents
 from .search import ascend
 
 log = logging.getLogger("lapwing")
@@ -38,7 +38,7 @@ def matrix_scaled(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
     parts, targets = [], []
     if likelihood.logit_map:
         return posterior
-    for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader, "covariances"):
+    for _, _, latent, labels, _ in candidate_latents([posterior], lambda one: [one], loader, "covariances"):
         counted = likelihood.labelled(labels)
         rows = torch.arange(len(labels)).to(labels.device) if counted is None else counted.nonzero().flatten()
         parts.append(latent.compact(covariances=True).taken(rows))

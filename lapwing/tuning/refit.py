@@ -18,7 +18,7 @@ from ..network.entry import outside_modes
 from ..options import SEED, at_least, option
 from ..posterior import Posterior
 from ..tangent import Tangent
-from .evidence import Training, Tuning, spread_batches
+from .evidence import Training, Tuning, evenly_spaced_batches
 from .regression_width import SAMPLES, with_left_out_width
 from .training_kernel import table_of
 
@@ -89,7 +89,7 @@ class Refit(Tuning):
     def _error(self, posterior: Posterior, training: Training) -> float | None:
         """Returns Y, or None if no fresh copy can be made."""
         model = posterior.tangent.model
-        table = table_of(posterior, list(spread_batches(training, self.samples, posterior)))
+        table = table_of(posterior, list(evenly_spaced_batches(training, self.samples, posterior)))
         with torch.random.fork_rng([posterior.tangent.device] if posterior.tangent.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             fresh, kept = fresh_copy(model)

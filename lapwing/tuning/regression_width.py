@@ -1,4 +1,7 @@
-"""The width of a regression without held-out data: leave-one-out predictions of the exact linearised model."""
+"""The width of a regression without held-out data: leave-one-out predictions of the exact linearised model.
+
+`docs/width.md` derives it, with the names of the functions and constants.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from ..covariance import has_prior
 from ..data import batches
 from ..posterior import Posterior
-from .evidence import Training, spread_batches
+from .evidence import Training, evenly_spaced_batches
 from .gaussian_process import LeaveOneOut
 from .held_out import WIDTH_OUTPUTS, means_over_samples
 from .input_process import width_by_inputs
@@ -57,7 +60,7 @@ def with_left_out_width(
     exact, parts, size = _exact_model(posterior, residual, training, samples)
     warn_of_scales(posterior, parts)
     # 2. the width s, at least (1 + h) mean squared residuals if the weights explain h = γ/(N C) of the targets
-    width = max(exact.width, (1 + exact.explained) * residual)  # the network may fit worse than its linearised model
+    width = max(exact.width, (1 + exact.share_explained) * residual)  # the network may fit worse than this model
     width = _checked_width(posterior, training, parts, size, width, residual, yardstick)
     # 3. v = mean_n J_n Σ J_nᵀ of this posterior at δ*, σ*², its width u at unseen inputs, and c = s/u
     keeps_prior = posterior.prior.fixed or not has_prior(posterior.covariance)
@@ -65,10 +68,10 @@ def with_left_out_width(
     noise = exact.noise_variance
     start = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
     variance = means_over_samples([start], parts)[0]
-    factor = width / exact.unseen(noise + variance)
-    if exact.drawn:
+    factor = width / exact.width_at_unseen_inputs(noise + variance)
+    if exact.variance_of_draws:
         # 4. exact draws at their own δ, σ²: σ² grows by what their left-out predictions lack of s
-        noise = (posterior.noise_variance or 0.0) + max(width - exact.drawn, 0.0)
+        noise = (posterior.noise_variance or 0.0) + max(width - exact.variance_of_draws, 0.0)
     elif not has_prior(posterior.covariance):
         # 4. Σ cannot change: σ² + v = c (σ*² + v)
         noise = max(factor * (noise + variance) - variance, residual)
@@ -78,7 +81,7 @@ def with_left_out_width(
     else:
         # 4. δ*/c and c σ*²; `least` is the σ² of the exact model if its width at unseen inputs is s, and `wanted`
         #    is the v with which `least` has the same total c (σ*² + v)
-        least = max(noise * width / (exact.curve * exact.variance), NOISE_OF_RESIDUAL * residual)
+        least = max(noise * width / (exact.learning_ratio * exact.variance), NOISE_OF_RESIDUAL * residual)
         wanted = factor * (noise + variance) - least
         noise, precision = max(factor * noise, LOWEST_NOISE * width), precision / factor
         if noise < TOO_LITTLE_NOISE * least:  # a few inputs far from the others dominate the mean variance
@@ -148,7 +151,7 @@ def _exact_model(
     posterior: Posterior, residual: float, training: Training, samples: int
 ) -> tuple[LeaveOneOut, list[batches.Weighted], float]:
     """Returns the leave-one-out predictions, the batches they are computed from, and the number N of all samples."""
-    parts = list(spread_batches(training, inputs_read(posterior, samples), posterior))
+    parts = list(evenly_spaced_batches(training, inputs_read(posterior, samples), posterior))
     size = max(training.shown or 0, posterior.samples * posterior.data_factor)
     return leave_one_out(posterior, parts, size, residual), parts, size
 

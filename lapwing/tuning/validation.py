@@ -26,8 +26,8 @@ from ..posterior import Posterior
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
-from .evidence import Training, Tuning, without_rank
-from .held_out import at_exponents, contracted, sample_scores, tangent_of_samples
+from .evidence import Training, Tuning, no_rank_error
+from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
 from .search import ascend, evenly
@@ -83,7 +83,7 @@ class _OnHeldOutData(Tuning):
             )
         footprint = method.footprint(shape) if self.ranks else None
         if footprint is not None and footprint.rank is None:
-            raise without_rank("ranks", self.ranks, repr(method))
+            raise no_rank_error("ranks", self.ranks, repr(method))
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         return False
@@ -326,7 +326,7 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
         return posterior
     # 1. squared residuals and variances J_c Σ J_cᵀ of the held-out targets (N, C)
     parts = []
-    for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader):
+    for _, _, latent, labels, _ in candidate_latents([posterior], lambda one: [one], loader):
         squares = (doubled(labels).reshape(latent.mean.shape) - doubled(latent.mean)).square()
         parts.append((squares.cpu(), doubled(latent.variance).cpu()))
     widths = {squares.shape[1] for squares, _ in parts}  # several if the number of positions varies

@@ -57,7 +57,7 @@ class FineTuning(IteratePass[Descent]):
         if statistics:
             fit, scale = self._at_noise(state, statistics)
             gradients = {name: scale * gradient for name, gradient in gradients.items()}
-        # 2. KL(q ‖ N(μ0, Δ⁻¹)) at the best δ
+        # 2. KL(q ‖ N(μ0, Δ⁻¹)), at the best δ if it is open
         precision = self.weight_precision(state)
         distance = divergence(log_std, offset, precision)
         objective = float(distance) - factor * fit

@@ -53,7 +53,7 @@ class PositionedRoot:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._start, self._taken, self._places = problem, 0, 0, 1
         self.columns = problem.root.columns
-        self._spread = root_positions(problem.tangent)
+        self._root_positions = root_positions(problem.tangent)
         self._marks: Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
@@ -81,7 +81,7 @@ class PositionedRoot:
             where = (sample, ROOT_STREAM) if self._places == 1 else (place, stream_of(sample, ROOT_STREAM))
             seed = torch.randint(2**62, (), generator=generator_at(problem.seed, *where))
             generator = torch.Generator(outputs.device).manual_seed(int(seed))
-            root = FisherRoot(problem.likelihood, problem.tangent.outputs, generator, self._spread)
+            root = FisherRoot(problem.likelihood, problem.tangent.outputs, generator, self._root_positions)
             columns.append(root(output[None]))
         return torch.cat(columns)
 

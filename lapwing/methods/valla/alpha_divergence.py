@@ -149,7 +149,7 @@ class AlphaSteps(MovingSteps):
             generator_on(spread.device, generator), self._link,
         )  # fmt: skip
         # 4. scaled from the batch to N samples, and the divergence of equation 5
-        fit = self.scale.of_likelihood / batch.count * rows.weighted(logs).sum()
+        fit = self.scale.of_likelihood / batch.count * rows.times_weights(logs).sum()
         return divergence(factor) - fit
 
     def _rows(
@@ -185,8 +185,8 @@ class AlphaSteps(MovingSteps):
             rows, factor = self._rows(state, values, batch, generator)
             spread = remaining(rows.blocks, factor, values["root"].tril())
             latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))
-            logs.append(rows.weighted(likelihood.predict(latent, self._fit.link).log_prob(rows.targets)))
-            counts.append(rows.weighted(torch.ones_like(logs[-1])))
+            logs.append(rows.times_weights(likelihood.predict(latent, self._fit.link).log_prob(rows.targets)))
+            counts.append(rows.times_weights(torch.ones_like(logs[-1])))
         if not logs:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "

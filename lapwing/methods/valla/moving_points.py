@@ -87,7 +87,7 @@ class MovingSteps(IteratePass[Descent]):
         self._noise = noise_variance
         self._leaves = [nesting.flatten(group)[0] for group in anchors.inputs] if movable(anchors) else []
         dtype = problem.tangent.dtype
-        self._widths = [[_spread(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
+        self._widths = [[_std_of_inputs(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
         ratios = problem.precision / problem.precision[0]
         self.weights = {b.name: 1 / r for b, r in zip(problem.tangent.blocks, ratios.tolist(), strict=True)}
         distances = [doubled(m - problem.prior.mean[n]).square().sum() for n, m in problem.tangent.mean().items()]
@@ -222,7 +222,7 @@ class BoundSteps(MovingSteps):
             outputs = blocks.outputs
             still = outputs.new_zeros(1, 1, 1).expand(*outputs.shape, outputs.shape[1])
             logs = likelihood.log_power_mean(outputs, still, targets, 0.0, noise)
-        logs = rows.weighted(logs).sum()
+        logs = rows.times_weights(logs).sum()
         # 6. h forgets old batches, whose inducing points were others
         state.kept["h"] = h.lerp(recent, max(1 / (state.taken + 1), FORGET, count / self.scale.data_size))
         state.note(precision=precision)
@@ -276,6 +276,6 @@ def divergence(factor: Tensor) -> Tensor:
     return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
 
 
-def _spread(leaf: Tensor) -> Tensor:
+def _std_of_inputs(leaf: Tensor) -> Tensor:
     """Returns the standard deviation of each coordinate over samples, or 1 for a single sample."""
     return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])
