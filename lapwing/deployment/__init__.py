@@ -122,7 +122,7 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
     if posterior.tangent.treats_output_alone:
         return Streamlined()  # equals linearisation
     if batches.size(x) < MIN_LEVEL_INPUTS and data is not None:
-        x = batches.split(Data.of(data, posterior).first)[0]
+        x = Data.of(data, posterior).first.inputs
     if batches.size(x) >= MIN_LEVEL_INPUTS:
         return scale_factor(posterior, batches.take(x, slice(0, MAX_LEVEL_INPUTS)), Streamlined(), to=DefaultWay())
     log.warning(

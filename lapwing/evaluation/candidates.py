@@ -112,7 +112,7 @@ def _network(
 
 def _likelihood(data: Data) -> Likelihood:
     """Returns the likelihood of a comparison of networks only, or refuses it if it needs a noise variance."""
-    targets = next((batches.split(batch)[1] for batch in data), torch.zeros(0, dtype=torch.long))
+    targets = next((samples.targets for samples in data), torch.zeros(0, dtype=torch.long))
     likelihood = inferred_likelihood(targets, data)
     if likelihood.needs_noise:
         raise LapwingError(

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -61,7 +61,30 @@ class RunnerState(State):
     finished: bool = False  # whether the pass is finished
 
 
-class Checkpoint:
+class NoCheckpoint:
+    """The checkpoint of a fit that cannot be continued: it keeps nothing."""
+
+    def open(self, data: Data, options: FitOptions, tangent: Tangent, **more: Any) -> None:
+        """Begins the fit."""
+
+    def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
+        """Returns the state at the start of a pass."""
+        return fresh
+
+    def after_batch(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
+        """Is called after each batch of a sum pass."""
+
+    def after_pass(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
+        """Is called after each pass."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the fit."""
+
+
+class Checkpoint(NoCheckpoint):
     """The checkpoint of one fit. As a context manager, it removes the file at the end unless an exception is raised."""
 
     def __init__(self, path: str | os.PathLike[str], every: int | None) -> None:
@@ -124,21 +147,20 @@ class Checkpoint:
         log.info("The fit continues from %s, after %d batches of '%s'.", self.path, state.batches, label)
         return state
 
-    def after_batch(self, label: str, state: RunnerState) -> None:
+    def after_batch(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
         """Writes the file if it is due. Over several processes it is written only after passes."""
         self._batches += 1
         due = self._batches >= self._every if self._every is not None else time.monotonic() - self._time >= SECONDS
         if due and not ranks.several():
+            state.generator = generator.get_state()
             self._write([*self._passes, (label, _copied(state))])
 
-    def after_pass(self, label: str, state: RunnerState) -> None:
+    def after_pass(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
         """Writes the file."""
+        state.generator = generator.get_state()
         self._passes.append((label, _copied(state)))
         if ranks.rank() == 0:
             self._write(self._passes)
-
-    def __enter__(self) -> Checkpoint:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Removes the file if the fit has ended; otherwise logs its path."""

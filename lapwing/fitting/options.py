@@ -90,6 +90,11 @@ class FitOptions(Options):
                 f"{', '.join(given)} was given too. Write lw.fit(model, loader, prior=posterior)."
             )
 
+    @property
+    def names_no_method(self) -> bool:
+        """Whether lapwing chooses the method and the parameters."""
+        return self.method is self.params is None
+
     def precision(self, count: Callable[[], int]) -> float | Mapping[str, float] | None:
         """Returns the prior precision that the user gave, or None if it is tuned; `count` returns N."""
         return self.prior_precision if self.weight_decay is None else (self.data_size or count()) * self.weight_decay

@@ -68,7 +68,7 @@ def posteriors_of(
 def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
     """Returns the tuned posterior, over several processes on rank 0: see `checked`.
 
-    Rank 0 tunes with training samples of all processes. Their held-out data are already there: see `with_joined_data`.
+    Rank 0 tunes with training samples of all processes. Their held-out data are already there: see `joined_on_first`.
     """
     whole = training
     if ranks.several():

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .. import ranks
 from ..covariance import Covariance
-from ..data import batches
 from ..data.data import Data
 from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
@@ -28,7 +27,7 @@ from ..methods.problem import Problem
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..tangent.retry import retried
-from .checkpoint import Checkpoint, PassSums, RunnerState
+from .checkpoint import NoCheckpoint, PassSums, RunnerState
 
 Advance = Callable[[], Any]  # counts one batch on the bar of a pass
 
@@ -44,10 +43,10 @@ class Runner:
     """
 
     def __init__(
-        self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: Checkpoint | None = None
+        self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: NoCheckpoint | None = None
     ) -> None:
         self.columns, self.weighted, self._data = data.columns, data.weighted, data
-        self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
+        self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint or NoCheckpoint()
         self._labels: Tensor | None = None
         self._at = RunnerState()
         self.first_parts: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
@@ -55,7 +54,7 @@ class Runner:
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 for targets of other kinds. The first call reads the data."""
         if self._labels is None:
-            parts = [class_labels(*batches.split(batch)) for batch in tracked(self._data, "labels")]
+            parts = [class_labels(samples) for samples in tracked(self._data, "labels")]
             labels = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
             self._check_size(len(labels), "to the count")
             self._labels = torch.cat(ranks.gathered("labels", labels))
@@ -101,7 +100,7 @@ class Runner:
         if isinstance(step, SumPass):
             ranks.overwrite(f"the basis of the pass '{step.label}'", step.basis_tensors())
             if step.in_iteration:
-                self._checkpoint = None
+                self._checkpoint = NoCheckpoint()
         if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
             return self._sums(step, problem).state
         generator = problem.root.generator
@@ -146,8 +145,6 @@ class Runner:
     def _begin(self, step: Pass, before: RunnerState, problem: Problem) -> RunnerState:
         """Returns the state at the start of a pass, or the state in the checkpoint."""
         at = replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False)
-        if self._checkpoint is None:
-            return at
         at = self._checkpoint.resumed(step.label, at, problem.tangent.device)
         size, known = at.size or at.start, self._data.known_size
         if known is not None and size > known:
@@ -199,9 +196,7 @@ class Runner:
             at.whole |= collects
         at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
         at.finished = True
-        if self._checkpoint is not None:
-            at.generator = problem.root.generator.get_state()
-            self._checkpoint.after_pass(step.label, at)
+        self._checkpoint.after_pass(step.label, at, problem.root.generator)
 
     @property
     def _before(self) -> int:
@@ -219,30 +214,26 @@ class Runner:
         if at.start == limit:
             return
         for raw in islice(self._data, at.batches, None):
-            inputs, targets = batches.split(raw, device)
-            weights, samples = batches.weights_of(raw, device), batches.size(inputs)
-            problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
-            if at.size and not ranks.several() and at.start + samples > at.size:
-                self._check_size(at.start + samples, f"to the pass '{step.label}'")
-            if limit is not None and at.start + samples > limit:
-                samples = limit - at.start
-                rows = slice(0, samples)
-                inputs, targets = batches.take(inputs, rows), targets[rows]
-                weights = None if weights is None else weights[rows]
-            if samples:
-                counted = problem.likelihood.labelled(targets)
-                at.sums.counted = at.sums.counted or int(any_counts(targets, counted))  # one read of a device
-                yield Batch(
-                    problem.tangent, inputs, targets, before + at.start, counted, weights=weights,
-                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=rounds,
+            samples = raw.to(device)
+            problem.tangent.check(samples.inputs, f"the inputs of batch number {at.batches + 1}")
+            stop = at.start + samples.count
+            if at.size and not ranks.several() and stop > at.size:
+                self._check_size(stop, f"to the pass '{step.label}'")
+            if limit is not None and stop > limit:
+                samples, stop = samples.take(slice(0, limit - at.start)), limit
+            if stop > at.start:
+                counted = problem.likelihood.labelled(samples.targets)
+                at.sums.counted = at.sums.counted or int(any_counts(samples.targets, counted))  # one read of a device
+                yield Batch.of(
+                    problem.tangent, replace(samples, start=before + at.start), counted, round=rounds,
+                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None,
                 )  # fmt: skip
-            at.start, at.batches = at.start + samples, at.batches + 1
+            at.start, at.batches = stop, at.batches + 1
             advance()
             if at.start == limit:
                 return
-            if self._checkpoint is not None and isinstance(step, SumPass):
-                at.generator = problem.root.generator.get_state()
-                self._checkpoint.after_batch(step.label, at)
+            if isinstance(step, SumPass):
+                self._checkpoint.after_batch(step.label, at, problem.root.generator)
 
     def _check_size(self, samples: int, to: str) -> None:
         """Sets n the first time; raises if the data have no sample, or another number. Shares of ranks may be empty."""

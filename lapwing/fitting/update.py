@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,22 +10,20 @@ import torch
 
 from .. import ranks
 from ..covariance import has_rank
-from ..data import batches
 from ..data.data import Data
-from ..display import warns_once
 from ..errors import LapwingError, check_flag, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.updating import Update
-from ..network.entry import outside_modes
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import precision_product
 from ..posterior.prior import Prior
 from ..tangent import Tangent
-from ..tuning import Evidence, Training, Tuning, Validation
-from .checkpoint import Checkpoint
+from ..tangent.retry import entry
+from ..tuning import Training, Tuning
+from .checkpoint import NoCheckpoint
 from .fingerprints import check_same_network
-from .fit_data import with_joined_data
+from .fit_data import joined_on_first, with_held_out
 from .options import FitOptions
 from .result import checked, tuned
 from .runner import Runner
@@ -36,14 +33,12 @@ log = logging.getLogger("lapwing")
 FAR = 4.0  # mean squared residual of further data, in noise variances, above which a warning is logged
 
 
-@warns_once
-@outside_modes
-@ranks.across_ranks()
+@entry("The update", "Pass smaller batches, or load the posterior with a smaller memory=... of lw.load.")
 def updated(
     posterior: Posterior, loader: Any, tune: Tuning | None, sample_weights: bool, progress: bool | None
 ) -> Posterior:
     """Returns the posterior of the former data plus the data of a loader: see `Posterior.update`."""
-    if tune is not None and not isinstance(tune, (Evidence, Validation)):
+    if tune is not None and (not isinstance(tune, Tuning) or tune.needs_former_data):
         raise LapwingError(
             f"update(tune={shown(tune)}) is not an option, since it needs the former data. Write tune=lw.Evidence() or "
             "tune=lw.Validation(loader), or leave it out to keep the prior and the noise."
@@ -55,22 +50,18 @@ def updated(
         "Pass tune=lw.Validation(newest) with held-out data like these, or train the network further and fit again."
     )
     whole = _with_data(posterior, posterior.tangent, data, remedy if tune is None else None)
-    tune = with_joined_data(tune, data, posterior.model)
+    tune = joined_on_first(with_held_out(tune, data, posterior.model)[0])
     return checked(whole if tune is None else tuned(tune, whole, Training()))
 
 
-def continued(
-    options: FitOptions, former: Posterior, model: Any, loader: Any, checkpoint: Checkpoint | None
-) -> Posterior:
+def continued(options: FitOptions, former: Posterior, model: Any, loader: Any, checkpoint: NoCheckpoint) -> Posterior:
     """Returns the posterior of further data with a former posterior as the prior: see `lw.fit`."""
     former._check_network()
     _check_invertible(former)
     data = Data.of(loader, former, options.sample_weights)
-    inputs, _ = batches.split(data.first)
-    tangent = _surveyed(options, former.tangent, model, inputs, former.likelihood.activation)
-    if checkpoint is not None:
-        checkpoint.open(data, options, tangent)
-    with checkpoint or nullcontext():
+    tangent = _surveyed(options, former.tangent, model, data.first.inputs, former.likelihood.activation)
+    checkpoint.open(data, options, tangent)
+    with checkpoint:
         remedy = "Train the network longer on them, or fit without prior=, which tunes the noise variance again."
         whole = _with_data(former, tangent, data, remedy, checkpoint)
     return replace(
@@ -80,7 +71,7 @@ def continued(
 
 
 def _with_data(
-    posterior: Posterior, tangent: Tangent, data: Data, remedy: str | None, checkpoint: Checkpoint | None = None
+    posterior: Posterior, tangent: Tangent, data: Data, remedy: str | None, checkpoint: NoCheckpoint | None = None
 ) -> Posterior:
     """Returns the posterior with the curvature, at the weights of `tangent`, and the statistics of further data added.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data import batches
+from ..data.samples import Samples
 from ..errors import LapwingError
 from ..linalg import doubled
 from .base import Likelihood
@@ -41,7 +42,7 @@ READINGS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 """What outputs may be instead of logits -> the probabilities, and the logits as code."""
 
 
-def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
+def inferred_likelihood(targets: Any, data: Iterable[Samples] = ()) -> Likelihood:
     """Returns `Gaussian` for floating-point targets, `Categorical` for integers, and `Bernoulli` for bool.
 
     If the targets of the first batch may be labels, up to 10 000 samples of the next batches decide. Raises if the
@@ -56,16 +57,16 @@ def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
         return Bernoulli()
     if not targets.is_floating_point():
         return Categorical()
-    _check_not_labels(targets, loader)
+    _check_not_labels(targets, data)
     return Gaussian()
 
 
-def _check_not_labels(targets: Tensor, loader: Iterable[Any]) -> None:
+def _check_not_labels(targets: Tensor, data: Iterable[Samples]) -> None:
     """Raises if floating-point targets are labels; stops at the first batch of real numbers."""
     binary = rows = True
     missing = False
     smallest, largest, count = 1.0, 0.0, 0
-    for values in _targets(targets, loader):
+    for values in _targets(targets, data):
         if not isinstance(values, Tensor) or values.is_meta:
             return
         values = values.cpu()
@@ -99,11 +100,11 @@ def _check_not_labels(targets: Tensor, loader: Iterable[Any]) -> None:
         )
 
 
-def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
-    """Yields the first targets without reading the loader, then the targets of every batch."""
+def _targets(first: Tensor, data: Iterable[Samples]) -> Iterator[Any]:
+    """Yields the first targets without reading the data, then the targets of every batch."""
     yield first
-    for batch in loader:
-        yield batches.split(batch)[1]
+    for samples in data:
+        yield samples.targets
 
 
 def check_logits(likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: torch.dtype) -> None:

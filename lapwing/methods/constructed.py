@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.loaders import checked_batches, other_size
+from ..data.loaders import other_size
 from ..data.progress import show_progress, tracked
+from ..data.samples import checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood, warn_of_misfit
@@ -73,23 +73,24 @@ def constructed(
     `covariance` returns Σ, without a prior. A noise variance that is None becomes the mean squared residual. Raises if
     the input is invalid, or if the loader shows no batch the second time.
     """
-    inputs, targets = batches.split(data.first)
-    likelihood = inferred_likelihood(targets, data) if likelihood is None else resolve(likelihood)
+    first = data.first
+    likelihood = inferred_likelihood(first.targets, data) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(
-        model, inputs, lambda name, _: name in names, forward, memory, targets=targets, activation=likelihood.activation
-    )
+        model, first.inputs, lambda name, _: name in names, forward, memory, targets=first.targets,
+        activation=likelihood.activation,
+    )  # fmt: skip
     summary = DataSummary()
     with show_progress(progress):
-        for inputs, targets, weights in checked_batches(tangent.model, tracked(data, "likelihood")):
-            rows = Batch(tangent, inputs, targets, summary.samples, weights=weights).rows()
+        for samples in checked(tracked(data, "likelihood"), tangent.device):
+            rows = Batch.of(tangent, samples).rows()
             if not summary.samples:
                 likelihood.check(rows["outputs"], rows["targets"])
-                first = rows["outputs"], rows["targets"]
-                check_logits(likelihood, *first, next(tangent.model.parameters()).dtype)
+                pair = rows["outputs"], rows["targets"]
+                check_logits(likelihood, *pair, next(tangent.model.parameters()).dtype)
             summary.add(likelihood, **rows)
     if not summary.samples:
         raise other_size(0, f"to {method.name}", None)
-    warn_of_misfit(likelihood, *first, summary.statistics)
+    warn_of_misfit(likelihood, *pair, summary.statistics)
     noise_fixed = not likelihood.needs_noise
     if not noise_fixed:
         likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance, has_prior
 from ..data import batches
+from ..data.samples import Samples
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, curvature_weights
 from ..network.gate import Checked
@@ -47,6 +48,11 @@ class Batch:
     _outputs: list[Tensor] = field(default_factory=list, init=False)  # rows (N, C) of the last pass, by chunk
     _kept: Tensor | None = field(default=None, init=False)  # mask (B, T) of the positions in them; None means all
     _sizes: tuple[int, ...] = field(default=(), init=False)  # sizes of their positions: (T,), (H, W), ...
+
+    @classmethod
+    def of(cls, tangent: Tangent, samples: Samples, counted: Tensor | None = None, **more: Any) -> Batch:
+        """Returns the batch of samples on the device."""
+        return cls(tangent, samples.inputs, samples.targets, samples.start, counted, samples.weights, **more)
 
     @property
     def checked(self) -> Checked:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data import batches, nesting
+from ..data.samples import Samples
 from ..errors import LapwingError, shown
 from ..tangent import Anchors
 from .passes import Batch, Pass, SumPass
@@ -19,11 +20,12 @@ from .state import State
 Sampling = Literal["uniform", "balanced", "label"]
 
 
-def class_labels(inputs: Any, targets: Any) -> Tensor:
+def class_labels(samples: Samples | Batch) -> Tensor:
     """Returns the class labels of a batch (B,) int64 on the CPU; all -1 if the targets are not labels."""
+    targets = samples.targets
     if isinstance(targets, Tensor) and targets.ndim == 1 and not (targets.is_floating_point() or targets.is_meta):
         return targets.cpu().long()
-    return torch.full((batches.size(inputs),), -1)
+    return torch.full((samples.count,), -1)
 
 
 def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
@@ -148,7 +150,7 @@ class _ChosenInputs(SumPass[KeptInputs]):
         shared = batches.shared(batch.inputs)  # unknown for a batch of one sample
         shared = self._shared if len(shared) == len(self._shared) else shared
         copies = [x.clone() if same else x for x, same in zip(batches.tensors(batch.inputs), shared, strict=True)]
-        labels = class_labels(batch.inputs, batch.targets)
+        labels = class_labels(batch)
         for place in self._samples[first:stop].tolist():
             row = slice(place - batch.start, place - batch.start + 1)
             leaves, nest = nesting.flatten(batches.take(batch.inputs, row))

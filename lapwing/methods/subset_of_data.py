@@ -126,7 +126,7 @@ class _OnSubset(SumPass[SubsetState]):
         rows = self._places[first:stop] - batch.start
         part = batch.take(rows, first)
         self._inner.update(state.inner, part)
-        state.labels[first:stop] = class_labels(part.inputs, part.targets)
+        state.labels[first:stop] = class_labels(part)
         state.summary.add(self._likelihood, **part.rows())
 
 

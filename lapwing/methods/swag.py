@@ -14,8 +14,8 @@ from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.loaders import checked_batches
 from ..data.progress import tracked, with_progress
+from ..data.samples import checked
 from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype
@@ -301,5 +301,5 @@ def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None,
         for each in devices:
             with torch.cuda.device(each):
                 torch.cuda.manual_seed(seed)
-        wrapped = ([inputs] for inputs, *_ in checked_batches(network, loader))  # update_bn takes the first of a list
+        wrapped = ([samples.inputs] for samples in checked(loader, device))  # update_bn takes the first of a list
         update_bn(wrapped, _OnInputs(network, forward))

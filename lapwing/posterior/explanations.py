@@ -98,10 +98,10 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
     data = Data.of(train, posterior, posterior.method.sample_weights)
     batches.check_loader(data.loader, "posterior.influence")
     data.first_of_rank("the numbers of training rows need")
-    for batch in data:
-        row_inputs, targets = batches.split(batch, tangent.device)
-        weights = batches.weights_of(batch, tangent.device)
-        for part, record in _records(posterior, tangent.check(row_inputs)):
+    for samples in data:
+        samples = samples.to(tangent.device)
+        targets, weights = samples.targets, samples.weights
+        for part, record in _records(posterior, tangent.check(samples.inputs)):
             # 1. r = k ∂log p(y_n|f_n) (n, C, 1), and R (n, C, R) with Λ = R Rᵀ; r and Λ times the weight of the row
             score = posterior.scale.of_likelihood * doubled(likelihood.score(record.outputs, targets[part]))[..., None]
             root = _root(posterior, record, targets[part])

@@ -501,7 +501,6 @@ class Posterior(Displayed, Generic[P]):
             evidence, effective, str(self.tangent.coverage),
         )  # fmt: skip
 
-    @memory_errors("The update", "Pass smaller batches, or load the posterior with a smaller memory=... of lw.load.")
     @with_progress
     def update(
         self, loader: Any, *, tune: Any = None, sample_weights: bool = False, progress: bool | None = None

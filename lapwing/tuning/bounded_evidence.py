@@ -74,12 +74,15 @@ class BoundedEvidence(Tuning):
         residual = posterior.likelihood.residual_variance(posterior.statistics)
         if residual is not None and not posterior.noise_fixed:
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
-        if not has_prior(posterior.covariance):
+        if not has_prior(posterior.covariance) or (posterior.prior.fixed and posterior.noise_fixed):
             return posterior
         tuned = Evidence().tune(posterior)
         if posterior.prior.fixed or tuned.noise_variance is not None:
             return tuned
         return self._with_bounded_cost(tuned, training)
+
+    def tunes_own_prior(self, posterior: Posterior) -> bool:
+        return not posterior.noise_fixed and not has_prior(posterior.covariance)
 
     def training_samples(self, posterior: Posterior) -> int:
         if not posterior.noise_fixed:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
-from ..data.loaders import checked_batches
 from ..data.progress import tracked
+from ..data.samples import Samples, checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..methods import DataSummary
@@ -287,8 +287,8 @@ def _sharpened(
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     """Returns the mean squared residual of held-out data, the noise variance at which the search starts."""
     summary = DataSummary()
-    for inputs, targets, _ in checked_batches(posterior.model, tracked(loader, "residuals of held-out data")):
-        summary.add(posterior.likelihood, **Batch(posterior.tangent, inputs, targets, 0).rows())
+    for samples in checked(map(Samples.of, tracked(loader, "residuals of held-out data")), posterior.tangent.device):
+        summary.add(posterior.likelihood, **Batch.of(posterior.tangent, samples).rows())
     residual = posterior.likelihood.residual_variance(summary.statistics) if summary.samples else None
     if residual is None:
         raise no_batch_error()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
-from ..data import batches
+from ..data.data import Data
 from ..data.loaders import other_size
 from ..data.progress import tracked
+from ..data.samples import Samples
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
@@ -45,7 +46,7 @@ class Training:
 
 def evenly_spaced_batches(
     training: Training, limit: int, posterior: Posterior, before: Sequence[int] | None = None
-) -> Iterator[batches.Weighted]:
+) -> Iterator[Samples]:
     """Yields batches on the posterior's device, evenly spaced over the training data, `limit` samples in all.
 
     `before` holds the sizes of the batches of the processes before this one; None means a single process. Raises if the
@@ -53,7 +54,7 @@ def evenly_spaced_batches(
     """
     device, shown = posterior.tangent.device, training.shown
     if training.chosen:
-        yield from (batches.plain(part, device) for part in training.loader)
+        yield from (samples.to(device) for samples in training.loader)
         return
     whole = shown or posterior.samples
     start = taken = 0
@@ -67,17 +68,13 @@ def evenly_spaced_batches(
     if taken >= limit:
         return
     for batch in tracked(training.loader, "training data for the tuning"):
-        inputs, targets = batches.split(batch)
-        weights = batches.weights_of(batch, device)
-        size = batches.size(inputs)
+        samples = Samples.of(batch)
+        size = samples.count
         some = count(size)
         if some:
-            if some < size:  # every (size // some)-th sample
-                rows = slice(0, some * (size // some), size // some)
-                inputs, targets = batches.take(inputs, rows), targets[rows]
-                weights = None if weights is None else weights[rows]
             taken += some
-            yield batches.Weighted(batches.plain(inputs, device), batches.plain(targets, device), weights)
+            every = slice(0, some * (size // some), size // some)
+            yield (samples.take(every) if some < size else samples).to(device)
         start += size
         if taken >= limit:
             return
@@ -94,6 +91,29 @@ class Tuning(Options, ABC):
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         """Whether the tuning reads the lower bound of the evidence, if δ or σ² is open."""
         return prior_open or noise_open
+
+    needs_former_data: ClassVar[bool] = True
+    """Whether a posterior that gets further data cannot be tuned without the data of its fit."""
+
+    @property
+    def held_out(self) -> Any:
+        """The held-out data that it reads, or None."""
+        return None
+
+    def with_held_out(self, data: Data) -> Tuning:
+        """Returns the tuning with its held-out data in this form."""
+        return self
+
+    def falls(self) -> Callable[[Posterior, Posterior], bool] | None:
+        """Returns a function that says whether the score of more samples has fallen, so that the fit ends, or None.
+
+        Its arguments are the posterior of the first samples and the same scaled to all samples, for rising numbers.
+        """
+        return None
+
+    def tunes_own_prior(self, posterior: Posterior) -> bool:
+        """Whether it has numbers to choose for a posterior whose method chose the prior."""
+        return False
 
     def check(self, method: Method, shape: FitShape) -> None:
         """Raises a LapwingError if the tuning cannot tune the method. `lw.fit` and `lw.plan` call it first."""
@@ -133,6 +153,8 @@ class Evidence(Tuning):
         >>> lw.Evidence(per_layer=True)
         Evidence(per_layer=True, rank_gap=None)
     """
+
+    needs_former_data = False
 
     per_layer: bool = False
     rank_gap: float | None = option(None, number(0), write="1.0")

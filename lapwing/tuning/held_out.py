@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..covariance import Latent, has_positions, has_prior, without_spread
 from ..covariance.terms import MarginalTerm
-from ..data import batches
 from ..data.progress import tracked
+from ..data.samples import Samples
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
@@ -232,13 +232,12 @@ def candidate_latents(
     marginal = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
-            inputs, targets = batches.split(batch, tangent.device)
+            samples = Samples.of(batch).to(tangent.device)
             dtype = first.covariance.record_dtype
-            records = tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
+            records = tangent.records(samples.inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
             for part, record in records:
-                places = tangent.positions.places(len(targets), record.sizes)
-                labels = places.targets(targets, tangent.outputs)[part]
-                weights = batches.weights_of(batch, record.device)
+                places = tangent.positions.places(len(samples.targets), record.sizes)
+                labels, weights = places.targets(samples.targets, tangent.outputs)[part], samples.weights
                 weights = None if weights is None else weights.repeat_interleave(places.count)[part]
                 first.likelihood.check(record.outputs, labels)
                 labels = labels.to(record.device)
@@ -259,12 +258,13 @@ def _by_way(
     densities at very wide draws do not lose all digits. Draws that are not finite have a score of NaN.
     """
     for batch in loader:
-        inputs, targets = batches.split(batch, posteriors[0].tangent.device)
+        samples = Samples.of(batch).to(posteriors[0].tangent.device)
         for i, posterior in enumerate(posteriors):
             for j, one in enumerate(candidates(posterior)):
-                latent: Any = latent_of_batch(one.tangent, one.covariance, inputs, via, False)
+                latent: Any = latent_of_batch(one.tangent, one.covariance, samples.inputs, via, False)
                 rows = latent.rows if has_positions(latent) else latent
-                labels = latent.places.targets(targets, rows.mean.shape[-1]) if has_positions(latent) else targets
+                labels = samples.targets
+                labels = latent.places.targets(labels, rows.mean.shape[-1]) if has_positions(latent) else labels
                 rows = rows if rows.draws is None else rows.compact(False)
                 yield (i, j), one, rows, labels.to(rows.mean.device), None
 
@@ -292,7 +292,7 @@ def no_batch_error() -> LapwingError:
 
 def means_over_samples(
     posteriors: Sequence[Posterior],
-    parts: Iterable[batches.Weighted],
+    parts: Iterable[Samples],
     function: Callable[[Posterior, Tensor], Tensor] = lambda _, variance: variance,
 ) -> list[float]:
     """Returns the weighted mean of a function of a posterior and its variances `J_n Σ J_nᵀ` (B, C), for each posterior.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..data import batches
+from ..data.samples import Samples
 from ..errors import LapwingError
 from ..network.eager import parameters_of
 from ..posterior import Posterior
@@ -29,7 +29,7 @@ log = logging.getLogger("lapwing")
 
 @torch.no_grad()
 def leave_one_out(
-    posterior: Posterior, parts: Sequence[tuple[Any, ...]], size: float | None = None, residual: float = 0.0
+    posterior: Posterior, parts: Sequence[Samples], size: float | None = None, residual: float = 0.0
 ) -> LeaveOneOut:
     """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
@@ -52,10 +52,10 @@ def leave_one_out(
 
     Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and its eigendecomposition, O(M³).
     """
-    parts = [part for part in parts if batches.size(part[0])]
-    samples = sum(batches.size(inputs) for inputs, *_ in parts)
+    parts = [part for part in parts if part.count]
+    samples = sum(part.count for part in parts)
     try:
-        tangent = _trained(posterior, parts[0][0], samples)
+        tangent = _trained(posterior, parts[0].inputs, samples)
         if tangent is not None:
             return _left_out(posterior, tangent, parts, size or samples, residual)
     except (LapwingError, RuntimeError) as error:  # from layers that the fit does not treat
@@ -64,7 +64,7 @@ def leave_one_out(
 
 
 def _left_out(
-    posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]], size: float, residual: float
+    posterior: Posterior, tangent: Tangent, parts: Sequence[Samples], size: float, residual: float
 ) -> LeaveOneOut:
     """Returns the result of `leave_one_out` for the weights of a tangent."""
     # 1. the δσ² of highest evidence

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..covariance import has_prior
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.calling import output_tensor
@@ -82,6 +83,9 @@ class Refit(Tuning):
         if residual is None or posterior.noise_fixed:
             return posterior
         return with_left_out_width(posterior, residual, training, SAMPLES, self._error)
+
+    def tunes_own_prior(self, posterior: Posterior) -> bool:
+        return not posterior.noise_fixed and not has_prior(posterior.covariance)
 
     def training_samples(self, posterior: Posterior) -> int:
         return self.samples

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior
-from ..data import batches
+from ..data.samples import Samples
 from ..posterior import Posterior
 from .evidence import Training, evenly_spaced_batches
 from .gaussian_process import LeaveOneOut
@@ -98,7 +98,7 @@ def with_left_out_width(
 
 
 def _checked_width(
-    posterior: Posterior, training: Training, parts: Sequence[batches.Weighted], size: float, width: float,
+    posterior: Posterior, training: Training, parts: Sequence[Samples], size: float, width: float,
     residual: float, yardstick: Callable[[Posterior, Training], float | None] | None,
 ) -> float:  # fmt: skip
     """Returns the width, or the yardstick if it shows that the width is too small; warns in this case.
@@ -149,14 +149,14 @@ def trained_values(posterior: Posterior, training: Training) -> tuple[float, flo
 
 def _exact_model(
     posterior: Posterior, residual: float, training: Training, samples: int
-) -> tuple[LeaveOneOut, list[batches.Weighted], float]:
+) -> tuple[LeaveOneOut, list[Samples], float]:
     """Returns the leave-one-out predictions, the batches they are computed from, and the number N of all samples."""
     parts = list(evenly_spaced_batches(training, inputs_read(posterior, samples), posterior))
     size = max(training.shown or 0, posterior.samples * posterior.data_factor)
     return leave_one_out(posterior, parts, size, residual), parts, size
 
 
-def _noise_at_prior(posterior: Posterior, parts: Sequence[batches.Weighted], width: float) -> float:
+def _noise_at_prior(posterior: Posterior, parts: Sequence[Samples], width: float) -> float:
     """Returns the σ² of highest density `N(e; 0, σ² + v_n)` of errors of mean square `width`, at the given prior."""
     candidates = [posterior.with_noise(width * 10**decade) for decade in NOISES_AT_PRIOR]
 

@@ -178,9 +178,10 @@ def _latents(
     """
     kept: list[tuple[Any, Tensor]] = []
     count, any_known = 0, False
-    for batch in loader:
-        inputs, targets = batches.split(batch, posterior.tangent.device)
-        latent: Any = posterior.latent(inputs, via)
+    for samples in loader:
+        samples = samples.to(posterior.tangent.device)
+        targets = samples.targets
+        latent: Any = posterior.latent(samples.inputs, via)
         count += len(latent.mean)
         rows = latent.rows if has_positions(latent) else latent
         if expected and has_positions(latent):

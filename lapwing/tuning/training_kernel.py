@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ..data import batches
+from ..data.samples import Samples
 from ..likelihoods import aligned_targets, curvature_weights
 from ..linalg import doubled, symmetric_eigen
 from ..methods.passes import Batch
@@ -32,15 +31,15 @@ SAME_INPUT = 0.9999  # the same minimum if equal targets are common: rounded tar
 MANY_EQUAL = 0.01  # if more than this fraction of different samples have equal targets, the targets are rounded
 
 
-def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]]) -> Process:
+def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples]) -> Process:
     """Returns the process of samples spread over the parts; if there are too many pairs, of some outputs per sample.
 
     A sample has the outputs of all its positions, so that outputs (B, T, C) give the process of outputs (B, T C).
     """
     # 1. y, y - f and w of all samples (n, C), shorter samples padded by zeros
-    rows = [targets_of(posterior, *part) for part in parts]
+    rows = [targets_of(posterior, part) for part in parts]
     ratios = posterior.likelihood.ratios(rows[0][1])
-    sizes = [batches.size(inputs) for inputs, *_ in parts]
+    sizes = [part.count for part in parts]
     widths = [part[0].numel() // size for part, size in zip(rows, sizes, strict=True)]
     every = [
         [pad(values.reshape(size, width), (0, max(widths) - width)) for values in part]
@@ -56,7 +55,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % torch.tensor(widths).repeat_interleave(torch.tensor(sizes))[samples]
     # 3. rows of J at the pairs, from one batch of inputs if they fit
-    inputs = tuple(inputs for inputs, *_ in parts)
+    inputs = tuple(part.inputs for part in parts)
     tables = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
     few = len(tables) == len(inputs) and sum(x.numel() for x in tables) <= TABLE
     fits = len(residuals) * tangent.bytes_per_sample(times, tangent.contraction_dtype) <= tangent.memory // 16
@@ -85,11 +84,9 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     )
 
 
-def targets_of(
-    posterior: Posterior, inputs: Any, targets: Tensor, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def targets_of(posterior: Posterior, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, y - f and w, each (B, C), or (B T, C) with positions, in float64; missing targets have zeros."""
-    rows = Batch(posterior.tangent, inputs, targets, 0, weights=weights).rows()
+    rows = Batch.of(posterior.tangent, samples).rows()
     outputs, targets, weights = rows["outputs"], rows["targets"], rows["weights"]
     posterior.likelihood.check(outputs, targets)
     outputs = doubled(outputs)
@@ -102,7 +99,7 @@ def targets_of(
     return targets.nan_to_num(), torch.where(every == 0, 0.0, targets - outputs), every
 
 
-def table_of(posterior: Posterior, parts: Sequence[batches.Weighted]) -> tuple[Tensor, Tensor, Tensor] | None:
+def table_of(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns inputs (N, D), targets (N, C) in units of the roots of their noise ratios, and their weights (N, C).
 
     Returns None if the inputs are not a table of floats. C counts the outputs of all positions.
@@ -110,7 +107,7 @@ def table_of(posterior: Posterior, parts: Sequence[batches.Weighted]) -> tuple[T
     tables = [part.inputs for part in parts if isinstance(part.inputs, Tensor)]
     if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):
         return None
-    targets, _, weights = map(torch.cat, zip(*(targets_of(posterior, *part) for part in parts), strict=True))
+    targets, _, weights = map(torch.cat, zip(*(targets_of(posterior, part) for part in parts), strict=True))
     x, ratios = torch.cat(tables), posterior.likelihood.ratios(targets)
     return x, (targets / ratios.sqrt()).reshape(len(x), -1), weights.reshape(len(x), -1)
 
@@ -131,15 +128,15 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     return itself | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
 
 
-def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> None:
+def warn_of_scales(posterior: Posterior, parts: Sequence[Samples]) -> None:
     """Warns if one noise variance serves outputs of different noise.
 
     Outputs (B, T, C) have C, or T C if `validation=` tunes a noise variance for each of them.
     """
-    rows = [targets_of(posterior, *part) for part in parts]
+    rows = [targets_of(posterior, part) for part in parts]
     if (posterior.likelihood.ratios(rows[0][0]) != 1).any():
         return
-    widths = {len(part[0].flatten()) // batches.size(inputs) for part, (inputs, *_) in zip(rows, parts, strict=True)}
+    widths = {targets.numel() // part.count for (targets, *_), part in zip(rows, parts, strict=True)}
     joins = len(widths) == 1 and tangent_of_samples(posterior).positions.joined
     width = max(widths) if joins else posterior.tangent.outputs
     _, residuals, weights = (

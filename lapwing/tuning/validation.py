@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..data import batches
+from ..covariance import has_prior
 from ..data.data import Data
 from ..data.frames import check_data
 from ..errors import LapwingError, is_whole
@@ -69,6 +69,14 @@ class _OnHeldOutData(Tuning):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_data(self.loader, type(self).__name__)
+
+    @property
+    def held_out(self) -> Any:
+        return self.loader
+
+    def with_held_out(self, data: Data) -> Tuning:
+        own: Any = self
+        return replace(own, loader=data)
 
     @property
     def _aim(self) -> Aim:
@@ -149,6 +157,8 @@ class Validation(_OnHeldOutData):
         True
     """
 
+    needs_former_data = False
+
     loader: Any = field(repr=False)
     decades: tuple[float, float] = option((-5.0, 7.0), RISING)
     points: int = option(25, at_least(3))
@@ -198,12 +208,16 @@ class Validation(_OnHeldOutData):
         log.info("Validation chose %r", best)
         return best
 
+    def tunes_own_prior(self, posterior: Posterior) -> bool:
+        open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
+        return open_noise or posterior.logit_temperature == 1 or bool(posterior.likelihood.head_numbers)
+
     def training_samples(self, posterior: Posterior) -> int:
         return inputs_read(posterior, SAMPLES) if self._reads_training(posterior) else 0
 
     def _reads_training(self, posterior: Posterior) -> bool:
         """Whether λ comes from the training data."""
-        return not posterior.noise_fixed and not posterior.prior.fixed
+        return has_prior(posterior.covariance) and not posterior.noise_fixed and not posterior.prior.fixed
 
 
 @dataclass(frozen=True)
@@ -279,11 +293,9 @@ class EarlyStopping(_OnHeldOutData):
             part = part.at(part.prior.precision * (part.samples / every), part.noise_variance)
         return with_ranks(part, self.ranks)
 
-    def falls(self) -> Callable[[Posterior, Posterior], bool]:
-        """Returns a function that scores posteriors of rising n, and returns whether the score has fallen.
-
-        Its arguments are the posterior of the first samples and that scaled to all samples.
-        """
+    def falls(self) -> Callable[[Posterior, Posterior], bool] | None:
+        if self.stop == "best":
+            return None
         best: list[Tensor] = []
 
         def has_fallen(part: Posterior, whole: Posterior) -> bool:
@@ -357,7 +369,7 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
     return replace(posterior, likelihood=replace(likelihood, noise_ratios=tuple((noises / noise).tolist())))
 
 
-def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
+def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     """Warns if a constant for each logit improves the held-out log likelihood, which no temperature can do.
 
     The gain must exceed `WORTHWHILE_SHIFT` per sample, and twice the gain of all samples 10 + 3 C. Without a shift
@@ -368,8 +380,9 @@ def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
     mapped = getattr(likelihood, "logit_map", ())
     if mapped or likelihood.activation is None or tangent.outputs > SHIFTED_OUTPUTS or tangent.positions.several:
         return
-    pairs = [batches.split(batch, tangent.device) for batch in loader]
-    logits, labels = torch.cat([tangent.outputs_of(x).double() for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    parts = [samples.to(tangent.device) for samples in held_out]
+    logits = torch.cat([tangent.outputs_of(part.inputs).double() for part in parts])
+    labels = torch.cat([part.targets for part in parts])
     counted = likelihood.labelled(labels)
     logits, labels = (logits, labels) if counted is None else (logits[counted], labels[counted])
 

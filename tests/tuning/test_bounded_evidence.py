@@ -16,11 +16,12 @@ from torch.nn.functional import cross_entropy
 
 import lapwing as lw
 from lapwing.data import batches
+from lapwing.data.samples import Samples
 from lapwing.tuning import BoundedEvidence, Training
+from lapwing.tuning import leave_one_out as exact_model
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.held_out import spread_costs
 from lapwing.tuning.input_process import width_by_inputs
-from lapwing.tuning.leave_one_out import leave_one_out
 from lapwing.tuning.refit import fresh_copy
 from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
@@ -55,6 +56,11 @@ def memorised(classes=3):
     model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, classes)).double()
     train(model, lambda: cross_entropy(model(x), y), 300)
     return model.eval(), list(zip(x.split([20, 10, 10]), y.split([20, 10, 10]), strict=True))
+
+
+def leave_one_out(posterior, loader, *rest, **options):
+    """The leave-one-out predictions of batches (x, y)."""
+    return exact_model.leave_one_out(posterior, list(map(Samples.of, loader)), *rest, **options)
 
 
 def cost(posterior, loader):
@@ -384,7 +390,7 @@ def test_a_width_far_below_that_of_a_gaussian_process_on_the_inputs_is_warned_of
     assert needs == pytest.approx(found + fitted, rel=0.1)  # by the 100 and 20 rows in their order
     assert narrow.noise_variance < found / 10
     assert width_by_inputs(*table, 120, least=100.0) is None
-    assert table_of(narrow, [batches.Weighted(x.long(), y)]) is None
+    assert table_of(narrow, [Samples(x.long(), y)]) is None
 
 
 @pytest.mark.parametrize("times", [1.2, 1000.0])
@@ -502,7 +508,7 @@ def test_outputs_of_a_map_have_a_small_kernel(outputs, rows):
     x, model = torch.randn(30, 2), nn.Sequential(nn.Linear(2, outputs), nn.Unflatten(1, (outputs, 1))).eval()
     y = model(x).detach()
     posterior = lw.fit(model, [(x, y)], lw.Diagonal(), likelihood="gaussian", tune=None)
-    found = process_of(posterior, posterior.tangent, [(x, y)])
+    found = process_of(posterior, posterior.tangent, [Samples(x, y)])
     assert (len(found.same), len(found.labels)) == (20, rows)
     assert found.outputs_per_pair == outputs / (rows / 20)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
 from ...data import batches
-from ...data.frames import as_loader, check_data, columns_of
+from ...data.data import Data
+from ...data.frames import check_data, columns_of
 from ...errors import LapwingError
 from ...likelihoods import Link
 from ...linalg import cholesky, generator_on
@@ -100,7 +101,7 @@ class AlphaSteps(MovingSteps):
     def __init__(self, fit: AlphaDivergence, problem: Problem, anchors: Anchors, noise_variance: float | None) -> None:
         super().__init__(problem, anchors, fit.steps, fit.learning_rate, noise_variance)
         self._fit = fit
-        self._held_out = None if fit.validation is None else as_loader(fit.validation, problem.tangent.model)
+        self._held_out = None if fit.validation is None else Data(fit.validation, problem.tangent.model)
         self._start = problem.likelihood.noise_variance if noise_variance is None else noise_variance
         link = problem.likelihood.default_link
         closed = link.closed_form and type(link) in problem.likelihood.integrals(problem.tangent.outputs, fit.alpha)
@@ -178,10 +179,10 @@ class AlphaSteps(MovingSteps):
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
         logs, counts = [], []
         generator = self.problem.generator()  # the same positions at every evaluation
-        for raw in self._held_out:
-            inputs, targets = batches.split(raw, tangent.device)
-            tangent.check(inputs, "the validation inputs")
-            batch = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets))
+        for samples in self._held_out:
+            samples = samples.to(tangent.device)
+            tangent.check(samples.inputs, "the validation inputs")
+            batch = Batch.of(tangent, samples, likelihood.labelled(samples.targets))
             rows, factor = self._rows(state, values, batch, generator)
             spread = remaining(rows.blocks, factor, values["root"].tril())
             latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))

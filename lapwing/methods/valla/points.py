@@ -142,7 +142,7 @@ class _Pool(SumPass[KeptInputs]):
         if batch.start >= self._minimum and sum(leaf.nbytes for leaf in state.leaves.values()) > self._memory:
             return
         leaves, nest = nesting.flatten(batch.inputs)
-        labels = class_labels(batch.inputs, batch.targets)
+        labels = class_labels(batch)
         state.keep(batch.start, [leaf.detach().clone() for leaf in leaves], nest, labels)
 
 
