@@ -222,9 +222,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
         strips = [use.strips for use in (self, *other_uses) if use.strips is not None]
-        if len(strips) <= len(other_uses):
-            return super().plus(other_uses)
-        return SharedOuter(Strips.concatenated(strips))
+        return SharedOuter(Strips.cat(strips)) if len(strips) == 1 + len(other_uses) else super().plus(other_uses)
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n,t g a` (R, P)."""

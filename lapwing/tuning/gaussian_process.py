@@ -127,10 +127,8 @@ class Process:
         spectrum, scale, labels = self.at(log10)
         fit = -0.5 * (labels.square() / (scale * spectrum) + (scale * spectrum).log()).sum()
         # 2. w copies have a row for their mean, and w - 1 differences of variance σ² that are 0
-        targets_without_row = self.total - len(self.counts)
-        if not targets_without_row:
-            return fit
-        return fit - 0.5 * targets_without_row * (scale * self.unit * 10**log10).log()
+        without_row = self.total - len(self.counts)  # number of targets
+        return fit - 0.5 * without_row * (scale * self.unit * 10**log10).log() if without_row else fit
 
     def lowest(self) -> float:
         """Returns the first grid point of log10 at which the weights explain at most `MAX_EXPLAINED` of the targets."""
