@@ -162,8 +162,7 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
         tangent=tangent, likelihood=likelihood,
         root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank()),  # each rank draws its own columns
         prior=prior, traces_wanted=tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise),
-        seed=options.seed, labels=runner.labels, count=runner.count, summary=runner.summary,
-        temperature=options.temperature, data_size=options.data_size,
+        seed=options.seed, temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip
 
 

@@ -22,8 +22,19 @@ from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
 from ..likelihoods.targets import any_counts, no_targets_error
-from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
-from ..methods.problem import Problem
+from ..methods.passes import (
+    Batch,
+    CurvaturePass,
+    FitResult,
+    IteratePass,
+    LabelsOfData,
+    LikelihoodPass,
+    Method,
+    Pass,
+    SamplesSeen,
+    SumPass,
+)
+from ..methods.problem import Problem, Seen
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..tangent.retry import retried
@@ -78,7 +89,7 @@ class Runner:
     def run(self, method: Method, problem: Problem, stop: Stop | None = None) -> FitResult:
         """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass."""
         passes = method.passes(problem)
-        answers: list[State | None] = [None]  # `pop` leaves the method the only reference to a state
+        answers: list[Any] = [None]  # `pop` leaves the method the only reference to a state
         while True:
             try:
                 step = passes.send(answers.pop())
@@ -87,7 +98,12 @@ class Runner:
                 if not self._at.summary.samples and result.summary is None:
                     self._run(LikelihoodPass(problem), problem)
                 return result
-            answers.append(self._run(step, problem, stop))
+            if isinstance(step, LabelsOfData):
+                answers.append(self.labels())
+            elif isinstance(step, SamplesSeen):
+                answers.append(Seen(self.count(), self._at.summary))
+            else:
+                answers.append(self._run(step, problem, stop))
             del step
 
     def _run(self, step: Pass, problem: Problem, stop: Stop | None = None) -> State:

@@ -89,8 +89,7 @@ def _with_data(
     problem = Problem(
         tangent=tangent, likelihood=likelihood, root=FisherRoot.of(tangent, likelihood, seed + ranks.rank()),
         prior=posterior.prior, traces_wanted=bool(getattr(posterior.covariance, "traces", torch.zeros(1)).any()),
-        seed=seed, labels=runner.labels, count=runner.count, summary=runner.summary,
-        temperature=posterior.temperature,
+        seed=seed, temperature=posterior.temperature,
     )  # fmt: skip
     result = runner.run(Update(posterior.covariance, posterior.method), problem)
     further = runner.summary()

@@ -14,8 +14,21 @@ from .full import Full
 from .kfac import EKFAC, KFAC
 from .mean_field import MeanField
 from .optimal_subspace import OptimalSubspace
-from .passes import Batch, CurvaturePass, FitResult, IteratePass, Method, Pass, Passes, SumPass, run_curvature_pass
-from .problem import FisherRoot, MemoryNeed, Problem
+from .passes import (
+    Batch,
+    CurvaturePass,
+    FitResult,
+    IteratePass,
+    LabelsOfData,
+    Method,
+    Pass,
+    Passes,
+    SamplesSeen,
+    SumPass,
+    run_curvature_pass,
+    with_seen,
+)
+from .problem import FisherRoot, MemoryNeed, Problem, Seen
 from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights
@@ -24,7 +37,7 @@ from .temperature_scaling import TemperatureScaling
 
 __all__ = [
     "EKFAC", "ELLA", "KFAC", "SWAG", "Batch", "BlockSums", "CurvaturePass", "DataSummary", "Diagonal", "FisherRoot",
-    "FitResult", "FitShape", "Footprint", "Full", "IteratePass", "MeanField", "MemoryNeed", "Method", "OptimalSubspace",
-    "Pass", "Passes", "Problem", "SnapshotCollector", "State", "SubsetOfData", "SubsetOfWeights", "SumPass",
-    "TemperatureScaling", "run_curvature_pass",
+    "FitResult", "FitShape", "Footprint", "Full", "IteratePass", "LabelsOfData", "MeanField", "MemoryNeed", "Method",
+    "OptimalSubspace", "Pass", "Passes", "Problem", "SamplesSeen", "Seen", "SnapshotCollector", "State", "SubsetOfData",
+    "SubsetOfWeights", "SumPass", "TemperatureScaling", "run_curvature_pass", "with_seen",
 ]  # fmt: skip

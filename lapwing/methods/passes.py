@@ -1,7 +1,7 @@
 """The contract between a method and `fitting/runner.py`: passes over the data.
 
 A method is a frozen dataclass. Its `passes` is a generator, which yields passes, receives the finished state of each
-pass, and returns a covariance. There are two kinds of pass:
+pass, and returns a covariance. It may also yield a question about the data. There are two kinds of pass:
 
 - The state of a **sum** pass adds over data. So the runner handles batches, ranks, checkpoints and resuming.
 - An **iterate** pass has a state, a random generator and a step. It runs in one process, and a checkpoint keeps only
@@ -195,7 +195,23 @@ class IteratePass(ABC, Generic[S]):
         return False
 
 
+class LabelsOfData:
+    """A question: the class labels (n,) of all samples, -1 for other targets. The first one reads the loader."""
+
+
+class SamplesSeen:
+    """A question: the `Seen` of the passes so far. Before the first pass it reads a loader without a length."""
+
+
 Pass = SumPass[Any] | IteratePass[Any]
+
+Step = Pass | LabelsOfData | SamplesSeen
+"""What a method yields. The answer to a pass is its finished state."""
+
+
+def with_seen(problem: Problem) -> Generator[Step, Any, Problem]:
+    """Returns the problem with what the passes have read so far, which its noise and its scale need."""
+    return replace(problem, read=(yield SamplesSeen()))
 
 
 class LikelihoodPass(SumPass[DataSummary]):
@@ -231,10 +247,10 @@ class FitResult:
     logit_temperature: float | None = None  # T that the method chose, if it declares `chooses_temperature`
 
 
-Passes = Generator[Pass, Any, Covariance | FitResult]
+Passes = Generator[Step, Any, Covariance | FitResult]
 
 
-def run_curvature_pass(step: CurvaturePass[Any]) -> Generator[Pass, Any, Covariance]:
+def run_curvature_pass(step: CurvaturePass[Any]) -> Generator[Step, Any, Covariance]:
     """Yields the final pass of a method; returns its covariance."""
     return step.finish((yield step))
 
@@ -287,7 +303,7 @@ class Method(Options, ABC):
         return None
 
 
-def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Pass, Any, PriorCovariance]:
+def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Step, Any, PriorCovariance]:
     """Yields the passes of a method that is an option of another method; returns its covariance."""
     result = yield from method.passes(problem)
     covariance = result.covariance if isinstance(result, FitResult) else result

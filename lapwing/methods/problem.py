@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -148,8 +147,16 @@ class FisherByParts:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What the passes have read so far."""
+
+    count: int  # n; of a loader without a length, the number of samples that a pass has read if N is given
+    summary: DataSummary  # likelihood statistics of the samples that were read
+
+
+@dataclass(frozen=True)
 class Problem:
-    """The inputs of a method."""
+    """The inputs of a method: plain data."""
 
     tangent: Tangent
     likelihood: Likelihood  # its noise variance may still be None
@@ -157,11 +164,9 @@ class Problem:
     prior: Prior  # δ (ones if it is to be tuned) and μ0
     traces_wanted: bool  # whether the tuning reads the lower bound of the evidence
     seed: int
-    labels: Callable[[], Tensor]  # class labels (n,), -1 if targets are not labels; the first call reads the loader
-    count: Callable[[], int]  # n; without a length reads the loader, or with N given returns the samples read so far
-    summary: Callable[[], DataSummary]  # sums over the samples that the passes have read; call it after the first pass
     temperature: float = 1.0  # τ
     data_size: int | None = None  # N if the user gave it
+    read: Seen | None = None  # what the passes have read, set by `with_seen`
 
     @cached_property
     def summed_root(self) -> FisherRoot | FisherByParts:
@@ -186,21 +191,28 @@ class Problem:
         return Scale(1, 1, self.temperature, self.likelihood.noise_variance)
 
     def noise_variance(self) -> float | None:
-        """Returns σ², or the mean squared residual if σ² is to be tuned; call it after the first pass."""
+        """Returns σ², or the mean squared residual of the samples that were read if σ² is to be tuned."""
         if self.likelihood.needs_noise:
-            return self.likelihood.residual_variance(self.summary().statistics)
+            return self.likelihood.residual_variance(self.seen.summary.statistics)
         return self.likelihood.noise_variance
+
+    @property
+    def seen(self) -> Seen:
+        """What the passes have read."""
+        if self.read is None:
+            raise TypeError("The samples that were read are not known: write problem = yield from with_seen(problem).")
+        return self.read
 
     def scale_of_means(self) -> Scale:
         """Returns the scale of means over samples (n = 1), at unit noise."""
-        return Scale(1, self.data_size or self.count(), self.temperature)
+        return Scale(1, self.data_size or self.seen.count, self.temperature)
 
     def scale_at(self, noise_variance: float | None) -> Scale:
-        """Returns the scale of sums over all samples that the passes have read; call it after the first pass."""
-        return replace(self.scale_of_means(), samples=self.summary().samples, noise_variance=noise_variance)
+        """Returns the scale of sums over all samples that were read."""
+        return replace(self.scale_of_means(), samples=self.seen.summary.samples, noise_variance=noise_variance)
 
     def curvature_scale(self) -> float:
-        """Returns s at the user's σ², or at the mean squared residual; call it after the first pass."""
+        """Returns s at the user's σ², or at the mean squared residual of the samples that were read."""
         return self.scale_at(self.noise_variance()).of_curvature
 
     def generator(self) -> torch.Generator:

@@ -13,7 +13,7 @@ from ..data import batches, nesting
 from ..data.samples import Samples
 from ..errors import LapwingError, shown
 from ..tangent import Anchors
-from .passes import Batch, Pass, SumPass
+from .passes import Batch, LabelsOfData, Step, SumPass
 from .problem import Problem
 from .state import State
 
@@ -82,7 +82,7 @@ class KeptInputs(State):
 
 def anchors_at(
     problem: Problem, samples: Tensor, outputs: Tensor, every: bool = False, sampling: Sampling = "uniform"
-) -> Generator[Pass, Any, Anchors]:
+) -> Generator[Step, Any, Anchors]:
     """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs.
 
     `every` says that these are all pairs. Then samples with more positions than the first batch have all pairs too.
@@ -95,7 +95,7 @@ def anchors_at(
         shown = state.classes()[places]
         if sampling == "label":
             outputs = shown
-        elif not torch.equal(shown, problem.labels()[samples]):
+        elif not torch.equal(shown, (yield LabelsOfData())[samples]):
             raise LapwingError(
                 "The loader shows another order on each pass, and sampling='balanced' needs one order. Write "
                 "DataLoader(..., shuffle=False), or sampling='uniform'."
@@ -111,10 +111,14 @@ def anchors_at(
     return Anchors(problem.tangent, groups, places, outputs)
 
 
-def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Returns places of samples (M,) and outputs (M,) of M different pairs; raises if `sampling` needs class labels."""
+def choose_rows(
+    problem: Problem, labels: Tensor, rows: int | Literal["all"], sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Returns places of samples (M,) and outputs (M,) of M different pairs; raises if `sampling` needs class labels.
+
+    `labels` are the class labels of all samples (n,), -1 if the targets are not labels.
+    """
     generator, width = problem.generator(), problem.tangent.width
-    labels = problem.labels()
     if rows == "all" or sampling == "uniform":
         total = len(labels) * width
         picked = choose(total, total if rows == "all" else min(rows, total), generator)

@@ -14,7 +14,7 @@ from ...errors import LapwingError
 from ...linalg import symmetric_eigen
 from ...options import Options, at_least, between, instance_of, option
 from ...tangent import Vectors
-from ..passes import Method, Pass
+from ..passes import Method, Step
 from .system import LinearSystem, gram, inner, recombine
 
 log = logging.getLogger("lapwing")
@@ -32,7 +32,7 @@ class Solved(NamedTuple):
     iterations: int
 
 
-Solving = Generator[Pass, Any, Solved]
+Solving = Generator[Step, Any, Solved]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ConjugateGradients(Options):
 
     def _iterate(
         self, system: LinearSystem, solution: Vectors, residual: Vectors, taken: int
-    ) -> Generator[Pass, Any, _Ended]:
+    ) -> Generator[Step, Any, _Ended]:
         """Changes Z and its residual in place until the draws are solved or the iterations are used up.
 
         The residual is stored as `R = Q D` with `Qᵀ Ψ̃ Q = I` (Ψ̃ the preconditioner); directions P are conjugate to all

@@ -38,7 +38,7 @@ class EvidenceSteps:
     def of(cls, problem: Problem, per_block: bool) -> EvidenceSteps:
         """Returns the initial values of prior and noise, and which of them are open."""
         noise = problem.noise_variance()
-        values, summary = float(problem.tangent.width), problem.summary()
+        values, summary = float(problem.tangent.width), problem.seen.summary
         if "count" in summary.statistics:  # weighted number of Gaussian targets
             values = float(summary.statistics["count"]) / summary.samples
         count = problem.scale_of_means().effective_samples * values

@@ -23,7 +23,7 @@ from ...covariance import PriorCovariance
 from ...errors import LapwingError
 from ...linalg import doubled, row_products, total
 from ...tangent import Record, Vectors
-from ..passes import Batch, Pass, SumPass
+from ..passes import Batch, Step, SumPass
 from ..problem import FisherRoot, Problem, root_positions
 from ..state import BlockSums
 
@@ -71,7 +71,7 @@ class PositionedRoot:
         numbers = range(self._taken, self._taken + len(outputs))
         self._taken = numbers.stop
         if self._marks is None:
-            self._marks = torch.full((problem.count(),), torch.nan, dtype=torch.float64)
+            self._marks = torch.full((problem.seen.count,), torch.nan, dtype=torch.float64)
         firsts = slice(-numbers.start % self._places, None, self._places)  # the first position of each sample
         first = self._start + -(-numbers.start // self._places)
         self._check_order(outputs[firsts], self._marks[first : first + len(numbers[firsts])])
@@ -261,7 +261,7 @@ class LinearSystem:
         prior = self.prior()
         return {name: noise.div_(prior[name].sqrt()) for name, noise in prior_noise(self.problem, count)}
 
-    def start(self, draws: Vectors, products: Vectors, before: Tensor) -> Generator[Pass, Any, None]:
+    def start(self, draws: Vectors, products: Vectors, before: Tensor) -> Generator[Step, Any, None]:
         """Changes draws Z at the precisions `before`, and `G Z`, into an initial Z at the present precisions, in place.
 
         `Δ(Z - Z₀)` is in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block and its geometric mean c,
@@ -283,7 +283,7 @@ class LinearSystem:
         products.clear()
         products.update((yield from self.products(draws)))
 
-    def products(self, vectors: Vectors) -> Generator[Pass, Any, Vectors]:
+    def products(self, vectors: Vectors) -> Generator[Step, Any, Vectors]:
         """Yields the pass for `G V`; returns `G V`."""
         return (yield CurvatureProducts(self.problem, self.root, vectors)).blocks
 

@@ -18,7 +18,7 @@ from ...likelihoods import Likelihood
 from ...options import Options, at_least, instance_of, option, positive
 from ...tangent import Anchors, Tangent
 from ..footprint import FitShape, Footprint
-from ..passes import Batch, IteratePass, Method, Passes
+from ..passes import Batch, IteratePass, Method, Passes, SamplesSeen
 from ..problem import Problem
 from ..state import State
 from ..subspace import ProjectedCurvature, footprint_on_rows, on_basis, span_of_anchors
@@ -73,7 +73,8 @@ class NaturalGradient(VallaFit):
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         steps = _NaturalSteps(problem, basis, self)
-        return steps.finish((yield steps))
+        state = yield steps
+        return steps.finish(state, (yield SamplesSeen()).summary.samples)
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,9 @@ class _NaturalSteps(IteratePass[NaturalState]):
         more.add(problem, self._basis, batch, rate / count)
         state.mean = state.mean.mapped(lambda mean: (1 - rate) * mean).added(more)
 
-    def finish(self, state: NaturalState) -> LowRankWithResidual:
+    def finish(self, state: NaturalState, samples: int) -> LowRankWithResidual:
         """Returns the covariance of the curvature per sample, times n; the posterior scales it to N."""
-        problem, samples = self._problem, self._problem.summary().samples
+        problem = self._problem
         return LowRankWithResidual(
             problem.tangent.blocks, self._basis, samples * state.mean.H, samples * state.mean.traces,
             problem.precision, problem.scale.of_curvature,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,8 +19,8 @@ from ...likelihoods import Link
 from ...linalg import cholesky, generator_on
 from ...options import at_least, instance_of, number, option, positive
 from ...tangent import Anchors
-from ..passes import Batch, FitResult, Passes
-from ..problem import MemoryNeed, Problem
+from ..passes import Batch, FitResult, Passes, SamplesSeen, with_seen
+from ..problem import MemoryNeed, Problem, Seen
 from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
@@ -89,8 +89,10 @@ class AlphaDivergence(VallaFit):
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
+        problem = yield from with_seen(problem)
         steps = AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
-        return steps.finish((yield steps))
+        state = yield steps
+        return steps.finish(state, (yield SamplesSeen()))
 
 
 class AlphaSteps(MovingSteps):
@@ -200,9 +202,9 @@ class AlphaSteps(MovingSteps):
             state.kept = {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()
-    def finish(self, state: Descent) -> FitResult:
+    def finish(self, state: Descent, seen: Seen) -> FitResult:
         """Returns the covariance, δ and σ² at the best values if these were kept, else at the final ones."""
-        problem = self.problem
+        problem = replace(self.problem, read=seen)
         values = state.kept or state.values
         anchors, noise = self.anchors_at(values), self.noise_at(values)
         precision = self.precision_at(values) * problem.precision / problem.precision[0]

@@ -18,7 +18,7 @@ from ...likelihoods import curvature_weights
 from ...linalg import cholesky, doubled
 from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
-from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
+from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Passes, Step, with_seen
 from ..problem import FisherRoot, Problem
 from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
@@ -64,6 +64,7 @@ class VariationalBound(VallaFit):
     )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
+        problem = yield from with_seen(problem)
         steps = BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
         if not steps.init().values:  # nothing is open
             return (yield from self.then.passes(problem, anchors))
@@ -259,7 +260,7 @@ class WeightedRoot:
         return root if weights is None else root * weights.sqrt().to(root)[..., None]
 
 
-def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
+def initial_noise(problem: Problem) -> Generator[Step, Any, float | None]:
     """Yields a pass over the first samples if σ² is open; returns their mean squared residual, or None."""
     likelihood = problem.likelihood
     if not likelihood.needs_noise:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...data import batches, nesting
 from ...errors import LapwingError
 from ...tangent import Anchors, Tangent
-from ..passes import Batch, Pass, SumPass
+from ..passes import Batch, Step, SumPass
 from ..problem import Problem
 from ..rows import KeptInputs, choose, class_labels, rank_in_class
 
@@ -59,7 +59,7 @@ class InducingPoints:
         return f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={outputs})"
 
 
-def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Initial) -> Generator[Pass, Any, Anchors]:
+def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Initial) -> Generator[Step, Any, Anchors]:
     """Yields a pass over the first samples, unless the points are given; returns rows of J at M pairs."""
     if isinstance(wanted, InducingPoints):
         return anchors_of(problem.tangent, wanted)
