@@ -10,7 +10,7 @@ from pathlib import Path
 import lapwing
 from lapwing import Likelihood, Method
 from lapwing.covariance import Covariance, Structure
-from lapwing.covariance.latent import Described
+from lapwing.covariance.latent import BaseLatent
 
 ROOT = Path(lapwing.__file__).parent
 ORDER = (
@@ -97,7 +97,7 @@ def test_every_room_says_what_lives_there():
             assert "Begin with" in " ".join(text.split()), f"{path} does not say where to begin"
 
 
-TRAITS = (Covariance, Structure, Described, Likelihood, Method)
+TRAITS = (Covariance, Structure, BaseLatent, Likelihood, Method)
 """Roots of the classes that no code outside their room asks for by name: it asks what they declare."""
 
 
@@ -127,6 +127,31 @@ def test_no_class_name_is_used_twice():
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.lstrip("_"), []).append(f"{name}:{node.lineno}")
     assert not {kind: where for kind, where in places.items() if len(where) > 1}
+
+
+def constants(name: str) -> dict[str, str]:
+    """The names in capitals that a module assigns at its top, also in tuples, without underscores -> their values."""
+    found = {}
+    for node in parsed(name).body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            several = isinstance(target, ast.Tuple)
+            values = node.value.elts if several and isinstance(node.value, ast.Tuple) else [node.value]
+            names = target.elts if several else [target]
+            for one, value in zip(names, values if len(values) == len(names) else values * len(names), strict=True):
+                if isinstance(one, ast.Name) and one.id.isupper():
+                    found[one.id.lstrip("_")] = ast.unparse(value)
+    return found
+
+
+def test_no_constant_has_two_values():
+    """A name says what a constant limits. If it stands for two numbers, a reader takes one for the other."""
+    values: dict[str, dict[str, str]] = {}
+    for name in FILES:
+        for constant, value in constants(name).items():
+            values.setdefault(constant, {})[name] = value
+    assert not {constant: where for constant, where in values.items() if len(set(where.values())) > 1}
 
 
 LONGEST_BODY = 80

@@ -29,7 +29,7 @@ from .report import detectors, pictures, svg
 
 Score = Literal["mutual_information", "entropy", "confidence"]
 
-SECONDS = Rule(
+FIT_SECONDS = Rule(
     lambda given: given is None or (isinstance(given, Mapping) and all(map(number(0).accepts, given.values()))),
     "a dict from names to seconds",
 )
@@ -317,7 +317,7 @@ def _check(posteriors: Any, score: Any, repeats: Any, fit_seconds: Any) -> None:
     if not isinstance(score, Novelty):
         check_choice("compare", "score", score, tuple(SCORES)[:-1])
     check_argument("compare", "repeats", repeats, at_least(1), "10")
-    check_argument("compare", "fit_seconds", fit_seconds, SECONDS, '{"KFAC": 1.5}')
+    check_argument("compare", "fit_seconds", fit_seconds, FIT_SECONDS, '{"KFAC": 1.5}')
 
 
 def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any]:

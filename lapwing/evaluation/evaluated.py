@@ -233,9 +233,9 @@ def evaluated(
             sets[name].append(scores_of(prediction, names))
             if keep:
                 outside[name].append(_outputs(prediction.latent))  # type: ignore[attr-defined]
-    scores = _joined(known), {name: _joined(parts) for name, parts in sets.items()}
+    scores = _concatenated(known), {name: _concatenated(parts) for name, parts in sets.items()}
     cost = 1.0 if row.likelihood else spent / plain
-    return Evaluated(_joined(values), *scores, score, cost, seconds, rows, outside)
+    return Evaluated(_concatenated(values), *scores, score, cost, seconds, rows, outside)
 
 
 def _timed(row: Row, inputs: Any) -> tuple[Prediction, float, float]:
@@ -271,7 +271,7 @@ def _predictions(row: Row, name: str, foreign: Any) -> Iterator[Prediction]:
         )
 
 
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _concatenated(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -331,7 +331,7 @@ def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) 
     known = {name: torch.where(odd.cpu(), scores_of_odd[name], known[name]) for name in known}
     middle = halves[0] if matrix else change(math.sqrt(chosen[0] * chosen[1]))
     foreign = {
-        name: _joined([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])
+        name: _concatenated([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])
         for name, parts in network.outside.items()
     }
     name, what = (TEMPERATURE, "its logits divided by") if tempered else (NOISE, "a noise variance of")

@@ -122,7 +122,9 @@ class OptimalSubspace(Method):
                     total[slots[:, None], columns] = doubled(weighted @ unweighted.T)
             return total
 
+        # 1. λ^(-1/2) U_sᵀ (s, M) of J Ψ_approx Jᵀ
         coefficients = leading_of(gram, min(self.rank, len(anchors)), precise).to(precise)  # (s, M)
+        # 2. times J Ψ_approx: the rows of Pᵀ (s, P), from all rows in memory or from chunks of them
         if all_rows is None:
             directions = anchors.combine(coefficients)
             _weight(problem, approximate, directions)

@@ -172,7 +172,7 @@ class _ChosenInputs(SumPass[KeptInputs]):
                 groups[-1][1].append(leaves)
             else:
                 groups.append((kind, [leaves]))
-        return tuple(group for (nest, shared), parts in groups for group in _joined(nest, shared, parts))
+        return tuple(group for (nest, shared), parts in groups for group in _concatenated(nest, shared, parts))
 
 
 def _joinable(before: list[Tensor], after: list[Tensor], shared: list[bool]) -> bool:
@@ -182,7 +182,7 @@ def _joinable(before: list[Tensor], after: list[Tensor], shared: list[bool]) -> 
     return fits and all(torch.equal(a, b) for a, b, same in pairs if same)
 
 
-def _joined(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterator[Any]:
+def _concatenated(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterator[Any]:
     """Yields samples in batches, of a length that no shared tensor has."""
     lengths = {len(leaf) for leaf, same in zip(parts[0], shared, strict=True) if same and leaf.ndim} - {1}
     while parts:

@@ -41,7 +41,7 @@ class Training:
     chosen: bool = False  # whether the loader holds only the samples that the tuning reads: `Tuning.training_samples`
 
 
-def spread_batches(
+def evenly_spaced_batches(
     training: Training, limit: int, posterior: Posterior, before: Sequence[int] | None = None
 ) -> Iterator[Samples]:
     """Yields batches on the posterior's device, spread evenly over the training data, `limit` samples in all.
@@ -130,7 +130,7 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
     if ranks.several():
         limit, data, rows = tune.training_samples(posterior), training.loader, []
         if limit and isinstance(data, Data) and training.shown is not None:
-            rows = list(spread_batches(training, limit, posterior, data.before))
+            rows = list(evenly_spaced_batches(training, limit, posterior, data.before))
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
     best = posterior if ranks.rank() else retried(posterior.tangent, lambda: tune.tune(posterior, whole))
@@ -154,7 +154,7 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
             "with model.double()."
         )
     check_noise(posterior.likelihood, posterior.tangent)
-    if posterior.covariance.rounded():
+    if posterior.covariance.has_rounding_noise():
         log.log(
             logging.WARNING if posterior.prior.fixed else logging.INFO,  # a tuning scored these very variances
             "The prior precision %.3g is too weak for the digits of %s: variances of %s in directions of least "

@@ -21,7 +21,7 @@ from ..data.data import Data
 from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
-from ..likelihoods.targets import any_counts, no_targets
+from ..likelihoods.targets import any_counts, no_targets_error
 from ..methods.passes import (
     Batch,
     CurvaturePass,
@@ -208,7 +208,7 @@ class Runner:
                 at.sums = at.sums.with_tensors(joined)
                 at.summary = at.sums.summary if collects else at.summary
             if collects and not at.sums.counted:
-                raise no_targets("labels")
+                raise no_targets_error("labels")
             at.whole |= collects
         at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
         at.finished = True

@@ -22,7 +22,7 @@ from .search import ascend, best_of_grid, golden_section
 log = logging.getLogger("lapwing")
 
 LOWEST, HIGHEST = -8.0, 10.0  # searched decades of the prior precision; see `_decades`
-BEYOND = 5.0  # decades by which an ascent may leave that range and come back: at an end of it the slope would be 0
+BEYOND = 5.0  # an ascent may leave that range by this many decades, for a slope at its ends; its result is clamped
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Evidence(Tuning):
     def check(self, method: Method, shape: FitShape) -> None:
         footprint = None if self.rank_gap is None else method.footprint(shape)
         if footprint is not None and method.can_change_prior and footprint.rank is None:
-            raise without_rank("rank_gap", self.rank_gap, repr(method))
+            raise no_rank_error("rank_gap", self.rank_gap, repr(method))
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
@@ -67,7 +67,7 @@ class Evidence(Tuning):
         if self.rank_gap is None:
             return best
         if not has_rank(covariance):
-            raise without_rank("rank_gap", self.rank_gap, str(posterior.method))
+            raise no_rank_error("rank_gap", self.rank_gap, str(posterior.method))
         enough = _value(best) - self.rank_gap
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:
@@ -94,7 +94,7 @@ class Evidence(Tuning):
         return posterior.at(precision, noise)
 
 
-def without_rank(option: str, value: Any, method: str) -> LapwingError:
+def no_rank_error(option: str, value: Any, method: str) -> LapwingError:
     """Returns the error for an option of a tuning that only subspaces have."""
     return LapwingError(
         f"{option}={value} needs a subspace, and {method} has no rank. Leave {option} out, or fit lw.ELLA(rank=20)."
@@ -117,6 +117,7 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
     noise = posterior.likelihood.residual_variance(posterior.statistics) if open_noise else posterior.noise_variance
     if not (open_prior or open_noise):
         return precision, noise
+    # 1. the best δ of a grid at the σ² of the residuals, or by golden sections if σ² is given
     ranges, starts = [], []
     low, high = _decades(noise)
     if open_prior:
@@ -141,10 +142,12 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
             return evidence(10**deltas, variance)
         return evidence(precision, variance, 10 ** deltas[0] if open_prior else 1.0)
 
+    # 2. an ascent in log10 δ and log10 σ² from there
     point = torch.tensor(starts, dtype=torch.float64, device=precision.device)
     if open_noise:
         point = ascend(value, point, *zip(*ranges, strict=True))
     if open_prior:
+        # 3. another one in log10 δ of all blocks
         blocks = len(precision)
         if per_layer and blocks > 1:
             point = torch.cat([point[:1].expand(blocks), point[1:]])

@@ -21,8 +21,8 @@ from .training_kernel import process_of
 MAX_WEIGHTS = 1_000_000  # maximum number of trained weights for which all of them count
 MAX_MULTIPLY_ADDS = 2**33  # the same limit for the multiply-adds that form the Jacobian rows of all samples
 MAX_EXPLICIT_WEIGHTS = 1000  # and for weights without a layer family, whose rows need a backward pass per sample
-LOWEST_WIDTH = 0.5  # part of the mean squared residual below which s shows that the network was not trained to the end
-HIGHEST_RAISED = 0.0  # highest decade to which δσ² is raised, to fit as badly: the noise is as large as the kernel
+LOWEST_WIDTH = 0.5  # if s is below this fraction of the mean squared residual, training has not converged
+HIGHEST_RAISED = 0.0  # then log10 δσ² is raised at most to this: there the noise equals the mean eigenvalue
 
 log = logging.getLogger("lapwing")
 
@@ -67,18 +67,21 @@ def _left_out(
     posterior: Posterior, tangent: Tangent, parts: Sequence[Samples], size: float, residual: float
 ) -> LeaveOneOut:
     """Returns the result of `leave_one_out` for the weights of a tangent."""
+    # 1. the δσ² of highest evidence
     process = process_of(posterior, tangent, parts)
     log10 = process.best()
     result, end = process.left_out(log10, size), log10.new_tensor(HIGHEST_RAISED)
+    # 2. if s is too small for the residual: the smallest δσ² at which it is not, by bisection
     if log10 < end and result.width < LOWEST_WIDTH * residual:
         for _ in range(10):
             middle = (log10 + end) / 2
             result = process.left_out(middle, size)
             log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
+    # 3. for exact draws, the variance of left-out targets at their own δ and σ²
     if posterior.covariance.distinct_draws and posterior.noise_variance:
         delta = float(posterior.prior.precision.mean())
         own = math.log10(posterior.noise_variance * delta / process.unit)
-        result = replace(result, drawn=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
+        result = replace(result, variance_of_draws=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
     return result
 
 

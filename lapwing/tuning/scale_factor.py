@@ -18,7 +18,7 @@ from ..display import warns_once
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..likelihoods.prediction_at_positions import predicted
-from ..likelihoods.targets import any_counts, no_targets
+from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
@@ -207,7 +207,7 @@ def _latents(
             "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
         )
     if not any_known:
-        raise no_targets("held-out targets")
+        raise no_targets_error("held-out targets")
     return kept, count
 
 

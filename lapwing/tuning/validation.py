@@ -27,15 +27,15 @@ from ..posterior.tuned import Training, Tuning
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
-from .evidence import without_rank
-from .held_out import at_exponents, contracted, sample_scores, tangent_of_samples
+from .evidence import no_rank_error
+from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
 from .search import ascend, evenly
 
 log = logging.getLogger("lapwing")
 
-PARTS = evenly(-1.5, 0.5, 41)  # candidates for log10 of the noise variance of an output over its mean squared residual
+OUTPUT_NOISES = evenly(-1.5, 0.5, 41)  # candidates for log10 of an output's σ² over its mean squared residual
 WORTHWHILE_SHIFT, SHIFTED_OUTPUTS = 0.05, 20  # minimum gain of a shift, in nats per sample; maximum number of outputs
 LARGEST_SHIFT = 30.0  # largest size of a constant, and of the logarithm of the temperature
 
@@ -84,7 +84,7 @@ class _OnHeldOutData(Tuning):
             )
         footprint = method.footprint(shape) if self.ranks else None
         if footprint is not None and footprint.rank is None:
-            raise without_rank("ranks", self.ranks, repr(method))
+            raise no_rank_error("ranks", self.ranks, repr(method))
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         return False
@@ -316,10 +316,10 @@ def _without_prefixes(method: str) -> LapwingError:
 def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
     """Returns the posterior with the noise ratios of the held-out data, if these surely show them, or unchanged.
 
-    σ_c² is the point of `PARTS` with the highest log density of targets of output c, of variance σ_c² + J_c Σ J_cᵀ.
-    These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than with one value by
-    `SURE` paired standard errors. The covariance and σ² do not change. Outputs (B, T, C) have T C values if
-    `tangent_of_samples` joins them and all samples have the same T.
+    σ_c² is the point of `OUTPUT_NOISES` with the highest log density of targets of output c, of variance
+    σ_c² + J_c Σ J_cᵀ. These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than
+    with one value by `SURE` paired standard errors. The covariance and σ² do not change. Outputs (B, T, C) have T C
+    values if `tangent_of_samples` joins them and all samples have the same T.
 
     Cost: a pass over the held-out data, if there are several outputs and no ratios.
     """
@@ -328,8 +328,9 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
         return posterior
     if tangent_of_samples(posterior).outputs == 1:
         return posterior
+    # 1. squared residuals and variances J_c Σ J_cᵀ of the held-out targets (N, C)
     parts = []
-    for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader):
+    for _, _, latent, labels, _ in candidate_latents([posterior], lambda one: [one], loader):
         squares = (doubled(labels).reshape(latent.mean.shape) - doubled(latent.mean)).square()
         parts.append((squares.cpu(), doubled(latent.variance).cpu()))
     widths = {squares.shape[1] for squares, _ in parts}  # several if the number of positions varies
@@ -347,13 +348,16 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
         total = variances + noise
         return -0.5 * (known * (total.log() + squares / total))
 
-    grid = squares.sum(0) / counts * 10 ** torch.tensor(PARTS, dtype=squares.dtype)[:, None]  # (K, C)
+    # 2. for each output K values of σ_c² around its mean squared residual, and the best one (C,)
+    grid = squares.sum(0) / counts * 10 ** torch.tensor(OUTPUT_NOISES, dtype=squares.dtype)[:, None]  # (K, C)
     best = torch.stack([scores(noises).sum(0) for noises in grid]).argmax(0)
     noises, noise = grid.gather(0, best[None])[0], float(posterior.noise_variance or 0.0)
+    # 3. C numbers instead of one: (C - 1)/N nats per sample are the gain by chance, as in AIC
     better = surely_better(scores(noises).sum(-1) - (outputs - 1) / len(squares), scores(noise).sum(-1), SURE)
     if not better or not (noises > 0).all():
         return posterior
     log.info("Held-out data show noise variances of the outputs from %.3g to %.3g", noises.min(), noises.max())
+    # 4. ratios σ_c²/σ²
     return replace(posterior, likelihood=replace(likelihood, noise_ratios=tuple((noises / noise).tolist())))
 
 
@@ -379,11 +383,13 @@ def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
         scores = likelihood.log_prob(logits * point[0].exp() + point[1:], labels)
         return scores.mean() - point.square().sum() / (50 * len(labels))
 
+    # 1. the best s at b = 0, the best (s, b), and the gain of b
     start, most = logits.new_zeros(1 + tangent.outputs), [LARGEST_SHIFT] * (1 + tangent.outputs)
     scaled = ascend(lambda point: score(torch.cat([point, start[1:]])), start[:1], [-LARGEST_SHIFT], [LARGEST_SHIFT])
     best = ascend(score, start, [-bound for bound in most], most)
     gain = float(score(best) - score(torch.cat([scaled, start[1:]])))
     if gain > WORTHWHILE_SHIFT and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
+        # 2. f e^s + b = e^s (f + b e^-s): the constants for the logits of the network
         shift = best[1:] / best[0].exp()
         shift = shift - shift.mean() if likelihood.activation == "softmax" else shift
         log.warning(

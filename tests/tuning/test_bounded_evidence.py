@@ -181,7 +181,7 @@ def expected(posterior, loader, exact):
     """The width of predictions of the training data by the rule, from the process's own δ and σ²."""
     precision = torch.full_like(posterior.prior.precision, exact.precision)
     start = total(posterior.at(precision, exact.noise_variance), loader)
-    return exact.width * start / exact.unseen(start)
+    return exact.width * start / exact.width_at_unseen_inputs(start)
 
 
 WIDE = [lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(rank=10, rows=30), lw.SubsetOfWeights(20)]
@@ -245,12 +245,12 @@ def test_a_posterior_that_is_far_too_wide_at_a_few_inputs_has_noise(method):
 
 def test_width_of_unseen_targets_by_the_training_variance():
     exact = LeaveOneOut(3.0, 2.0, 0.5, 1.0, 1.0, 0.25, 100, 10)
-    assert exact.unseen(0.5) == 2.0  # the exact one
-    assert exact.unseen(0.4) == 0.4  # a subspace
-    assert exact.unseen(0.98) == pytest.approx(0.98**0.75 * 2**0.25)  # KFAC, as wide as that at the training data
-    assert exact.unseen(2.5) == 2.5
-    assert replace(exact, curve=0.5).unseen(0.5) == pytest.approx(0.5**0.75)
-    assert replace(exact, curve=0.5).unseen(0.2) == 0.2
+    assert exact.width_at_unseen_inputs(0.5) == 2.0  # the exact one
+    assert exact.width_at_unseen_inputs(0.4) == 0.4  # a subspace
+    assert exact.width_at_unseen_inputs(0.98) == pytest.approx(0.98**0.75 * 2**0.25)  # KFAC
+    assert exact.width_at_unseen_inputs(2.5) == 2.5
+    assert replace(exact, learning_ratio=0.5).width_at_unseen_inputs(0.5) == pytest.approx(0.5**0.75)
+    assert replace(exact, learning_ratio=0.5).width_at_unseen_inputs(0.2) == 0.2
 
 
 @pytest.mark.parametrize("name", ["MAX_WEIGHTS", "MAX_MULTIPLY_ADDS"])
@@ -570,8 +570,8 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
             gain = torch.linalg.solve(full[rest][:, rest], full[rest][:, mine])
             variances += (full[mine][:, mine] - full[mine][:, rest] @ gain).diagonal().tolist()
             errors += (labels[mine] - gain.T @ labels[rest]).square().tolist()
-    assert (found.curve == 1) is (count == 30)
-    assert found.width == pytest.approx(found.curve * max(sum(variances), sum(errors)) / len(pairs), rel=1e-6)
+    assert (found.learning_ratio == 1) is (count == 30)
+    assert found.width == pytest.approx(found.learning_ratio * max(sum(variances), sum(errors)) / len(pairs), rel=1e-6)
     assert found.variance == pytest.approx(sum(variances) / len(pairs), rel=1e-6)
 
 
@@ -720,7 +720,7 @@ def test_exact_draws_are_as_wide_as_the_posterior_that_they_are_drawn_from():
     x, y = torch.randn(30, 2, dtype=torch.float64), torch.randn(30, 1, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double().eval()
     posterior = lw.fit(model, [(x, y)], DRAWS, tune=None)
-    found = leave_one_out(posterior, [(x, y)]).drawn
+    found = leave_one_out(posterior, [(x, y)]).variance_of_draws
     delta, noise = posterior.prior_precision, posterior.noise_variance
     rows, *_ = process(model, [(x, y)], [(n, 0) for n in range(30)], 0.0)
     kernel = rows @ rows.T / delta + noise * torch.eye(30, dtype=x.dtype)

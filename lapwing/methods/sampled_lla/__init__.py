@@ -29,7 +29,7 @@ from .system import FirstProducts, LinearSystem, PositionedRoot, inner, inner_by
 log = logging.getLogger("lapwing")
 
 SMALL_VARIANCE = 1e-3  # maximum variance by rounding of stored draws, relative to the variance of predictions
-NO_CURVATURE = 1e-6  # curvature relative to its mean below which the feature of a weight is rounding noise
+NO_CURVATURE = 1e-6  # a feature with less than this fraction of the mean curvature is rounding noise
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class LinearisedMode:
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Along(self._problem, likelihood, self.offset, step)
         factor, prior, apart = system.scale * (likelihood.noise_variance or 1.0), system.prior(), self._apart()
+        # log joint at m + t step: k Σ log p(y|f + J(m + t step)) - t stepᵀΔ(θ - μ0) - t²/2 stepᵀΔ step, t (10,)
         length = torch.tensor((0.0, *LENGTHS), dtype=torch.float64, device=state.log_likelihood.device)
         weighted = {name: prior[name] * value for name, value in step.items()}
         slope, curve = inner_by_block(apart, weighted).sum(), inner_by_block(step, weighted).sum()

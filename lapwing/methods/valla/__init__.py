@@ -172,6 +172,7 @@ class _NaturalSteps(IteratePass[NaturalState]):
         if self._rate is None and batch.round:
             state.done = True
             return
+        # with ρ_t = B_t/(B_1 + ... + B_t), H is the mean over all samples so far
         state.samples += count
         rate = count / state.samples if self._rate is None else self._rate
         more = ProjectedCurvature.zeros(problem, self._basis.rank)

@@ -141,14 +141,18 @@ class AlphaSteps(MovingSteps):
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
         problem = self.problem
+        # 1. K_Z, K_xZ, K_x with the prior, and F Fᵀ = I + LᵀK_Z L
         rows, factor = self._rows(state, values, batch, generator)
         blocks = rows.blocks
+        # 2. the covariances of the outputs (B, R, R), equation 6
         spread = self.check_finite(state, remaining(blocks, factor, values["root"].tril()))
+        # 3. 1/α log E_q[p(y_n|f_n)^α] (B,)
         logs = problem.likelihood.log_power_mean(
             blocks.outputs, spread, rows.targets, self._fit.alpha, self.noise_at(values),
             generator_on(spread.device, generator), self._link,
         )  # fmt: skip
-        fit = self.scale.of_likelihood / batch.count * rows.weighted(logs).sum()
+        # 4. scaled from the batch to N samples, and the divergence of equation 5
+        fit = self.scale.of_likelihood / batch.count * rows.times_weights(logs).sum()
         return divergence(factor) - fit
 
     def _rows(
@@ -184,8 +188,8 @@ class AlphaSteps(MovingSteps):
             rows, factor = self._rows(state, values, batch, generator)
             spread = remaining(rows.blocks, factor, values["root"].tril())
             latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))
-            logs.append(rows.weighted(likelihood.predict(latent, self._fit.link).log_prob(rows.targets)))
-            counts.append(rows.weighted(torch.ones_like(logs[-1])))
+            logs.append(rows.times_weights(likelihood.predict(latent, self._fit.link).log_prob(rows.targets)))
+            counts.append(rows.times_weights(torch.ones_like(logs[-1])))
         if not logs:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
@@ -205,10 +209,12 @@ class AlphaSteps(MovingSteps):
         anchors, noise = self.anchors_at(values), self.noise_at(values)
         precision = self.precision_at(values) * problem.precision / problem.precision[0]
         variance = None if noise is None else float(noise)
+        # 1. the span W of J_Z (K, P), and W J_Zᵀ (K, M)
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         projected = problem.zeros(basis.rank, len(anchors), dtype=torch.float64)  # W J̃ᵀ
         for slots, record in anchors.records(torch.float64, basis.scratch_per_row):
             projected[:, slots] = basis.project(record).flatten(0, 1).to(projected).T
+        # 2. s H = W J_Zᵀ A J_Z Wᵀ (K, K) with A = L Lᵀ
         root = projected @ values["root"].tril()
         scale = problem.scale_at(variance or problem.likelihood.noise_variance).of_curvature
         zeros = problem.zeros(len(problem.tangent.blocks), dtype=torch.float64)
@@ -221,6 +227,7 @@ def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
 
     The kernel includes the prior. `factor` is the Cholesky factor of `I + LᵀK_Z L`, and `root` is L (M, M).
     """
+    # with F Fᵀ = I + LᵀK_Z L: K_x - XᵀX with X = F⁻¹ Lᵀ K_Zx
     batch, columns = kernel.cross.shape[:2]
     taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)
     taken = taken.T.reshape(batch, columns, -1)
