@@ -51,7 +51,7 @@ class Data:
         columns: Columns = (),
     ) -> None:  # fmt: skip
         self.columns, self.weighted, self._data_size = columns or columns_of(given), sample_weights, data_size
-        self.loader = as_loader(ordered(given, columns), network)
+        self.loader = as_loader(ordered(given, columns) if columns else given, network)
         self.wants_keys = False  # whether iterations keep the keys of their samples, until one reaches the end
         self.row_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._keys = batches.head_keys(given) if type(given) is tuple else ()

@@ -132,7 +132,8 @@ def fit(
         temperature=temperature, sample_weights=sample_weights, forward=forward, memory=memory, seed=seed,
         checkpoint=checkpoint, every=every, progress=progress,
     )  # fmt: skip
-    options.check_same_on_ranks()
+    if ranks.several():
+        options.check_same_on_ranks()
     file = NoCheckpoint() if options.checkpoint is None else Checkpoint(options.checkpoint, options.every)
     with show_progress(options.progress):
         if options.prior is not None:

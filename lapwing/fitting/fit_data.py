@@ -108,7 +108,7 @@ class FitData:
             )  # fmt: skip
         if options.data_size is None:
             self.training.warn_of_unseen(self.training.expected_size)
-        if options.forward is None:
+        if options.forward is None and isinstance(self.first.inputs, Mapping):
             _warn_of_own_tokens(self.first.inputs, self.first.targets, self.likelihood)
 
     def warn_of_samples(self, options: FitOptions, shown: int | None) -> None:
@@ -145,9 +145,9 @@ def _warn_of_few(held_out: Data) -> None:
         )  # fmt: skip
 
 
-def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> None:
+def _warn_of_own_tokens(inputs: Mapping[str, Any], targets: Any, likelihood: Likelihood) -> None:
     """Warns if the labels of a text that count are its own tokens instead of the tokens that follow."""
-    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    tokens = inputs.get("input_ids")
     if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
         return
     counted = likelihood.labelled(targets)

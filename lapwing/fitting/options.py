@@ -114,8 +114,6 @@ class FitOptions(Options):
 
     def check_same_on_ranks(self) -> None:
         """Raises if the processes of a fit got different options. Their data may differ."""
-        if not ranks.several():
-            return
         texts = {each.name: shown(getattr(self, each.name)) for each in fields(self)}
         every = ranks.gathered("the options", (self.described(functions=False), texts))
         (first, text), *_ = every

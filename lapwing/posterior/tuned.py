@@ -145,7 +145,8 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
 
     `parts` are posteriors of the first samples. Rank 0 may have chosen one of them.
     """
-    posterior = _as_on_first(posterior, parts)
+    if ranks.several():
+        posterior = _as_on_first(posterior, parts)
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
     if not all(is_finite(values) for values in tensors):
         raise LapwingError(
@@ -167,8 +168,6 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
 
 def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:
     """Returns the posterior with the values, the rank and the samples that rank 0 chose."""
-    if not ranks.several():
-        return posterior
     precision, likelihood, data, rank, method, aim = ranks.sent("the numbers that were tuned", (
         posterior.prior.precision.tolist(), posterior.likelihood, (posterior.samples, posterior.data_factor),
         getattr(posterior.covariance, "rank", None), posterior.method, posterior.aim,

@@ -108,15 +108,10 @@ class Runner:
 
     def _run(self, step: Pass, problem: Problem, stop: Stop | None = None) -> State:
         """Runs a pass; returns its state. Then computes the covariances of the first samples, if they are needed."""
-        if ranks.several() and (isinstance(step, IteratePass) or step.in_iteration):
-            raise LapwingError(
-                f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use "
-                "lw.KFAC()."
-            )
-        if isinstance(step, SumPass):
-            ranks.overwrite(f"the basis of the pass '{step.label}'", step.basis_tensors())
-            if step.in_iteration:
-                self._checkpoint = NoCheckpoint()
+        if ranks.several():
+            _prepare_on_ranks(step)
+        if isinstance(step, SumPass) and step.in_iteration:
+            self._checkpoint = NoCheckpoint()
         if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
             return self._sums(step, problem).state
         generator = problem.root.generator
@@ -258,3 +253,12 @@ class Runner:
         if samples != expected or not (samples or several):
             raise other_size(samples, to, expected or None)
         at.size = sum(map(sum, self._data.sizes)) if several else samples
+
+
+def _prepare_on_ranks(step: Pass) -> None:
+    """Gives all ranks the basis of rank 0; raises if the steps of a pass are not summed over processes."""
+    if isinstance(step, IteratePass) or step.in_iteration:
+        raise LapwingError(
+            f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use lw.KFAC()."
+        )
+    ranks.overwrite(f"the basis of the pass '{step.label}'", step.basis_tensors())
