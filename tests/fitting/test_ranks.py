@@ -106,7 +106,7 @@ def test_further_data_and_positions(tmp_path: Path) -> None:
     alone = ranks.further([batch for part in ranks.training(3, 2) for batch in part])
     for results in ranks.run(tmp_path, 2, [(ranks.further_of_share,)]):
         assert results is not None
-        for name in ("update", "update of rows", "prior"):
+        for name in ("update", "update of rows", "update on held-out data", "prior"):
             check_equal(results[0][name], alone[name])
         torch.testing.assert_close(results[0]["positions"], alone["positions"], rtol=1e-6, atol=0)
 
