@@ -37,13 +37,13 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
     if tune is not None:
         tune.check(method, shape)
     if likelihood.activation is not None:
-        rows = first_rows(tangent, likelihood, first)
+        rows = outputs_of_first_batch(tangent, likelihood, first)
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
 
 
-def first_rows(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:
+def outputs_of_first_batch(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:
     """Returns outputs (n, C) of the first samples and their targets; None if the likelihood refuses the targets."""
     try:
         return check_batch(tangent, likelihood, first.take(slice(0, FIRST)))
