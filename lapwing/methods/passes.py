@@ -214,6 +214,11 @@ def with_seen(problem: Problem) -> Generator[Step, Any, Problem]:
     return replace(problem, read=(yield SamplesSeen()))
 
 
+def with_size(problem: Problem) -> Generator[Step, Any, Problem]:
+    """Returns the problem with n, which `Problem.scale_of_means` needs unless N is given: a stream may have no end."""
+    return problem if problem.data_size else (yield from with_seen(problem))
+
+
 class LikelihoodPass(SumPass[DataSummary]):
     """Sums the statistics of the likelihood, for the network of the fit if `tangent` is None."""
 
