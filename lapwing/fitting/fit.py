@@ -247,9 +247,7 @@ def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training
     tune = setup.data.tune
     open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
     open_numbers = open_noise or posterior.logit_temperature == 1 or posterior.likelihood.head_numbers
-    if isinstance(tune, Validation) and open_numbers:
-        return tuned(tune, posterior, replace(training, shown=None))
-    if isinstance(tune, (BoundedEvidence, Refit)) and open_noise:
+    if (isinstance(tune, Validation) and open_numbers) or (isinstance(tune, (BoundedEvidence, Refit)) and open_noise):
         return tuned(tune, posterior, training)
     if not setup.problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
         unused = "validation=" if setup.options.validation is not None else f"tune={type(tune).__name__}"
