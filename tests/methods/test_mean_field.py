@@ -260,28 +260,6 @@ def test_linearised_and_streamlined_predictions_equal_dense_ones():
     close(last.latent(test, via=lw.Streamlined()).variance, last.latent(test).variance)
 
 
-def test_seeds():
-    model, batches, _ = loader_of("cnn_bn_inplace")
-    fits = [lw.fit(model, batches, SHORT, seed=seed) for seed in (1, 1, 2)]
-    weights = [torch.cat([p.flatten() for p in fit.model.parameters()]) for fit in fits]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-    state = torch.get_rng_state()
-    lw.fit(model, batches, SHORT)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_chunks_add_up(monkeypatch):
-    """Batches beyond the memory budget go in chunks, whose gradients and likelihoods add up."""
-    model, x, y = regression()
-    still = lw.MeanField(steps=1, learning_rate=1e-3, initial_std=1e-9)
-    whole = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
-    monkeypatch.setattr(Tangent, "chunk_length", lambda *arguments, **options: 7)
-    parts = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
-    close(parts.history["objective"], whole.history["objective"], 1e-6)
-    close(parts.model.weight.detach(), whole.model.weight.detach(), 1e-9)
-
-
 def test_steps_that_end_before_the_data_do():
     """Statistics and scale are those of the samples seen, at the moved mean."""
     model, x, y = regression()

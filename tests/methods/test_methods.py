@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -451,40 +450,6 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("name", "delta"), [("mlp", 0.01), ("attention", 2.0), ("conv1d", 0.01), ("tied", 2.0), ("mlp_scalar", 2.0)]
-)
-def test_orders(name, delta):
-    """`0 ≼ ELLA(K) ≼ ELLA(K + 1) ≼ Full ≼ prior`, at fixed rows."""
-    problem = setup(name)
-    full = problem.fit(lw.Full(), prior_precision=delta).covariance.to_dense().cpu()
-    chain = [torch.zeros_like(full)]
-    chain += [
-        problem.fit(lw.ELLA(rank=k, rows=12), prior_precision=delta).covariance.to_dense().cpu()
-        for k in (1, 2, 4, 7, 12)
-    ]
-    chain += [full, torch.eye(len(full)).double() / delta]
-    for lower, upper in pairwise(chain):
-        assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
-
-
-@pytest.mark.parametrize("name", others_slow(["mlp", "conv1d"], ["mlp"]))
-def test_residual_only_adds_and_shrinks_to_full(name):
-    """With the residual: `Full ≼ ELLA(K + 1) ≼ ELLA(K) ≼ prior` in trace, and in order against the prior."""
-    problem = setup(name)
-    full = problem.fit(lw.Full()).covariance.to_dense().cpu()
-    last = None
-    for rank in (1, 4, 12):
-        sigma = problem.fit(lw.ELLA(rank=rank, rows=12, residual="prior")).covariance.to_dense().cpu()
-        assert torch.linalg.eigvalsh(torch.eye(len(full)).double() / 2 - sigma).min() > -1e-10
-        bare = problem.fit(lw.ELLA(rank=rank, rows=12)).covariance.to_dense().cpu()
-        assert torch.linalg.eigvalsh(sigma - bare).min() > -1e-10
-        assert last is None or sigma.trace() <= last.trace() + 1e-10
-        last = sigma
-    assert full.trace() <= last.trace() + 1e-10
 
 
 # --- sampled Fisher, in expectation ----------------------------------------------------------------------------------

@@ -146,20 +146,15 @@ def test_picked_positions_are_unbiased():
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("some", [100, 3])
 @pytest.mark.parametrize("fit", [lw.VariationalBound(steps=3), "alpha"])
-def test_moving_points_at_positions(fit, some, monkeypatch, tmp_path):
+def test_moving_points_at_positions(fit, some, monkeypatch):
     monkeypatch.setattr(objective_rows, "SOME_OUTPUTS", some)
     model, loader, x = case("3x3")
     if fit == "alpha":
         fit = lw.AlphaDivergence(steps=3, validation=loader[1:], every=1)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     for params in TREATED:
         posterior = lw.fit(model, [loader[0], loader[0]], lw.VaLLA(4, fit=fit), params=params)
         assert posterior.predict(x).probs.isfinite().all()
         assert posterior.history["objective"].isfinite().all()
-    posterior.save(tmp_path / "posterior.safetensors")
-    again = lw.load(tmp_path / "posterior.safetensors", model)
-    close(again.latent(x).variance, posterior.latent(x).variance)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 # --- sampled draws ---------------------------------------------------------------------------------------------------

@@ -129,25 +129,6 @@ def test_covariance_is_fulls_within_monte_carlo_error(name):
     assert 0.6 < float((fitted.covariance.to_dense() - full).norm() / expected) < 1.5
 
 
-@pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "tied"])
-def test_batches_and_chunks_do_not_matter(name, monkeypatch):
-    problem, method = setup(name), lw.SampledLLA(4, EXACTLY)
-    whole = draws_of(problem.fit(method, tune=None))
-    for lengths in ((4, 4, 1), (2, 3, 4), (9,)):
-        other = problem.fit(method, tune=None, loader=cut(problem.x, problem.y, lengths))
-        close(draws_of(other), whole, 1e-8)
-    monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
-    close(draws_of(problem.fit(method, tune=None)), whole, 1e-8)
-
-
-def test_seeds():
-    problem, method = setup("mlp"), lw.SampledLLA(4, EXACTLY)
-    first, again, other = (draws_of(problem.fit(method, tune=None, seed=seed)) for seed in (3, 3, 4))
-    assert torch.equal(first, again)
-    assert (first - other).abs().max() > 0.1 * first.abs().max()
-    close(other, solved(problem, 4, seed=4), 1e-8)
-
-
 def test_bfloat16_network():
     problem = setup("cnn_bn_inplace")
     model = problem.case.build().bfloat16()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -103,19 +102,6 @@ def test_data_size_of_a_subset_is_that_of_all_its_data(name):
         assert mine.data_factor == pytest.approx(size / 3)
         assert mine.prior_precision == pytest.approx(theirs.prior_precision, rel=1e-6)
         assert mine.log_marginal_likelihood() == pytest.approx(theirs.log_marginal_likelihood(), rel=1e-8)
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
-@pytest.mark.parametrize("delta", [0.01, 2.0])
-def test_orders(name, delta):
-    """`Full ≼ SubsetOfData(n + 1) ≼ SubsetOfData(n) ≼ prior`: one seed takes nested subsets."""
-    problem = setup(name)
-    chain = [problem.fit(lw.Full(), prior_precision=delta).covariance.to_dense()]
-    chain += [problem.fit(lw.SubsetOfData(n), prior_precision=delta).covariance.to_dense() for n in (8, 5, 2, 1)]
-    chain.append(torch.eye(len(chain[0])).double() / delta)
-    for lower, upper in pairwise(chain):
-        assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
 
 
 @pytest.mark.parametrize(("name", "ratios"), [("mlp", True), ("mlp_scalar", False)])
