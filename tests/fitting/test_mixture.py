@@ -277,29 +277,6 @@ def test_a_mixture_is_saved_to_a_folder_and_loaded(tmp_path):
         mixture.save(tmp_path / "ensemble")
 
 
-def test_members_that_do_not_fit_together_are_refused():
-    x, y = data("categorical")
-    first = members("categorical", 1)[0]
-    others = {
-        "bernoulli likelihoods of 3": members("bernoulli", 1)[0],
-        "of 5 outputs": lw.fit(nn.Linear(4, 5).eval(), (x.float(), y), prior_precision=1.0),
-    }
-    for text, other in others.items():
-        with pytest.raises(lw.LapwingError, match=f"categorical likelihoods of 3 outputs .*{text}.*same data"):
-            lw.mixture([first, other])
-    for wrong in ([first], first, [first, nn.Linear(4, 3)], None, []):
-        with pytest.raises(
-            lw.LapwingError, match=r"must be a list of at least two posteriors. Write posteriors=\[lw.fit\("
-        ):
-            lw.mixture(wrong)
-    counts = lw.fit(trained("gaussian", 0), (x, y[:, None].expand(-1, 3)), likelihood="poisson", prior_precision=1.0)
-    with pytest.raises(lw.LapwingError, match=r"poisson likelihoods.*lw.Categorical\(\)"):
-        lw.mixture([counts, counts])
-    real = lw.mixture(members("gaussian", 2))
-    with pytest.raises(lw.LapwingError, match="may select different outputs"):
-        real.predict(x, via=lw.Linearized(outputs=2))
-
-
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_compare_has_a_row_for_a_mixture(kind):
     each, (x, y) = members(kind, 2), data(kind, 30)

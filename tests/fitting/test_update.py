@@ -130,23 +130,6 @@ def test_a_regression_at_a_temperature() -> None:
     same(posterior.update((data[0][20:], data[1][20:])), expected, x.double())
 
 
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [
-        (lw.EKFAC(), "EKFAC"),
-        (lw.VaLLA(inducing_points=4), "VaLLA"),
-        (lw.SubsetOfData(4), "SubsetOfData"),
-        (lw.SampledLLA(draws=2), "SampledLLA"),
-    ],
-    ids=str,
-)
-def test_curvatures_that_do_not_add_are_refused(method: lw.Method, name: str) -> None:
-    model, first, second, _ = parts("mlp")
-    posterior = lw.fit(model, first, method, prior_precision=1.0)
-    with pytest.raises(lw.LapwingError, match=f"{name} is not a sum|times the data of its fit"):
-        posterior.update(second)
-
-
 @dataclass(frozen=True)
 class Halved(lw.Method):
     """A method of a user, without class attributes: its sums are half of the GGN's."""
@@ -164,24 +147,6 @@ def test_a_method_of_a_user_is_refused_unless_it_declares_plain_sums(tmp_path: P
     for one in (posterior, lw.load(tmp_path / "p.safetensors", model)):
         with pytest.raises(lw.LapwingError, match="curvature of Halved is not a sum over data"):
             one.update(second)
-
-
-def test_what_an_update_refuses() -> None:
-    model, first, second, x = parts("mlp")
-    with pytest.raises(lw.LapwingError, match="counts each sample of its fit 2 times"):
-        lw.fit(model, first, lw.KFAC(), data_size=10).update(second)
-    posterior = lw.fit(model, first, lw.KFAC())
-    for tune in (lw.BoundedEvidence(), lw.EarlyStopping(second), 3):
-        with pytest.raises(lw.LapwingError, match="needs the former data"):
-            posterior.update(second, tune=tune)
-    with pytest.raises(lw.LapwingError, match="can be read only once"):
-        posterior.update(iter(second))
-    with pytest.raises(lw.LapwingError, match="NaN"):
-        posterior.update([(x[:4] * float("nan"), first[0][1][:1].expand(4))])
-    with torch.no_grad():
-        next(model.parameters()).add_(1.0)
-    with pytest.raises(lw.LapwingError, match="was written"):
-        posterior.update(second)
 
 
 def test_an_update_over_positions_draws_as_often_as_a_fit(caplog: pytest.LogCaptureFixture) -> None:
