@@ -13,6 +13,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
+from tests.trained import train
 
 SIZE = 40
 
@@ -36,12 +37,8 @@ LOSSES = {
 def trained(kind: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    optimiser, (x, y) = torch.optim.Adam(model.parameters(), 0.05), data(kind)
-    for _ in range(100):
-        optimiser.zero_grad()
-        LOSSES[kind](model(x), y.double() if kind == "bernoulli" else y).backward()
-        optimiser.step()
-    return model.eval()
+    x, y = data(kind)
+    return train(model, lambda: LOSSES[kind](model(x), y.double() if kind == "bernoulli" else y), 100, 0.05)
 
 
 @cache

@@ -17,6 +17,7 @@ import lapwing as lw
 from lapwing.fitting.default_method import default_method
 from lapwing.likelihoods import NoiselessLikelihood
 from lapwing.posterior import MethodInfo
+from tests.trained import train
 from tests.zoo_modules import Net
 
 
@@ -104,12 +105,8 @@ def trained_once(width=20, rows=60):
     x = torch.randn(rows + 200, 3)
     y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(len(x), 1)
     model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(500):
-        optimiser.zero_grad()
-        (model(x[:rows]) - y[:rows]).square().mean().backward()
-        optimiser.step()
-    return model.eval(), list(zip(x[:rows].split(40), y[:rows].split(40), strict=True)), (x[rows:], y[rows:])
+    train(model, lambda: (model(x[:rows]) - y[:rows]).square().mean(), 500, 0.01)
+    return model, list(zip(x[:rows].split(40), y[:rows].split(40), strict=True)), (x[rows:], y[rows:])
 
 
 def test_the_default_is_logged_and_covers(caplog):
@@ -177,12 +174,8 @@ def test_intervals_of_a_rate_hold_their_level():
         x = 4 * torch.rand(900, 1) - 2
         rates = (1.5 * x).sin() + 0.5
         y, model = torch.poisson(rates.exp()), nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
-        optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
-        for _ in range(250):
-            optimiser.zero_grad()
-            nn.functional.poisson_nll_loss(model(x[:300]), y[:300]).backward()
-            optimiser.step()
-        latent = lw.fit(model.eval(), (x[:300], y[:300]), likelihood="poisson").latent(x[300:])
+        train(model, lambda m=model, x=x, y=y: nn.functional.poisson_nll_loss(m(x[:300]), y[:300]), 250)
+        latent = lw.fit(model, (x[:300], y[:300]), likelihood="poisson").latent(x[300:])
         covers.append(((latent.mean - rates[300:]).abs() < 1.645 * latent.std).float().mean())
     assert 0.78 < torch.stack(covers).mean() < 0.98
 

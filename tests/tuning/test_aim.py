@@ -14,6 +14,7 @@ from lapwing.errors import LapwingError
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.prediction import Aim
 from lapwing.tuning.held_out import at_precision, sample_scores
+from tests.trained import train
 
 DRAWS = lw.MonteCarlo(draws=8)
 
@@ -29,16 +30,12 @@ def trained(kind, outputs, seed=0):
     elif kind == "bernoulli":
         y = (y > 0).double()
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, outputs)).double()
-    optimiser = torch.optim.Adam(model.parameters(), 0.02)
     losses = {
         "categorical": nn.functional.cross_entropy, "gaussian": nn.functional.mse_loss,
         "bernoulli": nn.functional.binary_cross_entropy_with_logits,
     }  # fmt: skip
-    for _ in range(200):
-        optimiser.zero_grad()
-        losses[kind](model(x[:80]), y[:80]).backward()
-        optimiser.step()
-    return model.eval(), (x[:80], y[:80]), (x[80:160], y[80:160]), (x[160:], y[160:])
+    train(model, lambda: losses[kind](model(x[:80]), y[:80]), 200)
+    return model, (x[:80], y[:80]), (x[80:160], y[80:160]), (x[160:], y[160:])
 
 
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian"])
@@ -190,13 +187,9 @@ def test_candidates_whose_draws_overflow_do_not_stop_the_fit():
         x = torch.randn(160, 3)
         y = torch.distributions.Gamma(2.0, (0.3 * x[:, 0]).exp()).sample()
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-        optimiser = torch.optim.Adam(model.parameters(), 0.02)
-        for _ in range(150):
-            optimiser.zero_grad()
-            (-likelihood.log_prob(model(x[:80]), y[:80]).mean()).backward()
-            optimiser.step()
+        train(model, lambda m=model, x=x, y=y: -likelihood.log_prob(m(x[:80]), y[:80]).mean())
         tune = lw.Validation((x[80:], y[80:]), via=lw.MonteCarlo(draws=20))
-        posterior = lw.fit(model.eval(), (x[:80], y[:80]), likelihood=likelihood, tune=tune)
+        posterior = lw.fit(model, (x[:80], y[:80]), likelihood=likelihood, tune=tune)
         with torch.no_grad():
             network = likelihood.log_prob(model(x[80:]), y[80:]).mean()
         assert posterior.predict(x[80:]).log_prob(y[80:]).mean() > network - 0.2

@@ -26,7 +26,7 @@ from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
 from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
-from tests.tuning.test_scale_factor import train
+from tests.trained import train
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
@@ -408,11 +408,7 @@ def test_error_of_a_fresh_copy(scale, positions):
     model = nn.Sequential(nn.Linear(3, 10), nn.Linear(10, 2)).eval()
     y = y[..., None] if positions else y
     model = nn.Sequential(model, nn.Unflatten(1, (2, 1))).eval() if positions else model
-    optimiser = torch.optim.Adam(model.parameters(), 0.03 if scale == 1 else 30.0)
-    for _ in range(300):
-        optimiser.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimiser.step()
+    train(model, lambda: nn.functional.mse_loss(model(x), y), 300, 0.03 if scale == 1 else 30.0)
     loader, before = list(zip(x.split(90), y.split(90), strict=True)), copy.deepcopy(model.state_dict())
     posterior = lw.fit(model, loader, lw.Diagonal(), likelihood="gaussian", tune=lw.Evidence())
     drawn = torch.random.get_rng_state()

@@ -94,16 +94,6 @@ def test_given_priors_are_kept_in_either_form():
     )
 
 
-def test_an_early_stopped_posterior_is_saved_and_loaded(tmp_path):
-    problem = setup("mlp")
-    held_out = [(problem.case.inputs(7, 5), problem.case.targets(7, 5))]
-    fitted = problem.fit(lw.ELLA(5, 12), prior_precision=None, tune=lw.EarlyStopping(held_out, ranks=(2,)))
-    fitted.save(tmp_path / "p.safetensors")
-    loaded = lw.load(tmp_path / "p.safetensors", problem.model)
-    close(loaded.latent(problem.test).covariance, fitted.latent(problem.test).covariance)
-    assert str(fitted.samples) in str(loaded.diagnose())
-
-
 def test_open_noise_beside_a_given_prior():
     """Parts of the data have no noise of their own: it is sought on the held-out data."""
     problem = setup("mlp_scalar")

@@ -16,6 +16,7 @@ from lapwing.errors import LapwingError
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.tuning.scale_factor import scale_factor
 from tests.quick import others_slow
+from tests.trained import train
 
 WAYS = [lw.Linearized(), lw.Streamlined(), lw.Streamlined(covariance="full"), lw.MonteCarlo(20)]
 
@@ -45,14 +46,6 @@ def classification(classes=3, samples=40):
     y[samples::3] = torch.randint(classes, y[samples::3].shape)
     train(model, lambda: cross_entropy(model(x[:samples]), y[:samples]))
     return model, cut(x[:samples], y[:samples]), cut(x[samples:], y[samples:])
-
-
-def train(model, loss, steps=150, rate=0.02):
-    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss().backward()
-        optimiser.step()
 
 
 def cut(x, y):
