@@ -38,9 +38,6 @@ def loader_of(name: str, samples: int = 9) -> tuple[nn.Module, list[Any], Any]:
     return case.build(), batches, case.inputs(3, 2)
 
 
-# --- the pieces ------------------------------------------------------------------------------------------------------
-
-
 def test_divergence_equals_torch_distributions():
     log_std, offset = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
     for precision in (torch.tensor(3.0, dtype=torch.float64), torch.rand(7, dtype=torch.float64) + 0.1):

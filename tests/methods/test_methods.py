@@ -436,9 +436,6 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
     assert setup("embedding_bag_of_tokens").fit(lw.KFAC()).covariance.structures["embedding"].inputs is None
 
 
-# --- orders ----------------------------------------------------------------------------------------------------------
-
-
 # --- sampled Fisher, in expectation ----------------------------------------------------------------------------------
 
 

@@ -230,9 +230,6 @@ def test_directions_without_data_keep_the_prior(per_block, preconditioner):
     close((draws_of(fitted) * delta) @ unseen, wanted, 1e-7)
 
 
-# --- what is made of them --------------------------------------------------------------------------------------------
-
-
 def test_latent_and_sample():
     problem = setup("cnn_bn_inplace")
     fitted = problem.fit(lw.SampledLLA(6), tune=None)
@@ -347,9 +344,6 @@ def test_em_at_the_linearised_mode(name):
     assert len(draws_of(fitted)) == 300
 
 
-# --- the g-prior -----------------------------------------------------------------------------------------------------
-
-
 def features(problem: Setup) -> Tensor:
     """g (P,), with mean 1 over weights that have curvature and those that have none."""
     ratio = problem.G.diagonal() / problem.G.diagonal().mean()
@@ -369,9 +363,6 @@ def test_g_prior_is_isotropic_over_scaled_features(name):
     sigma = oracle.laplace_covariance(oracle.ggn(whitened, problem.fisher), 2.0) / torch.outer(g, g).sqrt()
     many = draws_of(problem.fit(lw.SampledLLA(600, lw.ConjugateGradients(tolerance=1e-8), prior="g"), tune=None))
     sampled_from(many, sigma)
-
-
-# --- refusals and warnings -------------------------------------------------------------------------------------------
 
 
 def test_validation_of_a_spread_that_is_too_wide_names_the_method(caplog):

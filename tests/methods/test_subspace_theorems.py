@@ -127,9 +127,6 @@ def test_more_directions_with_the_residual_leave_less_of_the_prior():
         assert all(fewer >= more - 1e-10 for fewer, more in pairwise([*traces, full]))
 
 
-# --- limits of implicit bases -----------------------------------------------------------------------------------------
-
-
 def wide_problem(outputs: int = 3) -> tuple[nn.Module, list, Tensor]:
     """A network of 76 000 weights: 24 rows of J exceed 14 MB, so 16 MiB hold them and little else, 40 do not fit."""
     with torch.random.fork_rng(devices=[]):
@@ -157,9 +154,6 @@ def test_every_row_implicit_with_residual_is_full(delta):
     assert implicit.log_marginal_likelihood(lower_bound=True) == pytest.approx(evidence, rel=1e-5)
     moved = implicit.with_prior(7.0).latent(test).covariance
     close(moved, full.with_prior(7.0).latent(test).covariance, 1e-5)
-
-
-# --- a thousand outputs -----------------------------------------------------------------------------------------------
 
 
 def test_a_thousand_outputs_go_by_forward_mode(monkeypatch):
@@ -213,9 +207,6 @@ def row(model: nn.Module, sample: Tensor, output: int) -> Tensor:
     """The gradient of one output at one sample (P,)."""
     gradients = torch.autograd.grad(model(sample[None])[0, output], list(model.parameters()))
     return torch.cat([gradient.flatten() for gradient in gradients])
-
-
-# --- early stopping on strongly augmented images ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,7 @@ NETWORKS = (
 )  # fmt: skip
 
 
-# --- the structure ---------------------------------------------------------------------------------------------------
-
-
-class PlainConformance(StructureConformance):
+class TestLowRankPlusDiagonal(StructureConformance):
     """The checks of any covariance; there is no prior to change."""
 
     test_with_prior_equals_rebuilding = test_several_priors_at_once = test_evidence_gap = None
@@ -50,10 +47,6 @@ class PlainConformance(StructureConformance):
         covariance, sigma = built
         again = LowRankPlusDiagonal.from_tensors(problem.tangent, dict(covariance.tensors()), covariance.extra())
         close(again.to_dense(), sigma)
-
-
-class TestLowRankPlusDiagonal(PlainConformance):
-    pass
 
 
 # --- the moments -----------------------------------------------------------------------------------------------------

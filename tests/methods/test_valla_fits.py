@@ -282,9 +282,6 @@ def test_a_constant_learning_rate_does_not_depend_on_the_number_of_steps():
     assert torch.equal(found["constant", 4][:2], found["linear", 4][:2])  # the first step has the full rate
 
 
-# --- divergence ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fit", [lw.AlphaDivergence, lw.VariationalBound])
 def test_divergence_raises(fit):
     model, x, y = toy()

@@ -196,9 +196,6 @@ def test_linearised_mode_of_classes(factor, tau):
     assert found == pytest.approx(float(wanted), rel=1e-9)
 
 
-# --- subspaces -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("residual", [None, "prior"])
 @pytest.mark.parametrize("name", others_slow(["mlp", "conv1d", "tied"], ["mlp"]))
 def test_lower_bound_grows_to_fulls_evidence(name, residual):
