@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.errors import LapwingError
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.prediction import Aim
 from lapwing.tuning.held_out import at_precision, sample_scores
@@ -148,28 +147,6 @@ def test_another_way_or_link_warns_once_with_the_line(caplog):
     assert caplog.text.count("tune=lw.Validation(held_out, via=lw.MonteCarlo(draws=8, seed=0))") == 1
     posterior.predict(x, link=lw.Quadrature())
     assert caplog.text.count("tune=lw.Validation(held_out, link=lw.Quadrature(nodes=48))") == 1
-
-
-def test_what_cannot_be_tuned_for_is_refused():
-    model, train, held_out, (x, _) = trained("categorical", 3)
-    way = lw.scale_factor(lw.fit(model, train, lw.KFAC()), x, lw.Streamlined(), to=lw.Linearized())
-    with pytest.raises(LapwingError, match="a way of all outputs that was not fitted to a posterior"):
-        lw.Validation(held_out, via=way)
-    with pytest.raises(LapwingError, match=r"Leave via= and link= out.*calibration='matrix'"):
-        lw.fit(model, train, lw.KFAC(), tune=lw.Validation(held_out, calibration="matrix", via=DRAWS))
-    with pytest.raises(LapwingError, match="via must be a way .* or None. Write lw.Validation"):
-        lw.Validation(held_out, via="draws")
-    joint = lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, {"a": slice(0, 2), "b": [2]})
-    targets = {"a": train[1] % 2, "b": train[0][:, 0]}
-    with pytest.raises(LapwingError, match="The heads of lw.Joint are tuned for linearised predictions"):
-        lw.fit(
-            model, (train[0], targets), lw.KFAC(), likelihood=joint, tune=lw.Validation((train[0], targets), via=DRAWS)
-        )
-
-
-def test_a_way_that_selects_outputs_is_refused():
-    with pytest.raises(LapwingError, match="a way of all outputs"):
-        lw.Validation([(torch.zeros(2, 3), torch.zeros(2, 2))], via=lw.Linearized(outputs=(1, 0)))
 
 
 def test_the_way_is_kept_if_nothing_is_open():

@@ -313,11 +313,6 @@ def test_streamlined_and_deployed_networks_follow_the_temperature():
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
 
 
-def test_a_likelihood_without_a_temperature():
-    with pytest.raises(lw.LapwingError, match="The gaussian likelihood has no logit temperature."):
-        lw.Gaussian().with_logit_temperature(2.0)
-
-
 def test_a_likelihood_names_its_temperature():
     assert repr(lw.Categorical()) == "Categorical()"
     assert repr(lw.Bernoulli(logit_temperature=2)) == "Bernoulli(logit_temperature=2)"

@@ -124,21 +124,6 @@ def test_samples_that_are_equal_by_chance_are_no_training_samples(values, caplog
         assert known(caplog, model, (x[:50], y[:50]), (x[:40], y[:40])) == [100]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x, y: (x, y + 5), r"held-out data do not fit. Categorical accepts labels 0 to 2"),
-        (lambda x, y: (x[:, :1], y), r"held-out data do not fit. .* shapes cannot be multiplied"),
-        (lambda x, y: (x / 0, y), r"held-out data do not fit. .* NaN or infinite values in 50 samples"),
-    ],
-)
-def test_held_out_data_are_looked_at_before_the_fit(change, message, monkeypatch):
-    model, x, y = data()
-    monkeypatch.setattr(lw.KFAC, "passes", None)
-    with pytest.raises(lw.LapwingError, match=message):
-        lw.fit(model, [(x[:40], y[:40])], validation=change(x[40:], y[40:]))
-
-
 def test_held_out_labels_of_positions_are_looked_at_too():
     torch.manual_seed(0)
     model = torch.nn.Conv2d(2, 3, 1).eval()
