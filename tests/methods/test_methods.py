@@ -272,14 +272,6 @@ class TestElla(EllaConformance):
     method = lw.ELLA(rank=5, rows=8)
 
 
-class TestEllaByGram(OnFewNetworks, EllaConformance):
-    method = lw.ELLA(rank=5, rows=8)
-
-    @pytest.fixture(autouse=True)
-    def _small(self, monkeypatch):
-        monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
-
-
 class TestEllaWithResidual(OnFewNetworks, EllaConformance):
     method = lw.ELLA(rank=5, rows=8, residual="prior")
     residual = True
