@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from tests.conformance import close
+from tests.trained import minimised
 from tests.zoo import ZOO
 
 
@@ -20,30 +21,6 @@ def linear_problem() -> tuple[Tensor, Tensor, dict[str, Any]]:
     x = torch.randn(40, 3, dtype=torch.float64)
     y = x @ torch.randn(3, 2, dtype=torch.float64) + 0.3 * torch.randn(40, 2, dtype=torch.float64)
     return x, y, {"likelihood": lw.Gaussian(0.09), "prior_precision": 2.0}
-
-
-def minimised(model: nn.Module, loss: Any) -> nn.Module:
-    """Takes one Newton step, exact for a quadratic loss, in the gradients of all parameters."""
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(loss(), parameters)
-    flat = torch.cat([g.flatten() for g in gradients])
-
-    def at(shift: Tensor) -> Tensor:
-        with torch.no_grad():
-            for value, part in zip(parameters, shift.split([p.numel() for p in parameters]), strict=True):
-                value += part.reshape(value.shape)
-        moved = torch.autograd.grad(loss(), parameters)
-        with torch.no_grad():
-            for value, part in zip(parameters, shift.split([p.numel() for p in parameters]), strict=True):
-                value -= part.reshape(value.shape)
-        return torch.cat([g.flatten() for g in moved]) - flat
-
-    hessian = torch.stack([at(unit) for unit in torch.eye(len(flat), dtype=flat.dtype)])
-    step = -torch.linalg.solve(hessian, flat)
-    with torch.no_grad():
-        for value, part in zip(parameters, step.split([p.numel() for p in parameters]), strict=True):
-            value += part.reshape(value.shape)
-    return model
 
 
 @pytest.mark.parametrize("method", [lw.Full(form="primal"), lw.Full(form="dual"), lw.KFAC()], ids=str)
