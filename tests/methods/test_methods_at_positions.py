@@ -256,24 +256,18 @@ def test_temperature_scaling_is_that_of_single_positions(name):
     close(rows(scaled.predict(x).probs), (rows(model(x).detach()) / scaled.logit_temperature).softmax(-1))
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("implicit", [False, True])
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("params", TREATED)
-def test_a_subset_of_data_is_full_on_these_inputs(params, implicit, monkeypatch):
+def test_a_subset_of_data_is_full_on_these_inputs(params):
     model, loader, x = case("transformer")
     loader.reverse()  # the second batch has more positions
-    if implicit:
-        monkeypatch.setattr(
-            lw.SubsetOfData, "_exact", lambda self, tangent, *_: lw.ELLA(tangent.size, "all", residual="prior")
-        )
     fitted = lw.fit(model, loader, lw.SubsetOfData(4), params=params, prior_precision=2.0)
     places = chosen_places(7, 4, torch.Generator().manual_seed(0), None)
     inputs = [(x[n : n + 1], y[n : n + 1]) for x, y in loader for n in range(len(x))]
     wanted = lw.fit(model, [inputs[n] for n in places], lw.Full(), params=params, prior_precision=2.0)
     close(fitted.latent(x).covariance, wanted.latent(x).covariance, 1e-6)
     assert fitted.samples == 4
-    if not implicit:
-        assert fitted.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=1e-9)
+    assert fitted.log_marginal_likelihood() == pytest.approx(wanted.log_marginal_likelihood(), rel=1e-9)
 
 
 @pytest.mark.quick(1)

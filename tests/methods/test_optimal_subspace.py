@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 import lapwing as lw
 from tests.conformance import close, setup
-from tests.tangent.test_anchors import narrow as chunked
+from tests.methods.test_subspace_theorems import wide_problem
 
 NETWORKS = ("mlp", "mlp_scalar", "cnn_bn_inplace", "tied", "gpt2")
 CURVATURES = [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.Full("primal"), lw.Full("dual"), "prior"]
@@ -78,19 +76,11 @@ def oracle_span(covariance: Tensor) -> Tensor:
     return vectors[:, values > 1e-11 * values[-1]].T
 
 
-def test_rows_in_chunks_equal_rows_together(monkeypatch):
-    problem = setup("cnn_bn_inplace")
+def test_rows_in_chunks_equal_rows_together():
+    model, loader, test = wide_problem()
     method = lw.OptimalSubspace(4, lw.KFAC(), "all")
-    together = problem.fit(method).covariance.to_dense()
-    original = lw.OptimalSubspace.directions
-
-    def narrow(self, given, anchors, approximate):
-        memory = max(4 * given.tangent.size * 8, 16 * len(anchors) ** 2)
-        tangent = chunked(replace(given.tangent, memory=memory))
-        return original(self, replace(given, tangent=tangent), replace(anchors, tangent=tangent), approximate)
-
-    monkeypatch.setattr(lw.OptimalSubspace, "directions", narrow)
-    close(problem.fit(method).covariance.to_dense(), together)
+    chunks, whole = (lw.fit(model, loader, method, prior_precision=1.0, memory=memory) for memory in (2**24, 2**30))
+    close(chunks.latent(test).covariance, whole.latent(test).covariance, 1e-6)
 
 
 def test_per_layer_prior_noise_and_data_size():
