@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -53,18 +52,18 @@ def test_few_held_out_samples_are_warned_of_once(outputs, caplog):
         assert sum("29 held-out samples are too few" in one.getMessage() for one in caplog.records) == times
 
 
+def known(caplog, model, loader, held_out, **options):
+    """Returns the percentages in the warnings of held-out samples that are training samples."""
+    caplog.clear()
+    lw.fit(copy.deepcopy(model), loader, lw.KFAC(), params=lw.last_layer, validation=held_out, **options)
+    texts = [one.getMessage() for one in caplog.records]
+    return [int(text.split(" %")[0]) for text in texts if "of the validation samples are training samples." in text]
+
+
 def test_training_data_are_noticed(caplog):
     model, x, y = data()
     loader, dataset = [(x[:20], y[:20]), (x[20:40], y[20:40])], TensorDataset(x[:40], y[:40])
     shuffled = DataLoader(dataset, batch_size=20, shuffle=True)
-
-    def warnings(loader, held_out):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "lapwing"):
-            lw.fit(copy.deepcopy(model), loader, lw.KFAC(), params=lw.last_layer, validation=held_out)
-        return sum(
-            "100 % of the validation samples are training samples." in one.getMessage() for one in caplog.records
-        )
 
     class Noisy(TensorDataset):
         def __getitem__(self, index):
@@ -72,28 +71,17 @@ def test_training_data_are_noticed(caplog):
             return inputs + 0.1 * torch.randn_like(inputs), target
 
     noisy = Noisy(x[:40], y[:40])
-    assert warnings(DataLoader(noisy, 20, shuffle=True), DataLoader(noisy, 40)) == 1
-    assert warnings(loader, loader) == 1
+    for training, held_out in (
+        (DataLoader(noisy, 20, shuffle=True), DataLoader(noisy, 40)), (loader, loader), (loader, (x[:40], y[:40])),
+        (shuffled, DataLoader(dataset, batch_size=7)), (shuffled, shuffled),
+    ):  # fmt: skip
+        assert known(caplog, model, training, held_out) == [100]
     lw.fit(copy.deepcopy(model), loader, lw.KFAC(), params=lw.last_layer, tune=lw.Validation(loader))
     assert "100 % of the validation samples are training samples." in caplog.messages[-1]
-    assert warnings(loader, (x[:40], y[:40])) == 1
-    assert warnings(shuffled, DataLoader(dataset, batch_size=7)) == 1
-    assert warnings(shuffled, shuffled) == 1
-    assert warnings(shuffled, (x[40:], y[40:])) == 0
-    assert warnings(loader, (x[40:], y[40:])) == 0
-    assert warnings(loader, (x[:40], (y[:40] + 1) % 3)) == 0
-    parts = [
-        DataLoader(dataset, batch_size=20, sampler=SubsetRandomSampler(part)) for part in (range(20), range(20, 40))
-    ]
-    assert warnings(*parts) == 0
-
-
-def known(caplog, model, loader, held_out, **options):
-    """Returns the percentages in the warnings of held-out samples that are training samples."""
-    caplog.clear()
-    lw.fit(copy.deepcopy(model), loader, lw.KFAC(), params=lw.last_layer, validation=held_out, **options)
-    texts = [one.getMessage() for one in caplog.records]
-    return [int(text.split(" %")[0]) for text in texts if "of the validation samples are training samples." in text]
+    parts = [DataLoader(dataset, 20, sampler=SubsetRandomSampler(part)) for part in (range(20), range(20, 40))]
+    other = x[40:], y[40:]
+    for training, held_out in ((shuffled, other), (loader, other), (loader, (x[:40], (y[:40] + 1) % 3)), parts):
+        assert known(caplog, model, training, held_out) == []
 
 
 def test_held_out_samples_among_the_training_samples(caplog):
