@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.covariance import Covariance
 from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.basis import CoordinateBasis
 from lapwing.methods.subset_of_weights import SubsetOfWeights
@@ -124,31 +120,18 @@ def test_noise_and_data_size_weigh_curvature_against_the_prior():
     assert chosen[1] != chosen[2]  # a test that could not fail would prove nothing
 
 
-class Variances(Covariance):
-    """A covariance of which only the diagonal is asked for."""
-
-    def __init__(self, blocks: Any, values: Tensor) -> None:
-        self.blocks, self._values = blocks, values
-
-    def diagonal(self) -> Any:
-        return split_blocks(self.blocks, self._values)
-
-    mv = sample = output_covariance = joint_output_covariance = layer_block = tensors = entries = from_tensors = None
-
-
 @pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "tied"])
 def test_by_a_posterior(name):
     problem = setup(name)
-    values = torch.rand(len(problem.theta), generator=torch.Generator().manual_seed(0)).double()
-    posterior = SimpleNamespace(covariance=Variances(problem.blocks, values), method="SWAG(rank=3)")
-    method = SubsetOfWeights(7, by=posterior)
-    fitted = problem.fit(method)
-    assert torch.equal(fitted.covariance.basis.picked, values.topk(7).indices)
-    assert str(fitted.method) == "SubsetOfWeights(size=7, by=<SWAG(rank=3)>, residual=None)"
-    V = torch.eye(len(values)).double()[values.topk(7).indices]
-    close(
-        fitted.covariance.to_dense(), subspace_covariance(V, problem.G, problem.expand(fitted.prior.precision), False)
-    )
+    posterior = problem.fit(lw.KFAC())
+    values = join_blocks(problem.blocks, posterior.covariance.diagonal())
+    fitted = problem.fit(SubsetOfWeights(7, by=posterior))
+    picked = fitted.covariance.basis.picked
+    assert_largest(picked, values)
+    assert str(fitted.method) == f"SubsetOfWeights(size=7, by=<{posterior.method}>, residual=None)"
+    V = torch.eye(len(values)).double()[picked]
+    delta = problem.expand(fitted.prior.precision)
+    close(fitted.covariance.to_dense(), subspace_covariance(V, problem.G, delta, False))
 
 
 # --- the basis -------------------------------------------------------------------------------------------------------
