@@ -26,10 +26,6 @@ from tests.fitting.test_positions import CLASSES, F64, case, dense, jacobian, ro
 TREATED = (lw.last_layer, lw.everything)
 
 
-def names_of(posterior: lw.Posterior) -> list[str]:
-    return list(posterior.tangent.parameters)
-
-
 # --- VaLLA -----------------------------------------------------------------------------------------------------------
 
 
@@ -39,7 +35,7 @@ def test_valla_at_given_positions_is_the_sparse_gaussian_process(params):
     model, loader, x = case("3x3")
     points = lw.InducingPoints(loader[0][0][[0, 0, 1, 2]], torch.tensor([1, 16, 35, 20]))
     fitted = lw.fit(model, loader, lw.VaLLA(points), params=params, prior_precision=2.0)
-    names = names_of(fitted)
+    names = list(fitted.tangent.parameters)
     every = jacobian(model, points.inputs, names).unflatten(0, (4, -1)).flatten(1, 2)  # (4, T C, P)
     J = every[torch.arange(4), points.outputs]
     sigma = sparse_covariance(J, dense(model, loader, names))
