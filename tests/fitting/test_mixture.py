@@ -189,18 +189,6 @@ def test_validation_chooses_the_factor_of_highest_likelihood(kind):
         )
 
 
-def test_plain_networks_are_members_without_spread():
-    x, y = data("categorical")
-    each = [lw.fit(trained("categorical", k), (x, y), lw.TemperatureScaling()) for k in range(4)]
-    prediction = lw.mixture(each, validation=(x, y)).predict(x)
-    assert float(prediction.within_members().abs().max()) < 1e-9
-    torch.testing.assert_close(prediction.mutual_information(), prediction.between_members())
-    real, target = data("gaussian")
-    certain = [lw.fit(trained("gaussian", k), (real, target), lw.Diagonal(), prior_precision=1e9) for k in range(4)]
-    prediction = lw.mixture(certain).predict(real)
-    assert bool((prediction.variance_within_members < 1e-3 * prediction.variance_between_members).all())
-
-
 def test_a_shuffled_loader_has_one_order_for_all_members():
     x, y = data("gaussian")
     mixture = lw.mixture(members("gaussian", 2))
