@@ -116,6 +116,11 @@ def of(targets, likelihood, outputs=3):
     return lw.fit(nn.Linear(4, outputs).eval(), (X, targets), likelihood=likelihood, prior_precision=1.0)
 
 
+def continued(prior, **options):
+    """A fit of another network with a former posterior as the prior."""
+    return lw.fit(OTHER, (X, Y), prior=prior, **options)
+
+
 def written():
     """A posterior whose network has changed since."""
     model = copy.deepcopy(MODEL)
@@ -136,24 +141,19 @@ def labelled_maps(*validation):
 
 
 ANSWERS, NUMBERS = torch.arange(27).reshape(9, 3) % 2, torch.ones(9, 3)
+CLASSES, SOME = "categorical likelihoods of 3 outputs", lw.Linearized(outputs=2)
 POSTERIORS = r"must be a list of at least two posteriors. Write posteriors=\[lw.fit\("
 REFUSED = {
     "a former posterior as the prior": [
-        (lambda: lw.fit(OTHER, (X, Y), prior=fitted(), prior_precision=1.0), "prior_precision= was given"),
-        (lambda: lw.fit(OTHER, (X, Y), prior=fitted(), tune=lw.Evidence()), "tune= was given"),
-        (lambda: lw.fit(OTHER, (X, Y), prior=fitted(), params=lw.last_layer), "params= was given"),
-        (lambda: lw.fit(OTHER, (X, Y), lw.KFAC(), prior=fitted()), "method= was given"),
-        (lambda: lw.fit(OTHER, (X, Y), prior=2.0), r"prior=2.0\) is not valid: prior must be a posterior"),
-        (
-            lambda: lw.fit(nn.Linear(4, 3).eval(), (X, Y), prior=fitted()),
-            "Linear has other layers than the network of the former posterior",
-        ),
-        (
-            lambda: lw.fit(OTHER, (X, Y), prior=fitted(lw.ELLA(4, "all", residual="prior"))),
-            "only the directions of its own data",
-        ),
-        (lambda: lw.fit(OTHER, (X, Y), prior=fitted(lw.EKFAC())), "EKFAC is not a sum"),
-        (lambda: lw.fit(OTHER, (X, Y), prior=written()), "was written"),
+        (lambda: continued(fitted(), prior_precision=1.0), "prior_precision= was given"),
+        (lambda: continued(fitted(), tune=lw.Evidence()), "tune= was given"),
+        (lambda: continued(fitted(), params=lw.last_layer), "params= was given"),
+        (lambda: continued(fitted(), method=lw.KFAC()), "method= was given"),
+        (lambda: continued(2.0), r"prior=2.0\) is not valid: prior must be a posterior"),
+        (lambda: continued(of(Y, "categorical")), "has other layers than the network of the former posterior"),
+        (lambda: continued(fitted(lw.ELLA(4, "all", residual="prior"))), "only the directions of its own data"),
+        (lambda: continued(fitted(lw.EKFAC())), "EKFAC is not a sum"),
+        (lambda: continued(written()), "was written"),
     ],
     "a penalty": [
         (lambda: fitted().penalty(MODEL), "copy.deepcopy"),
@@ -196,17 +196,11 @@ REFUSED = {
     "a mixture": [
         (
             lambda: lw.mixture([fitted(), of(ANSWERS, "bernoulli")]),
-            "categorical likelihoods of 3 outputs .*bernoulli likelihoods of 3.*same data",
+            f"{CLASSES}.*bernoulli likelihoods of 3.*same data",
         ),
-        (
-            lambda: lw.mixture([fitted(), of(Y, "categorical", 5)]),
-            "categorical likelihoods of 3 outputs .*of 5 outputs.*same data",
-        ),
+        (lambda: lw.mixture([fitted(), of(Y, "categorical", 5)]), f"{CLASSES} .*of 5 outputs.*same data"),
         (lambda: lw.mixture([of(NUMBERS, "poisson")] * 2), r"poisson likelihoods.*lw.Categorical\(\)"),
-        (
-            lambda: lw.mixture([of(NUMBERS, "gaussian")] * 2).predict(X, via=lw.Linearized(outputs=2)),
-            "may select different outputs",
-        ),
+        (lambda: lw.mixture([of(NUMBERS, "gaussian")] * 2).predict(X, via=SOME), "may select different outputs"),
         (lambda: lw.mixture([fitted()]), POSTERIORS),
         (lambda: lw.mixture(fitted()), POSTERIORS),
         (lambda: lw.mixture([fitted(), MODEL]), POSTERIORS),
