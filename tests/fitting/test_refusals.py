@@ -37,7 +37,7 @@ def refused(model, data, method, **options):
     return of_plan or ""
 
 
-HELD_OUT = labelled(40)
+HELD_OUT, OF_NUMBERS = labelled(40), regression((12,))
 
 
 @pytest.mark.parametrize(
@@ -58,22 +58,14 @@ HELD_OUT = labelled(40)
         (lw.KFAC(), {"weight_decay": 1e-300}, "A prior precision of"),
         (lw.KFAC(), {"likelihood": "gaussian"}, "Gaussian accepts targets of shape"),
         (lw.KFAC(), {"forward": lambda model, x: model(x).softmax(1)}, "needs logits"),
+        (lw.TemperatureScaling(), {"data": OF_NUMBERS}, "TemperatureScaling is for classifiers"),
+        (lw.KFAC(), {"data": OF_NUMBERS, "likelihood": lw.Gaussian(1e-50)}, "A noise variance of"),
+        (lw.KFAC(), {"data": OF_NUMBERS, "likelihood": "categorical"}, "Categorical accepts"),
     ],
 )  # fmt: skip
-def test_of_a_classifier(method, options, message):
-    assert message in refused(mlp(), labelled(), method, **options)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        (lw.TemperatureScaling(), {}, "TemperatureScaling is for classifiers"),
-        (lw.KFAC(), {"likelihood": lw.Gaussian(1e-50)}, "A noise variance of"),
-        (lw.KFAC(), {"likelihood": "categorical"}, "Categorical accepts"),
-    ],
-)
-def test_of_a_regression(method, options, message):
-    assert message in refused(mlp(), regression((12,)), method, **options)
+def test_of_arguments(method, options, message):
+    given = {"data": labelled(), **options}
+    assert message in refused(mlp(), given.pop("data"), method, **given)
 
 
 def test_of_maps_and_of_a_posterior_over_other_weights():
