@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,3 +35,19 @@ def minimised(model: nn.Module, loss: Callable[[], Tensor]) -> nn.Module:
     for optimiser in ways:  # a line search ends where losses differ by rounding
         optimiser.step(closure)
     return model.eval()
+
+
+def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose results are made once for all tests and copied for each."""
+
+    @cache
+    def made(**options: Any) -> Any:
+        torch.manual_seed(0)
+        return make(**options)
+
+    def copied(**options: Any) -> Any:
+        found = copy.deepcopy(made(**options))
+        torch.manual_seed(0)
+        return found
+
+    return copied

@@ -14,7 +14,7 @@ from lapwing.covariance.base import join_blocks
 from lapwing.methods.mean_field.fine_tuning import divergence, drawn_outputs, per_sample_axes
 from lapwing.tangent import Tangent
 from tests import oracle
-from tests.conformance import EVERY, close, pack, sampled_from
+from tests.conformance import EVERY, Setup, close, sampled_from
 from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 from tests.zoo_modules import Net
@@ -30,12 +30,10 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def loader_of(name: str, samples: int = 9) -> tuple[nn.Module, list[Any], Any]:
+def loader_of(name: str) -> tuple[nn.Module, list[Any], Any]:
     """A network of the zoo, its data in uneven batches, and test inputs."""
-    case = ZOO[name]
-    x, y = case.inputs(samples, 1), case.targets(samples, 1)
-    batches = [pack(oracle.take(x, rows), y[rows]) for rows in (slice(0, 5), slice(5, 8), slice(8, samples))]
-    return case.build(), batches, case.inputs(3, 2)
+    problem = Setup(ZOO[name], EVERY)
+    return problem.model, problem.loader, problem.test
 
 
 def test_divergence_equals_torch_distributions():

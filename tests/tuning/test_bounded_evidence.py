@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -26,26 +25,10 @@ from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
 from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
-from tests.trained import train
+from tests.trained import made_once, train
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
-
-
-def made_once(make):
-    """The function, whose results are made once for all tests and copied for each."""
-
-    @cache
-    def made(**options):
-        torch.manual_seed(0)
-        return make(**options)
-
-    def copied(**options):
-        found = copy.deepcopy(made(**options))
-        torch.manual_seed(0)
-        return found
-
-    return copied
 
 
 @made_once
