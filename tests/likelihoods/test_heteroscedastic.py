@@ -10,7 +10,6 @@ from torch import distributions as dist
 from torch import nn
 
 import lapwing as lw
-from lapwing.errors import LapwingError
 from tests import oracle
 from tests.conformance import close
 from tests.likelihoods.fakes import FakeDraws, joint_latent, random_latent
@@ -97,13 +96,6 @@ def test_from_fit_to_file_and_deployment(tmp_path):
     assert "it" in str(table)
 
 
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_a_network_of_an_odd_number_of_outputs_is_refused(outputs):
-    model, x = nn.Linear(4, outputs).eval(), torch.randn(5, 4)
-    with pytest.raises(LapwingError, match=rf"Linear\(features, {2 * outputs}\)"):
-        lw.fit(model, [(x, torch.zeros(5))], likelihood=LIKELIHOOD)
-
-
 def test_missing_targets_have_no_effect():
     """Densities, curvature and evidence are those of the known targets."""
     likelihood, generator = lw.HeteroscedasticGaussian(missing=True), torch.Generator().manual_seed(0)
@@ -129,5 +121,3 @@ def test_missing_targets_have_no_effect():
     assert float(prediction.log_prob(y)[5]) == 0
     values = prediction.for_metrics(y)
     assert values["y"].shape == (int(known.sum()),)
-    with pytest.raises(LapwingError, match=r"lw\.HeteroscedasticGaussian\(missing=True\)"):
-        lw.fit(model, (x, y), likelihood="heteroscedastic")

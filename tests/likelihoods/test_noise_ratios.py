@@ -10,7 +10,6 @@ from torch import nn
 
 import lapwing as lw
 import lapwing.fitting.fit_data
-from lapwing.errors import LapwingError
 from tests import oracle
 from tests.conformance import close
 from tests.likelihoods.fakes import joint_latent, random_latent
@@ -100,12 +99,6 @@ def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):
     assert given.noise_variance == pytest.approx(wanted.noise_variance, rel=1e-3)
 
 
-def test_a_fit_with_ratios_of_other_outputs_is_refused():
-    x = torch.randn(9, 3)
-    with pytest.raises(LapwingError, match="noise variances of 3 outputs, and the outputs have shape"):
-        lw.fit(nn.Linear(3, 2).eval(), [(x, x[:, :2])], likelihood=lw.Gaussian(noise_ratios=[1.0, 2.0, 3.0]))
-
-
 def test_selected_outputs_and_linearised_draws_have_the_noise_of_their_output():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
@@ -128,9 +121,6 @@ def test_selected_outputs_and_linearised_draws_have_the_noise_of_their_output():
         wanted = torch.distributions.MultivariateNormal(drawn.mean, drawn.latent.covariance + noise.diag()).log_prob(y)
         close(drawn.log_prob(y), wanted)
         close(drawn.distribution().log_prob(y), wanted)
-    joint = posterior.latent(x, joint=True, via=lw.Linearized(outputs=[0]))
-    with pytest.raises(LapwingError, match="noise variances of 3 outputs"):
-        posterior.likelihood.predict(joint)
 
 
 def in_other_units(factor=100.0):
