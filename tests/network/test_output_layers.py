@@ -366,12 +366,6 @@ def test_inputs_that_bypass_torch_are_data(name: str, frozen: bool) -> None:
     assert treated(model.requires_grad_(not frozen), ROWS) == names
 
 
-def test_labels_read_inside_the_forward_multiply_a_tower() -> None:
-    model = built(lambda: Net(lambda net, x: net.a(x) @ texts(net.b, ROWS).T, a=tower(), b=encoder()))
-    with pytest.raises(lw.LapwingError, match=r"write params=lw.matching\('a.2.\*', 'b.a.2.\*'\)"):
-        treated(model)
-
-
 def encoder() -> nn.Module:
     return Net(texts, a=tower(), table=nn.Embedding(12, 6))
 
