@@ -219,20 +219,6 @@ class TestFits:
         ours, theirs = binary.predict(x, link=lw.Probit()), classes.predict(x)
         torch.testing.assert_close(ours.log_prob(y), theirs.log_prob(y.long()))
 
-    @pytest.mark.parametrize("via", [lw.Linearized(), lw.MonteCarlo(20), lw.Streamlined()])
-    def test_several_labels_by_every_way(self, via, tmp_path):
-        x, _ = self.data()
-        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4)).double().eval()
-        y = torch.rand(40, 4) < 0.5
-        posterior = lw.fit(model, [(x[:30], y[:30]), (x[30:], y[30:])], lw.KFAC(), likelihood=Bernoulli())
-        prediction = posterior.predict(x, via=via)
-        assert prediction.probs.shape == (40, 4)
-        assert prediction.log_prob(y).isfinite().all()
-        posterior.save(tmp_path / "p.safetensors")
-        again = lw.load(tmp_path / "p.safetensors", model)
-        assert again.likelihood == Bernoulli()
-        torch.testing.assert_close(again.predict(x, via=via).probs, prediction.probs)
-
 
 def test_the_link_of_a_tuning_agrees_with_quadrature():
     """A table: 1e-4 for each answer, 1e-5 in the mean; also for no variance, and beyond the table."""
