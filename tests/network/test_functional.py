@@ -74,16 +74,14 @@ def _own(function: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     return Net(lambda net, x: net.head(function(x, net.weight)), weight=weight, head=nn.Linear(5, 3))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.other, self.head = nn.MultiheadAttention(4, 2, kdim=4, vdim=4, batch_first=True), nn.Linear(4, 3)
-        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+def _attention() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        tokens = net.layer(x[:, None] * torch.arange(1.0, 4.0).to(x)[:, None])
+        return net.head((net.scale.exp() * net.other(tokens, tokens, tokens)[0]).mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.layer(x[:, None] * torch.arange(1.0, 4.0).to(x)[:, None])
-        return self.head((self.scale.exp() * self.other(tokens, tokens, tokens)[0]).mean(1))
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    other = nn.MultiheadAttention(4, 2, kdim=4, vdim=4, batch_first=True)
+    return Net(forward, layer=layer, other=other, head=nn.Linear(4, 3), scale=nn.Parameter(torch.rand(4) + 0.5))
 
 
 def _mlp(wrap: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> nn.Module:
@@ -100,7 +98,7 @@ def _over_weights(x: Tensor, weight: Tensor) -> Tensor:
 
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "lists": Lists,
-    "attention": Attention,
+    "attention": _attention,
     "weight norm by hooks": lambda: _mlp(nn.utils.weight_norm),
     "spectral norm": lambda: _mlp(parametrizations.spectral_norm),
     "spectral norm by hooks": lambda: _mlp(nn.utils.spectral_norm),
@@ -204,7 +202,7 @@ def watched(model: nn.Module, layer: nn.Module, x: Tensor) -> Iterator[list[bool
 def _attending() -> tuple[nn.Module, Tensor, Any]:
     torch.manual_seed(0)
     x = torch.randn(4, 4).double()
-    return Attention().double().eval(), x, [(x, torch.tensor([0, 1, 2, 0]))]
+    return _attention().double().eval(), x, [(x, torch.tensor([0, 1, 2, 0]))]
 
 
 WORK: dict[str, Callable[[nn.Module, Tensor, Any], Any]] = {
