@@ -16,13 +16,7 @@ from lapwing import tangent as tn
 from lapwing.jacobian.jacobian import MatrixJacobian, Sliced
 from lapwing.tangent.record import grouped
 from tests.conformance import covering
-from tests.jacobian.test_contractions import (
-    check_contractions,
-    close,
-    dense,
-    kronecker_factors,
-    survey,
-)
+from tests.jacobian.test_contractions import check_contractions, close, dense, kronecker_factors, survey
 from tests.zoo import ZOO
 from tests.zoo_modules import Net
 

@@ -24,13 +24,7 @@ from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips, at, boxes
 from lapwing.network.tracing import output_gradients
 from tests.conformance import covering
-from tests.jacobian.test_contractions import (
-    check_contractions,
-    close,
-    dense,
-    kronecker_factors,
-    survey,
-)
+from tests.jacobian.test_contractions import check_contractions, close, dense, kronecker_factors, survey
 from tests.jacobian.test_sliced import METHODS, Text, check_kronecker, check_small_records
 from tests.zoo import ZOO
 

@@ -12,15 +12,7 @@ from scipy.integrate import quad
 import lapwing as lw
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import DenseTerm, MarginalTerm
-from lapwing.likelihoods import (
-    Bernoulli,
-    BernoulliPrediction,
-    Categorical,
-    Probit,
-    Quadrature,
-    SampledLink,
-    quadrature,
-)
+from lapwing.likelihoods import Bernoulli, BernoulliPrediction, Categorical, Probit, Quadrature, SampledLink, quadrature
 from tests.likelihoods.fakes import FakeDraws, random_latent
 
 F64 = torch.float64

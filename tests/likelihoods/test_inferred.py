@@ -161,9 +161,7 @@ class _Percent(nn.Module):
         return 100 * (logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1))
 
 
-def test_probabilities_of_answers_are_warned_of_if_they_fit_better(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_probabilities_of_answers_are_warned_of_if_they_fit_better(caplog: pytest.LogCaptureFixture) -> None:
     model, x, y = _answers()
     sigmoid, percent = nn.Sequential(model, nn.Sigmoid()).eval(), nn.Sequential(model, _Percent()).eval()
     for network, line in ((sigmoid, "model(inputs).logit()"), (percent, "(model(inputs) / 100).logit()")):

@@ -23,14 +23,7 @@ from lapwing.likelihoods import (
     SampledLink,
 )
 from lapwing.likelihoods.mixtures import mixture_quantile
-from tests.likelihoods.fakes import (
-    FakeDraws,
-    FakeLatent,
-    MarginalLatent,
-    gauss_hermite,
-    joint_latent,
-    random_latent,
-)
+from tests.likelihoods.fakes import FakeDraws, FakeLatent, MarginalLatent, gauss_hermite, joint_latent, random_latent
 
 F64 = torch.float64
 

@@ -386,10 +386,7 @@ class Tripled(torch.autograd.Function):
 def test_a_layer_within_a_function_of_its_own_is_not_part_of_the_head() -> None:
     assert treated(
         built(lambda: Net(lambda net, x: net.b(Tripled.apply(x, net.a.weight)), a=hidden(), b=nn.Linear(8, 5)))
-    ) == [
-        "b.weight",
-        "b.bias",
-    ]
+    ) == ["b.weight", "b.bias"]
 
 
 def test_the_log_and_the_posterior_name_what_is_treated(caplog: pytest.LogCaptureFixture) -> None:
