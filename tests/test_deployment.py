@@ -27,17 +27,6 @@ def real(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[int], Ten
     return lambda samples: torch.randn(samples, *shape, generator=torch.Generator().manual_seed(samples)).to(dtype)
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2ForSequenceClassification
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=17, n_positions=16, n_embd=8, n_layer=2, n_head=2, num_labels=3, pad_token_id=0,
-        initializer_range=0.4,
-    )  # fmt: skip
-    return GPT2ForSequenceClassification(config).eval()
-
-
 def texts(samples: int, length: int = 6) -> dict[str, Tensor]:
     ids = torch.randint(1, 17, (samples, length), generator=torch.Generator().manual_seed(samples))
     mask = torch.ones_like(ids)
@@ -76,7 +65,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "encoder": (lambda: Encoder().eval(), real(4, 8)),
     "one": (lambda: Encoder(1).eval(), real(4, 8)),
     "bert": (lambda: bert().float(), texts),
-    "gpt2": (gpt2, texts),
+    "gpt2": (lambda: ZOO["gpt2"].build().float(), texts),
 }
 QUICK = ("mlp", "mnist_cnn")
 ALL = others_slow([name for name in NETWORKS if not name.startswith("one")], QUICK)

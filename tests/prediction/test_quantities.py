@@ -12,6 +12,7 @@ from torch.func import functional_call
 import lapwing as lw
 from lapwing.tangent import split
 from tests.conformance import close
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 METHODS = [
@@ -169,7 +170,7 @@ def test_a_row_has_one_noise_in_all_calls(kind: str, positions: bool) -> None:
 
 def test_rows_are_the_same_if_all_their_inputs_are_equal() -> None:
     torch.manual_seed(0)
-    model, (x, y), t = TwoInputs().double().eval(), data(), torch.randn(12, 1, dtype=F64)
+    model, (x, y), t = two_inputs(), data(), torch.randn(12, 1, dtype=F64)
     posterior = lw.fit(model, ((x, t), y), lw.KFAC(), likelihood=lw.Gaussian(0.1))
     same, other = (
         posterior.of(lambda f, u=u: (f((x, t)) - f((x.clone(), u))).sum(0), observed=True)
@@ -203,20 +204,15 @@ def test_untreated_weights_have_no_error() -> None:
     close(mixed.covariance, posterior.of(lambda f: f(x).sum()).covariance)
 
 
-class TwoInputs(nn.Module):
+def two_inputs() -> nn.Module:
     """Two inputs, and a layer that writes in place behind a batch norm with buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return self.last(torch.cat([self.norm(self.first(x)).relu_(), t], 1))
+    together = lambda net, x, t: net.last(torch.cat([net.norm(net.first(x)).relu_(), t], 1))  # noqa: E731
+    return Net(together, first=nn.Linear(2, 4), norm=nn.BatchNorm1d(4), last=nn.Linear(5, 2)).double().eval()
 
 
 def test_several_inputs_and_buffers() -> None:
     torch.manual_seed(0)
-    model, (x, y), t = TwoInputs().double().eval(), data(), torch.randn(12, 1, dtype=F64)
+    model, (x, y), t = two_inputs(), data(), torch.randn(12, 1, dtype=F64)
     posterior = lw.fit(model, ((x, t), y), lw.KFAC(), likelihood=lw.Gaussian(0.1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = posterior.of(lambda f: f((x, t)).sum(0))

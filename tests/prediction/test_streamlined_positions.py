@@ -143,26 +143,14 @@ def test_correlations_are_between_zero_and_one(name):
 # ---- where positions are
 
 
-class Merged(nn.Module):
-    """Tokens merged with samples, as Hugging Face's Conv1D does, and samples second."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.a, self.b = kind, nn.Linear(4, 5), nn.Linear(5, 2)
-
-    def forward(self, x):
-        samples, tokens, _ = x.shape
-        if self.kind == "merged":
-            h = torch.relu(self.a(x.reshape(-1, 4))).reshape(samples, tokens, 5)
-        elif self.kind == "second":
-            h = torch.relu(self.a(x.transpose(0, 1))).transpose(0, 1)
-        elif self.kind == "merged fastest":
-            h = torch.relu(self.a(x.transpose(0, 1).reshape(-1, 4))).reshape(tokens, samples, 5).transpose(0, 1)
-        elif self.kind == "fixed":
-            h = torch.relu(self.a(x)) + torch.zeros(len(x), 1, 1, dtype=x.dtype)
-        else:
-            h = torch.relu(self.a(x))
-        return self.b(h.mean(1))
+HELD = {
+    "plain": lambda layer, x: layer(x),
+    "merged": lambda layer, x: layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
+    "second": lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1),
+    "merged fastest": lambda layer, x: layer(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (6, -1)).transpose(0, 1),
+    "fixed": lambda layer, x: layer(x) + torch.zeros(len(x), 1, 1, dtype=x.dtype),
+}
+"""Tokens merged with samples, as Hugging Face's Conv1D does, and samples second."""
 
 
 @pytest.mark.parametrize("kind", others_slow(["merged", "second", "merged fastest", "fixed"], ["merged fastest"]))
@@ -171,7 +159,8 @@ def test_samples_anywhere_give_the_same(kind):
     results = []
     for label in ("plain", kind):
         torch.manual_seed(0)
-        model = Merged(label).double().eval()
+        together = lambda net, x, label=label: net.b(HELD[label](net.a, x).mean(1))  # noqa: E731
+        model = Net(together, a=nn.Sequential(nn.Linear(4, 5), nn.ReLU()), b=nn.Linear(5, 2)).double().eval()
         tangent = tn.Tangent.survey(model, x, tn.matching("*"))
         torch.manual_seed(1)
         results.append(Streamlined().latent(tangent, covariance_of(tangent), x).covariance)
@@ -195,26 +184,20 @@ BY_HAND = {
 }
 
 
-class Cross(nn.Module):
+def crossed(net, x):
     """Three learned queries; values of another width than the keys."""
-
-    def __init__(self, attention, groups=1):
-        super().__init__()
-        self.attention = attention
-        self.query = nn.Parameter(torch.randn(1, 2 * groups, 3, 2))
-        self.key, self.value, self.out = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6 * groups, 2)
-
-    def forward(self, x):
-        k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.key, self.value))
-        found = self.attention(self.query.expand(x.shape[0], -1, -1, -1), k, v)
-        return self.out(found.transpose(1, 2).flatten(2)).mean(1)
+    k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (net.key, net.value))
+    found = net.attention(net.query.expand(x.shape[0], -1, -1, -1), k, v)
+    return net.out(found.transpose(1, 2).flatten(2)).mean(1)
 
 
 @cache
 def cross(function, groups):
     """The network with this attention, surveyed once for all tests, and its inputs."""
     torch.manual_seed(0)
-    model, x = Cross(function, groups).double().eval(), torch.rand(3, 5, 4, dtype=F64)
+    layers = {"key": nn.Linear(4, 4), "value": nn.Linear(4, 6), "out": nn.Linear(6 * groups, 2)}
+    model = Net(crossed, attention=function, query=nn.Parameter(torch.randn(1, 2 * groups, 3, 2)), **layers)
+    model, x = model.double().eval(), torch.rand(3, 5, 4, dtype=F64)
     return tn.Tangent.survey(model, x, tn.matching("key.*", "value.*", "out.*")), x
 
 

@@ -32,17 +32,15 @@ NETWORKS = {
 }  # fmt: skip
 
 
-class Two(nn.Module):
+def two_inputs() -> nn.Module:
     """A network of two named inputs, and optional tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 3), nn.Linear(2, 3, bias=False)
-        self.table = nn.Embedding(6, 3)
+    def forward(net: nn.Module, a: Tensor, b: Tensor, tokens: Tensor | None = None) -> Tensor:
+        out = torch.tanh(net.first(a)) + net.second(b)
+        return out if tokens is None else out + net.table(tokens).mean(1)
 
-    def forward(self, a: Tensor, b: Tensor, tokens: Tensor | None = None) -> Tensor:
-        out = torch.tanh(self.first(a)) + self.second(b)
-        return out if tokens is None else out + self.table(tokens).mean(1)
+    layers = {"first": nn.Linear(4, 3), "second": nn.Linear(2, 3, bias=False), "table": nn.Embedding(6, 3)}
+    return Net(forward, **layers).double().eval()
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
@@ -146,7 +144,7 @@ class TestEveryWay:
 
     @pytest.mark.quick(2)
     def test_nested_inputs(self, via):
-        model = Two().double().eval()
+        model = two_inputs()
         a, b, tokens = torch.randn(3, 4, dtype=F64), torch.randn(3, 2, dtype=F64), torch.randint(6, (3, 5))
         u = lw.Uncertain(b, 0.2)
         w = model.second.weight.detach()
@@ -168,7 +166,7 @@ class TestEveryWay:
 
     @pytest.mark.quick(2)
     def test_posterior_with_nested_inputs(self, via):
-        model = Two().double().eval()
+        model = two_inputs()
         batch = {
             "tokens": torch.randint(6, (8, 5)),
             "a": torch.randn(8, 4, dtype=F64),
@@ -249,7 +247,7 @@ def test_a_network_that_detaches_its_inputs_is_refused():
 
 
 def test_an_input_that_no_output_depends_on_adds_nothing():
-    model = Two().double().eval()
+    model = two_inputs()
     x, z = (torch.randn(3, 4, dtype=F64) for _ in range(2))
     forward = lambda model, inputs: model(inputs[0], inputs[0][:, :2])  # noqa: E731
     both = lw.propagate(model, (lw.Uncertain(x, 0.1), lw.Uncertain(z, 0.1)), forward=forward)
