@@ -88,11 +88,8 @@ def network(times: int = 1) -> tuple[Net, Tensor, Tensor]:
     torch.manual_seed(0)
     shapes = {"weight": (4, 4), "left": (5, 2), "right": (2, 4)}
     weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    return (
-        Net(forward, **weights, head=nn.Linear(5, 3), times=times).double().eval(),
-        torch.randn(7, 4).double(),
-        torch.arange(7) % 3,
-    )
+    model = Net(forward, **weights, head=nn.Linear(5, 3), times=times).double().eval()
+    return model, torch.randn(7, 4).double(), torch.arange(7) % 3
 
 
 @pytest.mark.parametrize("times", [1, 2])
