@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lapwing as lw
+from tests.data.test_loaders import REAL, WAYS_IN, X, Y, fitted
 from tests.refused import each_row, refused
 
 
@@ -99,26 +100,29 @@ def test_every_form_fits_as_its_tensors(form: str, arrays: tuple[np.ndarray, np.
         torch.testing.assert_close(posterior.predict(same).probs, probs, rtol=1e-4, atol=1e-6)
 
 
-def test_held_out_data_and_comparisons_take_every_form(arrays: tuple[np.ndarray, np.ndarray]) -> None:
-    x, y = arrays
-    model = network()
-    held_out = x[80:], y[80:]
-    tensors = [(torch.from_numpy(x[80:]).float(), torch.from_numpy(y[80:]))]
-    training = x[:80], y[:80]
-    expected = lw.fit(model, training, lw.Diagonal(), validation=tensors)
-    tuned = lw.fit(model, training, lw.Diagonal(), tune=lw.Validation(Rows(*held_out)))
-    assert tuned.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
-    posterior = lw.fit(model, training, lw.Diagonal(), validation=held_out)
-    assert posterior.prior_precision == pytest.approx(expected.prior_precision, rel=1e-3)
-    table = lw.compare({"a": posterior}, held_out, foreign={"far": 3 * x}, repeats=1)
-    other = lw.compare({"a": posterior}, tensors, foreign={"far": torch.from_numpy(3 * x).float()}, repeats=1)
-    for column in ("NLL", "far: AUROC by MI"):
-        assert table["a"][column] == pytest.approx(other["a"][column], rel=1e-4)
-    lw.scale_factor(posterior, held_out, via=lw.Linearized(), points=3)
-    assert lw.plan(model, training, lw.KFAC()).passes == lw.plan(model, Rows(*training), lw.KFAC()).passes
-    variances = {"0.weight": torch.full((5, 3), 0.1)}
-    assert lw.MeanField.from_variances(model, variances, training).samples == 80
-    posterior.log_marginal_likelihood(linearised_mode=True, loader=training)
+def compared(kind: Callable[..., Any], y: torch.Tensor) -> dict[str, float]:
+    """Returns the row of a comparison, without the time that it took."""
+    table = lw.compare({"a": fitted(y)}, kind(X, y), foreign={"far": kind(3 * X, y)[0]}, repeats=1)
+    return {**table["a"], "passes": 0.0}
+
+
+WAYS = {name: way for name, way in WAYS_IN.items() if name not in ("prediction", "weights")} | {
+    "plan": lambda kind, y: lw.plan(network(4, 1 if y is REAL else 3), kind(X, y), lw.KFAC()).passes,
+    "compare": compared,
+}
+"""The ways in that take a pair (x, y); a prediction reads a pair as two inputs."""
+
+
+@pytest.mark.quick(15)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("y", [Y, REAL], ids=["classes", "real"])
+@pytest.mark.parametrize("way_in", WAYS)
+def test_arrays_enter_every_way_as_their_tensors_do(way_in: str, y: torch.Tensor) -> None:
+    results = []
+    for kind in (lambda x, y: (x, y), lambda x, y: (x.double().numpy(), y.numpy())):
+        torch.manual_seed(0)
+        results.append(WAYS[way_in](kind, y))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
 def test_an_array_of_floats_is_one_input_per_sample() -> None:

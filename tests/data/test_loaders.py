@@ -183,7 +183,7 @@ def _latents(posterior: lw.Posterior) -> Tensor:
     return torch.cat([latent.mean, latent.variance], 1)
 
 
-def _fitted(y: Tensor, **options: Any) -> lw.Posterior:
+def fitted(y: Tensor, **options: Any) -> lw.Posterior:
     torch.manual_seed(0)
     return lw.fit(network(1 if y is REAL else 3), [(X, y)], lw.KFAC(), prior_precision=1.0, **options)
 
@@ -202,18 +202,18 @@ WAYS_IN = {
     "weights": lambda kind, y: _fit(y is REAL, kind(X, y, torch.linspace(0.5, 2.0, 20)), sample_weights=True),
     "validation": lambda kind, y: _fit(y is REAL, [(X, y)], validation=kind(X + 0.1, y)),
     "early stopping": lambda kind, y: _fit(y is REAL, kind(X, y), lw.KFAC(), tune=lw.EarlyStopping(kind(X + 0.1, y))),
-    "update": lambda kind, y: _latents(_fitted(y).update(kind(X, y))),
-    "scale factor": lambda kind, y: torch.tensor(lw.scale_factor(_fitted(y), kind(X, y), decades=(-1, 1)).factor),
+    "update": lambda kind, y: _latents(fitted(y).update(kind(X, y))),
+    "scale factor": lambda kind, y: torch.tensor(lw.scale_factor(fitted(y), kind(X, y), decades=(-1, 1)).factor),
     "compare": lambda kind, y: torch.tensor(
-        lw.compare({"a": _fitted(y)}, kind(X, y), {"far": kind(-X, y)}, repeats=1).rows["a"]["NLL"]
+        lw.compare({"a": fitted(y)}, kind(X, y), {"far": kind(-X, y)}, repeats=1).rows["a"]["NLL"]
     ),
-    "mixture": lambda kind, y: lw.mixture([_fitted(y)] * 2, kind(X + 0.1, y)).members[0].predict(X).log_prob(y),
-    "prediction": lambda kind, y: _fitted(y).latent(kind(X, y)).variance,
+    "mixture": lambda kind, y: lw.mixture([fitted(y)] * 2, kind(X + 0.1, y)).members[0].predict(X).log_prob(y),
+    "prediction": lambda kind, y: fitted(y).latent(kind(X, y)).variance,
     "given variances": lambda kind, y: lw.MeanField.from_variances(
         network(1 if y is REAL else 3), {"2.bias": torch.full((1 if y is REAL else 3,), 0.1)}, kind(X, y)
     ).statistics,
     "mode": lambda kind, y: torch.tensor(
-        _fitted(y).log_marginal_likelihood(linearised_mode=True, loader=kind(X, y))
+        fitted(y).log_marginal_likelihood(linearised_mode=True, loader=kind(X, y))
     ),
 }  # fmt: skip
 

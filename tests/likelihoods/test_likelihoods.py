@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,6 +29,7 @@ from lapwing.likelihoods import (
     resolve,
 )
 from lapwing.likelihoods.registry import REGISTERED
+from tests.test_drawn_conformance import hessian
 
 F64 = torch.float64
 
@@ -76,44 +76,14 @@ ALL = pytest.mark.parametrize(
 )
 
 
-def expected_hessian(likelihood, output):
-    """E_{y~p(y|f)}[-∂² log p(y|f)] at one output (C,), over every label or integers around the mean."""
-
-    def hessian(target):
-        return torch.autograd.functional.hessian(lambda f: -likelihood.log_prob(f[None], target)[0], output)
-
-    if likelihood.name == "categorical":
-        probs = output.softmax(-1)
-        return sum(p * hessian(torch.tensor([label])) for label, p in enumerate(probs))
-    if likelihood.name == "bernoulli":
-        answers = list(itertools.product([0, 1], repeat=len(output)))
-        return sum(
-            likelihood.log_prob(output[None], torch.tensor([y]))[0].exp() * hessian(torch.tensor([y])) for y in answers
-        )
-    if likelihood.name == "heteroscedastic":  # Gauss-Hermite nodes of y
-        nodes, mass = (torch.tensor(part) for part in np.polynomial.hermite_e.hermegauss(5))
-        mean, log_variance = output.chunk(2)
-        grid = itertools.product(range(5), repeat=len(mean))
-        picks = [list(pick) for pick in grid]
-        weights = [float((mass / mass.sum())[pick].prod()) for pick in picks]
-        drawn = [mean + (0.5 * log_variance).exp() * nodes[pick] for pick in picks]
-        return sum(weight * hessian(y[None]) for weight, y in zip(weights, drawn, strict=True))
-    centre = output.exp() if likelihood.name in ("counts", "poisson") else output
-    # these Hessians are affine in y, so their average over y is their value at its mean, reached here from integers
-    low, high = centre.floor(), centre.floor() + 1
-    result = torch.zeros(len(output), len(output), dtype=F64)
-    for c in range(len(output)):
-        weight = (centre - low)[c]
-        result[c] = (1 - weight) * hessian(low[None])[c] + weight * hessian(high[None])[c]
-    return result
-
-
 @ALL
 def test_fisher_root_is_a_root_of_the_expected_hessian(likelihood):
-    outputs, _ = outputs_and_targets(likelihood)
+    """The Hessian is affine in y, or does not depend on y, so that one or two targets give its average."""
+    outputs, targets = outputs_and_targets(likelihood)
     root = likelihood.fisher_root(outputs)
     fisher = root @ root.mT / (likelihood.noise_variance or 1.0)
-    torch.testing.assert_close(fisher, torch.stack([expected_hessian(likelihood, output) for output in outputs]))
+    expected = [hessian(likelihood, *pair) for pair in zip(outputs, targets, strict=True)]
+    torch.testing.assert_close(fisher, torch.stack(expected))
 
 
 @pytest.mark.parametrize(
