@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lapwing as lw
 from tests import oracle
@@ -32,6 +32,12 @@ EVERY = pytest.mark.parametrize("name", FITS)
 WAYS = lw.Linearized(), lw.MonteCarlo(5), lw.Streamlined()
 
 
+def fit(name: str, method: lw.Method, precision: float) -> tuple[lw.Posterior, nn.Module, Tensor]:
+    likelihood, y = FITS[name]
+    outputs = 2 * y.shape[1] if likelihood.name == "heteroscedastic" else None
+    return fitted(likelihood, y, method, outputs=outputs, prior_precision=precision)
+
+
 def moments(prediction: Any) -> tuple[Tensor, ...]:
     return (prediction.probs,) if hasattr(prediction, "probs") else (prediction.mean, prediction.variance)
 
@@ -39,8 +45,7 @@ def moments(prediction: Any) -> tuple[Tensor, ...]:
 @EVERY
 def test_the_curvature_and_the_evidence_are_the_dense_ones(name: str) -> None:
     likelihood, y = FITS[name]
-    outputs = 2 * y.shape[1] if likelihood.name == "heteroscedastic" else None
-    posterior, model, x = fitted(likelihood, y, lw.Full(), outputs=outputs, prior_precision=2.0)
+    posterior, model, x = fit(name, lw.Full(), 2.0)
     J, f = oracle.jacobian(model, x), oracle.outputs(model, x)
     if likelihood.name == "ordinal":  # whose Fisher information is an average over the labels
         root = likelihood.fisher_root(f)
@@ -57,8 +62,7 @@ def test_the_curvature_and_the_evidence_are_the_dense_ones(name: str) -> None:
 @EVERY
 def test_files_ways_comparisons_and_deployments(name: str, tmp_path: Any) -> None:
     likelihood, y = FITS[name]
-    outputs = 2 * y.shape[1] if likelihood.name == "heteroscedastic" else None
-    posterior, model, x = fitted(likelihood, y, lw.KFAC(), outputs=outputs, prior_precision=1.0)
+    posterior, model, x = fit(name, lw.KFAC(), 1.0)
     posterior.save(tmp_path / "it.safetensors")
     again = lw.load(tmp_path / "it.safetensors", model)
     assert again.likelihood == likelihood == posterior.likelihood
