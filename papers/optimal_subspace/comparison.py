@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import lapwing as lw
 from lapwing.covariance import Latent, Subspace
 from lapwing.covariance.terms import DenseTerm
 from papers.common import drawing
+from papers.common import results as stored
 from papers.common.data import Batches
 from papers.common.measures import relative_error
 from papers.common.tables import grid, shown
@@ -206,7 +206,7 @@ def draw(results: Mapping[str, Any]) -> None:
     minus_full: dict[str, Any] = {}
     sources = []
     for path in sorted((Path(__file__).parent / "results").glob("*.json")):
-        found = json.loads(path.read_text())["results"]
+        found = stored.load(path)["results"]
         if "tasks" in found:
             tasks |= found["tasks"]
             minus_full |= found.get(MINUS_FULL, {})

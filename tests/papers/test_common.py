@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks import measure
 from papers.common import data, networks, results
 from papers.common.scores import averaged
 from papers.common.training import drawn, shuffled, train
@@ -74,14 +72,14 @@ class TestRows:
         made = results.made(rows.experiment)
         assert made["mnist, seed 3"]["KFAC"]["seeds"] == "3"
         assert made["mnist"]["KFAC"]["seeds"] == "7, 8"
-        assert {record["commit"] for record in results.records(made)} == {measure.commit()}
+        assert {record["commit"] for record in results.records(made)} == {results.commit()}
         assert {"date", "lapwing", "torch", "machine", "seconds"} <= set(made["mnist"]["KFAC"])
 
     def test_rows_of_another_commit_are_refused(self, tmp_path, monkeypatch):
         experiment = str(tmp_path / "table9.py")
-        monkeypatch.setattr(measure, "commit", lambda: "1111111")
+        monkeypatch.setattr(results, "commit", lambda: "1111111")
         results.Rows(experiment, {}).add("seed 0", "KFAC", dict)
-        monkeypatch.setattr(measure, "commit", lambda: "2222222")
+        monkeypatch.setattr(results, "commit", lambda: "2222222")
         rows = results.Rows(experiment, {})
         rows.add("seed 0", "KFAC", lambda: pytest.fail("the row is there"))
         with pytest.raises(lw.LapwingError, match=r"table9\.json has rows of commit 1111111, .* at 2222222"):
@@ -92,7 +90,7 @@ class TestRows:
 def test_every_committed_row_says_what_made_it():
     """A commit with a plus is code that nobody can look up."""
     for path in Path(results.__file__).parents[1].glob("*/results/*.json"):
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents = results.load(path)
         made, runs = contents["made"], contents["results"].get("runs")
         if "commit" not in made:
             assert {run: set(made[run]) for run in made} == {run: set(runs[run]) for run in runs}
