@@ -84,18 +84,17 @@ def run(name: str, chosen: Sequence[str] = (), **asked: Any) -> str:
     file = str(Path(str(benchmark.__file__)).with_stem(into or name))
     path, end = results.path_of(file), time.monotonic() + 60 * (minutes or float("inf"))
     found, made = (results.read(file), results.made(file)) if path.exists() and not dry else ({}, {})
+    record = results.record((seed,), getattr(benchmark, "PACKAGES", ()))  # raises if a package is not there
     for part in chosen or parts:
         if (missing and part in found) or time.monotonic() > end:
             continue
         torch.manual_seed(seed)
         start = time.perf_counter()
-        found[part] = parts[part]()
+        new = parts[part]()
         seconds = round(time.perf_counter() - start, 1)
-        print(f"{part}: {seconds} s {results.short(found[part])}", flush=True)
-        made.setdefault("", {})[part] = {
-            **results.record((seed,), getattr(benchmark, "PACKAGES", ())), "seconds": seconds,
-        }  # fmt: skip
-        if not dry:
+        print(f"{part}: {seconds} s {results.short(new)}", flush=True)
+        if new is not None and not dry:  # a part that only draws has no results
+            found[part], made.setdefault("", {})[part] = new, {**record, "seconds": seconds}
             ordered = [*(one for one in parts if one in found), *(one for one in found if one not in parts)]
             results.write(file, {one: found[one] for one in ordered}, made)
     if dry:

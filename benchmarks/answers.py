@@ -149,6 +149,4 @@ def parts(share: float = 1.0) -> dict[str, Callable[[], Any]]:
     return {"topics": lambda: topics(share), "sentiment": lambda: sentiment(share)}
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Returns the scores of each task."""
-    return {name: of_scores(rows) for name, rows in results.items()}
+tables = of_scores

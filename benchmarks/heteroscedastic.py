@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from papers.common.data import Part, batched, random_rows, rows_and_targets
+from papers.common.data import Part, batched, some_rows
 from papers.common.networks import mlp
 from papers.common.scores import interval_scores
 from papers.common.training import Loss, shuffled, train
@@ -26,17 +26,6 @@ from papers.common.training import Loss, shuffled, train
 SEED = 0
 ROWS = 6000
 TABLES = ("uci_bike", "california_housing", "uci_naval")
-
-
-def table(name: str) -> tuple[Tensor, Tensor, int, int]:
-    """Returns x (N, D) and y (N, 1), standardised by the first rows, and where the two held-out parts begin."""
-    x, y = (values.double() for values in rows_and_targets(name))
-    picked = random_rows(x, ROWS, SEED)
-    x, y, count = x[picked], y[picked].reshape(-1, 1), int(0.7 * len(picked))
-    spread = x[:count].std(0)
-    x = (x - x[:count].mean(0)) / torch.where(spread > 1e-8 * x[:count].abs().amax(0), spread, 1.0)  # constants: 0
-    y = (y - y[:count].mean(0)) / y[:count].std(0)
-    return x.float(), y.float(), count, (count + len(x)) // 2
 
 
 def loss(outputs: Tensor, y: Tensor) -> Tensor:
@@ -76,10 +65,9 @@ def scores(prediction: Any, y: Tensor) -> dict[str, float]:
 
 def study(name: str) -> dict[str, Any]:
     """Trains and fits on one table."""
-    x, y, count, middle = table(name)
-    train = batched(x[:count], y[:count], 500)
-    held_out, test = (x[count:middle], y[count:middle]), (x[middle:], y[middle:])
-    one, two = (trained((x[:count], y[:count]), held_out, outputs) for outputs in (1, 2))
+    data = some_rows(name, ROWS, SEED)
+    train, held_out, test = batched(*data.train, 500), data.val, data.test
+    one, two = (trained(data.train, held_out, outputs) for outputs in (1, 2))
     both = lw.HeteroscedasticGaussian()
     fits = {
         "one noise": lw.fit(one, train),

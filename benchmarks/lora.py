@@ -166,6 +166,4 @@ def parts(share: float = 1.0) -> dict[str, Callable[[], Any]]:
     return {"lora": lambda: scored(share)}
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Returns the scores."""
-    return {name: of_scores(rows) for name, rows in results.items()}
+tables = of_scores

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lapwing as lw
 from benchmarks import answers, heteroscedastic
 from lapwing.evaluation.metrics import expected_calibration_error
-from papers.common.data import arrays
+from papers.common.data import arrays, some_rows
 from papers.common.networks import mlp
 from papers.common.tables import of_scores
 from papers.common.training import adam
@@ -220,10 +220,9 @@ def loader(x: Tensor, y: Tensor) -> DataLoader:
 
 def table(name: str) -> Task:
     """Returns a network of one noise variance on a table of `benchmarks.heteroscedastic`."""
-    x, y, count, middle = heteroscedastic.table(name)
-    held_out = x[count:middle], y[count:middle]
-    model = heteroscedastic.trained((x[:count], y[:count]), held_out, 1)
-    return Task(model, loader(x[:count], y[:count]), loader(*held_out), (x[middle:], y[middle:]))
+    data = some_rows(name, heteroscedastic.ROWS, SEED)
+    model = heteroscedastic.trained(data.train, data.val, 1)
+    return Task(model, loader(*data.train), loader(*data.val), data.test)
 
 
 def digits() -> Task:
@@ -374,6 +373,4 @@ def parts() -> dict[str, Callable[[], Rows]]:
     }
 
 
-def tables(results: dict[str, Rows]) -> dict[str, str]:
-    """Returns the scores of each task."""
-    return {name: of_scores(rows) for name, rows in results.items()}
+tables = of_scores

@@ -361,6 +361,4 @@ def parts(share: float = 1.0) -> dict[str, Callable[[], Any]]:
     return {name: partial(task, share) for name, task in tasks.items()}
 
 
-def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the scores of each task."""
-    return {name: of_scores(rows) for name, rows in results.items()}
+tables = of_scores

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from papers.common import results as stored
-from papers.common.data import random_rows, rows_and_targets
+from papers.common.data import random_rows, rows_and_targets, standardised
 from papers.common.networks import mlp
 from papers.common.tables import grid
 from papers.common.training import adam
@@ -34,13 +34,11 @@ TRAINED, TESTED, ROWS, TOTALS, SEEDS = 800, 2000, 60, 100, 3
 
 def data(name: str, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns x and y to train with, and x and y to test with, standardised by the former."""
-    x, y = (values.float() for values in rows_and_targets(name))
-    order = random_rows(x, len(x), seed)
+    x, y = rows_and_targets(name)
     count = min(TRAINED, int(0.68 * len(x)))
-    x, y = x[order], y.reshape(-1, 1)[order]
-    x = (x - x[:count].mean(0)) / x[:count].std(0).clamp_min(1e-6)
-    y = (y - y[:count].mean()) / y[:count].std()
-    return x[:count], y[:count], x[count : count + TESTED], y[count : count + TESTED]
+    order = random_rows(x, count + TESTED, seed)
+    found = standardised(name, x[order], y[order], count, count, "")
+    return *found.train, *found.test
 
 
 def trained(x: Tensor, y: Tensor, seed: int) -> nn.Module:

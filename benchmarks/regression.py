@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from papers.common.data import batched, random_rows, rows_and_targets
+from papers.common.data import batched, some_rows
 from papers.common.networks import mlp
 from papers.common.scores import interval_scores
 from papers.common.tables import grid
@@ -58,16 +58,6 @@ METHODS: dict[str, lw.Method | None] = {
 TUNINGS: dict[str, lw.Tuning] = {"evidence": lw.Evidence(), "bounded evidence": lw.BoundedEvidence()}
 
 
-def table(name: str) -> tuple[Tensor, Tensor, int]:
-    """Returns x (N, D) and y (N, 1), standardised by the first rows, and how many of these are to train with."""
-    x, y = (values.float() for values in rows_and_targets(f"uci_{name}"))
-    y = y[:, None]
-    picked = random_rows(x, ROWS, SEED)
-    x, y, count = x[picked], y[picked], int(0.7 * len(picked))
-    x = (x - x[:count].mean(0)) / x[:count].std(0).clamp_min(1e-6)
-    return x, (y - y[:count].mean(0)) / y[:count].std(0), count
-
-
 def trained(run: Run, x: Tensor, y: Tensor) -> nn.Module:
     """Trains D-W-W-1."""
     torch.manual_seed(SEED)
@@ -77,18 +67,15 @@ def trained(run: Run, x: Tensor, y: Tensor) -> nn.Module:
 
 def study(label: str, run: Run) -> dict[str, Any]:
     """Fits and scores every structure and tuning on one table."""
-    x, y, count = table(run.table)
-    model = trained(run, x[:count], y[:count])
-    train = batched(x[:count], y[:count], 500)
-    middle = (count + len(x)) // 2
-    (seen, labels), (x, y) = (x[count:middle], y[count:middle]), (x[middle:], y[middle:])
+    data = some_rows(f"uci_{run.table}", ROWS, SEED)
+    model, train, (x, y) = trained(run, *data.train), batched(*data.train, 500), data.test
     with torch.no_grad():
         residual = float(torch.cat([(model(a) - b).square() for a, b in train]).mean())
         errors = (model(x) - y).square() / residual
     own = {"nll": float((math.log(2 * math.pi * residual) + errors).mean() / 2), "residual_variance": residual}
     results: dict[str, Any] = {"MAP": {**own, "coverage": float((errors < 1.6449**2).float().mean())}}
     for name, method in METHODS.items():
-        for tuning, tune in {**TUNINGS, "validation": lw.Validation([(seen, labels)])}.items():
+        for tuning, tune in {**TUNINGS, "validation": lw.Validation([data.val])}.items():
             params = lw.last_layer if name == "last layer" else None
             posterior = lw.fit(model, train, method, likelihood="gaussian", params=params, tune=tune, progress=False)
             results.setdefault(name, {})[tuning] = {

@@ -237,11 +237,9 @@ def curves(axis: Any, ways: Mapping[str, Any], measure: str) -> None:
             if measure in ranks:
                 axis.axhline(ranks[measure]["mean"], color=COLOURS[way], linestyle=CONSTANT[way], label=way)
             continue
-        points = [(int(rank), *row[measure].values()) for rank, row in ranks.items() if measure in row]
-        if points:
+        if points := {rank: row[measure] for rank, row in ranks.items() if measure in row}:
             style = "--" if way.startswith("subset") else "-"
-            s, means, errors = zip(*points, strict=True)
-            axis.errorbar(s, means, errors, fmt=f".{style}", color=COLOURS[way], label=way)
+            drawing.curve(axis, points, fmt=f".{style}", color=COLOURS[way], label=way)
     axis.set(xscale="log", xlabel="s")
     if measure == "trace":
         axis.set(yscale="log", ylim=(1e-3, None))
