@@ -75,23 +75,6 @@ def adapted(model: nn.Module, data: Texts, epochs: int) -> nn.Module:
     return descend(get_peft_model(model, lora), data, epochs, 5e-3)
 
 
-class Tempered(nn.Module):
-    """A language model whose logits are divided by the number of least NLL on held-out texts."""
-
-    def __init__(self, model: nn.Module, data: Texts) -> None:
-        super().__init__()
-        self.model = model
-        with torch.no_grad():
-            logits = torch.cat([model(**batch).logits[:, :-1] for batch in data]).flatten(0, 1)
-        y = torch.cat([batch["labels"][:, 1:] for batch in data]).flatten()
-        candidates = torch.logspace(-0.5, 1.0, 46).tolist()
-        self.temperature = min(candidates, key=lambda each: float(F.cross_entropy(logits / each, y)))
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """Returns logits."""
-        return self.model(**inputs).logits / self.temperature
-
-
 class TrainingFree(nn.Module):
     """Training-free Bayesianization (arXiv 2412.05723): the mean prediction of draws of the low-rank factors.
 
@@ -149,7 +132,7 @@ def scored(share: float) -> dict[str, dict[str, float]]:
     candidates: dict[str, Any] = {
         "before LoRA": base,
         "network alone": model,
-        "temperature scaling": Tempered(model, held_out),
+        "temperature scaling": lw.fit(model, NextTokens(held_out), lw.TemperatureScaling()),
         "training-free draws of the factors": TrainingFree(model, held_out),
         "`lw.fit(..., lw.KFAC())`": lw.fit(model, NextTokens(data), lw.KFAC(), seed=SEED),
         "`lw.fit(..., lw.KFAC(), validation=)`": lw.fit(

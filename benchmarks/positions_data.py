@@ -57,34 +57,11 @@ def train(model: nn.Module, data: Batches, epochs: int, rate: float) -> nn.Modul
     return adam(model, (x, y), epochs, rate, 1, loss=loss, factor=cosine(epochs * len(data)), clip=1.0)
 
 
-class Tempered(nn.Module):
-    """A network whose logits are divided by one number."""
-
-    def __init__(self, model: nn.Module, temperature: float) -> None:
-        super().__init__()
-        self.model, self.temperature = model, temperature
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns logits."""
-        return self.model(x) / self.temperature
-
-
-@torch.no_grad()
-def tempered(model: nn.Module, data: Batches) -> Tempered:
-    """Returns the network with the temperature of least NLL on held-out data."""
-    parts = [(model(x), y, int((y >= 0).sum())) for x, y in data]
-
-    def total(temperature: float) -> float:
-        return sum(float(loss(logits / temperature, y)) * count for logits, y, count in parts)
-
-    return Tempered(model, min(torch.logspace(-0.5, 1.0, 46).tolist(), key=total))
-
-
 def classifiers(model: nn.Module, data: Batches, held_out: Batches) -> dict[str, Candidate]:
     """Returns the rows of every classification: the network, its temperature, and two fits of one line."""
     return {
         "network alone": model,
-        "temperature scaling": tempered(model, held_out),
+        "temperature scaling": lw.fit(model, held_out, lw.TemperatureScaling()),
         "`lw.fit(model, loader)`": lw.fit(model, data, seed=SEED),
         "`lw.fit(..., validation=)`": lw.fit(model, data, validation=held_out, seed=SEED),
     }
