@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.grid import measures, summary
 from benchmarks.grid.networks import CELLS
 from papers.common import drawing
+from papers.common.tables import grid
 
 COLOURS = {"network": "0.7", "temperature": "tab:blue", "default": "tab:red", "validated": "tab:green"}
 
@@ -36,9 +37,32 @@ def parts(arms: str = "network,temperature,default,validated", cells: str = "*",
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Returns the averages of each family, and the aims, as text."""
-    rows = summary.with_best(summary.rows_of(results))
-    return {"families": summary.table(summary.families(rows)), "aims": summary.verdicts(summary.aims(rows))}
+    """Returns NLL and coverage of each family, ECE and AUROC of classifiers, and the aims."""
+    rows = summary.rows_of(results)
+    families = dict(sorted(summary.families(rows).items()))
+    ranked = ("network", "temperature", "default", "validated")
+    aims = {
+        aim["aim"]: ["yes" if aim["met"] else "no", f"{aim['of'] - len(aim['misses'])} of {aim['of']}"]
+        for aim in summary.aims(rows)
+    }
+    nll, ood = {}, {}
+    for family, of in families.items():
+        nll[family] = [f"{of['default']['cells']}", *(_cell(row) for row in of.values())]
+        if "ece" in of["network"]:
+            eces = (f"{of[arm]['ece']:.3f}" for arm in ("temperature", "validated"))
+            ood[family] = [*eces, *(f"{of[arm]['auroc_entropy']:.3f}" for arm in ranked)]
+    columns = ["ECE: temperature", "validated", "AUROC: network", *ranked[1:]]
+    return {
+        "nll": grid(["networks", *ranked], nll, corner="family"),
+        "ood": grid(columns, ood, corner="family"),
+        "aims": grid(["met", "cells or families"], aims, corner="aim"),
+    }
+
+
+def _cell(row: summary.Row) -> str:
+    """Returns the NLL of a family, and the coverage of its intervals."""
+    nll = f"{row['nll']:.3f}" if row["nll"] < 1e4 else f"{row['nll']:.0e}".replace("+", "")
+    return nll + (f" ({100 * row['coverage']:.0f} %)" if "coverage" in row else "")
 
 
 def draw(results: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import answers, counts, defaults, ood, peers, positions_data, quantities
+from benchmarks import answers, counts, ood, peers, positions_data, quantities
 from benchmarks.grid import summary
 from papers.common import drawing, experiments, results
 
@@ -139,12 +139,6 @@ def test_the_methods_of_classifiers_are_those_of_the_results() -> None:
         for arm in ("last-layer", "diagonal", "kfac", "ella"):
             cells.append(f"{of[arm]['nll']:.3f}, {of[f'{arm}-validated']['nll']:.3f}")
         assert f"| {family} | {' | '.join([*cells, format(of['best']['nll'], '.3f')])} |" in page
-
-
-def test_averages_and_aims_of_the_defaults_are_tables() -> None:
-    found = defaults.tables(stored("defaults"))
-    assert "tables, well fitted, small" in found["families"]
-    assert len(found["aims"].splitlines()) == 9
 
 
 def test_every_network_is_exact() -> None:
