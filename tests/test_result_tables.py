@@ -81,6 +81,17 @@ def test_parts_that_are_not_named_keep_their_numbers(tiny: types.ModuleType) -> 
     assert {"commit", "machine", "seconds"} <= set(rows["one"])
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_make_bench_runs_what_can_run(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    asked = []
+    monkeypatch.setattr(command, "run", lambda name, parts=(): asked.append((name, *parts)))
+    monkeypatch.setattr(command, "available", lambda *files: there)
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: there)
+    command.main(["bench"])
+    trained = [("gpu",), ("regression",), ("real_networks", "mnist"), ("real_networks", "cifar10")]
+    assert asked == [("cost",), ("streamlined_cost",), *(trained if there else [])]
+
+
 @pytest.mark.parametrize("arguments", [["another"], ["tiny", "two"]])
 def test_unknown_names_are_refused_with_those_there_are(tiny: types.ModuleType, arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="no (benchmark|part) .*\n*(tiny|.*one, three)"):

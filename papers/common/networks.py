@@ -109,8 +109,9 @@ def vit() -> nn.Module:
 
     config = ViTConfig(
         image_size=32, patch_size=4, num_channels=3, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        intermediate_size=256, num_labels=10,
+        intermediate_size=256,
     )  # fmt: skip
+    config.num_labels = 10
     return Logits(ViTForImageClassification(config)).eval()
 
 
