@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import islice
 from pathlib import Path
@@ -85,6 +86,35 @@ class TestRows:
         with pytest.raises(lw.LapwingError, match=r"table9\.json has rows of commit 1111111, .* at 2222222"):
             rows.add("seed 1", "KFAC", dict)
         assert set(results.read(experiment)["runs"]) == {"seed 0"}
+
+
+class TestFiles:
+    def test_what_repeats_is_written_once_and_read_as_it_was(self, tmp_path):
+        names = ("mean", "standard error of the seeds")
+        rows = {f"row {i}": {"score": {name: i + 0.123456789 for name in names}, "n": i} for i in range(6)}
+        rows["row 3"]["refused"] = "No."
+        other = {"a/b": 1.0, "list": [{"x": 0.5}, {"y": 0.25}], "none": None, "odd": {"p": {}, "q": {"x": 1}}}
+        given = {"rows": rows, **other, "nan": math.nan}
+        path = results.write(str(tmp_path / "table9.py"), given, results.record((0,)))
+        text, found = path.read_text(encoding="utf-8"), results.load(path)["results"]
+        assert text.count("standard error of the seeds") == 1
+        assert '"row 2":[2.1235,2.1235,2,null]' in text
+        assert math.isnan(found.pop("nan"))
+        assert list(found) == ["rows", *other]
+        assert {name: found[name] for name in other} == other
+        assert found["rows"]["row 2"] == {"score": dict.fromkeys(names, 2.1235), "n": 2}
+        assert list(found["rows"]["row 3"]) == ["score", "n", "refused"]
+
+    def test_records_that_differ_in_seconds_alone_are_one(self, tmp_path):
+        made = {f"seed {i}": {row: {**results.record((i,)), "seconds": 0.1 * i} for row in "ab"} for i in range(3)}
+        path = results.write(str(tmp_path / "table9.py"), {}, made)
+        assert path.read_text(encoding="utf-8").count(results.record((0,))["date"]) == 3
+        assert results.load(path)["made"] == made
+
+    def test_a_table_of_its_own_is_kept(self, tmp_path):
+        found = {"table": {"x": {"mean": 1.0}}, "runs": {"seed 0": {"KFAC": {"nll": 2.0}}}}
+        path = results.write(str(tmp_path / "table9.py"), found, results.record((0,)))
+        assert results.load(path)["results"] == found
 
 
 def test_every_committed_row_says_what_made_it():
