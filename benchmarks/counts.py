@@ -31,9 +31,9 @@ import lapwing as lw
 from benchmarks.large import resnet18
 from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock, KroneckerFactors
 from lapwing.methods.passes import Batch
-from lapwing.methods.problem import FisherRoot, Problem, root_columns
+from lapwing.methods.prior import Prior
+from lapwing.methods.problem import FisherRoot, Problem, Seen, root_columns
 from lapwing.methods.state import DataSummary
-from lapwing.posterior.prior import Prior
 from lapwing.tangent import Tangent
 from papers.common.data import images
 from papers.common.networks import cifar_resnet20
@@ -141,7 +141,7 @@ def problem_of(tangent: Tangent, outputs: Tensor, y: Tensor) -> Problem:
     summary.add(likelihood, outputs=outputs, targets=y, weights=None, samples=len(y))
     root = FisherRoot(likelihood, tangent.outputs, torch.Generator().manual_seed(SEED))
     prior = Prior.read(tangent, 1.0)
-    return Problem(tangent, likelihood, root, prior, False, SEED, lambda: y, lambda: len(y), lambda: summary)
+    return Problem(tangent, likelihood, root, prior, False, SEED, read=Seen(len(y), summary))
 
 
 def passes(problem: Problem, method: lw.Method, x: Tensor, y: Tensor, decomposed: bool) -> tuple[float, Covariance]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .environment import versions
 from .errors import LapwingError
-from .fitting import Novelty, fit, mixture, novelty, plan
+from .fitting import SWAG, MeanField, Novelty, fit, mixture, novelty, plan
 from .likelihoods import (
     Bernoulli,
     Categorical,
@@ -30,10 +30,8 @@ from .methods import (
     EKFAC,
     ELLA,
     KFAC,
-    SWAG,
     Diagonal,
     Full,
-    MeanField,
     Method,
     OptimalSubspace,
     SubsetOfData,

@@ -23,7 +23,7 @@ import lapwing as lw
 
 from .errors import LapwingError, extra, shown
 from .evaluation.comparison import Score
-from .posterior.files import read_safetensors, reason
+from .files import read_safetensors, reason
 
 
 def info(file: str) -> None:

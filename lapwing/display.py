@@ -35,7 +35,7 @@ class Displayed:
 
 _SAID: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
 """Network -> its warnings without their numbers, each with a count of the writes to the weights."""
-_NETWORK: ContextVar[nn.Module | None] = ContextVar("network", default=None)
+_CURRENT_NETWORK: ContextVar[nn.Module | None] = ContextVar("network", default=None)
 
 
 def warns_once(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -48,18 +48,18 @@ def warns_once(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         first = args[0] if args else kwargs.get("model", kwargs.get("posterior"))
         model = first if isinstance(first, nn.Module) else getattr(first, "model", None)
-        token = _NETWORK.set(model)
+        token = _CURRENT_NETWORK.set(model)
         try:
             return function(*args, **kwargs)
         finally:
-            _NETWORK.reset(token)
+            _CURRENT_NETWORK.reset(token)
 
     return wrapped
 
 
 def _is_new(record: logging.LogRecord) -> bool:
     """Whether a record is not a warning, or is a warning that was not yet logged for the network."""
-    model = _NETWORK.get()
+    model = _CURRENT_NETWORK.get()
     if model is None or record.levelno != logging.WARNING:
         return True
     writes = sum(0 if weight.is_inference() else weight._version for weight in model.parameters())

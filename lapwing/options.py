@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from .errors import LapwingError, is_one_of, is_positive, is_whole, plain_numbers, shown
 
-LIMIT = 2**63  # 64-bit integers are smaller
+INT64_LIMIT = 2**63  # 64-bit integers are smaller
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ POSITIVE_NUMBERS = Rule(
 """One number or several, such as weights of classes; kept as a tuple of floats."""
 
 
-def integer(low: int, below: int = LIMIT, text: str | None = None) -> Rule:
+def integer(low: int, below: int = INT64_LIMIT, text: str | None = None) -> Rule:
     """Accepts integers from `low` to below `below`, numpy's included, and keeps them as `int`; `text` says which."""
 
     def accepts(value: Any) -> bool:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods import DataSummary, FisherRoot, Problem
+from lapwing.methods import DataSummary, FisherRoot, Problem, Seen
+from lapwing.methods.prior import Prior
 from lapwing.methods.problem import root_positions
-from lapwing.posterior.prior import Prior
 from lapwing.tangent import Block, Tangent
 from tests import oracle
 from tests.pretended_device import Device
@@ -253,7 +253,7 @@ def problem_of(
     """Returns the inputs of a method after data with these targets, with prior precision 2."""
     root, n = FisherRoot(likelihood, tangent.outputs, torch.Generator(), root_positions(tangent)), len(y)
     prior = Prior.read(tangent, 2.0, prior_mean)
-    return Problem(tangent, likelihood, root, prior, True, 0, lambda: y, lambda: n, lambda: DataSummary(n), **options)
+    return Problem(tangent, likelihood, root, prior, True, 0, read=Seen(n, DataSummary(n)), **options)
 
 
 def subspace(rows: Tensor, rank: int | None = None) -> Tensor:

@@ -155,9 +155,12 @@ def further(loader: Any) -> dict[str, Any]:
     """Returns the numbers of fits that begin with another one, and of one whose outputs have positions."""
     first = lw.fit(network(3), loader, lw.KFAC(), prior_precision=1.0)
     rows = lw.fit(network(3), loader, lw.Full("primal"), prior_precision=1.0)
+    sums = [(x, x.sum(1, keepdim=True)) for x, _ in loader]
+    untuned = lw.fit(network(1), sums, lw.KFAC(), tune=None)
     places = [(x[:, None].expand(-1, 2, -1), y[:, None].expand(-1, 2)) for x, y in loader]
     fits = {
         "update": first.update(loader), "update of rows": rows.update(loader, tune=lw.Evidence()),
+        "update on held-out data": untuned.update(sums, tune=lw.Validation(sums)),
         "prior": lw.fit(network(3), loader, prior=first), "positions": lw.fit(network(3), places, lw.KFAC()),
     }  # fmt: skip
     return {name: numbers(fit) for name, fit in fits.items() if name != "positions"} | {

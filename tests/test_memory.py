@@ -17,7 +17,7 @@ from benchmarks.cost import cnn, mlp
 from lapwing.covariance import Latent
 from lapwing.covariance.structures import condensed
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
-from lapwing.posterior.prior import Prior
+from lapwing.methods.prior import Prior
 from lapwing.prediction.way import Way
 from papers.common.measure import LiveBytes
 

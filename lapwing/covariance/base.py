@@ -145,7 +145,7 @@ class Covariance(Stored):
     def layer_block(self, name: str) -> LayerBlock:
         """Returns the covariance of one block with a matrix layout, without correlations with other layers."""
 
-    def rounded(self) -> bool:
+    def has_rounding_noise(self) -> bool:
         """Whether rounding noise of the curvature exceeds `λ + δ/s` in some direction, and so decides its variance."""
         return False
 
@@ -190,7 +190,7 @@ class PriorCovariance(Covariance):
         return None
 
     @abstractmethod
-    def is_contracted_with(self, other: PriorCovariance) -> bool:
+    def shares_contraction_with(self, other: PriorCovariance) -> bool:
         """Whether both multiply J by the same matrices, so that one `output_covariances` can serve both."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..jacobian.jacobian import Reads, Weighting
+from ..jacobian.jacobian import DiagonalWeights, Reads
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, precision_spec, register_covariance
@@ -42,15 +42,15 @@ class Blockwise(PriorCovariance):
         self.precision, self.scale = precision, scale
         self._delta = {block.name: delta for block, delta in zip(blocks, precision.tolist(), strict=True)}
 
-    def _weighting(self, name: str) -> Weighting:
+    def _weighting(self, name: str) -> DiagonalWeights:
         """Returns the weighting `1/(s λ + δ)` of one block, which is computed when it is first used."""
         delta, scale = self._delta[name], self.scale  # a closure over self would be a reference cycle
-        return Weighting(
+        return DiagonalWeights(
             self.structures[name].eigenvalues.flatten(), lambda values: (scale * values).add_(delta).reciprocal_()
         )
 
     @cached_property
-    def _weightings(self) -> dict[str, Weighting]:
+    def _weightings(self) -> dict[str, DiagonalWeights]:
         return {name: self._weighting(name) for name in self.structures}
 
     @cached_property
@@ -73,11 +73,11 @@ class Blockwise(PriorCovariance):
             terms.append(logs.sum() if weights is None else logs @ weights)
         return torch.stack(terms).sum()
 
-    def rounded(self) -> bool:
+    def has_rounding_noise(self) -> bool:
         """Whether the rounding error of some eigenvalue λ of a block exceeds `λ + δ/s`."""
         return any(s.noise(1 / self.scale * self._delta[name]) > 1 for name, s in self.structures.items())
 
-    def is_contracted_with(self, other: PriorCovariance) -> bool:
+    def shares_contraction_with(self, other: PriorCovariance) -> bool:
         return isinstance(other, Blockwise) and other.structures is self.structures
 
     def _apply(self, vectors: Vectors, weights: Vectors) -> Vectors:
@@ -109,7 +109,7 @@ class Blockwise(PriorCovariance):
         """Contracts each block once for all candidates. A single candidate keeps its weights for the next record."""
         terms: list[tuple[Term, ...]] = [() for _ in candidates]
         for name, structure in self.structures.items():
-            weightings: Iterable[Weighting] = (candidate._weighting(name) for candidate in candidates)
+            weightings: Iterable[DiagonalWeights] = (candidate._weighting(name) for candidate in candidates)
             if len(candidates) == 1:
                 weightings = [candidates[0]._weightings[name]]
             for i, term in enumerate(structure.output_covariances(record[name], weightings, reads)):

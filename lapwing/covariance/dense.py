@@ -55,14 +55,14 @@ class DenseCovariance(PriorCovariance):
         self._prior_root = expand(blocks, precision).rsqrt()  # Δ^(-1/2) (P,)
         self._weights = 1 / (scale * values * (at[0] / precision[0]) + 1)
 
-    def rounded(self) -> bool:
+    def has_rounding_noise(self) -> bool:
         return bool((self._weights * RESOLVED < 1).any())
 
     @property
     def scratch_per_row(self) -> int:
         return 3 * self.size
 
-    def is_contracted_with(self, other: PriorCovariance) -> bool:
+    def shares_contraction_with(self, other: PriorCovariance) -> bool:
         return isinstance(other, DenseCovariance) and other.curvature is self.curvature
 
     def with_prior(self, precision: Tensor, scale: float) -> DenseCovariance:

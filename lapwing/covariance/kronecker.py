@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..jacobian.jacobian import Reads, Weighting, as_matrix
+from ..jacobian.jacobian import DiagonalWeights, Reads, as_matrix
 from ..linalg import SLICE_NUMBERS
 from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import LayerBlock
-from .structures import Structure, weighted
+from .structures import Structure, weighted_terms
 from .terms import EigenTerm, Term, of_both
 
 MIN_SAVED_COLUMNS = 128
@@ -76,7 +76,7 @@ class KroneckerBlock(Structure):
         return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
 
     def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
     ) -> Iterable[Term]:
         """Rotates a and g, then weights them. An output layer keeps `U_out diag(s) U_outᵀ` as factors.
 
@@ -89,10 +89,10 @@ class KroneckerBlock(Structure):
         if self.inputs is not None and self.skips_null_space:
             reduced = jacobian.rotate_inputs(self.inputs[0, :, self.null_size :])
         if reduced is None:
-            return weighted(jacobian.rotate(self.inputs, outputs), candidates, reads, self.outputs[0])
+            return weighted_terms(jacobian.rotate(self.inputs, outputs), candidates, reads, self.outputs[0])
         first = self.null_size - 1
-        ranges = (Weighting(one.flat.reshape(self.eigenvalues.shape[1:])[:, first:]) for one in candidates)
-        return weighted(reduced.rotate(None, outputs), ranges, reads, self.outputs[0])
+        ranges = (DiagonalWeights(one.flat.reshape(self.eigenvalues.shape[1:])[:, first:]) for one in candidates)
+        return weighted_terms(reduced.rotate(None, outputs), ranges, reads, self.outputs[0])
 
     @cached_property
     def null_size(self) -> int:

@@ -31,11 +31,11 @@ from .terms import (
     standard_deviation,
 )
 
-WIDE = 8
+MAX_FACTOR_RATIO = 8
 """Maximum ratio of columns to outputs of stored factors. Wider factors are multiplied out to save memory."""
 
 
-class Described:
+class BaseLatent:
     """A latent that prints as its kind and shape. `has_positions(latent)` and its siblings say what else it has."""
 
     if TYPE_CHECKING:  # what some latents have, for the code of users who asked for it
@@ -85,14 +85,14 @@ class Described:
         return f"{type(self).__name__}(mean and variance {tuple(self.mean.shape)})"
 
 
-def moved(values: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
+def affine_logits(values: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
     """Returns `M f + b` for outputs f (..., C). Logits of impossible classes stay, and enter no other logit."""
     mask = possible(values)
     return torch.where(mask, torch.where(mask, values, 0.0) @ matrix.T + shift, values)
 
 
 @dataclass(frozen=True, repr=False)
-class Latent(Described):
+class Latent(BaseLatent):
     """`f(x) ~ N(mean, Σ terms)` independently for each of B inputs: mean (B, C), terms (B, C, C)."""
 
     mean: Tensor  # the network's outputs
@@ -142,7 +142,7 @@ class Latent(Described):
 
     def mapped(self, matrix: Tensor, shift: Tensor) -> Latent:
         term = DenseTerm(matrix @ self.covariance @ matrix.T)
-        return replace(self, mean=moved(self.mean, matrix, shift), terms=(term,))
+        return replace(self, mean=affine_logits(self.mean, matrix, shift), terms=(term,))
 
     def compact(self, covariances: bool) -> Latent:
         if covariances:
@@ -156,7 +156,7 @@ class Latent(Described):
         return replace(self, terms=(DenseTerm(self.covariance + torch.diag_embed(variances)),))
 
     def without_wide_factors(self) -> Latent:
-        return replace(self, terms=multiplied_out(self.terms, WIDE))
+        return replace(self, terms=multiplied_out(self.terms, MAX_FACTOR_RATIO))
 
     def with_checks(self) -> Latent:
         return replace(self, checked=True)
@@ -237,7 +237,7 @@ class SelectedLatent(Latent):
     def tempered(self, temperature: float) -> SelectedLatent:
         return replace(self, mean=self.mean / temperature, every_mean=self.every_mean / temperature)
 
-    mapped = Described.mapped
+    mapped = BaseLatent.mapped
 
     def of_classes(self) -> Latent:
         """Returns a latent of all C logits (B, C), for links to class probabilities. Raises if k is 1.
@@ -265,7 +265,7 @@ class SelectedLatent(Latent):
 
 
 @dataclass(frozen=True, repr=False)
-class JointLatent(Described):
+class JointLatent(BaseLatent):
     """`f(x_1..B) ~ N(mean, covariance)` with covariances between inputs: mean (B, C), covariance (B, C, B, C)."""
 
     mean: Tensor
@@ -297,7 +297,7 @@ class JointLatent(Described):
 
     def mapped(self, matrix: Tensor, shift: Tensor) -> JointLatent:
         covariance = torch.einsum("ij,bjdk,lk->bidl", matrix, self.covariance, matrix)
-        return JointLatent(moved(self.mean, matrix, shift), covariance)
+        return JointLatent(affine_logits(self.mean, matrix, shift), covariance)
 
     def scaled(self, factor: float) -> JointLatent:
         return JointLatent(self.mean, self.covariance * factor)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..network.positions import Places
-from .latent import Described, JointLatent, Latent, SelectedLatent
+from .latent import BaseLatent, JointLatent, Latent, SelectedLatent
 from .latent_draws import LatentDraws, LinearDraws
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _over_rows(name: str) -> Any:
 
 
 @dataclass(frozen=True, repr=False)
-class LatentAtPositions(Described):
+class LatentAtPositions(BaseLatent):
     """`f_t(x) ~ N(mean, covariance)` for each position t, such as a token or a pixel.
 
     `mean`, `variance`, `centred_variance` (of the outputs minus their average at each position) and `standard_error`

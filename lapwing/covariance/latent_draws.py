@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..network.entry import full_precision
-from .latent import Described, check_finite, generator_for, moved
+from .latent import BaseLatent, affine_logits, check_finite, generator_for
 from .terms import standard_normal
 
 
 @dataclass(frozen=True, repr=False)
-class LatentDraws(Described):
+class LatentDraws(BaseLatent):
     """Network outputs (S, B, C) under S draws of the weights."""
 
     draws: Tensor
@@ -64,7 +64,7 @@ class LatentDraws(Described):
         return LatentDraws(self.draws + self.mean * (1 / temperature - 1), self.joint)
 
     def mapped(self, matrix: Tensor, shift: Tensor) -> LatentDraws:
-        return LatentDraws(moved(self.draws, matrix, shift), self.joint)
+        return LatentDraws(affine_logits(self.draws, matrix, shift), self.joint)
 
     def with_checks(self) -> LatentDraws:
         check_finite(self.draws)
@@ -76,7 +76,7 @@ class LatentDraws(Described):
 
 
 @dataclass(frozen=True, repr=False)
-class LinearDraws(Described):
+class LinearDraws(BaseLatent):
     """`f ~ N(mean, 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`: a Gaussian over outputs and inputs from S draws.
 
     The mean (B, C) is the network's output. The expectation of the deviations d (S, B, C) is 0, so second moments are
@@ -142,7 +142,7 @@ class LinearDraws(Described):
         return LinearDraws(self.mean, self.deviations * factor**0.5, self.joint)
 
     def mapped(self, matrix: Tensor, shift: Tensor) -> LinearDraws:
-        return LinearDraws(moved(self.mean, matrix, shift), self.deviations @ matrix.T, self.joint)
+        return LinearDraws(affine_logits(self.mean, matrix, shift), self.deviations @ matrix.T, self.joint)
 
     def with_checks(self) -> LinearDraws:
         check_finite(self.deviations)

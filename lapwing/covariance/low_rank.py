@@ -59,10 +59,12 @@ class Subspace(PriorCovariance):
         self._weights = 1 / (scale * self._curvatures + 1)
 
     def _diagonalised(self) -> tuple[Tensor, Tensor, Tensor]:
+        # 1. D = L Lᵀ and L⁻¹ H L⁻ᵀ = U diag(h) Uᵀ (k, k)
         root = cholesky(self._prior(self.precision))  # D = L Lᵀ
         whitened = torch.linalg.solve_triangular(root, self._leading, upper=False)
         whitened = torch.linalg.solve_triangular(root, whitened.T, upper=False)
         values, rotation = symmetric_eigen(whitened)
+        # 2. Q = L⁻ᵀ U: then Qᵀ D Q = I and H Q = D Q diag(h)
         rotation = torch.linalg.solve_triangular(root.T, rotation, upper=True)  # Q = L⁻ᵀ U
         return values, torch.nn.functional.pad(rotation, (0, 0, 0, self.basis.rank - self.rank)), self.precision
 
@@ -93,6 +95,7 @@ class Subspace(PriorCovariance):
         """Returns `W̃ᵀ diag(w) W̃ v`."""
         first = next(iter(vectors.values()))
         flat = {name: vector.reshape(-1, vector.shape[-1]) for name, vector in vectors.items()}
+        # W v (n, K), then W̃ v = Qᵀ W v (n, k), times w, and back by W̃ᵀ = Wᵀ Q
         inner = self.basis.inner(flat)  # (n, K)
         rotation = self._rotation.to(inner)
         combined = self.basis.combine((inner @ rotation * weights.to(inner)) @ rotation.T)
@@ -111,7 +114,7 @@ class Subspace(PriorCovariance):
     def scratch_per_row(self) -> int:
         return self.basis.scratch_per_row
 
-    def is_contracted_with(self, other: PriorCovariance) -> bool:
+    def shares_contraction_with(self, other: PriorCovariance) -> bool:
         """Whether both have the same basis: J is projected on it once for all priors, ranks and curvatures."""
         return isinstance(other, Subspace) and other.basis is self.basis
 
@@ -146,6 +149,7 @@ class Subspace(PriorCovariance):
                 "The lower bound of a subspace's evidence needs the trace of the curvature, which this fit did not "
                 "sum. Fit with tune=lw.Evidence(). Add prior_precision=... to keep the prior."
             )
+        # tr(D⁻¹ H) = Σ h
         if (values := self._curvatures_at(precision)) is not None:
             inside = values.sum()
         else:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..jacobian.jacobian import Weighting
+from ..jacobian.jacobian import DiagonalWeights
 from ..linalg import total
 from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
 from .base import Covariance, precision_spec, register_covariance
 from .layer_block import FactorLayer, LayerBlock
-from .structures import weighted
+from .structures import weighted_terms
 from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both, standard_normal
 
 
@@ -58,7 +58,7 @@ class LowRankPlusDiagonal(Covariance):
         terms: tuple[Term, ...] = ()
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
-            (term,) = weighted(record[name], [Weighting(weights)], "covariances")
+            (term,) = weighted_terms(record[name], [DiagonalWeights(weights)], "covariances")
             terms = add_term(terms, term)
         if not self.rank:
             return terms
@@ -118,9 +118,11 @@ class Draws(Covariance):
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns draws with random signs, or if n exceeds S, combinations `Zᵀε/√S`. Both have covariance Σ."""
         options: dict[str, Any] = {"generator": generator, "device": self.device}
+        # E[εεᵀ] = I: the covariance of Zᵀε/√S given Z is ZᵀZ/S = Σ
         if count > self.distinct_draws:
             weights = torch.randn((count, self.distinct_draws), dtype=self.dtype, **options) / self.distinct_draws**0.5
             return {name: weights @ z for name, z in self.draws.items()}
+        # a random row of Z with a random sign: mean 0, covariance ZᵀZ/S = Σ
         picked = torch.randperm(self.distinct_draws, **options)[:count]
         sign = 2 * torch.randint(2, (count, 1), **options).to(self.dtype) - 1
         return {name: sign * z[picked] for name, z in self.draws.items()}

@@ -58,8 +58,10 @@ class LowRankWithResidual(Subspace):
         U (K, P) are linearly independent `rows`, and M (K, K) is `curvature`. The span of `W = U Δ⁻¹` holds all of G.
         On it, `H = D M D` with `D = U Δ⁻¹ Uᵀ`.
         """
+        # 1. U (Δ/δ_1)⁻¹ Uᵀ = δ_1 D (K, K)
         ratios = precision / precision[0]
         inner = rows.prior_gram(1 / ratios)
+        # 2. W = U (Δ/δ_1)⁻¹; with it H = W Uᵀ M U Wᵀ, W Uᵀ being the matrix of step 1
         basis = rows
         if not same_ratios(precision, torch.ones_like(precision)):
             basis = ExplicitBasis({n: u / r for (n, u), r in zip(rows.vectors.items(), ratios.tolist(), strict=True)})
@@ -77,12 +79,13 @@ class LowRankWithResidual(Subspace):
         """Returns the log determinant on the subspace; outside it the posterior is the prior."""
         if self.rows is None or self._curvatures_at(precision) is not None:
             return super().log_det_ratio(precision, scale)
+        # with U Δ⁻¹ Uᵀ = L Lᵀ: logdet(I + s Δ⁻¹ Uᵀ M U) = logdet(I + s Lᵀ M L)
         rows, curvature = self.rows
         root = cholesky(rows.prior_gram(1 / precision))
         eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
         return 2 * cholesky(eye + scale * root.T @ curvature @ root).diagonal().log().sum()
 
-    def rounded(self) -> bool:
+    def has_rounding_noise(self) -> bool:
         return bool((self._weights * RESOLVED < 1).any())
 
     def evidence_gap(self, precision: Tensor, scale: Tensor | float) -> Tensor:
@@ -96,12 +99,14 @@ class LowRankWithResidual(Subspace):
 
     def precision_mv(self, vectors: Vectors) -> Vectors:
         """Returns `Δ v + Δ W̃ᵀ diag(s h) W̃ Δ v`."""
+        # the inverse of Σ, since W̃ Δ W̃ᵀ = I and w = 1/(s h + 1)
         whole = {name: self._delta[name] * vector for name, vector in vectors.items()}
         added = self._weighted(whole, self.scale * self._curvatures)
         return {name: vector + self._delta[name] * added[name] for name, vector in whole.items()}
 
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns `Δ^(-1/2) z + W̃ᵀ (√w - 1) W̃ Δ^(1/2) z`."""
+        # covariance Δ⁻¹ + W̃ᵀ (2 a + a²) W̃ with a = √w - 1, and 2 a + a² = w - 1 = -s h/(s h + 1)
         roots = {name: delta**0.5 for name, delta in self._delta.items()}
         like = self._weights.to(self.dtype)
         noise = {block.name: standard_normal((count, block.size), like, generator) for block in self.blocks}
@@ -114,9 +119,11 @@ class LowRankWithResidual(Subspace):
     def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
         """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ` with `φ = J W̃ᵀ`, and forms `J Jᵀ` of each block once."""
         totals: list[Any] = []
+        # 1. minus φ diag(s h/(s h + 1)) φᵀ of each candidate
         for factor in self._factors(record, candidates):
             matrix = reads == "covariances"
             totals.append(DenseTerm(-factor @ factor.mT) if matrix else FactoredTerm(factor).read(reads).scaled(-1.0))
+        # 2. plus J_b J_bᵀ/δ_b of each block
         for block in self.blocks:
             ones = torch.ones(block.size, dtype=record.dtype, device=self.device)
             prior = DenseTerm(record[block.name].weighted_gram(ones)).read(reads)  # J Jᵀ

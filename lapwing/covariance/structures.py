@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..jacobian.jacobian import Reads, Weighting, reflect_
+from ..jacobian.jacobian import DiagonalWeights, Reads, reflect_
 from ..linalg import SLICE_NUMBERS, doubled, nonnegative
 from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import DiagonalLayer, FactorLayer, LayerBlock
@@ -53,7 +53,7 @@ class Structure(ABC):
 
     @abstractmethod
     def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
     ) -> Iterable[Term]:
         """Returns `J U diag(w) Uᵀ Jᵀ` of each sample for several weights w. J is rotated only once."""
 
@@ -84,8 +84,8 @@ class Structure(ABC):
         """Returns the shape and dtype of each of `tensors()` for a block."""
 
 
-def weighted(
-    jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads, basis: Tensor | None = None
+def weighted_terms(
+    jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads, basis: Tensor | None = None
 ) -> Iterable[Term]:
     """Returns the part of `J diag(w) Jᵀ` in `reads` for several w: factors if the layer has one position, or matrices.
 
@@ -135,9 +135,9 @@ class DiagonalBlock(Structure):
         return weights
 
     def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
     ) -> Iterable[Term]:
-        return weighted(jacobian, candidates, reads)
+        return weighted_terms(jacobian, candidates, reads)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         return jacobian.joint_weighted_gram(weights, other)
@@ -165,7 +165,7 @@ class DenseBlock(Structure):
         return self.basis.square() @ weights
 
     def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[Weighting], reads: Reads
+        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
     ) -> Iterable[Term]:
         rows = jacobian.rows() @ self.basis
         return (factored_or_dense(rows * weighting.flat.sqrt()).read(reads) for weighting in candidates)
@@ -204,20 +204,24 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     low, high = values.aminmax()
     if not 0 <= low <= high < inf or high == 0:  # aminmax returns NaN if there is one
         return doubled(values), None
+    # 1. bins of log λ, `PER_UNIT` of them per unit
     parts = values.split(SLICE_NUMBERS)
     smallest = torch.stack([torch.where(part > 0, part, inf).amin() for part in parts]).amin()
     lowest, highest = doubled(torch.stack([smallest, high])).cpu().log()
     sums = lowest.new_zeros(3, 1 + int(PER_UNIT * (highest - lowest)))  # sums of powers 0, 1 and 2
+    # 2. number of λ in each bin, and sums of their places in it and of the squares of these
     for part in parts:
         places = PER_UNIT * (doubled(part[part > 0]).cpu().log() - lowest)
         bins = places.long()
         within = places - bins
         for power, added in enumerate((None, within, within.square())):
             sums[power] += torch.bincount(bins, added, minlength=sums.shape[1])
+    # 3. mean and standard deviation of log λ in each bin
     filled = sums[0] > 0
     counts, means, spreads = sums[:, filled]
     means, spreads = means / counts, spreads / counts
     spreads = (spreads - means.square()).clamp_min(0.0).sqrt() / PER_UNIT
     means = lowest + (filled.nonzero().squeeze(1) + means) / PER_UNIT
+    # 4. two points at mean ± deviation, with half the number each: they keep moments 0 to 2 of the bin
     points = torch.cat([means - spreads, means + spreads]).exp()
     return points.to(values.device), counts.repeat(2).to(values.device) / 2

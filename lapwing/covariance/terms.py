@@ -303,10 +303,10 @@ def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
     """Joins the terms of consecutive chunks of samples. If their kinds differ (shorter texts), returns one matrix."""
     if len({tuple(type(term) for term in terms) for terms in parts}) > 1:
         return (_as_matrix(parts),)
-    return tuple(map(_joined, zip(*parts, strict=True)))
+    return tuple(map(_concatenated, zip(*parts, strict=True)))
 
 
-def _joined(terms: Sequence[Term]) -> Term:
+def _concatenated(terms: Sequence[Term]) -> Term:
     """Joins one term of each chunk."""
     if len({term.layout for term in terms}) > 1:  # factors with different numbers of columns
         return _as_matrix([[term] for term in terms])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ Forward = Callable[[nn.Module, Any], Any]
 """`forward(model, inputs)`, which replaces `model(inputs)`."""
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
-WEIGHT_KEYS = ("sample_weights", "weights")
-
 
 JOINED = (
     "If one tensor holds the nodes or points of several samples, let the loader yield the numbers of samples, "
@@ -26,14 +24,6 @@ JOINED = (
     "function join(...) that makes such a batch of these samples."
 )
 """Remedy if the first dimension of the inputs does not hold the samples."""
-
-
-class Weighted(NamedTuple):
-    """A batch with a weight for each sample, as `weighted` returns it."""
-
-    inputs: Any
-    targets: Any
-    weights: Tensor | None = None  # w (B,), at least 0; None means 1
 
 
 def describe(value: Any) -> str:
@@ -58,73 +48,8 @@ def check_dense(x: Tensor, subject: str) -> None:
         )
 
 
-def split(batch: Any, device: torch.device | None = None) -> tuple[Any, Any]:
-    """Splits a batch into inputs and targets, and moves both to the device. Raises for another structure.
-
-    A batch is `(inputs, targets)`, `(input_1, ..., input_k, targets)`, or a mapping with one of the keys labels, label,
-    targets, target, y, such as a Hugging Face batch.
-    """
-    inputs, targets = (plain(part) for part in pair(batch))
-    if isinstance(targets, Tensor):
-        check_dense(targets, "A tensor of the targets")
-        if not targets.ndim or len(targets) > size(inputs):
-            what = "have more rows than the samples" if targets.ndim else "have no dimensions"
-            line = "Pass one row for each sample in both: a single one as x[None] and y[None]."
-            if targets.ndim and any(leaf.shape[1:2] == targets.shape[:1] for leaf in tensors(inputs)):
-                line = (
-                    "If the second dimension of the inputs is the batch, pass x.transpose(0, 1), and forward=lambda "
-                    "model, x: model(x.transpose(0, 1))."
-                )
-            raise LapwingError(
-                f"The targets of a batch, {describe(targets)}, {what}. The inputs are {describe(inputs)}. {line}"
-            )
-    return plain(inputs, device), plain(targets, device)
-
-
-def weighted(batch: Any) -> Weighted:
-    """Splits a batch into inputs, targets and sample weights. Raises unless these are B finite numbers of at least 0.
-
-    A batch is `(inputs, targets, weights)`, `(input_1, ..., input_k, targets, weights)`, or a mapping with one of the
-    keys sample_weights, weights in addition to the key of the targets.
-    """
-    weights: Any = None
-    if isinstance(batch, Mapping):
-        name = next((key for key in WEIGHT_KEYS if key in batch), None)
-        weights = None if name is None else batch[name]
-        rest: Any = {key: value for key, value in batch.items() if key != name}
-    elif isinstance(batch, (tuple, list)) and len(batch) >= 3:
-        rest, weights = batch[:-1], batch[-1]
-    if weights is None:
-        raise LapwingError(
-            f"A batch of the loader is {describe(batch)}, which holds no sample weights. With sample_weights=True let "
-            "the loader yield (inputs, targets, weights), or dicts with the key sample_weights."
-        )
-    inputs, targets = pair(rest)
-    count, values = size(inputs), plain(torch.as_tensor(weights))
-    check_dense(values, "A tensor of the sample weights")
-    if values.shape not in ((count,), (count, 1)) or values.dtype.is_complex:
-        raise LapwingError(
-            f"The sample weights of a batch, {describe(values)}, are not one number for each of {count} samples. Pass "
-            f"a tensor of shape ({count},)."
-        )
-    values = values.reshape(count).to(torch.promote_types(values.dtype, torch.float32))
-    if not bool((values.isfinite() & (values >= 0)).all()):
-        raise LapwingError(
-            f"The sample weights of a batch, {describe(values)}, are negative, NaN or infinite for "
-            f"{int((~(values.isfinite() & (values >= 0))).sum())} samples. Pass finite weights of at least 0."
-        )
-    return Weighted(inputs, targets, values)
-
-
-def weights_of(batch: Any, device: torch.device | None = None) -> Tensor | None:
-    """Returns the sample weights (B,) of a `Weighted` batch; None for any other batch."""
-    return plain(batch.weights, device) if isinstance(batch, Weighted) else None
-
-
 def pair(batch: Any) -> tuple[Any, Any]:
     """Returns the inputs and the targets of a batch, unchecked."""
-    if isinstance(batch, Weighted):
-        return batch.inputs, batch.targets
     if isinstance(batch, Mapping):
         label = next((key for key in LABEL_KEYS if key in batch), None)
         if label is not None and len(batch) > 1:

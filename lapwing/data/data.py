@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from operator import length_hint
@@ -25,7 +26,8 @@ from .. import ranks
 from ..errors import LapwingError, shown
 from . import batches
 from .frames import Columns, as_loader, columns_of, ordered
-from .loaders import check_data_size, equal_batches, first_batch, kept_batches, known_size, sampler_size
+from .loaders import check_data_size, first_batch, kept_batches, known_size, sampler_size
+from .samples import Samples
 
 log = logging.getLogger("lapwing")
 
@@ -40,7 +42,7 @@ class Data:
     `DistributedSampler` repeats samples until all ranks have the same number, and `Data` leaves the repeated samples
     out: sample k of rank r is number `r + k R` of the sampler's order, or no sample if that order is shorter.
 
-    With `sample_weights` it yields `batches.Weighted`. A loader without a length, which may be endless, is read up to
+    A loader without a length, which may be endless, is read up to
     `data_size` samples. Frames are read in the order of `columns`; () keeps the order of each frame.
     """
 
@@ -49,32 +51,30 @@ class Data:
         columns: Columns = (),
     ) -> None:  # fmt: skip
         self.columns, self.weighted, self._data_size = columns or columns_of(given), sample_weights, data_size
-        self.loader = as_loader(ordered(given, columns), network)
+        self.loader = as_loader(ordered(given, columns) if columns else given, network)
         self.wants_keys = False  # whether iterations keep the keys of their samples, until one reaches the end
         self.row_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._keys = batches.head_keys(given) if type(given) is tuple else ()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Samples]:
         """Yields the batches. Raises if all sample weights are 0, or if a loader with a length shows more than N."""
-        most, total, shown, keys = _unrepeated(self.loader) if ranks.several() else None, 0.0, 0, []
+        most, start, total, keys = _unrepeated(self.loader) if ranks.several() else None, 0, 0.0, []
         if most is None and not length_hint(self.loader):
             most = self._data_size
         try:
-            for batch in kept_batches(self.loader) if most != 0 else ():
-                if most is not None or self._data_size is not None:
-                    size = batches.size(batches.split(batch)[0])
-                    if most is not None and size > most - shown:
-                        batch = batches.take(batch, slice(0, most - shown))
-                    shown += size
-                    if most is None and self._data_size is not None:
-                        check_data_size(self._data_size, shown)
-                if self.weighted:
-                    batch = batches.weighted(batch)
-                    total += float(batch.weights.sum())  # type: ignore[union-attr]
+            for samples in self._parsed() if most != 0 else ():
+                samples = replace(samples, start=start)
+                if most is not None and samples.count > most - start:
+                    samples = samples.take(slice(0, most - start))
+                start += samples.count
+                if most is None and self._data_size is not None:
+                    check_data_size(self._data_size, start)
+                if samples.weights is not None:
+                    total += float(samples.weights.sum())
                 if self.wants_keys:
-                    keys.append(batches.row_keys(*batches.split(batch)))
-                yield batch
-                if most is not None and shown >= most:
+                    keys.append(samples.digests())
+                yield samples
+                if most is not None and start >= most:
                     break
         finally:  # also of a pass that ends early
             if sum(map(len, keys)) > len(self.row_keys):
@@ -84,6 +84,18 @@ class Data:
             raise LapwingError(
                 "All sample weights are 0, so there are no data. Pass positive weights for some samples."
             )
+
+    def _parsed(self) -> Iterable[Samples]:
+        """Returns the batches of the loader; each iteration parses them again, unless the loader is a list."""
+        if self._listed is None:
+            return (Samples.of(batch, self.weighted) for batch in kept_batches(self.loader))
+        return self._listed
+
+    @cached_property
+    def _listed(self) -> list[Samples] | None:
+        """The batches of a list; None for another loader."""
+        listed = type(self.loader) in (list, tuple)
+        return [Samples.of(batch, self.weighted) for batch in self.loader] if listed else None
 
     @classmethod
     def of(cls, given: Any, posterior: Any, sample_weights: bool = False) -> Data:
@@ -97,19 +109,18 @@ class Data:
         return len(self.loader)
 
     @cached_property
-    def first(self) -> Any:
+    def first(self) -> Samples:
         """First batch of the joined data, on every rank. The first access is collective."""
         if not ranks.several():
-            first = first_batch(self.loader)
-            return batches.weighted(first) if self.weighted else first
+            return first_batch(self.loader, self.weighted)
         batches.check_loader(self.loader, "A fit")
-        mine = next((batch for batch in self if batches.size(batches.split(batch)[0])), None)
+        mine = next((samples for samples in self if samples.count), None)
         every = ranks.gathered("the first batch", mine is not None)
         if not any(every):
             raise LapwingError("The loaders of all processes show no sample. Check the dataset's length and filters.")
         source = every.index(True)
-        first = ranks.sent("the first batch", mine, source)
-        if mine is not None and ranks.rank() != source and equal_batches(mine, first):
+        first: Any = ranks.sent("the first batch", mine, source)
+        if mine is not None and ranks.rank() != source and torch.equal(mine.digests(), first.digests()):
             log.warning(
                 "Process %d shows the same first batch as process %d. Each must show its own share of the data, or "
                 "samples count several times: give the DataLoader a DistributedSampler, or each process its part of a "
@@ -121,7 +132,7 @@ class Data:
         """Raises if the targets are a dict with other keys than the heads of the likelihood."""
         wanted = getattr(likelihood, "keys", ())
         first = self.first if wanted and not ranks.several() else vars(self).get("first")  # read only if it is needed
-        found = self._keys or batches.head_keys(first)
+        found = self._keys or (first.heads if first else ())
         if found not in ((), wanted):
             raise LapwingError(
                 f"The targets are a dict with the keys {shown(list(found))}, and the likelihood has "
@@ -132,19 +143,22 @@ class Data:
 
     def first_of_rank(self, purpose: str = "a checkpoint needs") -> list[Tensor]:
         """Returns the tensors of this rank's first batch, if any. Raises if the loader then shows another one."""
-        once, again = (batches.tensors(next(iter(self), ())) for _ in range(2))
-        if bool(once) != bool(again) or (once and not equal_batches(once, again)):
+        once, again = (list(islice(self, 1)) for _ in range(2))
+        digests = [[samples.digests() for samples in first] for first in (once, again)]
+        if len(once) != len(again) or not all(map(torch.equal, *digests)):
             raise LapwingError(
                 f"The loader shows other samples the second time, and {purpose} the same order. Pass "
                 "shuffle=False; the fit does not depend on the order. Random augmentation and generators change "
                 "samples too: pass a list of batches."
             )
-        return once
+        return [leaf for samples in once for leaf in samples.leaves()]
 
     @property
     def known_size(self) -> int | None:
         """Number of samples of all ranks; None if one process has to read its data to count them."""
-        return sum(map(sum, self.sizes)) if ranks.several() else known_size(self.loader)
+        if ranks.several():
+            return sum(map(sum, self.sizes))
+        return known_size(self.loader) if self._listed is None else sum(samples.count for samples in self._listed)
 
     @property
     def expected_size(self) -> int | None:
@@ -157,7 +171,7 @@ class Data:
         """Sizes of the batches of each rank. The first access is collective, and reads a loader of unknown size."""
         loader, count = self.loader, known_size(self.loader) if isinstance(self.loader, DataLoader) else None
         if count is None:
-            sizes = [size for size in (batches.size(batches.split(batch)[0]) for batch in self) if size]
+            sizes = [samples.count for samples in self if samples.count]
         else:
             length, unrepeated = loader.batch_sampler.batch_size, _unrepeated(loader)
             count = count if unrepeated is None else min(unrepeated, count)
@@ -170,9 +184,9 @@ class Data:
         earlier = self.sizes[: ranks.rank()] if ranks.several() else []
         return [size for part in earlier for size in part]
 
-    def on_first_rank(self) -> Any:
-        """Returns the joined data as a list on rank 0, an empty list on other ranks, and `self` in one process."""
-        return ranks.gathered_on_first("the held-out data", list(self)) if ranks.several() else self
+    def on_first_rank(self) -> Data:
+        """Returns the joined data on rank 0, no data on other ranks, and `self` in one process."""
+        return Data(ranks.gathered_on_first("the held-out data", list(self)), None) if ranks.several() else self
 
     @property
     def source(self) -> Any:
@@ -192,7 +206,7 @@ class Data:
         except (TypeError, NotImplementedError):
             streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1
             two = list(islice(kept_batches(loader), 2)) if streams else []
-            if len(two) == 2 and equal_batches(*two):
+            if len(two) == 2 and torch.equal(*map(batches.row_keys, two)):
                 log.warning(
                     "Two workers of the loader begin with the same batch: each sample may count once per worker. %s",
                     SHARE_OUT,

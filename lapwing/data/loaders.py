@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from ..errors import LapwingError
 from . import batches
-
-
-def equal_batches(one: Any, other: Any) -> bool:
-    """Whether two batches have equal samples, in one order; sparse and meta tensors are not compared."""
-    return torch.equal(batches.row_keys(one), batches.row_keys(other))
+from .samples import Samples
 
 
 def kept_batches(loader: Any) -> Iterator[Any]:
@@ -31,7 +25,7 @@ def kept_batches(loader: Any) -> Iterator[Any]:
     return map(batches.copied, loader)
 
 
-def first_batch(loader: Any) -> Any:
+def first_batch(loader: Any, weighted: bool = False) -> Samples:
     """Returns the first batch of a loader; raises if it can be read only once, or has no samples."""
     batches.check_loader(loader, "A fit")
     iterator = iter(loader)
@@ -47,9 +41,10 @@ def first_batch(loader: Any) -> Any:
                 f"The data set, of type {type(loader).__name__}, yields {batches.describe(batch)}, which is not a "
                 "batch. Pass torch.utils.data.DataLoader(dataset, batch_size=100), which joins its samples."
             )
-        if batches.size(batches.split(batch)[0]) == 0:
+        samples = Samples.of(batches.copied(batch), weighted)
+        if not samples.count:
             raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")
-        return batches.copied(batch)
+        return samples
     raise LapwingError(
         f"The loader, of type {type(loader).__name__}, yields no batch. Check the dataset's length, and drop_last=True "
         "with a batch size above it."
@@ -59,16 +54,14 @@ def first_batch(loader: Any) -> Any:
 def _is_batch(item: Any) -> bool:
     """Whether an item of a data set is a batch: it has the same number of inputs and targets."""
     try:
-        inputs, targets = batches.split(item)
-        return hasattr(targets, "__len__") and batches.size(inputs) == len(targets)
+        samples = Samples.of(item)
+        return hasattr(samples.targets, "__len__") and samples.count == len(samples.targets)
     except LapwingError:
         return False
 
 
 def known_size(loader: Any) -> int | None:
-    """Returns the number of samples of a list of batches or of torch's own `DataLoader`, or None if it is unknown."""
-    if type(loader) in (list, tuple):
-        return sum(batches.size(batches.split(batch)[0]) for batch in loader)
+    """Returns the number of samples of torch's own `DataLoader`, or None if it is unknown."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None
     return sampler_size(loader) if loader.collate_fn is default_collate else None
@@ -102,13 +95,3 @@ def check_data_size(data_size: int, count: int) -> None:
             f"data_size={data_size} is below the {count} samples that the loader shows. Leave data_size out, or give "
             "the size of the whole training set."
         )
-
-
-def checked_batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
-    """Yields the inputs, targets and sample weights of non-empty batches, on the device of the network."""
-    device = next(network.parameters()).device
-    for number, raw in enumerate(loader, 1):
-        inputs, targets = batches.split(raw, device)
-        batches.check_finite(inputs, f"the inputs of batch number {number}")
-        if batches.size(inputs):
-            yield inputs, targets, batches.weights_of(raw, device)

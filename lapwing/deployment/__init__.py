@@ -34,8 +34,8 @@ from .predictor import Predictor
 
 log = logging.getLogger("lapwing")
 
-FEW, ENOUGH = 8, 64
-"""Minimum and maximum number of inputs that fit the level of the variances. At most `FEW` read the network."""
+MIN_LEVEL_INPUTS, MAX_LEVEL_INPUTS = 8, 64
+"""Minimum and maximum number of inputs that fit the level of variances. At most `MIN_LEVEL_INPUTS` read the network."""
 
 
 @warns_once
@@ -105,7 +105,7 @@ def deploy(
     streamlined, factor, linearised = _exported_way(via)
     posterior.latent(batches.take(x, slice(0, 2)), via=via)  # raises if the way does not support the inputs
     observe, returns, kinds = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
-    example = batches.take(dict(x) if keys else x, slice(0, FEW))
+    example = batches.take(dict(x) if keys else x, slice(0, MIN_LEVEL_INPUTS))
     traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty)
     return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via)
 
@@ -121,13 +121,13 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
         )  # fmt: skip
     if posterior.tangent.treats_output_alone:
         return Streamlined()  # equals linearisation
-    if batches.size(x) < FEW and data is not None:
-        x = batches.split(Data.of(data, posterior).first)[0]
-    if batches.size(x) >= FEW:
-        return scale_factor(posterior, batches.take(x, slice(0, ENOUGH)), Streamlined(), to=DefaultWay())
+    if batches.size(x) < MIN_LEVEL_INPUTS and data is not None:
+        x = Data.of(data, posterior).first.inputs
+    if batches.size(x) >= MIN_LEVEL_INPUTS:
+        return scale_factor(posterior, batches.take(x, slice(0, MAX_LEVEL_INPUTS)), Streamlined(), to=DefaultWay())
     log.warning(
         "Streamlined variances may be several times too large or too small. For the level of posterior.predict write "
-        "lw.deploy(posterior, x) with at least %d inputs x, or with data=(x_train, y_train).", FEW,
+        "lw.deploy(posterior, x) with at least %d inputs x, or with data=(x_train, y_train).", MIN_LEVEL_INPUTS,
     )  # fmt: skip
     return Streamlined()
 

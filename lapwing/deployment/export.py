@@ -113,7 +113,7 @@ def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Stream
 
 def _check_last_layer(program: Program, run: Run, tangent: Tangent) -> None:
     """Refuses uncertain values before the last layer, and a last layer whose covariances are not complete."""
-    early = [step for step in program.schedule.steps if step.uncertain and step.node.name not in program.ends]
+    early = [step for step in program.schedule.steps if step.uncertain and step.node.name not in program.joint_steps]
     if early or not run.complete:
         names = ", ".join(block.name for block in tangent.blocks[:3]) + (", ..." if len(tangent.blocks) > 3 else "")
         raise LapwingError(
@@ -213,7 +213,7 @@ def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Any) -> str:
 
 def _end(program: Program) -> tuple[Step, ...]:
     """Returns the last layer and the views after it, or nothing if other steps follow."""
-    end = tuple(step for step in program.schedule.steps if step.node.name in program.ends)
+    end = tuple(step for step in program.schedule.steps if step.node.name in program.joint_steps)
     plain = all(step.fused is None and is_a(step.node, Kind.ORDERED) for step in end[1:])
     return end if end and plain else ()
 

@@ -20,10 +20,10 @@ from ..prediction.streamlined.rules.linear import Layer, bias_term, has_one_posi
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import Treated, arguments_of
 
-MAX_NUMBERS = 2**27
+MAX_EIGEN_NUMBERS = 2**27
 """Maximum number of entries of the matrices of quadratic forms that are diagonalised."""
 
-_NUMBERS, _ROWS = 2**24, 2**22
+_STEP_NUMBERS, _STEP_ROWS = 2**24, 2**22
 """Maximum number of entries of covariances, and of input rows, per step."""
 
 
@@ -95,7 +95,7 @@ def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, kinds: int) -> T
     """Returns the moments (N, R) of `W a` at rows a."""
     if kinds == 1:
         return covariance.push(rows, None, False)
-    parts = rows.split(max(1, _NUMBERS // outputs**2))
+    parts = rows.split(max(1, _STEP_NUMBERS // outputs**2))
     return torch.cat([moments_of(covariance.covariances(part, None), kinds) for part in parts])
 
 
@@ -139,15 +139,15 @@ def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, w
     eye = torch.eye(inputs, dtype=like.dtype, device=like.device)
     diagonal = spread(eye)  # (I, R)
     outputs = diagonal.shape[1]
-    if outputs * inputs**2 > MAX_NUMBERS:
+    if outputs * inputs**2 > MAX_EIGEN_NUMBERS:
         raise LapwingError(
             f"The weights of {where} are correlated without a common basis, and their {outputs} x {inputs}² "
-            f"covariances exceed the {MAX_NUMBERS} numbers that lw.deploy can decompose. Fit with lw.KFAC() or "
+            f"covariances exceed the {MAX_EIGEN_NUMBERS} numbers that lw.deploy can decompose. Fit with lw.KFAC() or "
             "lw.Diagonal(), or with params=lw.last_layer."
         )
     matrices = torch.diag_embed(diagonal.T).double()  # (R, I, I)
     first, second = torch.triu_indices(inputs, inputs, 1, device=like.device)
-    for some in torch.arange(len(first), device=like.device).split(max(1, _ROWS // max(1, inputs))):
+    for some in torch.arange(len(first), device=like.device).split(max(1, _STEP_ROWS // max(1, inputs))):
         i, j = first[some], second[some]
         both = (spread(eye[i] + eye[j]) - diagonal[i] - diagonal[j]).T.double() / 2  # (R, n)
         matrices[:, i, j] = matrices[:, j, i] = both

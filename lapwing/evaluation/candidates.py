@@ -28,7 +28,7 @@ from ..prediction import Way
 
 Candidate = Posterior | Mixture | nn.Module | tuple[Posterior | Mixture, Way]
 
-NETWORK = "network"
+NETWORK_ROW = "network"
 """Name of the row of the network alone, unless it is a candidate."""
 
 
@@ -54,7 +54,7 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
     main = fitted[models.index(max(models, key=models.count))] if fitted else None
     likelihood = _with_noise(main) if main else _likelihood(data)
     positions, columns = (main.tangent.positions, main.columns) if main else (None, ())
-    base = next((name for name, candidate in posteriors.items() if isinstance(candidate, nn.Module)), NETWORK)
+    base = next((name for name, candidate in posteriors.items() if isinstance(candidate, nn.Module)), NETWORK_ROW)
     if base in posteriors and not isinstance(posteriors[base], nn.Module):
         raise LapwingError(
             f'The name "{base}" belongs to the row of the network without a posterior. Write another name: compare('
@@ -63,7 +63,7 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
     rows: dict[str, Row] = {}
     if base not in posteriors:
         assert main is not None
-        rows[NETWORK] = _network(main.tangent.outputs_of, likelihood, main.tangent.device, positions, columns)
+        rows[NETWORK_ROW] = _network(main.tangent.outputs_of, likelihood, main.tangent.device, positions, columns)
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
             device = next((parameter.device for parameter in candidate.parameters()), None)
@@ -112,7 +112,7 @@ def _network(
 
 def _likelihood(data: Data) -> Likelihood:
     """Returns the likelihood of a comparison of networks only, or refuses it if it needs a noise variance."""
-    targets = next((batches.split(batch)[1] for batch in data), torch.zeros(0, dtype=torch.long))
+    targets = next((samples.targets for samples in data), torch.zeros(0, dtype=torch.long))
     likelihood = inferred_likelihood(targets, data)
     if likelihood.needs_noise:
         raise LapwingError(

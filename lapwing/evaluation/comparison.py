@@ -29,7 +29,7 @@ from .report import detectors, pictures, svg
 
 Score = Literal["mutual_information", "entropy", "confidence"]
 
-SECONDS = Rule(
+FIT_SECONDS = Rule(
     lambda given: given is None or (isinstance(given, Mapping) and all(map(number(0).accepts, given.values()))),
     "a dict from names to seconds",
 )
@@ -317,14 +317,14 @@ def _check(posteriors: Any, score: Any, repeats: Any, fit_seconds: Any) -> None:
     if not isinstance(score, Novelty):
         check_choice("compare", "score", score, tuple(SCORES)[:-1])
     check_argument("compare", "repeats", repeats, at_least(1), "10")
-    check_argument("compare", "fit_seconds", fit_seconds, SECONDS, '{"KFAC": 1.5}')
+    check_argument("compare", "fit_seconds", fit_seconds, FIT_SECONDS, '{"KFAC": 1.5}')
 
 
 def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any]:
     """Returns name -> out-of-distribution inputs. Raises unless they are such a dict."""
     if foreign is None:
         return {}
-    held_out = next((batches.split(batch)[0] for batch in data), None)
+    held_out = next((samples.inputs for samples in data), None)
     batch = isinstance(held_out, Mapping) and isinstance(foreign, Mapping) and foreign.keys() & held_out.keys()
     if not isinstance(foreign, Mapping) or batch or not all(isinstance(name, str) for name in foreign):
         raise LapwingError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..covariance import has_positions, without_spread
 from ..data import batches
 from ..data.progress import tracked
+from ..data.samples import Samples
 from ..errors import LapwingError, extra
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.predictions import RealPrediction
@@ -198,27 +199,26 @@ def _errors_of_labels(values: dict[str, Tensor]) -> dict[str, float]:
 
 
 def evaluated(
-    row: Row, loader: Iterable[Any], foreign: Mapping[str, Any], repeats: int, score: str, seconds: float | None
+    row: Row, data: Iterable[Samples], foreign: Mapping[str, Any], repeats: int, score: str, seconds: float | None
 ) -> Evaluated:
     """Predicts every batch of the held-out data and of the out-of-distribution sets."""
     values, known, rows = [], [], []
-    first, spent, plain = 0, 0.0, 0.0
+    spent, plain = 0.0, 0.0
     keep = row.likelihood and (row.likelihood.logit_temperature or row.likelihood.noise_variance)
     names = [*dict.fromkeys(("mutual_information", "entropy", score))] if foreign else []
     if row.likelihood:  # a network alone has no mutual information, and with one noise variance no score
         names = [] if row.likelihood.noise_variance else [name for name in names if name != "mutual_information"]
-    for batch in loader:
-        inputs, targets = batches.split(batch, row.device)
-        size = batches.size(inputs)
-        if not size:
+    for samples in data:
+        samples = samples.to(row.device)
+        if not samples.count:
             continue
-        timings = [_timed(row, inputs) for _ in range(1 if row.likelihood else repeats)]
-        prediction, samples = timings[-1][0], torch.arange(first, first + size)
-        values.append(_entries(prediction, targets, samples))
+        timings = [_timed(row, samples.inputs) for _ in range(1 if row.likelihood else repeats)]
+        prediction, targets = timings[-1][0], samples.targets
+        numbers = samples.start + torch.arange(samples.count)
+        values.append(_entries(prediction, targets, numbers))
         known.append(scores_of(prediction, names))
         if keep:
-            rows.append(_as_rows(prediction, targets, samples))
-        first += size
+            rows.append(_as_rows(prediction, targets, numbers))
         plain += min(forward for _, forward, _ in timings)
         spent += min(predict for _, _, predict in timings)
     if not values:
@@ -233,9 +233,9 @@ def evaluated(
             sets[name].append(scores_of(prediction, names))
             if keep:
                 outside[name].append(_outputs(prediction.latent))  # type: ignore[attr-defined]
-    scores = _joined(known), {name: _joined(parts) for name, parts in sets.items()}
+    scores = _concatenated(known), {name: _concatenated(parts) for name, parts in sets.items()}
     cost = 1.0 if row.likelihood else spent / plain
-    return Evaluated(_joined(values), *scores, score, cost, seconds, rows, outside)
+    return Evaluated(_concatenated(values), *scores, score, cost, seconds, rows, outside)
 
 
 def _timed(row: Row, inputs: Any) -> tuple[Prediction, float, float]:
@@ -271,7 +271,7 @@ def _predictions(row: Row, name: str, foreign: Any) -> Iterator[Prediction]:
         )
 
 
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _concatenated(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -331,7 +331,7 @@ def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) 
     known = {name: torch.where(odd.cpu(), scores_of_odd[name], known[name]) for name in known}
     middle = halves[0] if matrix else change(math.sqrt(chosen[0] * chosen[1]))
     foreign = {
-        name: _joined([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])
+        name: _concatenated([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])
         for name, parts in network.outside.items()
     }
     name, what = (TEMPERATURE, "its logits divided by") if tempered else (NOISE, "a noise variance of")

@@ -30,11 +30,11 @@ from .metrics import auroc, checked_classes, real_tensor, risks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-KNOWN, FOREIGN = "#0072B2", "#D55E00"
+KNOWN_COLOR, OOD_COLOR = "#0072B2", "#D55E00"
 """Colours of known and of out-of-distribution inputs: a blue and an orange that colour-blind readers can tell apart."""
-LAPWING: dict[str, Any] = {"color": KNOWN, "label": "lapwing"}
-NETWORK: dict[str, Any] = {"color": FOREIGN, "label": "network"}
-FAINT = 0.01
+LAPWING: dict[str, Any] = {"color": KNOWN_COLOR, "label": "lapwing"}
+NETWORK: dict[str, Any] = {"color": OOD_COLOR, "label": "network"}
+LEAST_MAP_END = 0.01
 """Minimum end of the colour scale of mutual information, in nats, so that a map of rounding errors looks empty."""
 _MOST_POINTS = 1000
 """Maximum number of points of a curve or a scatter plot, so that an SVG file stays small."""
@@ -79,11 +79,11 @@ def ood_scores(known: Any, foreign: Any, ax: Axes | None = None, *, score: str =
     """
     given = [scores_of(side, [score])[score] if isinstance(side, Prediction) else side for side in (known, foreign)]
     sides = [real_tensor("ood_scores", "scores", side).cpu().double().flatten() for side in given]
-    area, joined, ax = float(auroc(*sides)), torch.cat(sides).numpy(), _axes(ax)
-    smallest, low, high, largest = np.quantile(joined, [0, 0.05, 0.95, 1])
+    area, together, ax = float(auroc(*sides)), torch.cat(sides).numpy(), _axes(ax)
+    smallest, low, high, largest = np.quantile(together, [0, 0.05, 0.95, 1])
     scale, spaced = ("log", np.geomspace) if smallest > 0 and high > 100 * low else ("linear", np.linspace)
     edges = spaced(smallest, largest if largest > smallest else smallest + 1, 41).tolist()
-    for side, color, name in zip(sides, (KNOWN, FOREIGN), ("known", "out-of-distribution"), strict=True):
+    for side, color, name in zip(sides, (KNOWN_COLOR, OOD_COLOR), ("known", "out-of-distribution"), strict=True):
         share = torch.full_like(side, 1 / len(side))
         ax.hist(side, edges, weights=share, color=color, alpha=0.55, label=f"{name} ({len(side)})")
     ax.set(xlabel=score.replace("_", " "), ylabel="share of inputs", xscale=scale)
@@ -145,7 +145,7 @@ def residual_spread(prediction: Any, y: Any, ax: Axes | None = None, **line: Any
     return ax
 
 
-def bands(x: Any, prediction: Any, ax: Axes | None = None, *, training: Any = None, color: str = KNOWN) -> Axes:
+def bands(x: Any, prediction: Any, ax: Axes | None = None, *, training: Any = None, color: str = KNOWN_COLOR) -> Axes:
     """Draws the mean over inputs of one dimension, with bands of ± 2 std for the weights and, wider, with the noise.
 
     Takes inputs (N,) or (N, 1) in any order, and a prediction of one real output there; (mean, std); or (mean, std due
@@ -181,7 +181,7 @@ def uncertainty_map(values: Any, image: Any = None, ax: Axes | None = None, *, l
     """
     least = 0.0
     if hasattr(values, "mutual_information"):
-        values, least = values.mutual_information(), FAINT
+        values, least = values.mutual_information(), LEAST_MAP_END
     elif hasattr(values, "epistemic_variance"):
         values = values.epistemic_variance.sqrt()
     pixels = real_tensor("uncertainty_map", "values", values).cpu().double().squeeze().numpy()
@@ -208,7 +208,7 @@ def sensitivity_bars(values: Any, features: list[str], ax: Axes | None = None) -
     if table.ndim != 2 or names.shape != table.shape[1:]:
         raise LapwingError(f"sensitivity_bars has {names.size} names for {table.shape}. Pass one for each column.")
     order, rows, ax = table.mean(0).argsort(), range(len(names)), _axes(ax)
-    ax.barh(rows, table.mean(0)[order], color=KNOWN, alpha=0.7)
+    ax.barh(rows, table.mean(0)[order], color=KNOWN_COLOR, alpha=0.7)
     ax.hlines(rows, *np.quantile(table, [0.25, 0.75], axis=0)[:, order], color="black", lw=1.5)
     ax.set_yticks(rows, names[order])
     ax.set(xlim=(0, 1), xlabel="sensitivity")

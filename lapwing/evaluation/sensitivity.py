@@ -25,7 +25,7 @@ from ..prediction.uncertain import leaves_of, placed, separate, with_leaves
 _SLOWED = 0.75
 """θ: if `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
 
-_LARGEST = math.log(1e20)
+_MAX_LOG_VARIANCE = math.log(1e20)
 """Maximum log variance, which inputs that the network ignores reach."""
 
 
@@ -170,7 +170,7 @@ def _widened(
     history = [(nlpd, _entropy(log_v))]
     for _ in range(steps):
         moved = 1 - (_adaptive_pull(pull) if weight is None else 2 * weight * pull)
-        trial = (log_v + rate * moved.clamp(-4.0, 4.0).reshape(log_v.shape)).clamp_max(_LARGEST)
+        trial = (log_v + rate * moved.clamp(-4.0, 4.0).reshape(log_v.shape)).clamp_max(_MAX_LOG_VARIANCE)
         risen, slope = slope_at(trial)
         active = active & ((risen - first).abs() <= rise)
         log_v = torch.where(active.reshape(-1, *[1] * (log_v.ndim - 1)), trial, log_v)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..data import batches
+from ..data.samples import Samples
 from ..environment import memory_limit
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.inferred import check_logits
 from ..methods import KFAC, Diagonal, FitShape, Method
-from ..posterior.prior import check_range
+from ..methods.passes import Batch
+from ..methods.prior import check_noise
 from ..tangent import Tangent
 from ..tuning import Tuning
 
 FIRST = 256  # maximum number of samples of the first batch that show whether outputs suit the likelihood
 
 
-def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any, targets: Any, held_out: bool) -> None:
-    """Raises if the parts of a fit do not go together; `inputs` and `targets` are of the first batch."""
+def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Samples, held_out: bool) -> None:
+    """Raises if the parts of a fit do not go together; `first` is the first batch."""
     tangent, likelihood = shape.tangent, shape.likelihood
     method.check(tangent, likelihood)
     if likelihood.head_numbers and tangent.positions.several:
@@ -39,36 +38,34 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, inputs: Any,
     if tune is not None:
         tune.check(method, shape)
     if likelihood.activation is not None:
-        rows = first_rows(tangent, likelihood, inputs, targets)
+        rows = outputs_of_first_batch(tangent, likelihood, first)
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
 
 
-def check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
-    """Raises if the dtype of the weights cannot express the noise variance."""
-    if likelihood.noise_variance is not None:
-        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
-
-
-def first_rows(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> tuple[Tensor, Tensor] | None:
+def outputs_of_first_batch(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:
     """Returns outputs (n, C) of the first samples and their targets; None if the likelihood refuses the targets."""
-    part = slice(0, FIRST)
     try:
-        return check_batch(tangent, likelihood, batches.take(inputs, part), targets[part])
+        return check_batch(tangent, likelihood, first.take(slice(0, FIRST)))
     except LapwingError:  # the passes say why, with all targets of the batch
         return None
 
 
-def check_batch(tangent: Tangent, likelihood: Likelihood, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+def check_batch(tangent: Tangent, likelihood: Likelihood, samples: Samples) -> tuple[Tensor, Tensor]:
     """Returns outputs (n, C) and targets by position; raises if the network or the likelihood does not accept them."""
-    inputs, targets = batches.split((inputs, targets), tangent.device)
-    tangent.check(inputs)
-    outputs, positions = tangent.outputs_of(inputs), tangent.positions
-    places = positions.places(len(targets), positions.sizes(outputs.shape))
-    rows, targets = positions.rows(outputs), places.targets(targets, tangent.outputs)
-    likelihood.check(rows, targets)
-    return rows, targets
+    samples = samples.to(tangent.device)
+    tangent.check(samples.inputs)
+    rows = Batch.of(tangent, samples).rows()
+    likelihood.check(rows["outputs"], rows["targets"])
+    return rows["outputs"], rows["targets"]
+
+
+def check_memory(method: Method, shape: FitShape) -> None:
+    """Raises if the fit needs more memory than there is."""
+    advice = advice_on_memory(method, shape)
+    if advice is not None:
+        raise LapwingError(advice)
 
 
 def advice_on_memory(method: Method, shape: FitShape) -> str | None:

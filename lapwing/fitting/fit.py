@@ -6,44 +6,37 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import ranks
 from ..covariance import Covariance, has_prior
-from ..data import batches
 from ..data.batches import Forward
 from ..data.progress import show_progress
-from ..display import warns_once
-from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
 from ..likelihoods.inferred import warn_of_misfit
 from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
-from ..network.entry import outside_modes
 from ..posterior import Posterior
+from ..posterior.tuned import checked, tuned
+from ..running.checkpoint import Checkpoint, NoCheckpoint
+from ..running.fingerprints import check_same_network
+from ..running.runner import Runner, Stop
 from ..tangent import LastLayer, Predicate
-from ..tangent.retry import memory_errors
-from ..tuning import BoundedEvidence, EarlyStopping, Refit, Training, Tuning, Validation
-from .checkpoint import Checkpoint
-from .checks import advice_on_memory, first_rows
-from .default_method import chosen_and_checked, classifies
-from .fingerprints import check_same_network
+from ..tangent.retry import entry
+from ..tuning import Training, Tuning
+from .checks import check_memory, outputs_of_first_batch
+from .choice import Choice, choose, classifies
+from .constructed import posteriors_of
+from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
-from .result import checked, posteriors_of, tuned
-from .runner import Runner, Stop
-from .update import continued
 
 log = logging.getLogger("lapwing")
 
 
-@warns_once
-@outside_modes
-@ranks.across_ranks()
-@memory_errors(
+@entry(
     "The fit",
     "Pass a smaller memory=..., or a method that needs less, such as lw.Diagonal(), or params=lw.last_layer. "
     "lw.plan(model, loader, method) says what a method needs.",
@@ -139,119 +132,77 @@ def fit(
         temperature=temperature, sample_weights=sample_weights, forward=forward, memory=memory, seed=seed,
         checkpoint=checkpoint, every=every, progress=progress,
     )  # fmt: skip
-    options.check_same_on_ranks()
-    file = None if options.checkpoint is None else Checkpoint(options.checkpoint, options.every)
+    if ranks.several():
+        options.check_same_on_ranks()
+    file = NoCheckpoint() if options.checkpoint is None else Checkpoint(options.checkpoint, options.every)
     with show_progress(options.progress):
         if options.prior is not None:
             return checked(continued(options, options.prior, model, loader, file))
         data = FitData.of(options, model, loader)
         data.warn(options)
-        setup = survey(options, data, file)
-        if file is not None:  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
-            problem, likelihood = setup.problem, setup.problem.likelihood
-            sums = [problem.traces_wanted, data.prefixes]
-            file.open(data.training, options, problem.tangent, method=setup.method, likelihood=likelihood, tune=sums)
-        with file or nullcontext():
-            posterior = run_and_tune(setup)
-        if options.data_size is None and data.training.expected_size is None:
-            data.training.warn_of_unseen(setup.runner.size_if_known())
-        data.warn_of_known_samples()
+        runner = Runner(data.training, data.prefixes, options.data_size, file)
+        choice = choose(options, data, runner.count, runner.size_if_known() or data.first.count)
+        check_memory(choice.method, choice.sizes)
+        choice.log_default(options)
+        problem = _problem(options, choice, data, runner)
+        file.open(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
+            data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
+            tune=[problem.traces_wanted, data.prefixes],
+        )  # fmt: skip
+        with file:
+            posterior = _run_and_tune(options, choice.method, problem, data, runner)
+        data.warn_of_samples(options, runner.size_if_known())
         return posterior
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A surveyed fit, before its passes."""
-
-    options: FitOptions
-    data: FitData
-    method: Method  # the user's or the default
-    problem: Problem  # network, likelihood and prior, as the method sees them
-    runner: Runner
-
-
-def survey(options: FitOptions, data: FitData, checkpoint: Checkpoint | None = None) -> Setup:
-    """Surveys the network, chooses the method if the user named none, and checks that all parts and the memory fit."""
-    runner = Runner(data.training, data.prefixes, options.data_size, checkpoint)
-    samples = runner.size_if_known() or batches.size(data.inputs)
-    method, shape, prior, reason = chosen_and_checked(data, options, runner.count, samples)
-    tangent = shape.tangent
-    data = data.with_residuals(tangent)
-    advice = advice_on_memory(method, shape)
-    if advice is not None:
-        raise LapwingError(advice)
-    if reason is not None:
-        footprint = method.footprint(shape)
-        assert footprint is not None  # every default method has one
-        log.info(
-            "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "
-            "lw.plan(model, loader) shows more.", reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
-        )  # fmt: skip
-    if options.method is options.params is None and not any(part.requires_grad for part in data.model.parameters()):
-        log.warning(
-            "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
-            "write params=lw.last_layer; for all weights write params=lw.matching('*').",
-            type(data.model).__name__,
-        )
+def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner) -> Problem:
+    """Returns the inputs of the method, with noise ratios that the residuals show."""
+    tangent, prior, tune = choice.tangent, choice.prior, data.tune
+    likelihood = data.with_residuals(tangent)
     check_same_network(tangent.model, tangent.state())
-    bound = data.tune is not None and data.tune.reads_evidence(not prior.fixed, data.likelihood.needs_noise)
-    root = FisherRoot.of(tangent, data.likelihood, options.seed + ranks.rank())  # each rank draws its own columns
-    problem = Problem(
-        tangent=tangent, likelihood=data.likelihood, root=root, prior=prior, traces_wanted=bound,
-        seed=options.seed, labels=runner.labels, count=runner.count, summary=runner.summary,
-        temperature=options.temperature, data_size=options.data_size,
+    return Problem(
+        tangent=tangent, likelihood=likelihood,
+        root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank()),  # each rank draws its own columns
+        prior=prior, traces_wanted=tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise),
+        seed=options.seed, temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip
-    return Setup(options, data, method, problem, runner)
 
 
-def run_and_tune(setup: Setup) -> Posterior:
+def _run_and_tune(options: FitOptions, method: Method, problem: Problem, data: FitData, runner: Runner) -> Posterior:
     """Runs the passes of the method, and tunes what the user did not give; returns the checked posterior."""
-    started = time.perf_counter()
-    result = setup.runner.run(setup.method, setup.problem, _stop(setup))
-    posterior, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
-    if setup.options.method is None and setup.options.params is None:
-        rule = "classes" if classifies(setup.data.likelihood, posterior.tangent) else "targets that are not classes"
+    started, tune = time.perf_counter(), data.tune
+    result = runner.run(method, problem, _stop(method, problem, tune, runner))
+    posterior, parts = posteriors_of(runner, method, problem, result)
+    if options.names_no_method:
+        rule = "classes" if classifies(problem.likelihood, posterior.tangent) else "targets that are not classes"
         posterior = replace(posterior, method=replace(posterior.method, rule=rule))
     if "targets" in posterior.statistics:  # of Gaussian noise
-        rows = first_rows(posterior.tangent, posterior.likelihood, setup.data.inputs, setup.data.targets)
+        rows = outputs_of_first_batch(posterior.tangent, posterior.likelihood, data.first)
         if rows is not None:
             warn_of_misfit(posterior.likelihood, *rows, posterior.statistics)
-    tune, training = setup.data.tune, Training(setup.data.training, parts, setup.runner.count())
-    before = time.perf_counter()
-    if result.precision is not None or not has_prior(result.covariance):
-        return checked(_with_prior_of_method(setup, posterior, training), parts)
+    own_prior = result.precision is not None or not has_prior(result.covariance)
+    if own_prior and (tune is None or not tune.tunes_own_prior(posterior)):
+        if not problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
+            unused = "validation=" if options.validation is not None else f"tune={type(tune).__name__}"
+            log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
+        return checked(posterior, parts)
     if tune is None:
         return checked(posterior if posterior.prior.fixed and posterior.noise_fixed else posterior.with_defaults())
-    posterior = checked(tuned(tune, posterior, training), parts)
+    before = time.perf_counter()
+    posterior = checked(tuned(tune, posterior, Training(data.training, parts, runner.count())), parts)
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
     return posterior
 
 
-def _stop(setup: Setup) -> Stop | None:
+def _stop(method: Method, problem: Problem, tune: Tuning | None, runner: Runner) -> Stop | None:
     """Returns the check that ends the curvature's pass, or None if the tuning needs the curvature of all data."""
-    if not isinstance(setup.data.tune, EarlyStopping) or setup.data.tune.stop != "first fall":
+    falls = None if tune is None else tune.falls()
+    if falls is None:
         return None
-    falls = setup.data.tune.falls()
 
     def stop(covariance: Covariance, summary: DataSummary) -> bool:
-        result = FitResult(covariance, summary=summary)
-        whole, parts = posteriors_of(setup.runner, setup.method, setup.problem, result)
+        whole, parts = posteriors_of(runner, method, problem, FitResult(covariance, summary=summary))
         part = next(part for part in parts if part.samples == summary.samples)
         return ranks.on_first("early stopping", lambda: falls(part, whole))
 
     return stop
-
-
-def _with_prior_of_method(setup: Setup, posterior: Posterior, training: Training) -> Posterior:
-    """Returns the posterior of a method that chooses its own prior, with its logit temperature or noise tuned."""
-    tune = setup.data.tune
-    open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
-    open_numbers = open_noise or posterior.logit_temperature == 1 or posterior.likelihood.head_numbers
-    if isinstance(tune, Validation) and open_numbers:
-        return tuned(tune, posterior, replace(training, shown=None))
-    if isinstance(tune, (BoundedEvidence, Refit)) and open_noise:
-        return tuned(tune, posterior, training)
-    if not setup.problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
-        unused = "validation=" if setup.options.validation is not None else f"tune={type(tune).__name__}"
-        log.warning("%s chooses its own prior: %s was not used.", type(setup.method).__name__, unused)
-    return posterior

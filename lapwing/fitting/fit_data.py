@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from ..data import batches
 from ..data.data import Data
-from ..data.loaders import check_data_size, checked_batches
+from ..data.loaders import check_data_size
+from ..data.samples import Samples, checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..methods import DataSummary
 from ..methods.passes import Batch
 from ..tangent import Tangent
-from ..tuning import EarlyStopping, Tuning, Validation
+from ..tuning import Tuning, Validation
 from .checks import check_batch
 from .options import FitOptions
 
@@ -41,8 +41,7 @@ class FitData:
     model: Any  # the network, as the user passed it
     training: Data
     held_out: Data | None  # data of `validation=`, `lw.Validation` or `lw.EarlyStopping`
-    inputs: Any = field(repr=False)  # inputs of the first batch of the joined training data
-    targets: Any = field(repr=False)  # targets of this batch
+    first: Samples = field(repr=False)  # the first batch of the joined training data
     likelihood: Likelihood  # the user's likelihood, or the one inferred from the targets
     tune: Tuning | None  # None for the default prior and noise
 
@@ -50,37 +49,38 @@ class FitData:
     def of(cls, options: FitOptions, model: Any, loader: Any) -> FitData:
         """Reads the first batches; raises if the data cannot be used, or if `data_size` is too small."""
         training, held_out = Data(loader, model, options.sample_weights, options.data_size), None
-        inputs, targets = batches.split(training.first)
-        tune = options.tune
+        first = training.first
+        tune: Any = options.tune
         if options.validation is not None:
             tune = Validation(Data(options.validation, model, columns=training.columns))
-        if isinstance(tune, (EarlyStopping, Validation)):
+        if tune is not None and tune.loader is not None:
             given = tune.loader
             held_out = given if isinstance(given, Data) else Data(given, model, columns=training.columns)
             held_out.wants_keys = training.wants_keys = True
-            tune = replace(tune, loader=held_out)
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
         training.check_keys(likelihood := options.likelihood)
-        likelihood = inferred_likelihood(targets, training) if likelihood is None else resolve(likelihood)
-        return cls(model, training, held_out, inputs, targets, likelihood, with_joined_data(tune, training, model))
+        likelihood = inferred_likelihood(first.targets, training) if likelihood is None else resolve(likelihood)
+        if held_out is not None:
+            tune = replace(tune, loader=held_out.on_first_rank())
+        return cls(model, training, held_out, first, likelihood, tune)
 
-    def with_residuals(self, tangent: Tangent) -> FitData:
-        """Sets the noise of open heads or the ratios of outputs by residuals of held-out, or else of training, data."""
+    def with_residuals(self, tangent: Tangent) -> Likelihood:
+        """Returns the likelihood with the noise of open heads, or ratios, by residuals of held-out or training data."""
         likelihood: Any = self.likelihood
         data = self.training if self.held_out is None else self.held_out
         sums = {key: DataSummary() for key in likelihood.open_heads(tangent.outputs)}
         if not sums:
-            return self
-        for inputs, targets, weights in checked_batches(tangent.model, data):
-            rows = Batch(tangent, inputs, targets, 0, weights=weights).rows()
+            return likelihood
+        for samples in checked(data, tangent.device):
+            rows = Batch.of(tangent, samples).rows()
             for key, head, f, y in likelihood.heads(rows["outputs"], rows["targets"]):
                 if key in sums:
                     sums[key].add(head, f, y, rows["weights"])
         parts = ranks.gathered("the residuals", sums)
         whole = {key: reduce(DataSummary.added, [part[key].mapped(Tensor.cpu) for part in parts]) for key in sums}
         totals = {key: summary.statistics for key, summary in whole.items()}
-        return replace(self, likelihood=likelihood.with_residuals(totals)) if all(totals.values()) else self
+        return likelihood.with_residuals(totals) if all(totals.values()) else likelihood
 
     @property
     def prefixes(self) -> int:
@@ -93,7 +93,7 @@ class FitData:
             return
         try:
             self.held_out.check_keys(self.likelihood)
-            check_batch(tangent, self.likelihood, *batches.split(self.held_out.first))
+            check_batch(tangent, self.likelihood, self.held_out.first)
         except LapwingError as error:
             raise LapwingError(f"The held-out data do not fit. {error}") from error
 
@@ -108,21 +108,26 @@ class FitData:
             )  # fmt: skip
         if options.data_size is None:
             self.training.warn_of_unseen(self.training.expected_size)
-        if options.forward is None:
-            _warn_of_own_tokens(self.inputs, self.targets, self.likelihood)
+        if options.forward is None and isinstance(self.first.inputs, Mapping):
+            _warn_of_own_tokens(self.first.inputs, self.first.targets, self.likelihood)
 
-    def warn_of_known_samples(self) -> None:
+    def warn_of_samples(self, options: FitOptions, shown: int | None) -> None:
+        """Warns of what only the passes show: samples that are left out, or held-out samples that are not new."""
+        if options.data_size is None and self.training.expected_size is None:
+            self.training.warn_of_unseen(shown)
+        if self.held_out is not None:
+            self._warn_of_known(self.held_out)
+
+    def _warn_of_known(self, held_out: Data) -> None:
         """Warns if the passes met held-out samples that are training samples, more than training samples repeat."""
-        if self.held_out is None:
-            return
-        mine, theirs = self.held_out, self.training
-        every = ranks.gathered("the keys", (mine.row_keys, theirs.row_keys, mine.source is theirs.source))
-        held_out, training = (torch.cat(keys) for keys in list(zip(*every, strict=True))[:2])
+        theirs = self.training
+        every = ranks.gathered("the keys", (held_out.row_keys, theirs.row_keys, held_out.source is theirs.source))
+        known, training = (torch.cat(keys) for keys in list(zip(*every, strict=True))[:2])
         values, counts = training.unique(return_counts=True)
-        share = float(torch.isin(held_out, values).double().mean())  # NaN if the tuning reads no held-out data
+        share = float(torch.isin(known, values).double().mean())  # NaN if the tuning reads no held-out data
         share = 1.0 if any(same for *_, same in every) else share  # augmented samples differ each time
         chance = float(counts[counts > 1].sum() / max(1, len(training)))  # of a training sample to equal another one
-        if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(held_out))) ** 0.5:
+        if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(known))) ** 0.5:
             log.warning(
                 "%.0f %% of the validation samples are training samples. The network fits these better than new data, "
                 "so its error bars become too narrow and its probabilities overconfident. Pass data on which it was "
@@ -130,27 +135,19 @@ class FitData:
             )  # fmt: skip
 
 
-def with_joined_data(tune: Tuning | None, training: Data, model: Any) -> Tuning | None:
-    """Returns the tuning with the held-out data of all ranks on rank 0, and without data on other ranks."""
-    if not ranks.several() or not isinstance(tune, (EarlyStopping, Validation)):
-        return tune
-    data = tune.loader if isinstance(tune.loader, Data) else Data(tune.loader, model, columns=training.columns)
-    return replace(tune, loader=data.on_first_rank())
-
-
 def _warn_of_few(held_out: Data) -> None:
     """Warns if held-out data are few."""
     count = held_out.expected_size
-    if count and count < FEW and getattr(batches.split(held_out.first)[1], "ndim", 1) < 3:  # no maps
+    if count and count < FEW and getattr(held_out.first.targets, "ndim", 1) < 3:  # no maps
         log.warning(
             "%d held-out samples are too few to tune the width of predictions. Pass a few hundred, or leave "
             "validation= out, so that the training data tune it.", count,
         )  # fmt: skip
 
 
-def _warn_of_own_tokens(inputs: Any, targets: Any, likelihood: Likelihood) -> None:
+def _warn_of_own_tokens(inputs: Mapping[str, Any], targets: Any, likelihood: Likelihood) -> None:
     """Warns if the labels of a text that count are its own tokens instead of the tokens that follow."""
-    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    tokens = inputs.get("input_ids")
     if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
         return
     counted = likelihood.labelled(targets)

@@ -17,17 +17,18 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
 from ..data.frames import as_inputs
-from ..data.loaders import checked_batches
+from ..data.samples import Samples, checked
 from ..errors import LapwingError, check_choice
+from ..files import read_safetensors, write_safetensors
 from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp, fingerprint
-from ..posterior.files import read_safetensors, write_safetensors
 from ..posterior.loading import check_same
+from ..running.fingerprints import check_same_network
 from ..tangent import Tangent, last_layer
+from ..tangent.retry import entry
 from ..tangent.stored import from_json, to_json
-from .fingerprints import check_same_network
 
 log = logging.getLogger("lapwing")
 
@@ -57,7 +58,7 @@ class Novelty:
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
             )
         x = as_inputs(x, self.tangent.model)
-        parts = map(batches.inputs_of, x) if batches.is_loader(x) else [x]
+        parts = map(_inputs_of, x) if batches.is_loader(x) else [x]
         scores = [self.score(features_of(self.tangent, part)) for part in parts if batches.size(part)]
         if not scores:
             raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...) or a loader that yields batches.")
@@ -99,8 +100,11 @@ class Novelty:
         return cls(header["novelty"], tangent, kept, Stamp.of(tangent.state()))
 
 
-@outside_modes
-@ranks.across_ranks()
+def _inputs_of(batch: Any) -> Any:
+    return batch.inputs if isinstance(batch, Samples) else batches.inputs_of(batch)
+
+
+@entry("The detector", "Pass smaller batches.")
 def novelty(
     model: nn.Module, loader: Any, by: Literal["mahalanobis", "knn"] = "mahalanobis", *, forward: Forward | None = None
 ) -> Novelty:
@@ -141,10 +145,9 @@ def novelty(
     check_choice("lw.novelty", "by", by, ("mahalanobis", "knn"))
     data = Data(loader, model)
     batches.check_loader(data.loader, "lw.novelty")
-    inputs, targets = batches.split(data.first)
-    tangent = Tangent.survey(model, inputs, last_layer, forward, targets=targets)
+    tangent = Tangent.survey(model, data.first.inputs, last_layer, forward, targets=data.first.targets)
     check_same_network(tangent.model, tangent.state())
-    pairs = ((features_of(tangent, inputs), targets) for inputs, targets, _ in checked_batches(tangent.model, data))
+    pairs = ((features_of(tangent, part.inputs), part.targets) for part in checked(data, tangent.device))
     if by == "knn":  # at least float32: cosines near 1 in half precision would tie
         kept = [F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32))) for rows, _ in pairs]
         kept = [rows.to(tangent.device) for part in ranks.gathered("the features", kept) for rows in part]

@@ -16,9 +16,9 @@ from ..likelihoods import Likelihood
 from ..methods import Method
 from ..options import SEED, Options, Rule, instance_of, integer, option, positive
 from ..posterior import Posterior
+from ..running.fingerprints import differences, fingerprint_of
 from ..tangent import LastLayer, Predicate
 from ..tuning import BoundedEvidence, Tuning
-from .fingerprints import differences, fingerprint_of
 
 DEFAULT_TUNING = BoundedEvidence()  # a method that chooses its own prior ignores it without a warning
 
@@ -90,6 +90,11 @@ class FitOptions(Options):
                 f"{', '.join(given)} was given too. Write lw.fit(model, loader, prior=posterior)."
             )
 
+    @property
+    def names_no_method(self) -> bool:
+        """Whether lapwing chooses the method and the parameters."""
+        return self.method is self.params is None
+
     def precision(self, count: Callable[[], int]) -> float | Mapping[str, float] | None:
         """Returns the prior precision that the user gave, or None if it is tuned; `count` returns N."""
         return self.prior_precision if self.weight_decay is None else (self.data_size or count()) * self.weight_decay
@@ -109,8 +114,6 @@ class FitOptions(Options):
 
     def check_same_on_ranks(self) -> None:
         """Raises if the processes of a fit got different options. Their data may differ."""
-        if not ranks.several():
-            return
         texts = {each.name: shown(getattr(self, each.name)) for each in fields(self)}
         every = ranks.gathered("the options", (self.described(functions=False), texts))
         (first, text), *_ = every

@@ -18,16 +18,16 @@ from ..display import Displayed, warns_once
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..methods import Method
-from ..methods.registry import METHODS
 from ..network.entry import outside_modes
 from ..network.probe import PROBED_SAMPLES
+from ..running.runner import Runner
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning
 from .checks import advice_on_memory, check_batch
-from .default_method import chosen_and_checked
+from .choice import choose
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
-from .runner import Runner
+from .registry import METHODS
 
 HEADER = f"{'weights':>13}  {'passes':>9}  {'kept MiB':>12}  {'peak MiB':>12}  {'seconds':>9}  method"
 
@@ -163,10 +163,10 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
         """Returns n, or N if n is unknown."""
         return runner.size_if_known() or options.data_size or runner.count()
 
-    method, shape, _, _ = chosen_and_checked(data, options, count, count(), warn)
-    tangent = shape.tangent
-    check_batch(tangent, data.likelihood, data.inputs, data.targets)
-    total, largest = _activations(tangent, data.inputs)
+    choice = choose(options, data, count, count(), warn)
+    method, shape, tangent = choice.method, choice.sizes, choice.tangent
+    check_batch(tangent, data.likelihood, data.first)
+    total, largest = _activations(tangent, data.first.inputs)
     shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else total)
     footprint = method.footprint(shape)
     if footprint is None:
@@ -175,7 +175,7 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
     return Plan(
         method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
         kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, probed),
-        seconds=footprint.passes * shape.samples * _forward_seconds(tangent, data.inputs),
+        seconds=footprint.passes * shape.samples * _forward_seconds(tangent, data.first.inputs),
         advice=advice_on_memory(method, shape),
     )  # fmt: skip
 

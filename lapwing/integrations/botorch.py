@@ -20,7 +20,7 @@ _posteriors = extra("botorch.posteriors.gpytorch")
 _distributions = import_module("gpytorch.distributions")  # a dependency of BoTorch
 _to_linear_operator = import_module("linear_operator").to_linear_operator
 
-ROWS = 64
+MAX_JOINT_INPUTS = 64
 """Number of inputs of one joint prediction, or q if that is larger. Covariances of different batches are dropped."""
 
 
@@ -126,7 +126,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         if hasattr(self, "input_transform"):
             model.input_transform = self.input_transform
         new = X, Y, noise
-        model._observed = new if self._observed is None else tuple(map(_joined, self._observed, new))
+        model._observed = new if self._observed is None else tuple(map(_concatenated, self._observed, new))
         return model
 
     def fantasize(self, X: Tensor, sampler: Any, observation_noise: Tensor | None = None, **_: Any) -> LaplaceModel:
@@ -151,7 +151,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         if self._observed is None:
             return self._joint(X)
         before, Y, noise = self._observed
-        mean, covariance = self._joint(_joined(before.to(X), X))
+        mean, covariance = self._joint(_concatenated(before.to(X), X))
         n, cut = Y.shape[-2], Y.shape[-2] * mean.shape[-1]
         known = covariance[..., :cut, :cut] + torch.diag_embed(noise.to(X).flatten(-2))
         cross = covariance[..., cut:, :cut]
@@ -166,7 +166,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         q, m = X.shape[-2], self.num_outputs
         points = X.reshape(-1, q, X.shape[-1]).to(self.laplace.tangent.dtype)
         means, covariances = [], []
-        for part in points.split(max(1, ROWS // q) if q > 1 else len(points)):
+        for part in points.split(max(1, MAX_JOINT_INPUTS // q) if q > 1 else len(points)):
             latent = self.laplace.latent(part.flatten(0, 1), joint=q > 1)
             covariance = latent.covariance
             if q > 1:
@@ -178,7 +178,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         return mean.reshape(*X.shape[:-1], m), covariance.reshape(*X.shape[:-2], q * m, q * m)
 
 
-def _joined(first: Tensor, second: Tensor) -> Tensor:
+def _concatenated(first: Tensor, second: Tensor) -> Tensor:
     """Returns two sets of points or observations in one tensor (batch..., n + n', ...)."""
     batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
     return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (first, second.to(first))], -2)

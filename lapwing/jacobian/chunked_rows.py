@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import nonnegative
-from .jacobian import BlockJacobian, Reads, Weighting, materialised, reflect_
+from .jacobian import BlockJacobian, DiagonalWeights, Reads, materialised, reflect_
 
 
 class ChunkedRows(BlockJacobian):
@@ -31,7 +31,7 @@ class ChunkedRows(BlockJacobian):
         """Returns weights (P, ...) as (G, O, I, ...)."""
         return weights.reshape(self.groups, self.outputs, self.inputs, *weights.shape[1:])
 
-    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
         several = materialised(candidates)
         if reads == "covariances":
             roots, grams = [self._matrices(weighting.flat.sqrt()) for weighting in several], list[Tensor]()
@@ -63,7 +63,7 @@ class ChunkedRows(BlockJacobian):
             yield samples, outputs, (rows - rows.mean(2, keepdim=True)).square_().sum(2)
 
     def _with_weights(
-        self, parts: Iterable[tuple[slice, slice, Tensor]], several: Sequence[Weighting]
+        self, parts: Iterable[tuple[slice, slice, Tensor]], several: Sequence[DiagonalWeights]
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yields samples, their values, and n weights (G, n, o I) of the same output channels."""
         here, w = slice(0, 0), torch.empty(0)
@@ -74,7 +74,7 @@ class ChunkedRows(BlockJacobian):
                     w[:, i] = self._weights(weighting, outputs)
             yield samples, values, w
 
-    def _weights(self, weighting: Weighting, outputs: slice = slice(None)) -> Tensor:
+    def _weights(self, weighting: DiagonalWeights, outputs: slice = slice(None)) -> Tensor:
         """Returns the weights of some output channels (G, o I)."""
         return weighting.at(lambda flat: self._matrices(flat)[:, outputs]).flatten(1)
 

@@ -33,7 +33,7 @@ Reads = Literal["covariances", "variances", "scale"]
 """The part of the outputs' covariances that is read: all, the variances, or their mean (one number per sample)."""
 
 
-class Weighting:
+class DiagonalWeights:
     """`diag(w)` of one block, with cached layouts. w is an elementwise function of the values; None is the identity."""
 
     def __init__(self, values: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -84,7 +84,7 @@ def reflect_(values: Tensor, dim: int) -> Tensor:
     return values
 
 
-def materialised(candidates: Iterable[Weighting]) -> list[Weighting]:
+def materialised(candidates: Iterable[DiagonalWeights]) -> list[DiagonalWeights]:
     """Returns weightings, a single one with all of its w: the next chunk of samples meets it again."""
     several = list(candidates)
     if len(several) == 1:
@@ -130,16 +130,16 @@ class BlockJacobian(ABC):
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
-        return reflect_(reflect_(self.weighted([Weighting(weights)], "covariances")[0], 1), 2)
+        return reflect_(reflect_(self.weighted([DiagonalWeights(weights)], "covariances")[0], 1), 2)
 
-    def weighted_factors(self, candidates: Iterable[Weighting]) -> tuple[Tensor | None, Iterator[Tensor]] | None:
+    def weighted_factors(self, candidates: Iterable[DiagonalWeights]) -> tuple[Tensor | None, Iterator[Tensor]] | None:
         """Returns g (B, R, O) and scales s (B, O), with `J diag(w) Jᵀ = g diag(s) gᵀ` for several weights w.
 
         g is None if it is the identity. Returns None if the rows of J have no such factors.
         """
         return None
 
-    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
         """Returns the part of `J diag(w) Jᵀ` that is read, one tensor for each of several weights w.
 
         - "covariances": the matrix `Q J diag(w) Jᵀ Q` (B, R, R) with the Q of `reflect_`.

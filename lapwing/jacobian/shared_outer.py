@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .chunked_rows import ChunkedRows, RotatedOuter
-from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, materialised, reflect_
+from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, materialised, reflect_
 from .strips import Strip, Strips
 
 REDUCTION = 40
@@ -89,9 +89,13 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def pairs_are_cheaper(self, candidates: int, norms: bool = False) -> bool:
         """Whether pairs of positions cost less than rows, for this number of weights (0 for squares)."""
         outputs, inputs, size = self.outputs, self.inputs, self.outputs * self.inputs
+        # cost of a sample and a group, in multiply-adds; n weights, T(T + 1)/2 pairs t <= t'
         pairs, count = self.positions * (self.positions + 1) // 2, max(1, candidates)  # an expert may have no token
+        # pairs: a_t ⊙ a_t' (I); for each weight its product with W (O I), and g times the result (R O)
         by_pairs = pairs * (count * (size + REDUCTION * self.cotangents * outputs) + REDUCTION * inputs)
+        # rows: Σ_t g a (R O I T); the rows times each weight, or two kinds of squares if norms are read (R O I)
         by_rows = self.cotangents * size * (self.positions + (2 if norms else count) * REDUCTION)
+        # and for each weight the Gram matrix of the rows (R² O I), or its products with two squares (2 R O I)
         by_rows += candidates * size * (2 * self.cotangents if norms else self.cotangents**2)
         return len(self.strips) == 1 and 0 < by_pairs < by_rows
 
@@ -130,7 +134,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in pairs)
         return total(outputs @ inputs for inputs, outputs in parts).flatten().clamp_min(0.0)
 
-    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
         """Uses rows, or pairs of positions if they need fewer products."""
         several = materialised(candidates)
         if reads == "covariances" and self.pairs_are_cheaper(len(several)):
@@ -140,7 +144,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             return self._variances_by_pairs(several)
         return super().weighted(several, reads)
 
-    def _covariances_by_pairs(self, several: Sequence[Weighting]) -> list[Tensor]:
+    def _covariances_by_pairs(self, several: Sequence[DiagonalWeights]) -> list[Tensor]:
         """Returns `Q Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ Q` (B, R, R) for each weighting W."""
         grams = [list[Tensor]() for _ in several]
         for samples, inputs, g, h in self._pairs(self._cached):
@@ -152,7 +156,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
                 parts.append((gram + gram.mT) / 2)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in grams]
 
-    def _variances_by_pairs(self, several: Sequence[Weighting]) -> Tensor:
+    def _variances_by_pairs(self, several: Sequence[DiagonalWeights]) -> Tensor:
         """Returns both diagonals (n, 2, B, R)."""
         parts = []
         for _, inputs, g, h in self._pairs(self.slice_bytes):
@@ -189,6 +193,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) from rows or as `gᵀ(V_k a)`, whichever needs fewer products."""
         count = vectors.shape[0]
+        # rows cost R O I T and their products with V R O I K; V_k a costs K T O I and gᵀ(V_k a) K T O R; both without O
         by_rows = self.cotangents * self.inputs * (self.positions + count)
         by_push = count * self.positions * (self.inputs + self.cotangents)
         if by_rows <= by_push:
@@ -217,7 +222,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
         strips = [use.strips for use in (self, *other_uses) if use.strips is not None]
-        return SharedOuter(Strips.joined(strips)) if len(strips) == 1 + len(other_uses) else super().plus(other_uses)
+        return SharedOuter(Strips.cat(strips)) if len(strips) == 1 + len(other_uses) else super().plus(other_uses)
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n,t g a` (R, P)."""
@@ -249,9 +254,11 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def rows_are_cheaper(self, other: Strips) -> bool:
         """Whether rows need fewer products per group than pairs of positions of both sides."""
         batch, cotangents, positions = other.shape[:3]
+        # rows of both sides from their positions, and a product of O I numbers for each pair of rows
         mine, theirs = self.batch * self.cotangents, batch * cotangents
         formed = mine * self.positions + (0 if other is self.strips else theirs * positions)
         by_rows = (formed + mine * theirs) * self.outputs * self.inputs
+        # a_t·a'_t' for each pair of samples, g_t·g'_t' for each pair of rows, and the product of both
         one_pair = self.batch * batch * self.inputs + mine * theirs * (self.outputs + REDUCTION)
         return by_rows <= self.positions * positions * one_pair
 

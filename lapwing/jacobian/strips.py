@@ -74,7 +74,7 @@ class Strips:
         return cls(makers, (batch, cotangents, prod(grid), groups, outputs, inputs), dtype)
 
     @classmethod
-    def joined(cls, several: Sequence[Strips]) -> Strips:
+    def cat(cls, several: Sequence[Strips]) -> Strips:
         """Joins the positions of several uses of a layer, in one strip if each use has one."""
         if all(len(strips) == 1 for strips in several):
             pairs = [strip for strips in several for strip in strips]

@@ -19,7 +19,7 @@ from ..linalg import check_draws, doubled, possible, seeded
 from ..options import POSITIVE_NUMBERS, integer, number, option
 from . import quadrature
 from .base import Integrals, Likelihood
-from .classwise import CLASSES, NODES, contrasts
+from .classwise import CLASS_NODES, CLASSES, contrasts
 from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, at_least_float32, draw_chunks
 from .logits import LogitLikelihood
 from .predictions import PSEUDO_WEIGHT, DiscretePrediction
@@ -250,7 +250,7 @@ class ClassPrediction(DiscretePrediction):
         Cost: O(B C) and two products with the covariance, or O(draws B C).
         """
         if draws is None and self.latent.draws is None and not self.some and self.log_probs.shape[1] <= CLASSES:
-            return quadrature.information(*contrasts(self.latent), NODES).sum(-1).to(self.log_probs)
+            return quadrature.information(*contrasts(self.latent), CLASS_NODES).sum(-1).to(self.log_probs)
         draws = 512 if draws is None else draws
         check_draws("mutual_information", "draws", draws)
         total, entropies, count = None, torch.zeros((), dtype=torch.float64), 0

@@ -26,18 +26,18 @@ from . import quadrature
 CLASSES = 100
 """Maximum number of classes for which the mutual information uses this approximation."""
 
-NODES = 24
+CLASS_NODES = 24
 """Nodes of the mutual information and of the search for κ."""
 
-_WIDEST = 8.0  # largest 1/scale of the probit approximation in the search for κ
-_FAR = -1e30  # logit of an impossible class
+_STEEPEST = 8.0  # largest 1/scale of the probit approximation in the search for κ
+_IMPOSSIBLE = -1e30  # logit of an impossible class
 
 
 def contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
     """Returns the means and variances (B, C) of g, in float64."""
     mean, spread = doubled(latent.mean), doubled(latent.centred_variance)
     scale = (1.0 + (math.pi / 8.0) * spread.sum(-1, keepdim=True) / possible(mean).sum(-1, keepdim=True)).rsqrt()
-    mean = mean.clamp_min(_FAR)
+    mean = mean.clamp_min(_IMPOSSIBLE)
     top = mean.argmax(-1, keepdim=True)  # its q and log(1 - p) come from the others, since 1 - p would lose digits
 
     def moments(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,19 +46,23 @@ def contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
         product = product - product.mean(-1, keepdim=True)
         return product, (q * product).sum(-1, keepdim=True), (q * spread).sum(-1, keepdim=True)
 
+    # 1. for all classes but the top one: q_k = p_k/(1 - p_c), from p (B, C) and S p
     probs = (scale * mean).softmax(-1)
     rest = 1.0 - probs.scatter(-1, top, 0.0)
     product, square, diagonal = moments(probs)  # f_c - qᵀf is (f_c - pᵀf) / (1 - p_c)
     variance = (spread - 2.0 * product + square) / rest.square()
     shift = (rest * diagonal - probs * (spread - 2.0 * product) - square) / rest.square()
-    product, square, diagonal = moments((scale * mean).scatter(-1, top, _FAR).softmax(-1))
+    # 2. for the top class: q without it, (B, C)
+    product, square, diagonal = moments((scale * mean).scatter(-1, top, _IMPOSSIBLE).softmax(-1))
     variance = nonnegative(variance.scatter(-1, top, (spread - 2.0 * product + square).gather(-1, top)))
     shift = shift.scatter(-1, top, diagonal - square)
 
-    others = mean.scatter(-1, top, _FAR).logsumexp(-1, keepdim=True)
+    # 3. g_c(m) = log p_c - log(1 - p_c) (B, C), for the top class from the other logits
+    others = mean.scatter(-1, top, _IMPOSSIBLE).logsumexp(-1, keepdim=True)
     logs = mean.log_softmax(-1)
     odds = (logs - torch.log1p(-logs.exp().scatter(-1, top, 0.0))).scatter(-1, top, mean.gather(-1, top) - others)
-    less = (_WIDEST * scale).clamp_max(1.0)  # at larger S only ratios matter, and Newton's steps become too long
+    # 4. κ (B, 1), and the means g_c(m) - κ t_c
+    less = (_STEEPEST * scale).clamp_max(1.0)  # at larger S only ratios matter, and Newton's steps become too long
     share = _share(less * odds, less.square() * variance, less.square() * shift, 0.5 * scale / less)
     return odds - less * share * shift, variance
 
@@ -67,7 +71,8 @@ def _share(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tens
     """Returns κ (B, 1) between 0 and 1, by Newton's method for `Σ_c E[σ(g_c)] = 1`."""
 
     def of(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tensor:
-        f, log_weights = quadrature.rule(odds - start * shift, variance, 0.0, NODES)
+        # nodes at the first κ; another κ moves them by its difference times -t_c
+        f, log_weights = quadrature.rule(odds - start * shift, variance, 0.0, CLASS_NODES)
         weights, share = log_weights.exp(), start
         for _ in range(2):
             sigmoids = torch.sigmoid(f - ((share - start) * shift)[..., None])  # (B, C, nodes)
@@ -77,4 +82,4 @@ def _share(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tens
             share = (share + excess / slope.clamp_min(1e-12)).clamp(0.0, 1.0)
         return share
 
-    return quadrature.in_chunks(of, NODES, odds, variance, shift, start)
+    return quadrature.in_chunks(of, CLASS_NODES, odds, variance, shift, start)

@@ -25,7 +25,7 @@ from .targets import aligned_targets, check_real_targets, known_targets
 
 ROUNDING = 1e-12
 """Minimum of the mean squared residual, as a fraction of the mean squared target."""
-ALIKE, SURE = 4.0, 4.0
+ALIKE, ALIKE_ERRORS = 4.0, 4.0
 """Ratio of the residual variances of two outputs, and its standard errors, up to which all outputs have one noise."""
 MEMORISED = 1e-4
 """Minimum of a residual variance, as a fraction of the targets' variance: smaller ones show the end of the training."""
@@ -202,7 +202,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
         if len(some) < 2:
             return self
         ends = torch.stack([some.argmin(), some.argmax()])
-        least = max(math.log(ALIKE), SURE * float((2 / counts[known][ends]).sum().sqrt()))
+        least = max(math.log(ALIKE), ALIKE_ERRORS * float((2 / counts[known][ends]).sum().sqrt()))
         if not float(some[ends].log().diff()) > least:
             return self
         residuals = torch.where(known, residuals, some.max())

@@ -172,8 +172,10 @@ class HeteroscedasticPrediction(RealPrediction):
         mean, log_variance = self.latent.mean.double().chunk(2, -1)
         count, covariance = mean.shape[-1], self.latent.own_covariance.double()
         variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
+        # 1. b = Cov[m, s]/√Var[s] (B, K): with s at z deviations, m has the mean m + b z and the variance Var[m] - b²
         std = (spread + 1e-12).sqrt()
         slope = covariance.diagonal(count, -2, -1) / std  # change of m per standard deviation of s
         z, weights = normal_nodes(mean)
+        # 2. plus the noise e^s at the nodes z (S, B, K)
         noise = (log_variance + std * z).exp()
         return mean + slope * z, noise + (variance - slope.square()).clamp_min(0.0), weights

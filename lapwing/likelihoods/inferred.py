@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data import batches
+from ..data.samples import Samples
 from ..errors import LapwingError
 from ..linalg import doubled
 from .base import Likelihood
@@ -24,10 +25,10 @@ log = logging.getLogger("lapwing")
 MAX_SAMPLES = 10_000
 """Maximum number of samples that decide whether floating-point targets are labels."""
 
-FEW = 16
+MIN_INFERRED = 16
 """Minimum number of outputs from which their kind is inferred."""
 
-SURE = 3.0
+NONZERO_ERRORS = 3.0
 """Standard errors by which a mean must differ from 0."""
 
 WORSE = 1.2
@@ -41,7 +42,7 @@ READINGS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 """What outputs may be instead of logits -> the probabilities, and the logits as code."""
 
 
-def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
+def inferred_likelihood(targets: Any, data: Iterable[Samples] = ()) -> Likelihood:
     """Returns `Gaussian` for floating-point targets, `Categorical` for integers, and `Bernoulli` for bool.
 
     If the targets of the first batch may be labels, up to 10 000 samples of the next batches decide. Raises if the
@@ -56,16 +57,16 @@ def inferred_likelihood(targets: Any, loader: Iterable[Any] = ()) -> Likelihood:
         return Bernoulli()
     if not targets.is_floating_point():
         return Categorical()
-    _check_not_labels(targets, loader)
+    _check_not_labels(targets, data)
     return Gaussian()
 
 
-def _check_not_labels(targets: Tensor, loader: Iterable[Any]) -> None:
+def _check_not_labels(targets: Tensor, data: Iterable[Samples]) -> None:
     """Raises if floating-point targets are labels; stops at the first batch of real numbers."""
     binary = rows = True
     missing = False
     smallest, largest, count = 1.0, 0.0, 0
-    for values in _targets(targets, loader):
+    for values in _targets(targets, data):
         if not isinstance(values, Tensor) or values.is_meta:
             return
         values = values.cpu()
@@ -99,11 +100,11 @@ def _check_not_labels(targets: Tensor, loader: Iterable[Any]) -> None:
         )
 
 
-def _targets(first: Tensor, loader: Iterable[Any]) -> Iterator[Any]:
-    """Yields the first targets without reading the loader, then the targets of every batch."""
+def _targets(first: Tensor, data: Iterable[Samples]) -> Iterator[Any]:
+    """Yields the first targets without reading the data, then the targets of every batch."""
     yield first
-    for batch in loader:
-        yield batches.split(batch)[1]
+    for samples in data:
+        yield samples.targets
 
 
 def check_logits(likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: torch.dtype) -> None:
@@ -113,7 +114,7 @@ def check_logits(likelihood: Likelihood, outputs: Tensor, targets: Tensor, weigh
     Log-softmax outputs are accepted: they have the same probabilities and Fisher information as logits. `weights`, the
     dtype of the network's weights, determines the rounding of the outputs.
     """
-    if likelihood.activation is None or outputs.numel() < FEW:  # a few logits may lie between 0 and 1 by chance
+    if likelihood.activation is None or outputs.numel() < MIN_INFERRED:  # few logits may be in [0, 1] by chance
         return
     outputs, softmax = at_least_float32(outputs), likelihood.activation == "softmax"
     for kind, (probabilities, line) in READINGS.items():
@@ -165,7 +166,7 @@ def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, sta
             "takes for means (mean squared residual %.3g). If the network was trained for %s, pass %s.",
             *closer[:2], likelihood.name, residual, *closer[2:],
         )  # fmt: skip
-    elif float(known.min()) >= FEW and residual > WORSE * variance:
+    elif float(known.min()) >= MIN_INFERRED and residual > WORSE * variance:
         log.warning(
             "The network predicts the training targets worse than their mean does: its mean squared residual is %.3g, "
             "and the variance of the targets is %.3g. Pass the targets in the units of the outputs (standardised, for "
@@ -179,7 +180,7 @@ def _closer_function(outputs: Tensor, targets: Tensor) -> tuple[str, str, str, s
     f = doubled(outputs)
     y = aligned_targets("Gaussian", f, targets)
     f, y = f[~y.isnan()], y[~y.isnan()]
-    if len(y) < FEW or not bool((y >= 0).all()) or float(y.min()) == float(y.max()):
+    if len(y) < MIN_INFERRED or not bool((y >= 0).all()) or float(y.min()) == float(y.max()):
         return None
     function, name, loss, line = torch.exp, "exp", "their logarithms", "forward=lambda model, x: model(x).exp()"
     kind = "positive"
@@ -197,4 +198,4 @@ def _closer_function(outputs: Tensor, targets: Tensor) -> tuple[str, str, str, s
 def _surely_positive(values: Tensor) -> bool:
     """Whether the mean of values (N,) is above 0 by more than chance."""
     values = doubled(values)
-    return len(values) > 1 and float(values.mean()) > SURE * float(values.std()) / len(values) ** 0.5
+    return len(values) > 1 and float(values.mean()) > NONZERO_ERRORS * float(values.std()) / len(values) ** 0.5

@@ -22,7 +22,7 @@ from ..options import Options, at_least, integer, option
 from . import classwise, quadrature
 from .mixtures import normal_nodes
 
-_CHUNK_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
+_DRAWN_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
 
 LEAST_VARIANCE = 1e-12
 """Constant added to variances, so that the derivative of the square root is finite."""
@@ -38,7 +38,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
     """Yields latent draws of at least float32 in chunks (s, B, C), with `count` draws in total, or all weight draws."""
-    step = max(1, _CHUNK_NUMBERS // max(1, latent.mean.numel()))
+    step = max(1, _DRAWN_NUMBERS // max(1, latent.mean.numel()))
     if latent.draws is not None:
         yield from (at_least_float32(chunk) for chunk in latent.draws.split(step))
         return
@@ -62,10 +62,14 @@ def latent_points(latent: AnyLatent, count: int, generator: torch.Generator | No
     if latent.draws is not None or latent.joint or outputs > 2:
         draws = latent_draws(latent, count // 2, generator)
         return draws if latent.draws is not None else torch.cat([draws, 2.0 * mean - draws])
+    # 1. points of a lattice, x_s = (s + 1/2)/S and g x_s mod 1, and z = Φ⁻¹ of them (C, S)
     steps = doubled(torch.tensor([1.0, 2 * int(0.309 * count) + 1]))[:outputs, None] / count  # 1 to the golden ratio
     z = torch.special.ndtri((steps * (torch.arange(count) + 0.5)).frac())  # (C, S), symmetric around 0
+    # 2. z with mean 0 and z zᵀ/S = I, by the Cholesky factor of z zᵀ/S
     z = torch.linalg.solve_triangular(cholesky(z @ z.T / count), z, upper=False).to(mean)  # of unit covariance
+    # 3. another order of the points for each input (B, S)
     order = torch.rand(len(mean), count, generator=seeded(generator, mean.device), device=mean.device).argsort(1)
+    # 4. m + L z (S, B, C) with Σ = L Lᵀ
     covariance = doubled(latent.covariance)
     root = cholesky(covariance + LEAST_VARIANCE * torch.eye(outputs).to(covariance)).to(mean)
     return mean + torch.einsum("bcd,dbs->sbc", root, z[:, order])
@@ -154,9 +158,11 @@ class Probit(ClassLink, BinaryLink):
         mean = at_least_float32(latent.mean)
         if self.scale == "marginal":
             return torch.log_softmax(probit_logits(mean, at_least_float32(latent.variance)), -1)
+        # 1. v_c = (C/(C-1))² Var[f_c - mean f] (B, C), over the possible classes
         mask, classes = _possible(mean)
         variance = at_least_float32(latent.centred_variance)
         variance = variance * (classes / (classes - 1).clamp_min(1)).square()  # of f_c - mean_{k≠c} f_k
+        # 2. one variance for each class, or one for each input (B, 1)
         if self.scale == "class":
             mean = mean - torch.where(mask, mean, 0.0).sum(-1, keepdim=True) / classes
         elif self.scale == "weighted":
@@ -206,13 +212,16 @@ class LaplaceBridge(ClassLink):
         return self._log_concentration(latent).exp()
 
     def _log_concentration(self, latent: AnyLatent) -> Tensor:
+        # 1. μ (B, C), the mean minus its average over the possible classes, and V (B, C) of the centred logits
         mean, variance = at_least_float32(latent.mean), at_least_float32(latent.centred_variance)
         mask, classes = _possible(mean)
         centred = mean - torch.where(mask, mean, 0.0).sum(-1, keepdim=True) / classes
         variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
+        # 2. the log of e^{μ_c}/C² Σ_l e^{-μ_l} + (1 - 2/C) (B, C)
         inverse = torch.where(mask, -centred, -torch.inf).logsumexp(-1, keepdim=True)  # log Σ_l e^{-μ_l}
         grown = centred + inverse - 2.0 * classes.log()
         grown = torch.logaddexp(grown, torch.log((1.0 - 2.0 / classes).clamp_min(0.0)))  # -inf for two classes
+        # 3. log α = that - log V; an impossible class keeps its logit
         return torch.where(mask, grown - variance.log(), centred)
 
 

@@ -19,7 +19,7 @@ from ..errors import LapwingError, shown
 from ..linalg import check_draws, doubled, seeded, seeded_torch
 from .predictions import RealPrediction, tails_of
 
-NODES, REACH = 65, 8.0
+NORMAL_NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
 
 MIXTURE_DRAWS = 4096
@@ -33,7 +33,7 @@ _HALVINGS = 60  # after 53 the bracket is as narrow as float64 rounding
 
 def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns nodes and weights (65, 1, 1) of the trapezoidal rule over `N(0, 1)`."""
-    z = torch.linspace(-REACH, REACH, NODES, dtype=like.dtype, device=like.device)[:, None, None]
+    z = torch.linspace(-REACH, REACH, NORMAL_NODES, dtype=like.dtype, device=like.device)[:, None, None]
     return z, (-0.5 * z.square()).softmax(0)
 
 
@@ -81,16 +81,20 @@ def mixture_quantile(
     def average(values: Tensor) -> Tensor:
         return values.mean(0) if weights is None else (weights * values).sum(0)
 
+    # 1. F(y) = Σ_s w_s Φ((y - f_s)/σ_s) is at most p below all quantiles of the components, at least p above them
     with torch.no_grad():
         ends = means + scale * NormalDist().inv_cdf(probability)
         low, high = ends.amin(0), ends.amax(0)
         low, high = bisected(lambda y: average(torch.special.ndtr((y - means) / scale)) < probability, low, high)
         root = 0.5 * (low + high)
+        # 2. F' (B, C) at the root
         standard = (root - means) / scale
         density = average(torch.exp(-0.5 * standard.square()) / scale) / math.sqrt(2.0 * math.pi)
         density = density.clamp_min(torch.finfo(density.dtype).tiny)
+    # 3. a Newton step (F - p)/F' with F' fixed has the derivatives of the root, -∂F/F'
     excess = average(torch.special.ndtr((root - means) / scale)) - probability
     step = excess / density
+    # 4. the value moves by at most the bracket and 1e-9 σ, the derivatives stay
     smallest = scale.detach().amin(0) if scale.ndim else scale
     limit = (high - low).detach() + 1e-9 * smallest  # density is 0 between distant components: Newton would diverge
     return (root - step + (step - step.clamp(-limit, limit)).detach()).to(draws.dtype)

@@ -20,7 +20,7 @@ from .predictions import RealPrediction, tails_of
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
 
-STEPS = 60
+NEWTON_STEPS = 60
 """Number of Newton steps to the mode of an integrand, and maximum number of halvings of a range of counts."""
 
 
@@ -143,7 +143,7 @@ class CountPrediction(RealPrediction):
         rates = outputs.exp()
         highest = rates.amax(0).clamp_max(1e15)
         low, high = torch.full_like(highest, -1.0), (highest + 10.0 * highest.sqrt() + 40.0).floor()
-        for _ in range(STEPS):
+        for _ in range(NEWTON_STEPS):
             middle = (0.5 * (low + high)).ceil().clamp_max(high - 1.0).clamp_min(0.0)
             below = self._distribution_function(middle, rates, weights) < probability
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
@@ -183,7 +183,7 @@ def _log_predictive(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     variance = variance + LEAST_VARIANCE
     with torch.no_grad():
         mode = torch.maximum(mean, y.log()).clamp_max(300.0)  # right of the mode, so Newton's steps decrease to it
-        for _ in range(STEPS):
+        for _ in range(NEWTON_STEPS):
             rate = mode.exp()
             mode = mode + ((mean - mode) / variance + y - rate) / (1.0 / variance + rate)
         f, log_step = _stretched(mode, (1.0 / variance + mode.exp()).rsqrt())

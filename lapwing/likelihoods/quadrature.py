@@ -46,17 +46,22 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
     """
     std = (variance + _LEAST_VARIANCE).sqrt()
     with torch.no_grad():
+        # 1. κ = -m/s and the centre c of the mass, where e^{slope f} N(f; m, v) is largest, at most κ; then κ from c
         kink = -mean / std
         centre = torch.minimum(slope * std, kink).clamp_min(0.0)
         kink = (kink - centre).clamp(-_REACH, _REACH)
+        # 2. ω (..., 1), about 3/(h s) for large s, and below 1
         width = _KINK / (_STRETCH * std.clamp_max(_WIDEST))
         width = (width * (1.0 + width.square()).rsqrt())[..., None]
+        # 3. the u at which z - c = ±8, and even steps in u
         ends = torch.stack([-_REACH - kink, _REACH - kink], -1) / _STRETCH
         ends = torch.asinh(torch.sinh(ends) / width)  # (..., 2)
         step = (ends[..., 1:] - ends[..., :1]) / (nodes - 1)
         grown = (ends[..., :1] + step * torch.arange(nodes, dtype=mean.dtype, device=mean.device)).exp()  # e^u
+        # 4. z = c + κ + h asinh(y) with y = ω sinh u (..., nodes)
         y = 0.5 * width * (grown - 1.0 / grown)
         z = (centre + kink)[..., None] + _STRETCH * torch.asinh(y)
+        # 5. log of dz = h ω cosh(u)/√(1 + y²) du, times N(z; 0, 1)
         density = 0.5 * _STRETCH * step * width * (grown + 1.0 / grown) * (1.0 + y.square()).rsqrt()  # dz
         weights = density.log() - 0.5 * z.square() - 0.5 * math.log(2.0 * math.pi)
     return mean[..., None] + std[..., None] * z, weights

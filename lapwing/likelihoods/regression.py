@@ -22,7 +22,7 @@ from .mixtures import bisected, known_covariance, known_residuals, mixture_quant
 from .predictions import RealPrediction, tails_of
 from .targets import aligned_targets, check_real_targets, check_target_shape
 
-DOUBLINGS, HALVINGS = 60, 120
+DOUBLINGS, INVERSE_HALVINGS = 60, 120
 """Number of steps that bracket the inverse of a function, from ±1 up to ±2^60, and that then halve the bracket."""
 
 
@@ -268,7 +268,7 @@ class _Monotone(dist.Transform):
             low = torch.where(sign * self._call(low) < sign * wide, low, 2.0 * low)
             high = torch.where(sign * self._call(high) < sign * wide, 2.0 * high, high)
         found = (sign * self._call(low) < sign * wide) & (sign * self._call(high) >= sign * wide)
-        _, high = bisected(lambda x: sign * self._call(x) < sign * wide, low, high, HALVINGS)
+        _, high = bisected(lambda x: sign * self._call(x) < sign * wide, low, high, INVERSE_HALVINGS)
         return torch.where(found, high, torch.nan).to(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def any_counts(targets: Tensor, counted: Tensor | None) -> bool:
     return bool((~targets.isnan() if counted is None else counted).any())
 
 
-def no_targets(which: str) -> LapwingError:
+def no_targets_error(which: str) -> LapwingError:
     """Returns the error for data of which no target counts."""
     return LapwingError(
         f"None of the {which} counts: all of them are NaN, or the ignore_index of the likelihood. Pass some known "

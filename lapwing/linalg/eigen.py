@@ -15,7 +15,7 @@ from .values import check_finite, double_device, doubled
 
 log = logging.getLogger("lapwing")
 
-WIDE = 256
+MIN_REDUCED_WIDTH = 256
 """Minimum width of a matrix of low rank that is reduced to its range."""
 
 SPARE = 8
@@ -82,7 +82,7 @@ def _without_noise(values: Tensor, rank: int, noise: float) -> Tensor:
 
 def is_reduced(size: int, rank: int) -> bool:
     """Whether finding the range is faster than a full decomposition, for a matrix of this size and rank."""
-    return size >= WIDE and 3 * (rank + 2 * SPARE) <= 2 * size
+    return size >= MIN_REDUCED_WIDTH and 3 * (rank + 2 * SPARE) <= 2 * size
 
 
 def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:
@@ -103,20 +103,25 @@ def _range_in_place(matrix: Tensor, rank: int, noise: float) -> Tensor | None:
     reflections `I - W Vᵀ` of the QR decomposition map unit vectors to an orthonormal basis that begins with the range.
     """
     size, count, within, device = len(matrix), rank + 2 * SPARE, rank + SPARE, double_device(matrix.device)
+    # 1. QR of the sketch M Ω (n, r + 16), as Householder vectors v below the triangle
     random = torch.randn(size, count, generator=seeded(None, device), dtype=torch.float64, device=device)
     v, scales = torch.geqrf(row_products(matrix, random.T))
     del random
+    # 2. columns beyond r + 8 must be noise, otherwise the rank is higher
     triangle = v[:count].triu()
     if torch.linalg.vector_norm(triangle[within:, within:]) > noise * torch.linalg.vector_norm(triangle[:, within:]):
         return None
+    # 3. the reflections are I - W Vᵀ with W = V T; T⁻¹ has the upper triangle of VᵀV, and 1/τ on its diagonal
     used = scales != 0  # columns that are 0 already are not reflected
     v.tril_(-1).diagonal().copy_(used)
     inverse = (v.T @ v).triu_(1)
     inverse.diagonal().copy_(torch.where(used, 1 / scales, 1.0))
     w = torch.linalg.solve_triangular(inverse, v, upper=True, left=False)
+    # 4. M in the range (r + 16, r + 16), and its eigenpairs
     inside = -w @ v[:count].T
     inside.diagonal().add_(1.0)
     values, vectors = _eigh(inside.T @ row_products(matrix, inside.T))
+    # 5. U: first the orthogonal complement, with eigenvalues 0, then the range times its eigenvectors
     columns, (w, v) = size - count, (x.to(matrix) for x in (w, v[count:]))
     for part, rows in zip(matrix.split(STRIP), w.split(STRIP), strict=True):
         part[:, :columns] = -F.linear(rows, v)

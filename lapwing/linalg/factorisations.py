@@ -105,6 +105,7 @@ def _triangle(columns: Tensor) -> Tensor:
 
 def _orthonormalised(rows: Tensor) -> Tensor:
     """Orthonormalises nearly orthonormal rows (K, P) in place by `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them."""
+    # L⁻¹ X Xᵀ L⁻ᵀ = I
     root = cholesky(row_products(rows, rows))
     for part in rows.split(max(1, SLICE_NUMBERS // max(1, len(rows))), -1):
         part.copy_(torch.linalg.solve_triangular(root, doubled(part), upper=False))

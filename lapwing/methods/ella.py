@@ -8,7 +8,7 @@ from typing import Literal
 from ..errors import LapwingError, shown
 from ..options import at_least, option
 from .footprint import FitShape, Footprint
-from .passes import Method, Passes
+from .passes import LabelsOfData, Method, Passes
 from .problem import Problem
 from .rows import Sampling, anchors_at, choose_rows
 from .subspace import Residual, footprint_on_rows, on_basis, span_of_anchors
@@ -52,7 +52,7 @@ class ELLA(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        samples, outputs = choose_rows(problem, self.rows, self.sampling)
+        samples, outputs = choose_rows(problem, (yield LabelsOfData()), self.rows, self.sampling)
         anchors = yield from anchors_at(problem, samples, outputs, self.rows == "all", self.sampling)
         basis = span_of_anchors(problem, anchors, self.rank, self.residual)
         return (yield from on_basis(problem, basis, self.residual))

@@ -15,7 +15,7 @@ from ..likelihoods import Likelihood
 from ..linalg import add_squares, mirrored
 from ..tangent import Tangent
 from .footprint import FitShape, Footprint
-from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
+from .passes import Batch, CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
 from .problem import MemoryNeed, Problem
 from .state import State
 from .subspace import orthonormal_span
@@ -50,7 +50,7 @@ class Full(Method):
 
     def passes(self, problem: Problem) -> Passes:
         self.check(problem.tangent, problem.likelihood)
-        rows = problem.count() * problem.root.columns
+        rows = (yield SamplesSeen()).count * problem.root.columns
         problem.require(self._need(problem.tangent, rows))
         curvature = DenseCurvature(problem) if self._is_primal(problem.tangent, rows) else AllRows(problem, rows)
         return (yield from run_curvature_pass(curvature))

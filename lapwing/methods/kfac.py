@@ -221,11 +221,14 @@ def _eigenbasis(state: Factors, name: str, rank: int, centred: bool) -> Kronecke
     a weak prior, the rounding would carry the large variance of that direction to other outputs; `centred` removes it.
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
+    # 1. A = U_in diag(α) U_inᵀ (G, I, I), or diag(α)
     if one_hot:  # A is stored as its diagonal
         alpha, inputs = doubled(state.A[name]), None
     else:
         alpha, inputs = _diagonalised(state.A, name, int(count))
+    # 2. Γ = U_out diag(γ) U_outᵀ (G, O, O)
     gamma, outputs = _diagonalised(state.Gamma, name, rank * int(count), centred)
+    # 3. # = Σ w over the positions, the number of positions plus Σ (w - 1)
     if name in state.excess:
         tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0
         count = (doubled(count) + state.excess[name]).clamp_min(tiny)
@@ -240,6 +243,7 @@ def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: boo
     if centred or not is_reduced(matrix.shape[-1], rank):
         matrix = doubled(matrix)
     if centred:
+        # (I - 11ᵀ/n) Γ (I - 11ᵀ/n)
         matrix = mirrored(matrix)
         matrix -= matrix.mean(-1, keepdim=True)
         matrix -= matrix.mean(-2, keepdim=True)

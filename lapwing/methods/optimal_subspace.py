@@ -19,7 +19,7 @@ from ..options import at_least, instance_of, option
 from ..tangent import Anchors, Tangent, Vectors
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .kfac import KFAC
-from .passes import Method, Pass, Passes, check_within, prior_covariance
+from .passes import Method, Passes, SamplesSeen, Step, check_within, prior_covariance, with_seen
 from .problem import MemoryNeed, Problem
 from .rows import anchors_at, choose
 from .subspace import Residual, footprint_on_rows, leading_of, on_basis, record_dtype
@@ -69,7 +69,8 @@ class OptimalSubspace(Method):
         approximate = None
         if isinstance(self.curvature, Method):
             curvature = yield from prior_covariance(self.curvature, problem, "curvature")
-            approximate = curvature.with_prior(problem.precision, problem.curvature_scale())
+            scale = (yield from with_seen(problem)).curvature_scale()
+            approximate = curvature.with_prior(problem.precision, scale)
         anchors = yield from self._subset(problem)
         basis = ExplicitBasis(self.directions(problem, anchors, approximate))
         return (yield from on_basis(problem, basis, self.residual))
@@ -82,7 +83,7 @@ class OptimalSubspace(Method):
             MemoryNeed(f"{name}(rows={count})", 16 * count**2, "the rows' Gram matrix", "ask for fewer rows"),
         )
 
-    def _subset(self, problem: Problem) -> Generator[Pass, Any, Anchors]:
+    def _subset(self, problem: Problem) -> Generator[Step, Any, Anchors]:
         """Returns all outputs at the given inputs, or at random training inputs."""
         width = problem.tangent.outputs
         if self.at is not None:
@@ -91,7 +92,7 @@ class OptimalSubspace(Method):
             samples = torch.arange(count).repeat_interleave(every)
             return Anchors(problem.tangent, (self.at,), samples, torch.arange(every).repeat(count))
         places = problem.tangent.width // width  # number of positions of an input
-        total = problem.count() * places
+        total = (yield SamplesSeen()).count * places
         count = total if self.rows == "all" else min(total, max(1, self.rows // width))
         chosen = choose(total, count, problem.generator()).sort().values
         outputs = (chosen % places * width)[:, None] + torch.arange(width)
@@ -121,7 +122,9 @@ class OptimalSubspace(Method):
                     total[slots[:, None], columns] = doubled(weighted @ unweighted.T)
             return total
 
+        # 1. λ^(-1/2) U_sᵀ (s, M) of J Ψ_approx Jᵀ
         coefficients = leading_of(gram, min(self.rank, len(anchors)), precise).to(precise)  # (s, M)
+        # 2. times J Ψ_approx: the rows of Pᵀ (s, P), from all rows in memory or from chunks of them
         if all_rows is None:
             directions = anchors.combine(coefficients)
             _weight(problem, approximate, directions)

@@ -1,7 +1,7 @@
-"""The contract between a method and `fitting/runner.py`: passes over the data.
+"""The contract between a method and `running/runner.py`: passes over the data.
 
 A method is a frozen dataclass. Its `passes` is a generator, which yields passes, receives the finished state of each
-pass, and returns a covariance. There are two kinds of pass:
+pass, and returns a covariance. It may also yield a question about the data. There are two kinds of pass:
 
 - The state of a **sum** pass adds over data. So the runner handles batches, ranks, checkpoints and resuming.
 - An **iterate** pass has a state, a random generator and a step. It runs in one process, and a checkpoint keeps only
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance, has_prior
 from ..data import batches
+from ..data.samples import Samples
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, curvature_weights
 from ..network.gate import Checked
@@ -43,10 +44,15 @@ class Batch:
     counted: Tensor | None = None  # mask of the targets that count, from `Likelihood.labelled`; None means all
     weights: Tensor | None = None  # sample weights w (B,); None means ones
     likelihood: Likelihood | None = None  # its weights of targets multiply the curvature; None ignores them
-    round: int = 0  # number of times that this pass has already read all data
+    epoch: int = 0  # number of times that this pass has read all data before
     _outputs: list[Tensor] = field(default_factory=list, init=False)  # rows (N, C) of the last pass, by chunk
     _kept: Tensor | None = field(default=None, init=False)  # mask (B, T) of the positions in them; None means all
     _sizes: tuple[int, ...] = field(default=(), init=False)  # sizes of their positions: (T,), (H, W), ...
+
+    @classmethod
+    def of(cls, tangent: Tangent, samples: Samples, counted: Tensor | None = None, **more: Any) -> Batch:
+        """Returns the batch of samples on the device."""
+        return cls(tangent, samples.inputs, samples.targets, samples.start, counted, samples.weights, **more)
 
     @property
     def checked(self) -> Checked:
@@ -189,7 +195,28 @@ class IteratePass(ABC, Generic[S]):
         return False
 
 
+class LabelsOfData:
+    """A question: the class labels (n,) of all samples, -1 for other targets. The first one reads the loader."""
+
+
+class SamplesSeen:
+    """A question: the `Seen` of the passes so far. Before the first pass it reads a loader without a length."""
+
+
 Pass = SumPass[Any] | IteratePass[Any]
+
+Step = Pass | LabelsOfData | SamplesSeen
+"""What a method yields. The answer to a pass is its finished state."""
+
+
+def with_seen(problem: Problem) -> Generator[Step, Any, Problem]:
+    """Returns the problem with what the passes have read so far, which its noise and its scale need."""
+    return replace(problem, read=(yield SamplesSeen()))
+
+
+def with_size(problem: Problem) -> Generator[Step, Any, Problem]:
+    """Returns the problem with n, which `Problem.scale_of_means` needs unless N is given: a stream may have no end."""
+    return problem if problem.data_size else (yield from with_seen(problem))
 
 
 class LikelihoodPass(SumPass[DataSummary]):
@@ -225,10 +252,10 @@ class FitResult:
     logit_temperature: float | None = None  # T that the method chose, if it declares `chooses_temperature`
 
 
-Passes = Generator[Pass, Any, Covariance | FitResult]
+Passes = Generator[Step, Any, Covariance | FitResult]
 
 
-def run_curvature_pass(step: CurvaturePass[Any]) -> Generator[Pass, Any, Covariance]:
+def run_curvature_pass(step: CurvaturePass[Any]) -> Generator[Step, Any, Covariance]:
     """Yields the final pass of a method; returns its covariance."""
     return step.finish((yield step))
 
@@ -281,7 +308,7 @@ class Method(Options, ABC):
         return None
 
 
-def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Pass, Any, PriorCovariance]:
+def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Step, Any, PriorCovariance]:
     """Yields the passes of a method that is an option of another method; returns its covariance."""
     result = yield from method.passes(problem)
     covariance = result.covariance if isinstance(result, FitResult) else result

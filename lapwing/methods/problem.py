@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,47 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import double_device, generator_on
 from ..network.positions import EXACT_OUTPUTS
-from ..posterior.prior import Prior
-from ..posterior.scale import Scale
 from ..tangent import FisherParts, Tangent
+from .prior import Prior
 from .state import DataSummary
 
 log = logging.getLogger("lapwing")
 
 EXACT_FISHER_OUTPUTS = EXACT_OUTPUTS  # maximum number of outputs with an exact Λ; above, draws approximate it
 POSITION_DRAWS = 8  # columns that are drawn for an input whose outputs have positions; each has noise at all positions
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors of the likelihood and of the curvature, which are sums over samples at unit noise.
+
+    The covariance is `(s G + Δ)⁻¹` with `s = of_curvature`, and the log joint is `k log p(y|θ) + log p(θ)` with
+    `k = of_likelihood`.
+    """
+
+    samples: float  # n, number of samples in the sums; 1 for a mean over samples
+    data_size: float  # N, number of samples of the whole data set; for `SubsetOfData` n N/n_loader
+    temperature: float  # τ
+    noise_variance: Any = None  # σ², a number or a scalar tensor; None counts as 1: there is no σ², or it is not known
+
+    @property
+    def of_likelihood(self) -> float:
+        """`k = N/(n τ)`, the factor of the log likelihood: the weight of each of the n samples."""
+        return self.data_size / self.samples / self.temperature
+
+    @property
+    def of_curvature(self) -> Any:
+        """`s = N/(n σ² τ)`, the factor of the curvature at unit noise; a tensor if σ² is one."""
+        return self.of_likelihood if self.noise_variance is None else self.of_likelihood / self.noise_variance
+
+    @property
+    def effective_samples(self) -> float:
+        """`N/τ`, the sum of the weights of all samples in the log likelihood."""
+        return self.data_size / self.temperature
+
+    def at(self, noise_variance: Any) -> Scale:
+        """Returns the scale at another noise variance."""
+        return replace(self, noise_variance=noise_variance)
 
 
 @dataclass(frozen=True)
@@ -148,8 +180,16 @@ class FisherByParts:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What the passes have read so far."""
+
+    count: int  # n; of a loader without a length, the number of samples that a pass has read if N is given
+    summary: DataSummary  # likelihood statistics of the samples that were read
+
+
+@dataclass(frozen=True)
 class Problem:
-    """The inputs of a method."""
+    """The inputs of a method: plain data."""
 
     tangent: Tangent
     likelihood: Likelihood  # its noise variance may still be None
@@ -157,11 +197,9 @@ class Problem:
     prior: Prior  # δ (ones if it is to be tuned) and μ0
     traces_wanted: bool  # whether the tuning reads the lower bound of the evidence
     seed: int
-    labels: Callable[[], Tensor]  # class labels (n,), -1 if targets are not labels; the first call reads the loader
-    count: Callable[[], int]  # n; without a length reads the loader, or with N given returns the samples read so far
-    summary: Callable[[], DataSummary]  # sums over the samples that the passes have read; call it after the first pass
     temperature: float = 1.0  # τ
     data_size: int | None = None  # N if the user gave it
+    read: Seen | None = None  # what the passes have read, set by `with_seen`
 
     @cached_property
     def summed_root(self) -> FisherRoot | FisherByParts:
@@ -186,21 +224,28 @@ class Problem:
         return Scale(1, 1, self.temperature, self.likelihood.noise_variance)
 
     def noise_variance(self) -> float | None:
-        """Returns σ², or the mean squared residual if σ² is to be tuned; call it after the first pass."""
+        """Returns σ², or the mean squared residual of the samples that were read if σ² is to be tuned."""
         if self.likelihood.needs_noise:
-            return self.likelihood.residual_variance(self.summary().statistics)
+            return self.likelihood.residual_variance(self.seen.summary.statistics)
         return self.likelihood.noise_variance
+
+    @property
+    def seen(self) -> Seen:
+        """What the passes have read."""
+        if self.read is None:
+            raise TypeError("The samples that were read are not known: write problem = yield from with_seen(problem).")
+        return self.read
 
     def scale_of_means(self) -> Scale:
         """Returns the scale of means over samples (n = 1), at unit noise."""
-        return Scale(1, self.data_size or self.count(), self.temperature)
+        return Scale(1, self.data_size or self.seen.count, self.temperature)
 
     def scale_at(self, noise_variance: float | None) -> Scale:
-        """Returns the scale of sums over all samples that the passes have read; call it after the first pass."""
-        return replace(self.scale_of_means(), samples=self.summary().samples, noise_variance=noise_variance)
+        """Returns the scale of sums over all samples that were read."""
+        return replace(self.scale_of_means(), samples=self.seen.summary.samples, noise_variance=noise_variance)
 
     def curvature_scale(self) -> float:
-        """Returns s at the user's σ², or at the mean squared residual; call it after the first pass."""
+        """Returns s at the user's σ², or at the mean squared residual of the samples that were read."""
         return self.scale_at(self.noise_variance()).of_curvature
 
     def generator(self) -> torch.Generator:

@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 
 from ..data import batches, nesting
+from ..data.samples import Samples
 from ..errors import LapwingError, shown
 from ..tangent import Anchors
-from .passes import Batch, Pass, SumPass
+from .passes import Batch, LabelsOfData, Step, SumPass
 from .problem import Problem
 from .state import State
 
 Sampling = Literal["uniform", "balanced", "label"]
 
 
-def class_labels(inputs: Any, targets: Any) -> Tensor:
+def class_labels(samples: Samples | Batch) -> Tensor:
     """Returns the class labels of a batch (B,) int64 on the CPU; all -1 if the targets are not labels."""
+    targets = samples.targets
     if isinstance(targets, Tensor) and targets.ndim == 1 and not (targets.is_floating_point() or targets.is_meta):
         return targets.cpu().long()
-    return torch.full((batches.size(inputs),), -1)
+    return torch.full((samples.count,), -1)
 
 
 def choose(total: int, count: int, generator: torch.Generator) -> Tensor:
@@ -80,7 +82,7 @@ class KeptInputs(State):
 
 def anchors_at(
     problem: Problem, samples: Tensor, outputs: Tensor, every: bool = False, sampling: Sampling = "uniform"
-) -> Generator[Pass, Any, Anchors]:
+) -> Generator[Step, Any, Anchors]:
     """Yields the pass that collects samples by their place in the loader; returns anchors at (sample, output) pairs.
 
     `every` says that these are all pairs. Then samples with more positions than the first batch have all pairs too.
@@ -93,7 +95,7 @@ def anchors_at(
         shown = state.classes()[places]
         if sampling == "label":
             outputs = shown
-        elif not torch.equal(shown, problem.labels()[samples]):
+        elif not torch.equal(shown, (yield LabelsOfData())[samples]):
             raise LapwingError(
                 "The loader shows another order on each pass, and sampling='balanced' needs one order. Write "
                 "DataLoader(..., shuffle=False), or sampling='uniform'."
@@ -109,10 +111,14 @@ def anchors_at(
     return Anchors(problem.tangent, groups, places, outputs)
 
 
-def choose_rows(problem: Problem, rows: int | Literal["all"], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Returns places of samples (M,) and outputs (M,) of M different pairs; raises if `sampling` needs class labels."""
+def choose_rows(
+    problem: Problem, labels: Tensor, rows: int | Literal["all"], sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Returns places of samples (M,) and outputs (M,) of M different pairs; raises if `sampling` needs class labels.
+
+    `labels` are the class labels of all samples (n,), -1 if the targets are not labels.
+    """
     generator, width = problem.generator(), problem.tangent.width
-    labels = problem.labels()
     if rows == "all" or sampling == "uniform":
         total = len(labels) * width
         picked = choose(total, total if rows == "all" else min(rows, total), generator)
@@ -148,7 +154,7 @@ class _ChosenInputs(SumPass[KeptInputs]):
         shared = batches.shared(batch.inputs)  # unknown for a batch of one sample
         shared = self._shared if len(shared) == len(self._shared) else shared
         copies = [x.clone() if same else x for x, same in zip(batches.tensors(batch.inputs), shared, strict=True)]
-        labels = class_labels(batch.inputs, batch.targets)
+        labels = class_labels(batch)
         for place in self._samples[first:stop].tolist():
             row = slice(place - batch.start, place - batch.start + 1)
             leaves, nest = nesting.flatten(batches.take(batch.inputs, row))
@@ -166,7 +172,7 @@ class _ChosenInputs(SumPass[KeptInputs]):
                 groups[-1][1].append(leaves)
             else:
                 groups.append((kind, [leaves]))
-        return tuple(group for (nest, shared), parts in groups for group in _joined(nest, shared, parts))
+        return tuple(group for (nest, shared), parts in groups for group in _concatenated(nest, shared, parts))
 
 
 def _joinable(before: list[Tensor], after: list[Tensor], shared: list[bool]) -> bool:
@@ -176,7 +182,7 @@ def _joinable(before: list[Tensor], after: list[Tensor], shared: list[bool]) -> 
     return fits and all(torch.equal(a, b) for a, b, same in pairs if same)
 
 
-def _joined(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterator[Any]:
+def _concatenated(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterator[Any]:
     """Yields samples in batches, of a length that no shared tensor has."""
     lengths = {len(leaf) for leaf, same in zip(parts[0], shared, strict=True) if same and leaf.ndim} - {1}
     while parts:

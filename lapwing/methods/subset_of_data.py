@@ -15,8 +15,8 @@ from ..tangent import Tangent
 from .ella import ELLA
 from .footprint import FitShape, Footprint
 from .full import Full
-from .passes import Batch, FitResult, Method, Passes, SumPass
-from .problem import MemoryNeed, Problem
+from .passes import Batch, FitResult, LabelsOfData, Method, Passes, SamplesSeen, SumPass
+from .problem import MemoryNeed, Problem, Seen
 from .rows import choose, choose_balanced, class_labels
 from .state import DataSummary, State
 
@@ -50,8 +50,8 @@ class SubsetOfData(Method):
         return False  # no curvature of the other points is summed
 
     def passes(self, problem: Problem) -> Passes:
-        whole = problem.count()
-        labels = problem.labels() if self.sampling == "balanced" else None
+        whole = (yield SamplesSeen()).count
+        labels = (yield LabelsOfData()) if self.sampling == "balanced" else None
         if labels is not None and int(labels.min()) < 0:
             raise LapwingError(
                 "SubsetOfData(sampling='balanced') needs targets that are class labels, integers or bools (n,), and "
@@ -59,22 +59,22 @@ class SubsetOfData(Method):
             )
         places = chosen_places(whole, min(self.size, whole), problem.generator(), labels)
         summary = DataSummary()
-        small = replace(
-            problem, labels=lambda: problem.labels()[places], count=lambda: len(places), summary=lambda: summary
-        )
-        method = self._exact(small.tangent, len(places), small.root.columns)
+        method = self._exact(problem.tangent, len(places), problem.root.columns)
         if isinstance(method, ELLA):
-            problem.require(_need(len(places), small.tangent.width))
-        passes = method.passes(small)
-        state: State | None = None
+            problem.require(_need(len(places), problem.tangent.width))
+        passes, answer = method.passes(problem), None
         while True:
             try:
-                step = passes.send(state)
+                step = passes.send(answer)
             except StopIteration as stop:
                 return FitResult(stop.value, summary=summary)
+            if isinstance(step, (LabelsOfData, SamplesSeen)):
+                seen = isinstance(step, SamplesSeen)
+                answer = Seen(len(places), summary) if seen else (yield step)[places]
+                continue
             assert isinstance(step, SumPass)
             subset = yield _OnSubset(step, places, problem)
-            state, before, summary = subset.inner, summary.statistics, subset.summary
+            answer, before, summary = subset.inner, summary.statistics, subset.summary
             same = all(torch.allclose(before[name], summary.statistics[name], 1e-5, 1e-6) for name in before)
             if not same or (labels is not None and not torch.equal(subset.labels, labels[places])):
                 raise LapwingError(
@@ -126,7 +126,7 @@ class _OnSubset(SumPass[SubsetState]):
         rows = self._places[first:stop] - batch.start
         part = batch.take(rows, first)
         self._inner.update(state.inner, part)
-        state.labels[first:stop] = class_labels(part.inputs, part.targets)
+        state.labels[first:stop] = class_labels(part)
         state.summary.add(self._likelihood, **part.rows())
 
 

@@ -15,11 +15,10 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..linalg import doubled
 from ..options import Rule, at_least, option, required
-from ..posterior import Posterior
 from ..tangent import Block, Tangent
 from .diagonal import SquaredSums
 from .footprint import FitShape, Footprint
-from .passes import Method, Pass, Passes
+from .passes import Method, Passes, Step, with_seen
 from .problem import MemoryNeed, Problem
 from .subspace import Residual, on_basis, record_dtype, stored_on_basis
 
@@ -58,7 +57,7 @@ class SubsetOfWeights(Method):
 
     accepts_further_data = True
     size: int = field(metadata=required(at_least(1), "100"))
-    by: Literal["diagonal", "magnitude", "random"] | Posterior = option(
+    by: Literal["diagonal", "magnitude", "random"] | Any = option(
         "diagonal",
         Rule(lambda by: isinstance(getattr(by, "covariance", None), Covariance), "a posterior over the same weights"),
     )
@@ -90,12 +89,12 @@ class SubsetOfWeights(Method):
         size = self.size
         return MemoryNeed(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
 
-    def _scores(self, problem: Problem) -> Generator[Pass, Any, Tensor]:
+    def _scores(self, problem: Problem) -> Generator[Step, Any, Tensor]:
         """Returns a score per weight (P,). The largest scores are chosen; among equal ones the first."""
         tangent = problem.tangent
         if self.by == "diagonal":
             sums = (yield SquaredSums(problem)).blocks
-            scale = problem.curvature_scale()
+            scale = (yield from with_seen(problem)).curvature_scale()
             deltas = zip(tangent.blocks, problem.precision, strict=True)  # float64, or δ would hide tiny curvatures
             return -torch.cat([scale * doubled(sums[block.name]) + delta for block, delta in deltas])
         if self.by == "magnitude":

@@ -93,10 +93,12 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     tangent, dtype, rank = problem.tangent, record_dtype(problem.tangent, residual), min(rank, len(anchors))
     ratios = problem.precision / problem.precision[0]
     if _fit(len(anchors), tangent.size, dtype, tangent.memory):
+        # 1a. rows J̃ (Δ/δ_1)^(-1/2) (M, P) fit: V (K, P) by their SVD, W = V (Δ/δ_1)^(-1/2)
         root = expand(tangent.blocks, ratios).rsqrt().to(dtype)
         root = placed(root, tangent.device)
         directions = orthonormal_span(anchors.rows(dtype).mul_(root), tangent.memory, rank)
         return ExplicitBasis(split_blocks(tangent.blocks, directions.mul_(root.to(directions.device)).to(root)))
+    # 1b. otherwise from their Gram matrix J̃ (Δ/δ_1)⁻¹ J̃ᵀ = U diag(λ) Uᵀ: T = λ^(-1/2) Uᵀ (K, M)
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     needed = rank * tangent.size * dtype.itemsize
     explicit = needed <= tangent.memory
@@ -110,6 +112,7 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
             rank, f"{tangent.size:,}", needed / 2**30, tangent.memory / 2**30, 2 ** (needed - 1).bit_length(),
         )  # fmt: skip
         return ImplicitBasis(anchors, coefficients, scales)
+    # 2b. W = T J̃ (Δ/δ_1)⁻¹ (K, P)
     fits = rank * tangent.size * torch.float64.itemsize <= tangent.memory
     combined = anchors.combine(coefficients if fits else coefficients.to(dtype))
     return ExplicitBasis({name: directions.mul_(scales[name]).to(dtype) for name, directions in combined.items()})
@@ -138,6 +141,7 @@ def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dt
     the rounding noise of `dtype` hides some of the pairs, they are computed again in float64.
     """
     values, vectors = eigen_in_place(gram(dtype))
+    # eigenvalues of a matrix summed in this dtype have errors of up to about M eps λ_max
     noise = max(RANK_CUT, len(values) * torch.finfo(dtype).eps) * values[-1:].sum()
     count = min(rank, int((values > noise).sum()))
     if count < rank and dtype != torch.float64:

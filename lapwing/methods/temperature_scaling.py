@@ -23,7 +23,7 @@ from .state import State
 
 log = logging.getLogger("lapwing")
 
-TEMPERATURES = torch.linspace(-2.0, 2.0, 161, dtype=torch.float64)  # candidates for log10 T
+TEMPERATURE_GRID = torch.linspace(-2.0, 2.0, 161, dtype=torch.float64)  # candidates for log10 T
 
 
 def refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
@@ -31,6 +31,7 @@ def refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
     if at in (0, len(points) - 1):
         return points[at]
     left, middle, right = scores[at - 1 : at + 2]
+    # b + a x + c x² through x = -1, 0, 1 has its top at -a/(2c): a = (right - left)/2, 2c = left - 2 middle + right
     shift = 0.5 * (left - right) / min(left - 2 * middle + right, -1e-300)  # in grid steps
     return points[at] + (points[1] - points[0]) * max(-0.5, min(0.5, shift))
 
@@ -79,7 +80,7 @@ class TemperatureScaling(Method):
         state = yield _Scores(problem)
         scores = state.sums + state.uniform / state.weight  # the pseudo-row of PSEUDO_WEIGHT
         at = int(scores.argmax())
-        chosen = refined(TEMPERATURES.tolist(), scores.tolist(), at)
+        chosen = refined(TEMPERATURE_GRID.tolist(), scores.tolist(), at)
         if at in (0, len(scores) - 1):
             log.warning(
                 "The best temperature of TemperatureScaling is %.3g, the end of the range. %s", 10**chosen,
@@ -112,7 +113,7 @@ class _Scores(SumPass[LogLikelihoods]):
         self._likelihood = problem.likelihood.plain
 
     def init(self) -> LogLikelihoods:
-        zeros = torch.zeros_like(TEMPERATURES)
+        zeros = torch.zeros_like(TEMPERATURE_GRID)
         return LogLikelihoods(zeros, zeros.clone(), zeros[0].clone())
 
     def update(self, state: LogLikelihoods, batch: Batch) -> None:
@@ -123,7 +124,7 @@ class _Scores(SumPass[LogLikelihoods]):
         every = torch.ones(len(outputs)).to(outputs) if counted is None else counted.to(outputs)
         every = every if weights is None else apply_weights(every, weights)
         state.weight += doubled(every).sum().cpu()
-        for k, exponent in enumerate(TEMPERATURES.tolist()):
+        for k, exponent in enumerate(TEMPERATURE_GRID.tolist()):
             prediction = self._likelihood.with_logit_temperature(10**exponent).predict(without_spread(outputs))
             state.sums[k] += apply_weights(doubled(prediction.log_prob(targets)), every).sum().cpu()
             uniform = prediction.pseudo_row(outputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -20,13 +20,15 @@ from ..covariance import (
 from ..covariance.base import join_blocks
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
-from ..posterior import MethodInfo
 from .full import AllRows, DenseCurvature, DenseSum
 from .kfac import Factors, _FactorPass
-from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
+from .passes import Batch, CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
 from .problem import MemoryNeed, Problem
 from .state import S
 from .subspace import ProjectedCurvature, ProjectionPass
+
+if TYPE_CHECKING:
+    from ..posterior import MethodInfo
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Update(Method):
         elif way == "matrix":
             step = Onward(DenseCurvature(problem), DenseSum(covariance.curvature))
         elif way == "rows":
-            step = _MoreRows(problem, *covariance.rows)
+            step = _MoreRows(problem, (yield SamplesSeen()).count, *covariance.rows)
         elif way == "basis":
             inner = ProjectionPass(problem, covariance.basis, "prior" if covariance.full_rank else None)
             step = Onward(inner, ProjectedCurvature(covariance.curvature, covariance.traces))
@@ -79,8 +81,8 @@ class Onward(CurvaturePass[S], Generic[S]):
 class _MoreRows(AllRows):
     """The rows of further data, together with rows U and M, for which `G = Uᵀ M U` is the curvature so far."""
 
-    def __init__(self, problem: Problem, rows: ExplicitBasis, curvature: torch.Tensor) -> None:
-        count = problem.count() * problem.root.columns
+    def __init__(self, problem: Problem, samples: int, rows: ExplicitBasis, curvature: torch.Tensor) -> None:
+        count = samples * problem.root.columns
         needed = 16 * (count + rows.rank) * problem.tangent.size
         what, instead = f"{count + rows.rank} rows", "fit lw.Full(form='primal')"
         problem.require(MemoryNeed("The dual form of Full", needed, what, instead))

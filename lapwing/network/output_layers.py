@@ -5,7 +5,7 @@ its inputs come from. A node that multiplies by weights is a layer. Norms, activ
 constants. A product of two tensors that come from different layers, such as a gate, has no last layer. If the network
 takes a gradient itself, such as a force, the last layer is the last one of the function that it differentiates.
 
-What is computed from weights and constants is a weight, such as a low-rank product. But data may reach the network
+A product of weights and constants counts as one weight, such as a low-rank product. But data may reach the network
 past torch: rows looked up by number, NumPy, texts that become tokens in the forward. So tensors that are multiplied by
 weights, and are not made of weights, count as data if several matrices would otherwise be one layer.
 """

@@ -1,8 +1,7 @@
-"""The posterior, its prior, its evidence and diagnosis, and the file that it is saved to.
+"""The posterior, its evidence and diagnosis, further data, and the contents of the file that it is saved to.
 
-This room imports `prediction`, `likelihoods`, `covariance` and lower rooms, and never `methods`, `tuning` or `fitting`.
-Begin with `posterior.py`. `files.py` writes and reads files, `storage.py` lists their contents, and `loading.py` makes
-posteriors from them.
+It imports `running` and the rooms below it, and never `tuning` or `fitting`. Begin with `posterior.py`. `tuned.py` has
+the contract of a tuning, `storage.py` lists what a file holds, and `loading.py` makes posteriors of it.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from ..display import Displayed
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import SLICE_NUMBERS, doubled, total
+from ..methods.prior import Prior
+from ..methods.problem import Scale
 from ..tangent import Tangent, Vectors
-from .prior import Prior
-from .scale import Scale
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -92,19 +92,18 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
         for block, delta in zip(tangent.blocks, posterior.prior.precision.tolist(), strict=True)
     }
     length = tangent.chunk_length(1, dtype)
-    for batch in data:
-        inputs, targets = batches.split(batch, tangent.device)
-        weights = batches.weights_of(batch, tangent.device)
-        for rows, chunk in batches.chunks(inputs, length):
-            labels = tangent.places_of(chunk).targets(targets[rows], tangent.outputs)
+    for samples in data:
+        samples = samples.to(tangent.device)
+        for rows, chunk in batches.chunks(samples.inputs, length):
+            labels = tangent.places_of(chunk).targets(samples.targets[rows], tangent.outputs)
 
             def score(outputs: Tensor, labels: Tensor = labels) -> Tensor:
                 scores = posterior.likelihood.score(outputs.reshape(-1, tangent.outputs), labels)
                 return scores.reshape_as(outputs).unsqueeze(-1)  # (B, C, 1), or (B, T C, 1)
 
             record = tangent.record(chunk, score, dtype)
-            if weights is not None:
-                record.weigh(weights[rows, None])
+            if samples.weights is not None:
+                record.weigh(samples.weights[rows, None])
             count += record.samples
             for name in gradient:
                 gradient[name] = gradient[name] + posterior.scale.of_likelihood * record[name].sum_rows()[0]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lapwing")
 
-PULLING = 5
+LISTED_ROWS = 5
 """Maximum number of training rows that an explanation lists for each input."""
 
 
@@ -73,6 +73,7 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
             f"explain(novelty={shown(novelty)}) is not a detector. Pass a function of x that returns scores (B,), such "
             "as lambda x: (x - mean).norm(dim=1)."
         )
+    # J_l (Σ Jᵀ)_l (B, C) of each layer, from rows of J and their products with Σ
     noise, shares = [], []
     scratch = 3 * tangent.outputs * tangent.size
     for _, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
@@ -85,7 +86,7 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
     pulling = None
     if train is not None:
         pulls = influence(posterior, train, checked).square().sum(1)
-        pulling = pulls.topk(min(PULLING, pulls.shape[-1])).indices
+        pulling = pulls.topk(min(LISTED_ROWS, pulls.shape[-1])).indices
     return Explanation(torch.cat(noise), weights, scores, pulling)
 
 
@@ -97,17 +98,21 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
     data = Data.of(train, posterior, posterior.method.sample_weights)
     batches.check_loader(data.loader, "posterior.influence")
     data.first_of_rank("the numbers of training rows need")
-    for batch in data:
-        row_inputs, targets = batches.split(batch, tangent.device)
-        weights = batches.weights_of(batch, tangent.device)
-        for part, record in _records(posterior, tangent.check(row_inputs)):
+    for samples in data:
+        samples = samples.to(tangent.device)
+        targets, weights = samples.targets, samples.weights
+        for part, record in _records(posterior, tangent.check(samples.inputs)):
+            # 1. r = k ∂log p(y_n|f_n) (n, C, 1), and R (n, C, R) with Λ = R Rᵀ; r and Λ times the weight of the row
             score = posterior.scale.of_likelihood * doubled(likelihood.score(record.outputs, targets[part]))[..., None]
             root = _root(posterior, record, targets[part])
             if weights is not None:
                 times = doubled(weights[part])[:, None, None]
                 score, root = times * score, times.sqrt() * root
+            # 2. (Σ⁻¹ - JᵀΛJ)⁻¹ Jᵀ r = Σ Jᵀ (I - ΛV)⁻¹ r, the step of the weights from which the row is removed
             half, inner = _leverage(posterior, record, root)
-            moved = score + root @ torch.linalg.solve(_eye(inner) - inner, half @ score)  # (I - Λ V)⁻¹ r
+            # 3. (I - R RᵀV)⁻¹ r = r + R (I - RᵀVR)⁻¹ RᵀV r
+            moved = score + root @ torch.linalg.solve(_eye(inner) - inner, half @ score)
+            # 4. -Cov(f(x), f_n) times it, and times r alone (B, C, n, 2)
             changes.append(-_products(posterior, inputs, record, torch.cat([moved, score], -1)))
             leverages.append(torch.linalg.eigvalsh(inner)[:, -1])
     if not changes:
@@ -131,7 +136,8 @@ def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Te
     none = given is None or tuple(getattr(given, "shape", ())[:1]) == (0,)
     known = None if none else _checked(posterior, given)
     falls = []
-    if known is not None:  # whitened covariances with the labels that will be known
+    if known is not None:
+        # 1. with the labels g that will be known: L Lᵀ = I + RᵀV_ggR (g R', g R') and L⁻¹ Rᵀ C_gt (g R', m C)
         labelled = posterior.tangent.record(known, dtype=posterior.covariance.record_dtype)
         at = _root(posterior, labelled)  # R (g, C, R')
         among = torch.einsum("gcr,gchs->grhs", at, _products(posterior, known, labelled, at))
@@ -140,14 +146,17 @@ def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Te
         of_targets = _whitened(factor, _products(posterior, inputs, labelled, at).flatten(2).flatten(0, 1).T)
     for _, record in _records(posterior, pool):
         root = _root(posterior, record)
-        between = _products(posterior, inputs, record, root)  # C_ta R (m, C, n, R')
+        # 2. C_ta R (m, C, n, R') and RᵀV_aaR (n, R', R') of the candidates a
+        between = _products(posterior, inputs, record, root)
         _, inner = _leverage(posterior, record, root)
         if known is not None:
+            # 3. both without what the given labels explain: C_ta - C_tg R (L Lᵀ)⁻¹ Rᵀ C_ga
             of_rows = torch.einsum("gcr,gcns->grns", at, _products(posterior, known, record, root))
             of_rows = _whitened(factor, of_rows.flatten(2).flatten(0, 1))
             between = between - (of_targets.T @ of_rows).view_as(between)
             each = of_rows.unflatten(1, (record.samples, -1))
             inner = inner - torch.einsum("knr,kns->nrs", each, each)
+        # 4. the fall tr[C_ta R (I + RᵀVR)⁻¹ Rᵀ C_at], by a Cholesky factor of I + RᵀVR
         white = _whitened(cholesky(_eye(inner) + inner), between.permute(2, 3, 0, 1).flatten(2))
         falls.append(white.square().sum((1, 2)))
     return torch.cat(falls).to(posterior.tangent.dtype)

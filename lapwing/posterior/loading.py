@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from ..covariance import COVARIANCES
 from ..data.batches import Forward
 from ..errors import LapwingError, is_out_of_memory, shown
+from ..files import read_safetensors, reason
 from ..likelihoods import Likelihood, P, resolve
 from ..likelihoods.registry import REGISTERED
 from ..linalg import double_device, placed
+from ..methods.prior import Prior
 from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
 from ..prediction import Aim
 from ..tangent import Tangent
 from ..tangent.stored import from_json
-from .files import read_safetensors, reason
 from .method_info import MethodInfo
 from .posterior import Posterior
-from .prior import Prior
 from .storage import check_contents
 
 

@@ -19,6 +19,8 @@ from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
 from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import check_memory
+from ..methods.prior import Prior, check_noise
+from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.refusals import check_layers
 from ..network.stamp import Stamp
@@ -29,11 +31,9 @@ from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
 from .explanations import Explanation, explained, influence, value
-from .former import penalty
+from .further_data import penalty, updated
 from .latents import latent_of
 from .method_info import MethodInfo
-from .prior import Prior, check_range
-from .scale import Scale
 from .storage import save
 
 SMALLER_PREDICTION = (
@@ -190,8 +190,7 @@ class Posterior(Displayed, Generic[P]):
             check_argument("posterior.with_prior", "noise_variance", noise_variance, positive(), "0.1")
         prior = Prior.read(self.tangent, prior_precision)
         noise = self.noise_variance if noise_variance is None else noise_variance
-        if noise is not None:
-            check_range("noise variance", torch.tensor(noise, dtype=torch.float64), self.tangent.dtype)
+        check_noise(self.likelihood.with_noise_variance(noise), self.tangent)
         calibrated = self.likelihood != self.likelihood.with_logit_temperature(None)
         others_tuned = calibrated or (noise_variance is None and not self.noise_fixed)
         method = self.method if others_tuned else replace(self.method, tuning=None)
@@ -501,7 +500,6 @@ class Posterior(Displayed, Generic[P]):
             evidence, effective, str(self.tangent.coverage),
         )  # fmt: skip
 
-    @memory_errors("The update", "Pass smaller batches, or load the posterior with a smaller memory=... of lw.load.")
     @with_progress
     def update(
         self, loader: Any, *, tune: Any = None, sample_weights: bool = False, progress: bool | None = None
@@ -535,10 +533,8 @@ class Posterior(Displayed, Generic[P]):
             >>> posterior.update((x[32:], y[32:])).samples
             64
         """
-        from ..fitting.update import updated  # the one import of a room above: an update is a fit
-
         self._check_network()
-        return updated(self, loader, tune, sample_weights, progress)
+        return updated(self, loader, tune, sample_weights)
 
     def penalty(self, model: torch.nn.Module) -> Tensor:
         """Returns `1/2 (θ - θ̂)ᵀ Σ⁻¹ (θ - θ̂)` at the weights of another network, for its training loss.

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..covariance import COVARIANCES
 from ..errors import LapwingError
+from ..files import write_safetensors
 from ..likelihoods.registry import REGISTERED, options_of
 from ..linalg import is_finite
 from ..network.stamp import fingerprint
 from ..tangent import Tangent
 from ..tangent.stored import to_json
-from .files import write_safetensors
 
 if TYPE_CHECKING:
     from .posterior import Posterior

@@ -19,7 +19,7 @@ from ..data import batches
 from ..errors import LapwingError, is_whole, plain_numbers, shown
 from ..network.gate import Checked
 from ..network.tracing import wants_gradient
-from ..options import LIMIT, SEED, at_least, option
+from ..options import INT64_LIMIT, SEED, at_least, option
 from ..tangent import Record, Tangent
 from .linearized_positions import at_positions
 from .uncertain import carried, separate
@@ -61,7 +61,7 @@ class Linearized(Way):
         (Linearized(), Linearized(draws=64), Linearized(outputs=10))
     """
 
-    draws: int | None = option(None, at_least(2, LIMIT), write="64")
+    draws: int | None = option(None, at_least(2, INT64_LIMIT), write="64")
     outputs: int | Sequence[int] | None = None
     seed: int = option(0, SEED)
 

@@ -70,7 +70,7 @@ def _length(tangent: Tangent, largest: int, weights: int) -> int:
     return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, weights // largest)))
 
 
-_KEPT: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDictionary()
+_LATEST_STEPS: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDictionary()
 """A posterior's covariance -> the number of draws, their seed, and the draws."""
 
 
@@ -83,10 +83,10 @@ def _weight_draws(
     """
     generator = torch.Generator(covariance.device).manual_seed(seed)
     if 4 * count * covariance.size * tangent.dtype.itemsize <= tangent.memory:
-        latest = _KEPT.get(covariance)
+        latest = _LATEST_STEPS.get(covariance)
         if latest is None or latest[:2] != (count, seed):
             steps = direction_groups(split(covariance.blocks, covariance.sample(count, generator)))
-            latest = _KEPT[covariance] = count, seed, steps
+            latest = _LATEST_STEPS[covariance] = count, seed, steps
         yield slice(0, count), latest[2]
         return
     length = max(1, tangent.memory // (2 * covariance.size * tangent.dtype.itemsize))

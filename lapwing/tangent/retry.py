@@ -9,16 +9,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from .. import ranks
+from ..display import warns_once
 from ..environment import memory_limit
 from ..errors import LapwingError, is_out_of_memory
+from ..network.entry import outside_modes
 
 if TYPE_CHECKING:
     from .tangent import Tangent
 
 log = logging.getLogger("lapwing")
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -55,6 +59,18 @@ def retried(tangent: Tangent, compute: Callable[[], Result]) -> Result:
             "%s ran out of memory with %d samples of %s at once. lapwing begins again with %d.",
             tangent.device, length, type(tangent.model).__name__, limit.samples,
         )  # fmt: skip
+
+
+def entry(what: str, instead: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Returns a decorator for a function that fits: `memory_errors` within all that a fit needs around it.
+
+    Warnings come once for a network, the caller's modes do not reach the fit, and a failure ends it on all ranks.
+    """
+
+    def decorated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        return warns_once(outside_modes(ranks.across_ranks()(memory_errors(what, instead)(function))))
+
+    return decorated
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """Tuning of prior precision, noise variance, logit temperature and scale factor, by the evidence or on held-out data.
 
-This room may import `methods`, `posterior` and the rooms below them. Begin with `evidence.py`: it has the contract.
+This room imports `posterior` and the rooms below it. Begin with `evidence.py`; `posterior/tuned.py` has the contract.
 """
 
 from __future__ import annotations
 
+from ..posterior.tuned import Training, Tuning
 from .bounded_evidence import BoundedEvidence
-from .evidence import Evidence, Training, Tuning
+from .evidence import Evidence
 from .refit import Refit
 from .scale_factor import scale_factor
 from .validation import EarlyStopping, Validation

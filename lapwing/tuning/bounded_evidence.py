@@ -9,7 +9,8 @@ from ..covariance import has_prior
 from ..network.entry import outside_modes
 from ..options import at_least, option, positive
 from ..posterior import Posterior
-from .evidence import Evidence, Training, Tuning, spread_batches
+from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
+from .evidence import Evidence
 from .held_out import SOME_POSITIONS, spread_costs
 from .regression_width import inputs_read, with_left_out_width
 from .search import crossing, evenly
@@ -24,9 +25,9 @@ class BoundedEvidence(Tuning):
     """Prior precision and noise variance without held-out data: the default tuning of `lw.fit`.
 
     Classification: `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`.
-    The evidence (of `Evidence`, with one δ) spreads the weights of a classifier that is sure of its training labels too
-    widely, since its loss is flat next to a slope. So δ is raised until the spread costs the training data at most
-    `nats` per sample.
+    If a classifier is certain of its training labels, its loss is nearly flat there, and the evidence (of `Evidence`,
+    with one δ) chooses too small a δ. So δ is raised until the spread costs the training data at most `nats` per
+    sample.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of
@@ -74,12 +75,15 @@ class BoundedEvidence(Tuning):
         residual = posterior.likelihood.residual_variance(posterior.statistics)
         if residual is not None and not posterior.noise_fixed:
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
-        if not has_prior(posterior.covariance):
+        if not has_prior(posterior.covariance) or (posterior.prior.fixed and posterior.noise_fixed):
             return posterior
         tuned = Evidence().tune(posterior)
         if posterior.prior.fixed or tuned.noise_variance is not None:
             return tuned
         return self._with_bounded_cost(tuned, training)
+
+    def tunes_own_prior(self, posterior: Posterior) -> bool:
+        return not posterior.noise_fixed and not has_prior(posterior.covariance)
 
     def training_samples(self, posterior: Posterior) -> int:
         if not posterior.noise_fixed:
@@ -99,7 +103,7 @@ class BoundedEvidence(Tuning):
                 type(posterior.tangent.model).__name__, nll,
             )  # fmt: skip
         exponents = evenly(0.0, self.decades, self.points)
-        parts = spread_batches(training, number_of_inputs(posterior, self.samples), posterior)
+        parts = evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior)
         costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)
         exponent = crossing(exponents, costs, self.nats)
         if exponent == 0:

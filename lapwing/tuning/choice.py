@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
-from ..data.loaders import checked_batches
 from ..data.progress import tracked
+from ..data.samples import Samples, checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..methods import DataSummary
@@ -23,19 +23,19 @@ from ..methods.temperature_scaling import refined
 from ..options import Rule
 from ..posterior import Posterior
 from ..prediction.aim import DEFAULT_AIM, Aim
-from .evidence import without_rank
-from .held_out import at_exponents, at_precision, head_scores, no_batch, sample_scores, width_scores
+from .evidence import no_rank_error
+from .held_out import at_exponents, at_precision, head_scores, no_batch_error, sample_scores, width_scores
 from .search import evenly
 
 log = logging.getLogger("lapwing")
 
 PLATEAU = 1e-4  # difference of scores, in nats per sample, below which candidates are tied
 TEMPERATURES = evenly(0.0, 1.5, 16)  # candidates for log10 T; T < 1 would sharpen the means and permit a huge spread
-SHARPER = -0.1  # log10 of a temperature that shows, without spread, whether the network is underconfident
+SHARPER = -0.1  # if this log10 T without spread scores best, the network is underconfident
 SHARP = evenly(-2.0, 0.0, 21)  # candidates for log10 T of an underconfident network
 WIDER = 1e-3  # maximum cost, in nats per sample, of a wider spread than the best, for any standard error
-FAINT = 5e-3  # maximum change of log probabilities, in nats per sample, by the spread of an underconfident network
-SURE = 3.0  # paired standard errors by which another λ must beat the λ of the training data, and ratios one σ²
+FAINT = 5e-3  # the spread of an underconfident network changes log probabilities by at most this, in nats per sample
+SURE = 3.0  # another λ than that of the training data, or ratios, must win by this many paired standard errors
 STEPS = evenly(-1.0, 7.0, 9)  # candidates for log10 of δ over the best one of linearised predictions, for another way
 AROUND = evenly(-1.0, 1.5, 26)  # candidates for log10 of σ² over the best one of linearised predictions
 NOISES = evenly(-6.0, 0.5, 27)  # candidates for log10 of σ² over the mean squared held-out residual at a given prior
@@ -58,7 +58,7 @@ def with_ranks(posterior: Posterior, ranks: Sequence[int]) -> list[Posterior]:
     if not ranks:
         return [posterior]
     if not has_rank(covariance):
-        raise without_rank("ranks", ranks, str(posterior.method))
+        raise no_rank_error("ranks", ranks, str(posterior.method))
     shorter = [rank for rank in sorted(set(ranks)) if rank < covariance.rank]
     return [*(replace(posterior, covariance=covariance.with_rank(rank)) for rank in shorter), posterior]
 
@@ -78,8 +78,8 @@ def best_of(
     Values that the user gave are kept. Each point of a grid over log10 δ uses the best second number: for classifiers T
     out of `temperatures` (() keeps T), for regressions the factor c of the covariance of y, see `width_scores`. The
     best point is refined by the parabola through its neighbours. `tolerance` is as in `Validation`; `trained` holds
-    δ and σ² by the training data, whose `λ = δσ²` is kept unless another λ is surely better. For another way than the
-    linearised one, the best δ of linearised predictions is the start of a search over nine δ.
+    δ and σ² by the training data: their `λ = δσ²` is kept unless another λ is surely better, and σ² is `_pulled`. For
+    another way than the linearised one, the best δ of linearised predictions is the start of a search over nine δ.
     """
     first = posteriors[0]
     open_prior = has_prior(first.covariance) and not first.prior.fixed
@@ -88,13 +88,14 @@ def best_of(
         start = best_of(posteriors, decades, points, loader, temperatures, tolerance, trained)
         exponents = [math.log10(float(start.prior.precision[0])) + step for step in STEPS] if open_prior else []
         if not first.noise_fixed:
-            return _best_pair(posteriors, exponents, float(start.noise_variance or 0.0), loader, aim)
+            return _best_pair(posteriors, exponents, float(start.noise_variance or 0.0), loader, aim, trained)
     if first.noise_fixed:
         return _best_point(posteriors, exponents, loader, temperatures, tolerance, aim=aim)
     noise = _residual(first, loader)
     posteriors = [posterior.with_noise(noise) for posterior in posteriors]
     if not open_prior:
-        return _best_point(posteriors, NOISES, loader, (), 0.0, lambda one, log10: one.with_noise(noise * 10**log10))
+        exponents, at_noise = [math.log10(noise) + step for step in NOISES], lambda one, k: one.with_noise(10**k)
+        return _best_point(posteriors, exponents, loader, (), 0.0, at_noise, trained=trained)
     if first.likelihood.has_closed_width:
         return _best_width(posteriors, exponents, noise, loader, trained)
     return _best_point(posteriors, exponents, loader, temperatures, tolerance)
@@ -108,6 +109,7 @@ def _best_point(
     tolerance: float,
     at_noise: Callable[[Posterior, float], Posterior] | None = None,
     aim: Aim = DEFAULT_AIM,
+    trained: tuple[float, float] | None = None,
 ) -> Posterior:
     """Returns the posterior at the best δ, or σ² with `at_noise`, if there are exponents, at the best T or heads."""
     moved = at_noise or (lambda posterior, exponent: at_precision(posterior, 10**exponent))
@@ -116,6 +118,7 @@ def _best_point(
         return [moved(posterior, exponent) for exponent in exponents] or [posterior]
 
     open_temperature = bool(temperatures) and posteriors[0].logit_temperature == 1
+    # 1. log likelihoods (posteriors, points, T, N); the first T is `SHARPER`
     heads: list[Likelihood] = []
     if posteriors[0].likelihood.head_numbers:
         scores, heads = head_scores(posteriors, candidates, loader, bool(temperatures))
@@ -124,6 +127,7 @@ def _best_point(
         scores = sample_scores(posteriors, candidates, loader, tried, aim)
     sharper, scores = scores[:, :, 0], scores[:, :, 1:] if open_temperature else scores
     means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
+    # 2. T < 1 without spread is best: another search
     if open_temperature and _is_underconfident(sharper, scores):
         which, _ = _highest(sharper[:, -1:].mean(-1, dtype=torch.float64))
         best = _sharpened(posteriors[which], exponents, candidates, loader, tolerance, aim)
@@ -136,20 +140,24 @@ def _best_point(
                 100 * float(best.prior.precision.min()),
             )  # fmt: skip
         return best
+    # 3. the best T of each point (posteriors, points), and the best point of all
     table, places = means.max(-1)
     which, at = _highest(table)
     best, row, exponent = posteriors[which], table[which].tolist(), None
     if exponents:
+        # 4. at the best T of each point (points, N): the widest that the data cannot distinguish from the best
         chosen = scores[which].gather(1, places[which][:, None, None].expand(-1, 1, scores.shape[-1])).squeeze(1)
         widest = widest_of_equals(chosen, at, tolerance)
         exponent = refined(exponents, row, at) if widest == at and not heads else exponents[widest]
         at = widest
+        exponent = exponent if at_noise is None else _pulled(exponent, trained, scores[which, at])
         spread = scores[which, at, places[which, at]] - scores[which, -1, places[which, at]]
         if best.logit_temperature is not None and float(spread.abs().mean()) < PLATEAU:
             _warn_of_no_spread(best, exponent)
         elif at in (0, len(exponents) - 1) and at_noise is None and aim.other_way is None:
             _warn_of_edge(best, exponents, row, at, exponent)
     if open_temperature:
+        # 5. log10 T: the top of a parabola for each δ, interpolated at the chosen one
         tops = [refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]
         top = tops[at] if exponent is None else _between(exponents, tops, at, exponent)
         temperature = 10 ** max(top, temperatures[0])
@@ -160,13 +168,15 @@ def _best_point(
 
 
 def _best_pair(
-    posteriors: Sequence[Posterior], exponents: Sequence[float], noise: float, loader: Iterable[Any], aim: Aim
-) -> Posterior:
+    posteriors: Sequence[Posterior], exponents: Sequence[float], noise: float, loader: Iterable[Any], aim: Aim,
+    trained: tuple[float, float] | None,
+) -> Posterior:  # fmt: skip
     """Returns the posterior of a regression at the δ and σ² of the best predictions by a way.
 
     They are chosen in two steps, because σ² changes the covariance too: the best σ² of each δ at the covariance of one
     σ², `noise`, and then the best of these pairs.
     """
+    # 1. scores (posteriors, points, σ²) with the covariances of one σ², and the best σ² of each point
     posteriors, noises = [one.with_noise(noise) for one in posteriors], [noise * 10**k for k in AROUND]
     candidates = at_exponents(exponents)
     means = sample_scores(posteriors, candidates, loader, aim=aim, noises=noises).mean(-1).nan_to_num(-math.inf)
@@ -174,9 +184,11 @@ def _best_pair(
         [each.with_noise(noises[k]) for each, k in zip(candidates(one), line, strict=True)]
         for one, line in zip(posteriors, means.argmax(-1).tolist(), strict=True)
     ]
+    # 2. scores of these pairs with their own covariances
     exact = sample_scores(posteriors, lambda one: pairs[posteriors.index(one)], loader, aim=aim)
     which, at = _highest(exact.squeeze(2).mean(-1))
-    return pairs[which][at]
+    best = pairs[which][at]
+    return best.with_noise(10 ** _pulled(math.log10(best.noise_variance or noise), trained, exact[which, at]))
 
 
 def _best_width(
@@ -188,23 +200,35 @@ def _best_width(
 ) -> Posterior:
     """Returns the posterior at the best δ and σ² of a regression: a grid over δ at one σ², and c in closed form.
 
-    A few held-out samples may all have small residuals. So at the λ of the training data, log σ² is pulled towards its
-    value by the training data, with the weight of one sample.
+    At the λ of the training data, (δ/c, c σ²) is `_pulled`. There the best of several posteriors may be another one.
     """
+    # 1. scores at the best c of each δ; last the δ with λ = δσ² of the training data at σ² = `noise`
     every = [*exponents] if trained is None else [*exponents, math.log10(trained[0] * trained[1] / noise)]
     scores, factors = width_scores(posteriors, at_exponents(every), loader)
     table = scores.mean(-1)[:, : len(exponents)]
     which, at = _highest(table)
     best, row = posteriors[which], table[which].tolist()
+    # 2. the best δ of the grid, and log10 c there
     exponent = refined(exponents, row, at)
     factor = _between(exponents, factors[which].tolist(), at, exponent)
-    if trained is not None and not surely_better(scores[which, at], scores[which, -1], SURE):
-        samples = int(scores[which, -1].count_nonzero())  # of which some target is known
-        by_training = math.log10(trained[1] / noise)
-        exponent, factor = every[-1], (samples * float(factors[which, -1]) + by_training) / (samples + 1)
+    own, _ = _highest(scores[:, -1:].mean(-1))
+    if trained is not None and not surely_better(scores[which, at], scores[own, -1], SURE):
+        # 3. λ of the training data, with the best posterior there, and log c pulled to the noise of the training data
+        best, exponent, unit = posteriors[own], every[-1], math.log10(noise)
+        factor = _pulled(unit + float(factors[own, -1]), trained, scores[own, -1]) - unit
     elif at in (0, len(exponents) - 1):
         _warn_of_edge(best, exponents, row, at, exponent - factor)
+    # 4. (δ, σ²) -> (δ/c, c σ²)
     return best.at(torch.full_like(best.prior.precision, 10 ** (exponent - factor)), noise * 10**factor)
+
+
+def _pulled(exponent: float, trained: tuple[float, float] | None, scores: Tensor) -> float:
+    """Returns log10 σ², pulled towards its value by the training data with the weight of one sample.
+
+    A few held-out samples, with these scores, may all have small residuals.
+    """
+    samples = int(scores.count_nonzero())  # of which some target is known
+    return exponent if trained is None else (samples * exponent + math.log10(trained[1])) / (samples + 1)
 
 
 def _highest(table: Tensor) -> tuple[int, int]:
@@ -258,12 +282,14 @@ def _sharpened(
 
     A wider spread could make up for means that are too sharp.
     """
-    scores = sample_scores([best], candidates, loader, SHARP, aim)[0]  # (points, temperatures, N)
+    # 1. the best T < 1 without spread, at the largest δ: (points, temperatures, N)
+    scores = sample_scores([best], candidates, loader, SHARP, aim)[0]
     line = scores[-1].mean(-1, dtype=torch.float64).nan_to_num(-math.inf)
     place, last = int(line.argmax()), len(scores) - 1
     best = replace(best, likelihood=best.likelihood.with_logit_temperature(10 ** refined(SHARP, line.tolist(), place)))
     if not exponents:
         return best
+    # 2. the smallest δ at which the spread changes log probabilities by at most `FAINT`
     changes = (scores[:, place] - scores[last, place]).abs().mean(-1, dtype=torch.float64).tolist()
     at = next(i for i, change in enumerate(changes) if change <= (FAINT if tolerance else 0.0))
     if changes[at] < PLATEAU and at > 0:  # the widest spread is no spread that was switched off
@@ -274,11 +300,11 @@ def _sharpened(
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     """Returns the mean squared residual of held-out data, the noise variance at which the search starts."""
     summary = DataSummary()
-    for inputs, targets, _ in checked_batches(posterior.model, tracked(loader, "residuals of held-out data")):
-        summary.add(posterior.likelihood, **Batch(posterior.tangent, inputs, targets, 0).rows())
+    for samples in checked(map(Samples.of, tracked(loader, "residuals of held-out data")), posterior.tangent.device):
+        summary.add(posterior.likelihood, **Batch.of(posterior.tangent, samples).rows())
     residual = posterior.likelihood.residual_variance(summary.statistics) if summary.samples else None
     if residual is None:
-        raise no_batch()
+        raise no_batch_error()
     dtype = posterior.tangent.dtype
     if residual > torch.finfo(dtype).max:
         raise LapwingError(

@@ -1,113 +1,28 @@
-"""The contract of a tuning, and `Evidence`: prior precision and noise variance by the evidence."""
+"""`Evidence`: prior precision and noise variance by the evidence."""
 
 from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
-from ..data import batches
-from ..data.loaders import other_size
-from ..data.progress import tracked
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
-from ..options import Options, number, option
+from ..options import number, option
 from ..posterior import Posterior
+from ..posterior.tuned import Training, Tuning
 from .search import ascend, best_of_grid, golden_section
 
 log = logging.getLogger("lapwing")
 
 LOWEST, HIGHEST = -8.0, 10.0  # searched decades of the prior precision; see `_decades`
-BEYOND = 5.0  # decades by which an ascent may leave that range and come back: at an end of it the slope would be 0
-
-
-@dataclass(frozen=True)
-class Training:
-    """Inputs of a tuning, in addition to the posterior.
-
-    `prefixes` are posteriors of the first n samples, by rising n, if the tuning sets `Tuning.prefixes`; with
-    `data_size`, also the unscaled posterior of all samples.
-    """
-
-    loader: Iterable[Any] = ()  # training data
-    prefixes: tuple[Posterior, ...] = ()
-    shown: int | None = None  # number of samples of the loader, if known; the posterior may be of fewer
-    chosen: bool = False  # whether the loader holds only the samples that the tuning reads: `Tuning.training_samples`
-
-
-def spread_batches(
-    training: Training, limit: int, posterior: Posterior, before: Sequence[int] | None = None
-) -> Iterator[batches.Weighted]:
-    """Yields batches on the posterior's device, spread evenly over the training data, `limit` samples in all.
-
-    `before` holds the sizes of the batches of the processes before this one; None means a single process. Raises if the
-    loader has no samples, or another number of samples than the fit read.
-    """
-    device, shown = posterior.tangent.device, training.shown
-    if training.chosen:
-        yield from (batches.plain(part, device) for part in training.loader)
-        return
-    whole = shown or posterior.samples
-    start = taken = 0
-
-    def count(size: int) -> int:
-        """Returns the number of samples that are read from the next batch."""
-        return min(size, limit - taken) if taken < limit and taken * whole <= start * limit else 0
-
-    for size in before or ():
-        taken, start = taken + count(size), start + size
-    if taken >= limit:
-        return
-    for batch in tracked(training.loader, "training data for the tuning"):
-        inputs, targets = batches.split(batch)
-        weights = batches.weights_of(batch, device)
-        size = batches.size(inputs)
-        some = count(size)
-        if some:
-            if some < size:  # every (size // some)-th sample
-                rows = slice(0, some * (size // some), size // some)
-                inputs, targets = batches.take(inputs, rows), targets[rows]
-                weights = None if weights is None else weights[rows]
-            taken += some
-            yield batches.Weighted(batches.plain(inputs, device), batches.plain(targets, device), weights)
-        start += size
-        if taken >= limit:
-            return
-    if before is None and (not taken or (shown == posterior.samples and start != whole)):
-        raise other_size(start, "to the tuning", posterior.samples)
-
-
-class Tuning(Options, ABC):
-    """Chooses prior precision and noise variance if the user gave none."""
-
-    prefixes: int = 0
-    """Number of first parts of the data (a half, a quarter, ...) whose posteriors the tuning needs."""
-
-    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Whether the tuning reads the lower bound of the evidence, if δ or σ² is open."""
-        return prior_open or noise_open
-
-    def check(self, method: Method, shape: FitShape) -> None:
-        """Raises a LapwingError if the tuning cannot tune the method. `lw.fit` and `lw.plan` call it first."""
-
-    def training_samples(self, posterior: Posterior) -> int:
-        """Returns the maximum number of training samples that tuning this posterior reads.
-
-        In a fit over several processes, rank 0 tunes, and gets only these.
-        """
-        return 0
-
-    @abstractmethod
-    def tune(self, posterior: Posterior, training: Training) -> Posterior:
-        """Returns the tuned posterior. Values that the user gave are kept."""
+BEYOND = 5.0  # an ascent may leave that range by this many decades, for a slope at its ends; its result is clamped
 
 
 @dataclass(frozen=True)
@@ -134,6 +49,7 @@ class Evidence(Tuning):
         Evidence(per_layer=True, rank_gap=None)
     """
 
+    tunes_updates: ClassVar[bool] = True
     per_layer: bool = False
     rank_gap: float | None = option(None, number(0), write="1.0")
 
@@ -143,15 +59,15 @@ class Evidence(Tuning):
     def check(self, method: Method, shape: FitShape) -> None:
         footprint = None if self.rank_gap is None else method.footprint(shape)
         if footprint is not None and method.can_change_prior and footprint.rank is None:
-            raise without_rank("rank_gap", self.rank_gap, repr(method))
+            raise no_rank_error("rank_gap", self.rank_gap, repr(method))
 
     @outside_modes
-    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:
+    def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         best, covariance = self._tuned(posterior), posterior.covariance
         if self.rank_gap is None:
             return best
         if not has_rank(covariance):
-            raise without_rank("rank_gap", self.rank_gap, str(posterior.method))
+            raise no_rank_error("rank_gap", self.rank_gap, str(posterior.method))
         enough = _value(best) - self.rank_gap
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:
@@ -178,7 +94,7 @@ class Evidence(Tuning):
         return posterior.at(precision, noise)
 
 
-def without_rank(option: str, value: Any, method: str) -> LapwingError:
+def no_rank_error(option: str, value: Any, method: str) -> LapwingError:
     """Returns the error for an option of a tuning that only subspaces have."""
     return LapwingError(
         f"{option}={value} needs a subspace, and {method} has no rank. Leave {option} out, or fit lw.ELLA(rank=20)."
@@ -201,6 +117,7 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
     noise = posterior.likelihood.residual_variance(posterior.statistics) if open_noise else posterior.noise_variance
     if not (open_prior or open_noise):
         return precision, noise
+    # 1. the best δ of a grid at the σ² of the residuals, or by golden sections if σ² is given
     ranges, starts = [], []
     low, high = _decades(noise)
     if open_prior:
@@ -225,10 +142,12 @@ def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | Non
             return evidence(10**deltas, variance)
         return evidence(precision, variance, 10 ** deltas[0] if open_prior else 1.0)
 
+    # 2. an ascent in log10 δ and log10 σ² from there
     point = torch.tensor(starts, dtype=torch.float64, device=precision.device)
     if open_noise:
         point = ascend(value, point, *zip(*ranges, strict=True))
     if open_prior:
+        # 3. another one in log10 δ of all blocks
         blocks = len(precision)
         if per_layer and blocks > 1:
             point = torch.cat([point[:1].expand(blocks), point[1:]])

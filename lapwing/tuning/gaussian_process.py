@@ -15,8 +15,9 @@ from .search import ascend, best_of_grid, evenly
 
 RANGE = (-10.0, 6.0)  # searched decades of δσ², relative to the mean eigenvalue of the kernel
 ROUNDING = 1e-12  # ridge of the equations for the constants, of which some may have no known target
-MAX_EXPLAINED = 0.9  # maximum part of the targets, without copies, that the weights explain
-FAR, FEW = 100.0, 0.1  # multiple of the median variance above which a sample is far; maximum part that is left out
+MAX_EXPLAINED = 0.9  # the weights explain at most this fraction of the targets, of which copies count once
+FAR_VARIANCE = 100.0  # a sample is far from all others if its left-out variance exceeds this many medians
+MAX_FAR_PART = 0.1  # far samples are left out of means if they are at most this fraction of all
 
 
 @dataclass(frozen=True)
@@ -24,32 +25,33 @@ class LeaveOneOut:
     """The exact Gaussian process of the linearised network on some training samples, at its own best δ and σ².
 
     The width s is the mean variance, or the mean squared error if it is larger, of a target that all other of the N
-    samples predict. A few samples that are far from all others, whose own targets decide their predictions (`FAR`), are
-    not in the mean. The training variance is `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior, which has seen them.
+    samples predict. A few samples that are far from all others (`FAR_VARIANCE`), whose own targets decide their
+    predictions, are not in the mean. The training variance is `σ² + mean_n J_n Σ J_nᵀ` of the exact posterior, which
+    has seen them.
     """
 
     width: float
     variance: float  # mean variance by the n samples of the kernel
     training_variance: float
-    curve: float  # width by N samples, divided by the width by n
+    learning_ratio: float  # width by N samples, divided by the width by n
     precision: float
     noise_variance: float
     samples: int
     weights: int
-    explained: float = 0.0  # number of targets that the weights explain, divided by the number of all targets
-    drawn: float = 0.0  # mean variance at the δ and σ² of a posterior of exact draws; 0 for other posteriors
+    share_explained: float = 0.0  # number of targets that the weights explain, divided by the number of all targets
+    variance_of_draws: float = 0.0  # mean variance at the δ and σ² of exact draws; 0 for other posteriors
 
-    def unseen(self, training_variance: float) -> float:
-        """Returns the width of a posterior's predictions of unseen targets, at this δ and σ², by its training variance.
+    def width_at_unseen_inputs(self, training_variance: float) -> float:
+        """Estimates the variance of a posterior's predictions at unseen inputs from its variance at training inputs.
 
-        The exact posterior is wider at unseen inputs than at seen ones. A posterior that is wider at seen inputs, such
-        as KFAC, has a quarter of this difference, on a logarithmic scale (measured). One that leaves out directions is
-        about as wide everywhere.
+        Both are at this δ and σ². The exact posterior is wider at unseen inputs than at seen ones. A posterior that is
+        wider at seen inputs, such as KFAC, has a quarter of this difference, on a logarithmic scale (measured). One
+        that leaves out directions is about as wide everywhere.
         """
-        if self.curve == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
+        if self.learning_ratio == 1 and abs(training_variance / self.training_variance - 1) < 1e-3:
             return self.variance
-        if self.curve * self.training_variance < training_variance < self.curve * self.variance:
-            return training_variance**0.75 * (self.curve * self.variance) ** 0.25
+        if self.learning_ratio * self.training_variance < training_variance < self.learning_ratio * self.variance:
+            return training_variance**0.75 * (self.learning_ratio * self.variance) ** 0.25
         return training_variance
 
 
@@ -69,9 +71,11 @@ class Process:
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs that are left out together: for each size k, indices (G, k), and which of them count (G, k)."""
+        # 1. the different rows of `same`, one per group (G, n), and the group of each sample (n,)
         distinct, group_of = self.same.unique(dim=0, return_inverse=True)
         times = len(self.labels) // len(self.same)  # number of consecutive pairs of a sample
         sizes, inside = distinct.sum(1), torch.arange(times, device=self.same.device)
+        # 2. for groups of the same size: their samples, and the pairs of these, which are consecutive
         groups = []
         for size in sizes.unique().tolist():
             of_size = (sizes == size).nonzero()
@@ -90,9 +94,11 @@ class Process:
 
         A constant that the weights can produce is about the labels' mean; one that they cannot produce is about 0.
         """
+        # 1. C⁻¹A (M, C) in the eigenbasis, AᵀC⁻¹A (C, C) and AᵀC⁻¹r (C,)
         labels, constants = self.rotated
         whitened = constants / spectrum.detach()[:, None]  # the evidence has no slope in the likeliest constants
         gram, moments = constants.T @ whitened, whitened.T @ labels
+        # 2. b = (AᵀC⁻¹A)⁻¹AᵀC⁻¹r (C,), from a matrix with a diagonal of ones and a ridge; r - A b (M,)
         size = gram.diagonal().clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
         gram = size[:, None] * gram * size + ROUNDING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         return labels - constants @ (size * torch.linalg.solve(gram, size * moments))
@@ -109,21 +115,27 @@ class Process:
 
     def at(self, log10: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the eigenvalues of `δC`, the best 1/δ for them, and the centred labels."""
+        # 1. the kernel plus δσ², B = δC
         spectrum = self.values + self.unit * 10**log10
         labels = self.centred(spectrum)
+        # 2. d/dx [rᵀB⁻¹r/x + Σw log x] = 0 at x = 1/δ = rᵀB⁻¹r/Σw
         return spectrum, ((labels.square() / spectrum).sum() / self.total).clamp_min(1e-24), labels  # 0 if all are 0
 
     def evidence(self, log10: Tensor) -> Tensor:
         """Returns the log marginal likelihood, up to a constant."""
+        # 1. log N(r; 0, C) of the M pairs
         spectrum, scale, labels = self.at(log10)
         fit = -0.5 * (labels.square() / (scale * spectrum) + (scale * spectrum).log()).sum()
-        more = self.total - len(self.counts)  # number of targets that have no row
-        return fit - 0.5 * more * (scale * self.unit * 10**log10).log() if more else fit
+        # 2. w copies have a row for their mean, and w - 1 differences of variance σ² that are 0
+        without_row = self.total - len(self.counts)  # number of targets
+        return fit - 0.5 * without_row * (scale * self.unit * 10**log10).log() if without_row else fit
 
     def lowest(self) -> float:
         """Returns the first grid point of log10 at which the weights explain at most `MAX_EXPLAINED` of the targets."""
+        # 1. tr K(K + δσ²)⁻¹ / Σw at each point of the grid, falling
         grid = evenly(*RANGE, 65)
         explained = [float((self.values / (self.values + self.unit * 10**end)).sum()) / self.total for end in grid]
+        # 2. the part of the targets that are not copies: a group of copies counts as one sample
         copies = self.counts.unflatten(0, (len(self.same), -1)).amax(1)
         single = copies / (self.same.to(copies.dtype) @ copies).clamp_min(1.0)
         limit = MAX_EXPLAINED * float(single.sum() / copies.sum())  # copies count once
@@ -138,25 +150,31 @@ class Process:
 
     def left_out(self, log10: Tensor, size: float, inverse: float | None = None) -> LeaveOneOut:
         """Returns the leave-one-out predictions for N = `size` samples, at the best 1/δ or at `inverse`."""
+        # 1. C and σ², with K + δσ² = δC
         spectrum, scale, labels = self.at(log10)
         scale = scale if inverse is None else log10.new_tensor(inverse)
         noise = float(scale * self.unit * 10**log10)
         spectrum = scale * spectrum
+        # 2. mean left-out variance and squared error, by n samples
         variance, error = self._means(noise, *self._moments(spectrum, labels))
-        more = self.outputs_per_pair * size / len(self.same)
-        curve = learning_curve(scale * self.values, noise, more, self.total)
+        # 3. the ratio of the learning curve at all targets of N samples to that at the targets of the kernel
+        growth = self.outputs_per_pair * size / len(self.same)
+        ratio = learning_curve(scale * self.values, noise, growth, self.total)
+        # 4. σ² + mean diag(k - k C⁻¹k) for k = K/δ = C - σ²: σ² (1 + tr(k C⁻¹)/Σw), and tr(k C⁻¹) = M - σ² tr C⁻¹
         training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
         return LeaveOneOut(
-            curve * max(variance, error), variance, training_variance, curve, 1 / float(scale), noise,
-            len(self.same), self.weights, (training_variance / noise - 1) / more,
+            ratio * max(variance, error), variance, training_variance, ratio, 1 / float(scale), noise,
+            len(self.same), self.weights, (training_variance / noise - 1) / growth,
         )  # fmt: skip
 
     def _moments(self, spectrum: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns variances and squared errors (M,) of targets that are left out, by C and labels in its eigenbasis."""
+        # 1. C⁻¹r (M,), and a root of C⁻¹ (M, M)
         root = self.vectors / spectrum.sqrt()  # root rootᵀ = C⁻¹
         weighted = self.vectors @ (labels / spectrum)
         variances, errors = torch.zeros_like(labels), torch.zeros_like(labels)
         for rows, counted in self.groups:
+            # 2. V_I = ([C⁻¹]_II)⁻¹ (G, k, k) and e_I = V_I [C⁻¹r]_I for the pairs I that are left out together
             part = root[rows]  # (G, k, M)
             left = torch.linalg.inv(part @ part.mT)
             variances[rows[counted]] = left.diagonal(dim1=1, dim2=2)[counted]
@@ -165,10 +183,12 @@ class Process:
 
     def _means(self, noise: float, variances: Tensor, errors: Tensor) -> tuple[float, float]:
         """Returns the mean variance and squared error per target, from pairs (M,), without a few far samples."""
+        # 1. for each sample Σ w, Σ w v and Σ w e² over its pairs; rows were multiplied by √w
         parts = [part.unflatten(0, (len(self.same), -1)).sum(1) for part in (self.counts, variances - noise, errors)]
         widths = noise + parts[1] / parts[0].clamp_min(ROUNDING)  # mean variance of a target of each sample (n,)
-        far = widths > FAR * widths.median()
-        if self.outputs_per_pair == 1 and far.double().mean() <= FEW:
+        # 2. means over the samples that are not far
+        far = widths > FAR_VARIANCE * widths.median()
+        if self.outputs_per_pair == 1 and far.double().mean() <= MAX_FAR_PART:
             parts = [part[~far] for part in parts]
         count, spread, error = (float(part.sum()) for part in parts)
         return noise + spread / count, error / count
@@ -182,6 +202,7 @@ def learning_curve(values: Tensor, noise_variance: float, factor: float, total: 
     """
     if factor <= 1:
         return 1.0
+    # bisection: the right side is concave in κ and positive at 0, so it exceeds κ only below the solution
     widths = []
     for more in (factor, 1.0):
         low, high = noise_variance, noise_variance + float(values.sum()) / total

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..covariance import Latent, has_positions, has_prior, without_spread
 from ..covariance.terms import MarginalTerm
-from ..data import batches
 from ..data.progress import tracked
+from ..data.samples import Samples
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
-from ..likelihoods.targets import any_counts, no_targets
+from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
 from ..methods.temperature_scaling import refined
 from ..network.positions import EXACT_OUTPUTS
@@ -29,8 +29,8 @@ from ..tangent import RandomCotangents, Record, Tangent
 from .search import evenly
 
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
-WIDTH_OUTPUTS = 200  # maximum number of outputs of an input, over all positions, that are all used for a mean variance
-HEADS = evenly(-2.0, 2.0, 41)  # candidates for log10 T of a head, and of its σ² over the one in the curvature
+WIDTH_OUTPUTS = 200  # of an input with more outputs, over all positions, a mean variance uses some positions
+HEADS = evenly(-2.0, 2.0, 41)  # candidates for log10 of T of a head, or of its σ² over the σ² in the curvature
 PROBES = 16  # random combinations of the outputs of a sample, if more than 1 000 outputs need a backward pass each
 
 Candidates = Callable[[Posterior], list[Posterior]]
@@ -46,19 +46,20 @@ def sample_scores(
 ) -> Tensor:  # fmt: skip
     """Returns the log likelihood of each held-out sample that counts, (posteriors, candidates, K, N).
 
-    Samples are as in `contracted`, and labels have the pseudo-row of `_ScoreTable`. K is the number of `temperatures`,
-    values of log10 T, or of `noises`, values of σ² at the same covariance; () uses only the candidate's own.
+    Samples are as in `candidate_latents`, and labels have the pseudo-row of `_ScoreTable`. K is the number of
+    `temperatures`, values of log10 T, or of `noises`, values of σ² at the same covariance; () uses only the candidate's
+    own.
     """
     table = _ScoreTable(aim, noises)
-    for place, candidate, latent, labels, _ in contracted(
-        posteriors, candidates, tracked(loader, "held-out data"), copies=max(1, len(temperatures)), aim=aim
+    for place, candidate, latent, labels, _ in candidate_latents(
+        posteriors, candidates, tracked(loader, "held-out data"), latents_in_memory=max(1, len(temperatures)), aim=aim
     ):
         latents = [latent.tempered(10**exponent) for exponent in temperatures] or [latent]
         table.add(place, candidate.likelihood, latent.mean, latents, labels)
-    joined = table.joined()
+    scores = table.scores()
     if not table.known:
-        raise no_targets("held-out targets")
-    return joined.unflatten(0, (len(posteriors), -1))
+        raise no_targets_error("held-out targets")
+    return scores.unflatten(0, (len(posteriors), -1))
 
 
 def head_scores(
@@ -71,8 +72,8 @@ def head_scores(
     """
     joint: Any = posteriors[0].likelihood
     tables = {key: _ScoreTable(every=True) for key in joint.keys}
-    for place, _, latent, labels, _ in contracted(
-        posteriors, candidates, tracked(loader, "held-out data"), copies=len(HEADS)
+    for place, _, latent, labels, _ in candidate_latents(
+        posteriors, candidates, tracked(loader, "held-out data"), latents_in_memory=len(HEADS)
     ):
         targets = joint.by_key(labels, latent.mean.shape[-1])
         for key, head in joint.likelihoods.items():
@@ -86,11 +87,11 @@ def head_scores(
             tables[key].add(place, head, part.mean, parts, targets[key])
     profile: Any = 0.0
     any_known = any(table.known for table in tables.values())
-    best = [joint.head_numbers for _ in tables[joint.keys[0]].joined()]
+    best = [joint.head_numbers for _ in tables[joint.keys[0]].scores()]
     for key, table in tables.items():
-        scores, noise = table.joined(), joint.estimated.get(key)
+        scores, noise = table.scores(), joint.estimated.get(key)
         if not any_known or (not table.known and len(scores[0]) > 1):
-            raise no_targets(f"held-out targets {key!r}")
+            raise no_targets_error(f"held-out targets {key!r}")
         means = scores.mean(-1, dtype=torch.float64)  # (posteriors * candidates, K)
         low = HEADS.index(0.0) if noise is None and len(means[0]) > 1 else 0  # T >= 1
         profile = profile + scores[torch.arange(len(scores)), low + means[:, low:].argmax(-1)]
@@ -134,31 +135,31 @@ class _ScoreTable:
             self._uniform[place] = self._uniform.get(place, 0.0) + torch.stack([each, torch.ones_like(each)], 1).sum(2)
         self._rows.setdefault(place, []).append((scores if self._every else scores[:, rows]).cpu())
 
-    def joined(self) -> Tensor:
+    def scores(self) -> Tensor:
         """Returns the scores of all held-out samples (candidates, K, N); raises without samples."""
-        scores = _joined(self._rows)
+        scores = _concatenated(self._rows)
         if self._uniform:  # an equal part for each sample, so that paired differences keep their standard errors
             sums, numbers = torch.stack([sums for _, sums in sorted(self._uniform.items())]).unbind(2)
             scores += (sums / numbers.clamp_min(1) / scores.shape[-1]).to(scores)[..., None]
         return scores
 
 
-def _joined(rows: Rows) -> Tensor:
+def _concatenated(rows: Rows) -> Tensor:
     """Returns the scores of all held-out samples (candidates, K, N) from parts (K, N_part); raises without samples."""
     if not rows:
-        raise no_batch()
+        raise no_batch_error()
     return torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
 
 
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list[float]:
     """Returns the costs of the posteriors' spread, the mean of `log p(y_n|f_n) - log p(y_n|N(f_n, V_n))` in nats.
 
-    The mean is over samples as in `contracted`, with their weights, without those that do not count. A cost is negative
-    if the spread helps.
+    The mean is over samples as in `candidate_latents`, with their weights, without those that do not count. A cost is
+    negative if the spread helps.
     """
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, certain, every = None, torch.empty(0), torch.empty(0)
-    for (i, _), posterior, latent, labels, weights in contracted(posteriors, lambda one: [one], loader):
+    for (i, _), posterior, latent, labels, weights in candidate_latents(posteriors, lambda one: [one], loader):
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
@@ -180,30 +181,35 @@ def width_scores(
     are at least the rounding error of the targets, as in `Gaussian.residual_variance`. Computed in float64.
     """
     rows: Rows = {}
-    for place, candidate, latent, labels, _ in contracted(posteriors, candidates, tracked(loader, "held-out data")):
+    batches_read = tracked(loader, "held-out data")
+    for place, candidate, latent, labels, _ in candidate_latents(posteriors, candidates, batches_read):
         latent = latent.compact(covariances=latent.mean.shape[1] > 1)
+        # 1. log N(y; f, S) at y = f, and rᵀS⁻¹r = 2 (that - log N(y; f, S)), (B,)
         prediction, labels = candidate.likelihood.predict(latent), labels.to(latent.mean.device)
         holes = labels.reshape(latent.mean.shape).isnan()  # missing targets, if the likelihood allows them
         volume = prediction.log_prob(torch.where(holes, torch.nan, latent.mean))  # at r = 0
         squares = 2 * (volume - prediction.log_prob(labels))
         sizes = doubled(labels).nan_to_num().reshape(latent.mean.shape).square().sum(-1)
         rows.setdefault(place, []).append(torch.stack([volume, squares, (~holes).sum(-1), sizes]).cpu())
-    joined = _joined(rows)
-    volume, squares, counts, sizes = joined.unflatten(0, (len(posteriors), -1)).unbind(2)  # (posteriors, candidates, N)
+    # 2. of all samples, with the number k of known targets and |y|²
+    table = _concatenated(rows).unflatten(0, (len(posteriors), -1))
+    volume, squares, counts, sizes = table.unbind(2)  # (posteriors, candidates, N)
     known = counts.sum(-1, keepdim=True)
+    # 3. the rounding error of a target, over |S|^(1/k) from log N = -(k log 2π + log|S|)/2: at least this rᵀS⁻¹r/k
     rounding = ROUNDING * sizes.sum(-1, keepdim=True) / known
     rounding = torch.where(rounding > 0, rounding, ROUNDING)
     least = 2 * math.pi * (2 * volume / counts.clamp_min(1)).exp() * rounding  # over the geometric mean variance
+    # 4. c = Σ rᵀS⁻¹r / Σ k, and log N(y; f, c S) = log N(y = f; f, S) - (rᵀS⁻¹r/c + k log c)/2
     factor = squares.maximum(counts * least).sum(-1, keepdim=True) / known
     return volume - (squares / factor + counts * factor.log()) / 2, factor.squeeze(-1).log10()
 
 
-def contracted(
+def candidate_latents(
     posteriors: Sequence[Posterior],
     candidates: Candidates,
     loader: Iterable[Any],
     reads: Reads | None = None,
-    copies: int = 1,
+    latents_in_memory: int = 1,
     aim: Aim = DEFAULT_AIM,
 ) -> Iterator[tuple[Place, Posterior, Latent, Tensor, Tensor | None]]:
     """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights.
@@ -221,18 +227,17 @@ def contracted(
     reads = reads or first.likelihood.reads(tangent.outputs)
     groups = _contraction_groups(posteriors)
     scratch = _numbers_per_sample(tangent, posteriors, len(candidates(first)), reads)
-    scratch += 4 * copies * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
+    scratch += 4 * latents_in_memory * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
     probes = _probes(first, tangent) if aim.link is None else None
     marginal = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
-            inputs, targets = batches.split(batch, tangent.device)
+            samples = Samples.of(batch).to(tangent.device)
             dtype = first.covariance.record_dtype
-            records = tangent.records(inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
+            records = tangent.records(samples.inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
             for part, record in records:
-                places = tangent.positions.places(len(targets), record.sizes)
-                labels = places.targets(targets, tangent.outputs)[part]
-                weights = batches.weights_of(batch, record.device)
+                places = tangent.positions.places(len(samples.targets), record.sizes)
+                labels, weights = places.targets(samples.targets, tangent.outputs)[part], samples.weights
                 weights = None if weights is None else weights.repeat_interleave(places.count)[part]
                 first.likelihood.check(record.outputs, labels)
                 labels = labels.to(record.device)
@@ -247,18 +252,19 @@ def contracted(
 def _by_way(
     posteriors: Sequence[Posterior], candidates: Candidates, loader: Iterable[Any], via: Way
 ) -> Iterator[tuple[Place, Posterior, Any, Tensor, None]]:
-    """Yields as `contracted`, with latents by another way: one prediction for each candidate.
+    """Yields as `candidate_latents`, with latents by another way: one prediction for each candidate.
 
     Draws of two candidates have the same random numbers, because each way has a seed. They are float64, in which
     densities at very wide draws do not lose all digits. Draws that are not finite have a score of NaN.
     """
     for batch in loader:
-        inputs, targets = batches.split(batch, posteriors[0].tangent.device)
+        samples = Samples.of(batch).to(posteriors[0].tangent.device)
         for i, posterior in enumerate(posteriors):
             for j, one in enumerate(candidates(posterior)):
-                latent: Any = latent_of_batch(one.tangent, one.covariance, inputs, via, False)
+                latent: Any = latent_of_batch(one.tangent, one.covariance, samples.inputs, via, False)
                 rows = latent.rows if has_positions(latent) else latent
-                labels = latent.places.targets(targets, rows.mean.shape[-1]) if has_positions(latent) else targets
+                labels = samples.targets
+                labels = latent.places.targets(labels, rows.mean.shape[-1]) if has_positions(latent) else labels
                 rows = rows if rows.draws is None else rows.compact(False)
                 yield (i, j), one, rows, labels.to(rows.mean.device), None
 
@@ -276,7 +282,7 @@ def tangent_of_samples(posterior: Posterior) -> Tangent:
     return tangent.with_joined_positions() if few and joins else tangent
 
 
-def no_batch() -> LapwingError:
+def no_batch_error() -> LapwingError:
     """Returns the error for held-out data without a sample."""
     return LapwingError(
         "The loader of validation data shows no batch. Write lw.Validation([(x_val, y_val)]), with held-out batches in "
@@ -286,7 +292,7 @@ def no_batch() -> LapwingError:
 
 def means_over_samples(
     posteriors: Sequence[Posterior],
-    parts: Iterable[batches.Weighted],
+    parts: Iterable[Samples],
     function: Callable[[Posterior, Tensor], Tensor] = lambda _, variance: variance,
 ) -> list[float]:
     """Returns the weighted mean of a function of a posterior and its variances `J_n Σ J_nᵀ` (B, C), for each posterior.
@@ -295,7 +301,8 @@ def means_over_samples(
     inputs with more than `WIDTH_OUTPUTS` outputs. The posteriors may differ only in prior and noise.
     """
     totals, counts = torch.zeros(2, len(posteriors), dtype=torch.float64)
-    for (i, _), posterior, latent, labels, weights in contracted(posteriors, lambda one: [one], parts, "variances"):
+    latents = candidate_latents(posteriors, lambda one: [one], parts, "variances")
+    for (i, _), posterior, latent, labels, weights in latents:
         mean, likelihood = latent.mean, posterior.likelihood
         factors = curvature_weights(likelihood, mean, labels, weights)
         every = torch.ones_like(mean) if factors is None else factors.expand_as(mean)
@@ -320,7 +327,7 @@ def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}  # by the first index of each group
     for i, posterior in enumerate(posteriors):
         covariance: Any = posterior.covariance
-        first = next((j for j in groups if covariance.is_contracted_with(posteriors[j].covariance)), i)
+        first = next((j for j in groups if covariance.shares_contraction_with(posteriors[j].covariance)), i)
         groups.setdefault(first, []).append(i)
     return list(groups.values())
 

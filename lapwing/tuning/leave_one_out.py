@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..data import batches
+from ..data.samples import Samples
 from ..errors import LapwingError
 from ..network.eager import parameters_of
 from ..posterior import Posterior
@@ -21,15 +21,15 @@ from .training_kernel import process_of
 MAX_WEIGHTS = 1_000_000  # maximum number of trained weights for which all of them count
 MAX_MULTIPLY_ADDS = 2**33  # the same limit for the multiply-adds that form the Jacobian rows of all samples
 MAX_EXPLICIT_WEIGHTS = 1000  # and for weights without a layer family, whose rows need a backward pass per sample
-LOWEST_WIDTH = 0.5  # part of the mean squared residual below which s shows that the network was not trained to the end
-HIGHEST_RAISED = 0.0  # highest decade to which δσ² is raised, to fit as badly: the noise is as large as the kernel
+LOWEST_WIDTH = 0.5  # if s is below this fraction of the mean squared residual, training has not converged
+HIGHEST_RAISED = 0.0  # then log10 δσ² is raised at most to this: there the noise equals the mean eigenvalue
 
 log = logging.getLogger("lapwing")
 
 
 @torch.no_grad()
 def leave_one_out(
-    posterior: Posterior, parts: Sequence[tuple[Any, ...]], size: float | None = None, residual: float = 0.0
+    posterior: Posterior, parts: Sequence[Samples], size: float | None = None, residual: float = 0.0
 ) -> LeaveOneOut:
     """Returns `s = max(mean_n diag V_n, mean_n e_n²)`, `V_n = ([C⁻¹]_nn)⁻¹`, `e_n = V_n [C⁻¹ r]_n`, `C = JJᵀ/δ + σ²I`.
 
@@ -52,10 +52,10 @@ def leave_one_out(
 
     Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and its eigendecomposition, O(M³).
     """
-    parts = [part for part in parts if batches.size(part[0])]
-    samples = sum(batches.size(inputs) for inputs, *_ in parts)
+    parts = [part for part in parts if part.count]
+    samples = sum(part.count for part in parts)
     try:
-        tangent = _trained(posterior, parts[0][0], samples)
+        tangent = _trained(posterior, parts[0].inputs, samples)
         if tangent is not None:
             return _left_out(posterior, tangent, parts, size or samples, residual)
     except (LapwingError, RuntimeError) as error:  # from layers that the fit does not treat
@@ -64,21 +64,24 @@ def leave_one_out(
 
 
 def _left_out(
-    posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]], size: float, residual: float
+    posterior: Posterior, tangent: Tangent, parts: Sequence[Samples], size: float, residual: float
 ) -> LeaveOneOut:
     """Returns the result of `leave_one_out` for the weights of a tangent."""
+    # 1. the δσ² of highest evidence
     process = process_of(posterior, tangent, parts)
     log10 = process.best()
     result, end = process.left_out(log10, size), log10.new_tensor(HIGHEST_RAISED)
+    # 2. if s is too small for the residual: the smallest δσ² at which it is not, by bisection
     if log10 < end and result.width < LOWEST_WIDTH * residual:
         for _ in range(10):
             middle = (log10 + end) / 2
             result = process.left_out(middle, size)
             log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
+    # 3. for exact draws, the variance of left-out targets at their own δ and σ²
     if posterior.covariance.distinct_draws and posterior.noise_variance:
         delta = float(posterior.prior.precision.mean())
         own = math.log10(posterior.noise_variance * delta / process.unit)
-        result = replace(result, drawn=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
+        result = replace(result, variance_of_draws=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
     return result
 
 

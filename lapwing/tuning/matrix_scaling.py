@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..covariance import Latent
 from ..posterior import Posterior
-from .held_out import contracted
+from .held_out import candidate_latents
 from .search import ascend
 
 log = logging.getLogger("lapwing")
@@ -24,7 +24,7 @@ PAYS = 0.5
 """Standard errors by which the predictions of left-out folds must be better than without a map."""
 MOST_OUTPUTS = 100
 """Maximum number of outputs, since the map has C (C + 1) entries."""
-LARGEST = 30.0
+LARGEST_ENTRY = 30.0
 """Largest size of an entry of the map."""
 
 
@@ -38,7 +38,7 @@ def matrix_scaled(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
     parts, targets = [], []
     if likelihood.logit_map:
         return posterior
-    for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader, "covariances"):
+    for _, _, latent, labels, _ in candidate_latents([posterior], lambda one: [one], loader, "covariances"):
         counted = likelihood.labelled(labels)
         rows = torch.arange(len(labels)).to(labels.device) if counted is None else counted.nonzero().flatten()
         parts.append(latent.compact(covariances=True).taken(rows))
@@ -59,6 +59,7 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
     separate penalties. λ by cross-validation, and the spread of the logits, are lapwing's.
     """
     latent, plain = likelihood.tempered(latent), likelihood.with_logit_temperature(None)
+    # 1. penalties (C, C + 1): s² on D, √C s² on R, 1 on b; R is fixed at 0 for sigmoids
     size, count = latent.mean.shape[1], len(labels)
     identity = torch.eye(size, size + 1).to(latent.mean)
     centred = latent.mean - latent.mean.mean(-1, keepdim=True) if likelihood.activation == "softmax" else latent.mean
@@ -76,8 +77,9 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
         def score(point: Tensor) -> Tensor:
             return (scores(point, rows).sum() - strength / 2 * (weights.flatten() * point.square()).sum()) / len(rows)
 
-        return ascend(score, start, [-LARGEST] * len(start), [LARGEST] * len(start))
+        return ascend(score, start, [-LARGEST_ENTRY] * len(start), [LARGEST_ENTRY] * len(start))
 
+    # 2. for each λ the mean gain of left-out folds, minus `PAYS` standard errors
     every, none = torch.arange(count).to(labels.device), torch.zeros_like(identity).flatten()
     fold = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(labels.device) % FOLDS
     without, points, table = scores(none, every).detach(), [none] * FOLDS, []
@@ -92,6 +94,7 @@ def chosen_map(likelihood: Any, latent: Latent, labels: Tensor) -> tuple[float, 
     if not table or max(table) <= 0:
         log.info("Matrix scaling does not pay on the held-out data, and is left out.")
         return ()
+    # 3. the map of all samples at the best λ
     strength = STRENGTHS[table.index(max(table))]
     log.info("Matrix scaling gains at least %.2g nats per left-out sample, at strength %g.", max(table), strength)
     return tuple((identity + best(every, strength, none).reshape(size, -1) * free).flatten().tolist())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..covariance import has_prior
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.calling import output_tensor
@@ -17,14 +18,14 @@ from ..network.eager import parameters_of
 from ..network.entry import outside_modes
 from ..options import SEED, at_least, option
 from ..posterior import Posterior
+from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from ..tangent import Tangent
-from .evidence import Training, Tuning, spread_batches
 from .regression_width import SAMPLES, with_left_out_width
 from .training_kernel import table_of
 
 log = logging.getLogger("lapwing")
 
-RATE, BATCH, LOOK = 1e-2, 128, 50  # step size of Adam, samples of a step, and steps between two looks at the error
+COPY_RATE, COPY_BATCH, LOOK = 1e-2, 128, 50  # Adam: step size, samples of a step, steps between looks at the error
 PART = 0.2  # part of the samples that the copy is not trained on
 FIRST_SPREAD = 0.3  # standard deviation of the copy's first outputs, for targets of standard deviation 1
 TESTED_WEIGHTS = 40_000  # maximum number of trained weights of the networks that the method was measured on
@@ -83,13 +84,16 @@ class Refit(Tuning):
             return posterior
         return with_left_out_width(posterior, residual, training, SAMPLES, self._error)
 
+    def tunes_own_prior(self, posterior: Posterior) -> bool:
+        return not posterior.noise_fixed and not has_prior(posterior.covariance)
+
     def training_samples(self, posterior: Posterior) -> int:
         return self.samples
 
     def _error(self, posterior: Posterior, training: Training) -> float | None:
         """Returns Y, or None if no fresh copy can be made."""
         model = posterior.tangent.model
-        table = table_of(posterior, list(spread_batches(training, self.samples, posterior)))
+        table = table_of(posterior, list(evenly_spaced_batches(training, self.samples, posterior)))
         with torch.random.fork_rng([posterior.tangent.device] if posterior.tangent.device.type == "cuda" else []):
             torch.manual_seed(self.seed)
             fresh, kept = fresh_copy(model)
@@ -136,6 +140,7 @@ def error_of_copy(
     network errs about as much. Its outputs are shifted and scaled by constants, so that the scale of the targets does
     not matter. Returns None if there are too few rows.
     """
+    # 1. a fifth of the rows is held out
     count = max(1, round(PART * len(x)))
     held, seen = torch.randperm(len(x)).to(x.device).split([count, len(x) - count])
     if len(seen) < 2:
@@ -154,16 +159,19 @@ def error_of_copy(
     def error(some: Tensor) -> float:
         return float((w[some] * (y[some] - factor * look(some)).square()).sum() / w[some].sum())
 
+    # 2. mean and standard deviation of each target (C,)
     total = w.sum(0).clamp_min(torch.finfo(w.dtype).tiny)
     mean = (w * y).sum(0) / total
     scale = ((w * (y - mean).square()).sum(0) / total).sqrt()
+    # 3. the factor (C,) with which the first outputs have `FIRST_SPREAD` of this deviation, and y moved to their mean
     first = look(held)
     spread = first.std(0, correction=0)
     factor = FIRST_SPREAD * scale / torch.where(spread > 0, spread, FIRST_SPREAD)
     y = y - mean + factor * first.mean(0)
-    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], RATE)
+    # 4. Adam on mean (y - factor f)², in units of the variance
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], COPY_RATE)
     for step in range(1, steps + 1):
-        some = seen[torch.randint(len(seen), (min(BATCH, len(seen)),))]
+        some = seen[torch.randint(len(seen), (min(COPY_BATCH, len(seen)),))]
         optimiser.zero_grad()
         loss = (w[some] * (y[some] - factor * outputs(some)).square()).mean() / float(scale.square().mean() or 1.0)
         loss.backward()

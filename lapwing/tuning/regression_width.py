@@ -1,4 +1,7 @@
-"""The width of a regression without held-out data: leave-one-out predictions of the exact linearised model."""
+"""The width of a regression without held-out data: leave-one-out predictions of the exact linearised model.
+
+`docs/width.md` derives it, with the names of the functions and constants.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior
-from ..data import batches
+from ..data.samples import Samples
 from ..posterior import Posterior
-from .evidence import Training, spread_batches
+from ..posterior.tuned import Training, evenly_spaced_batches
 from .gaussian_process import LeaveOneOut
 from .held_out import WIDTH_OUTPUTS, means_over_samples
 from .input_process import width_by_inputs
@@ -23,15 +26,15 @@ log = logging.getLogger("lapwing")
 
 MIN_INPUTS = 20  # minimum number of inputs that are read, however many positions they have
 SAMPLES = 2000  # default of the maximum number of training samples that the width is computed from
-LOWEST_NOISE = 1e-6  # minimum of the noise variance, as a part of the width of predictions
-TOO_LITTLE_NOISE = 0.4  # share of the least noise variance (of the exact posterior) below which σ² is too small
-NOISE_OF_RESIDUAL = 0.5  # part of the mean squared residual that the least noise variance is, if this is larger
-RAISED = evenly(0.0, 4.0, 33)  # candidates for log10 of δ over its value at too small a noise variance
-NOISES = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, if the user gave the prior precision
+LOWEST_NOISE = 1e-6  # lower bound of σ², as a fraction of the width of predictions
+TOO_LITTLE_NOISE = 0.4  # σ² is too small below this fraction of `least`, the σ² of the exact posterior
+NOISE_OF_RESIDUAL = 0.5  # lower bound of `least`, as a fraction of the mean squared residual
+RAISED = evenly(0.0, 4.0, 33)  # factors (log10) by which δ may be raised if σ² was too small
+NOISES_AT_PRIOR = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, at a given prior precision
 
 NARROW, NARROW_BY_INPUTS, ABOVE_RESIDUAL = 1.5, 2.25, 6.0
-"""A width is too small if a yardstick exceeds `NARROW` times it (a Gaussian process on the inputs `NARROW_BY_INPUTS`
-times), and `ABOVE_RESIDUAL` mean squared residuals."""
+"""A width s is too small if a yardstick exceeds `NARROW` s (for a Gaussian process on the inputs, `NARROW_BY_INPUTS` s)
+and `ABOVE_RESIDUAL` mean squared residuals."""
 
 
 def inputs_read(posterior: Posterior, samples: int) -> int:
@@ -53,24 +56,32 @@ def with_left_out_width(
     At most `samples` samples are read, and `residual` is the mean squared one of all. The yardstick replaces s if s is
     far smaller; None only warns if a Gaussian process on the inputs shows that s may be too small.
     """
+    # 1. the exact model at its best δ*, σ*²
     exact, parts, size = _exact_model(posterior, residual, training, samples)
     warn_of_scales(posterior, parts)
-    width = max(exact.width, (1 + exact.explained) * residual)  # the network may fit worse than its linearised model
+    # 2. the width s, at least (1 + h) mean squared residuals if the weights explain h = γ/(N C) of the targets
+    width = max(exact.width, (1 + exact.share_explained) * residual)  # the network may fit worse than this model
     width = _checked_width(posterior, training, parts, size, width, residual, yardstick)
+    # 3. v = mean_n J_n Σ J_nᵀ of this posterior at δ*, σ*², its width u at unseen inputs, and c = s/u
     keeps_prior = posterior.prior.fixed or not has_prior(posterior.covariance)
     precision = torch.full_like(posterior.prior.precision, exact.precision)
     noise = exact.noise_variance
     start = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
     variance = means_over_samples([start], parts)[0]
-    factor = width / exact.unseen(noise + variance)
-    if exact.drawn:
-        noise = (posterior.noise_variance or 0.0) + max(width - exact.drawn, 0.0)
+    factor = width / exact.width_at_unseen_inputs(noise + variance)
+    if exact.variance_of_draws:
+        # 4. exact draws at their own δ, σ²: σ² grows by what their left-out predictions lack of s
+        noise = (posterior.noise_variance or 0.0) + max(width - exact.variance_of_draws, 0.0)
     elif not has_prior(posterior.covariance):
+        # 4. Σ cannot change: σ² + v = c (σ*² + v)
         noise = max(factor * (noise + variance) - variance, residual)
     elif posterior.prior.fixed:
+        # 4. δ is given, and Σ changes with σ²
         noise = _noise_at_prior(posterior, parts, width)
     else:
-        least = max(noise * width / (exact.curve * exact.variance), NOISE_OF_RESIDUAL * residual)
+        # 4. δ*/c and c σ*²; `least` is the σ² of the exact model if its width at unseen inputs is s, and `wanted`
+        #    is the v with which `least` has the same total c (σ*² + v)
+        least = max(noise * width / (exact.learning_ratio * exact.variance), NOISE_OF_RESIDUAL * residual)
         wanted = factor * (noise + variance) - least
         noise, precision = max(factor * noise, LOWEST_NOISE * width), precision / factor
         if noise < TOO_LITTLE_NOISE * least:  # a few inputs far from the others dominate the mean variance
@@ -87,7 +98,7 @@ def with_left_out_width(
 
 
 def _checked_width(
-    posterior: Posterior, training: Training, parts: Sequence[batches.Weighted], size: float, width: float,
+    posterior: Posterior, training: Training, parts: Sequence[Samples], size: float, width: float,
     residual: float, yardstick: Callable[[Posterior, Training], float | None] | None,
 ) -> float:  # fmt: skip
     """Returns the width, or the yardstick if it shows that the width is too small; warns in this case.
@@ -95,8 +106,10 @@ def _checked_width(
     A Gaussian process on the inputs has the width w. A network whose residual is `w (1 - h)` has fitted a part h of the
     noise, and its error at unseen inputs is about `w (1 + h)`, `2 w - residual`, as for Mallows' C_p of a projection.
     """
+    # 1. the value above which a yardstick Y counts
     factor = NARROW_BY_INPUTS if yardstick is None else NARROW
     least = max(factor * width, ABOVE_RESIDUAL * residual)
+    # 2. Y = 2 w - residual, at most 2 w: a Gaussian process with w <= least/2 shows nothing
     if yardstick is None:
         table = table_of(posterior, parts)
         alone = None if table is None else width_by_inputs(*table, size, least / 2)
@@ -122,13 +135,11 @@ def _checked_width(
     return width
 
 
-def trained_values(posterior: Posterior, training: Training) -> tuple[float, float] | None:
-    """Returns δ and σ² of a regression by the evidence of the exact linearised model; None without a prior.
+def trained_values(posterior: Posterior, training: Training) -> tuple[float, float]:
+    """Returns δ and σ² of a regression by the evidence of the exact linearised model.
 
     `λ = δσ²` determines how the widths of predictions differ between inputs; `(δ/c, c σ²)` has the same λ for every c.
     """
-    if not has_prior(posterior.covariance):
-        return None
     residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
     exact, *_ = _exact_model(posterior, residual, training, SAMPLES)
     return exact.precision, exact.noise_variance
@@ -136,20 +147,21 @@ def trained_values(posterior: Posterior, training: Training) -> tuple[float, flo
 
 def _exact_model(
     posterior: Posterior, residual: float, training: Training, samples: int
-) -> tuple[LeaveOneOut, list[batches.Weighted], float]:
+) -> tuple[LeaveOneOut, list[Samples], float]:
     """Returns the leave-one-out predictions, the batches they are computed from, and the number N of all samples."""
-    parts = list(spread_batches(training, inputs_read(posterior, samples), posterior))
+    parts = list(evenly_spaced_batches(training, inputs_read(posterior, samples), posterior))
     size = max(training.shown or 0, posterior.samples * posterior.data_factor)
     return leave_one_out(posterior, parts, size, residual), parts, size
 
 
-def _noise_at_prior(posterior: Posterior, parts: Sequence[batches.Weighted], width: float) -> float:
+def _noise_at_prior(posterior: Posterior, parts: Sequence[Samples], width: float) -> float:
     """Returns the σ² of highest density `N(e; 0, σ² + v_n)` of errors of mean square `width`, at the given prior."""
-    candidates = [posterior.with_noise(width * 10**decade) for decade in NOISES]
+    candidates = [posterior.with_noise(width * 10**decade) for decade in NOISES_AT_PRIOR]
 
+    # -2 log N(e; 0, t) = log t + e²/t + const at t = σ² + v_n, with e² = s
     def loss(candidate: Posterior, variance: Tensor) -> Tensor:
         total = variance + (candidate.noise_variance or 0.0)
         return total.log() + width / total
 
     losses = means_over_samples(candidates, parts, loss)
-    return width * 10 ** NOISES[min(range(len(losses)), key=losses.__getitem__)]
+    return width * 10 ** NOISES_AT_PRIOR[min(range(len(losses)), key=losses.__getitem__)]

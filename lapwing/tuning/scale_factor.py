@@ -18,7 +18,7 @@ from ..display import warns_once
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
 from ..likelihoods.prediction_at_positions import predicted
-from ..likelihoods.targets import any_counts, no_targets
+from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
@@ -178,9 +178,10 @@ def _latents(
     """
     kept: list[tuple[Any, Tensor]] = []
     count, any_known = 0, False
-    for batch in loader:
-        inputs, targets = batches.split(batch, posterior.tangent.device)
-        latent: Any = posterior.latent(inputs, via)
+    for samples in loader:
+        samples = samples.to(posterior.tangent.device)
+        targets = samples.targets
+        latent: Any = posterior.latent(samples.inputs, via)
         count += len(latent.mean)
         rows = latent.rows if has_positions(latent) else latent
         if expected and has_positions(latent):
@@ -206,7 +207,7 @@ def _latents(
             "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
         )
     if not any_known:
-        raise no_targets("held-out targets")
+        raise no_targets_error("held-out targets")
     return kept, count
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ..data import batches
+from ..data.samples import Samples
 from ..likelihoods import aligned_targets, curvature_weights
 from ..linalg import doubled, symmetric_eigen
 from ..methods.passes import Batch
@@ -25,27 +24,29 @@ log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000  # maximum number of rows of the kernel: pairs of a sample and an output
 ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs: a pixel adds little to its neighbours
-OTHER_NOISE, SURE = 2.0, 4.0  # ratio of squared residuals, and standard errors, above which a warning is logged
+OTHER_NOISE, OTHER_ERRORS = 2.0, 4.0  # ratio of squared residuals, and standard errors, above which a warning is logged
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
 SAME_INPUT = 0.9999  # the same minimum if equal targets are common: rounded targets, ratings, counts
-MANY_EQUAL = 0.01  # part of the pairs below `SAME_SAMPLE` with equal targets above which targets count as rounded
+MANY_EQUAL = 0.01  # if more than this fraction of different samples have equal targets, the targets are rounded
 
 
-def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any, ...]]) -> Process:
+def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples]) -> Process:
     """Returns the process of samples spread over the parts; if there are too many pairs, of some outputs per sample.
 
     A sample has the outputs of all its positions, so that outputs (B, T, C) give the process of outputs (B, T C).
     """
-    rows = [targets_of(posterior, *part) for part in parts]
+    # 1. y, y - f and w of all samples (n, C), shorter samples padded by zeros
+    rows = [targets_of(posterior, part) for part in parts]
     ratios = posterior.likelihood.ratios(rows[0][1])
-    sizes = [batches.size(inputs) for inputs, *_ in parts]
+    sizes = [part.count for part in parts]
     widths = [part[0].numel() // size for part, size in zip(rows, sizes, strict=True)]
     every = [
         [pad(values.reshape(size, width), (0, max(widths) - width)) for values in part]
         for part, size, width in zip(rows, sizes, widths, strict=True)
     ]
     targets, residuals, every_weight = (torch.cat(part) for part in zip(*every, strict=True))
+    # 2. M pairs: `count` samples with `times` outputs each, in turn if a sample has more
     outputs = min(widths)
     most = min(MAX_ROWS, ROWS_OF_MAPS) if outputs > WIDTH_OUTPUTS else MAX_ROWS
     count = min(len(residuals), max(20, most // outputs))
@@ -53,7 +54,8 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     chosen = torch.arange(count) * len(residuals) // count
     samples = chosen.repeat_interleave(times)
     turns = torch.arange(len(samples)) % torch.tensor(widths).repeat_interleave(torch.tensor(sizes))[samples]
-    inputs = tuple(inputs for inputs, *_ in parts)
+    # 3. rows of J at the pairs, from one batch of inputs if they fit
+    inputs = tuple(part.inputs for part in parts)
     tables = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
     few = len(tables) == len(inputs) and sum(x.numel() for x in tables) <= TABLE
     fits = len(residuals) * tangent.bytes_per_sample(times, tangent.contraction_dtype) <= tangent.memory // 16
@@ -61,6 +63,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
         inputs = (torch.cat(tables),)  # one batch, since the kernel reads all pairs of batches
     anchors = Anchors(tangent, inputs, samples, turns)
     weights = {block.name: 1.0 for block in tangent.blocks}
+    # 4. r = y - f + J(θ̂ - μ0) (M,)
     mean = posterior.prior.mean if tangent is posterior.tangent else {}
     offset = {
         name: (value - mean.get(name, 0.0)).to(tangent.contraction_dtype)[None]
@@ -69,21 +72,21 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[tuple[Any
     counts = every_weight[samples, turns]
     labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
     biased = turns if times == outputs else turns % len(ratios)  # few rows have the same output at the same position
+    # 5. K = JJᵀ (M, M), and the eigenpairs of √w K √w, with w divided by the noise ratio of the output
     gram = anchors.gram(weights, tangent.contraction_dtype)
     same = _copies(gram, targets[chosen], times)
     roots = counts.sqrt() / ratios.sqrt()[turns % len(ratios)]
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
+    # 6. A: a column of √w for each output (M, C)
     constants = roots[:, None] * one_hot(biased.unique(return_inverse=True)[1]).to(roots)
     return Process(
         values, vectors, roots * labels, constants, counts, same, tangent.size, sum(widths) / len(widths) / times
     )
 
 
-def targets_of(
-    posterior: Posterior, inputs: Any, targets: Tensor, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def targets_of(posterior: Posterior, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, y - f and w, each (B, C), or (B T, C) with positions, in float64; missing targets have zeros."""
-    rows = Batch(posterior.tangent, inputs, targets, 0, weights=weights).rows()
+    rows = Batch.of(posterior.tangent, samples).rows()
     outputs, targets, weights = rows["outputs"], rows["targets"], rows["weights"]
     posterior.likelihood.check(outputs, targets)
     outputs = doubled(outputs)
@@ -96,7 +99,7 @@ def targets_of(
     return targets.nan_to_num(), torch.where(every == 0, 0.0, targets - outputs), every
 
 
-def table_of(posterior: Posterior, parts: Sequence[batches.Weighted]) -> tuple[Tensor, Tensor, Tensor] | None:
+def table_of(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns inputs (N, D), targets (N, C) in units of the roots of their noise ratios, and their weights (N, C).
 
     Returns None if the inputs are not a table of floats. C counts the outputs of all positions.
@@ -104,7 +107,7 @@ def table_of(posterior: Posterior, parts: Sequence[batches.Weighted]) -> tuple[T
     tables = [part.inputs for part in parts if isinstance(part.inputs, Tensor)]
     if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):
         return None
-    targets, _, weights = map(torch.cat, zip(*(targets_of(posterior, *part) for part in parts), strict=True))
+    targets, _, weights = map(torch.cat, zip(*(targets_of(posterior, part) for part in parts), strict=True))
     x, ratios = torch.cat(tables), posterior.likelihood.ratios(targets)
     return x, (targets / ratios.sqrt()).reshape(len(x), -1), weights.reshape(len(x), -1)
 
@@ -115,7 +118,9 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     itself = torch.eye(count, dtype=torch.bool, device=gram.device)
     if times < outputs:  # the kernel holds only some of their outputs
         return itself
+    # 1. k_nm = Σ_c J_nc J_mcᵀ (n, n)
     kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
+    # 2. the cosines k_nm/√(k_nn k_mm), and which samples have equal targets
     size = kernel.diagonal().clamp_min(torch.finfo(kernel.dtype).tiny).sqrt()
     cosine, equal = kernel / (size * size[:, None]), (targets == targets[:, None]).all(-1)
     distinct = cosine < SAME_SAMPLE
@@ -123,29 +128,31 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     return itself | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
 
 
-def warn_of_scales(posterior: Posterior, parts: Sequence[tuple[Any, ...]]) -> None:
+def warn_of_scales(posterior: Posterior, parts: Sequence[Samples]) -> None:
     """Warns if one noise variance serves outputs of different noise.
 
     Outputs (B, T, C) have C, or T C if `validation=` tunes a noise variance for each of them.
     """
-    rows = [targets_of(posterior, *part) for part in parts]
+    rows = [targets_of(posterior, part) for part in parts]
     if (posterior.likelihood.ratios(rows[0][0]) != 1).any():
         return
-    widths = {len(part[0].flatten()) // batches.size(inputs) for part, (inputs, *_) in zip(rows, parts, strict=True)}
+    widths = {targets.numel() // part.count for (targets, *_), part in zip(rows, parts, strict=True)}
     joins = len(widths) == 1 and tangent_of_samples(posterior).positions.joined
     width = max(widths) if joins else posterior.tangent.outputs
     _, residuals, weights = (
         torch.cat([values.reshape(-1, width) for values in every]) for every in zip(*rows, strict=True)
     )  # (N, C)
+    # 1. s_c² = mean r² of each output (C,)
     totals = weights.sum(0)
     counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
     squares = (weights * residuals.square()).sum(0) / counts
     squares = torch.where(totals > 1, squares, math.nan)
     large, small = int(squares.nan_to_num(-math.inf).argmax()), int(squares.nan_to_num(math.inf).argmin())
     ratio = float(squares[large] / squares[small])
+    # 2. Var[log s_c²] ≈ (mean r⁴/s_c⁴ - 1)/n, added for both outputs
     fourth = (weights * residuals.pow(4)).sum(0) / counts
     errors = ((fourth / squares.square() - 1).clamp_min(0) / counts)[[large, small]].sum().sqrt()  # of log ratio
-    if not ratio > OTHER_NOISE or math.log(ratio) < SURE * float(errors):
+    if not ratio > OTHER_NOISE or math.log(ratio) < OTHER_ERRORS * float(errors):
         return
     log.warning(
         "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ..data import batches
+from ..covariance import has_prior
 from ..data.data import Data
 from ..data.frames import check_data
 from ..errors import LapwingError, is_whole
@@ -23,18 +23,19 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
+from ..posterior.tuned import Training, Tuning
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
-from .evidence import Training, Tuning, without_rank
-from .held_out import at_exponents, contracted, sample_scores, tangent_of_samples
+from .evidence import no_rank_error
+from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
 from .search import ascend, evenly
 
 log = logging.getLogger("lapwing")
 
-PARTS = evenly(-1.5, 0.5, 41)  # candidates for log10 of the noise variance of an output over its mean squared residual
+OUTPUT_NOISES = evenly(-1.5, 0.5, 41)  # candidates for log10 of an output's σ² over its mean squared residual
 WORTHWHILE_SHIFT, SHIFTED_OUTPUTS = 0.05, 20  # minimum gain of a shift, in nats per sample; maximum number of outputs
 LARGEST_SHIFT = 30.0  # largest size of a constant, and of the logarithm of the temperature
 
@@ -83,10 +84,18 @@ class _OnHeldOutData(Tuning):
             )
         footprint = method.footprint(shape) if self.ranks else None
         if footprint is not None and footprint.rank is None:
-            raise without_rank("ranks", self.ranks, repr(method))
+            raise no_rank_error("ranks", self.ranks, repr(method))
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         return False
+
+    def training_samples(self, posterior: Posterior) -> int:
+        return 0 if posterior.noise_fixed else inputs_read(posterior, SAMPLES)
+
+    def _trained(self, posterior: Posterior, training: Training) -> tuple[float, float] | None:
+        """Returns δ and σ² by the training data, if σ² is open and these data are known."""
+        known = training.shown is not None and not posterior.noise_fixed
+        return trained_values(posterior, training) if known else None
 
 
 @dataclass(frozen=True)
@@ -107,11 +116,11 @@ class Validation(_OnHeldOutData):
     Regression: for each `λ = δσ²`, the best factor c of the covariance of y, `(δ, σ²) -> (δ/c, c σ²)`, has a closed
     form, `mean r²/(σ² + v)` for one output. λ determines how widths differ between inputs, which few held-out samples
     cannot show. So it comes from the training data, as in `BoundedEvidence`, unless another λ is better by three
-    standard errors of the paired difference. At the λ of the training data log c is pulled, with the weight of one
-    sample, towards the noise variance that the training data show. Each of several outputs of `lw.Gaussian()` then gets
-    its own noise variance, as ratios to σ², if it is better by as much, and if the fit has not estimated ratios before
-    (see `Gaussian`). Outputs (B, T, C) get T C of them if T is fixed and T C at most 200, otherwise C. Give
-    `noise_ratios` to keep them.
+    standard errors of the paired difference. At this λ, at a given prior precision, and by another way, log σ² is
+    pulled, with the weight of one sample, towards the noise variance that the training data show. Each of several
+    outputs of `lw.Gaussian()` then gets its own noise variance, as ratios to σ², if it is better by as much, and if the
+    fit has not estimated ratios before (see `Gaussian`). Outputs (B, T, C) get T C of them if T is fixed and T C at
+    most 200, otherwise C. Give `noise_ratios` to keep them.
 
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 
@@ -149,6 +158,7 @@ class Validation(_OnHeldOutData):
         True
     """
 
+    tunes_updates: ClassVar[bool] = True
     loader: Any = field(repr=False)
     decades: tuple[float, float] = option((-5.0, 7.0), RISING)
     points: int = option(25, at_least(3))
@@ -185,12 +195,9 @@ class Validation(_OnHeldOutData):
         open_numbers = (self.tempered and posterior.logit_temperature == 1) or posterior.likelihood.head_numbers
         if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and not open_numbers:
             return posterior
-        trained = None
-        if self._reads_training(posterior) and training.shown is not None:
-            trained = trained_values(posterior, training)
         best = best_of(
             with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
-            TEMPERATURES if self.tempered else (), self.tolerance, trained, self._aim,
+            TEMPERATURES if self.tempered else (), self.tolerance, self._trained(posterior, training), self._aim,
         )  # fmt: skip
         best = _with_output_noise(best, held_out)
         if self.calibration == "temperature":
@@ -198,12 +205,9 @@ class Validation(_OnHeldOutData):
         log.info("Validation chose %r", best)
         return best
 
-    def training_samples(self, posterior: Posterior) -> int:
-        return inputs_read(posterior, SAMPLES) if self._reads_training(posterior) else 0
-
-    def _reads_training(self, posterior: Posterior) -> bool:
-        """Whether λ comes from the training data."""
-        return not posterior.noise_fixed and not posterior.prior.fixed
+    def tunes_own_prior(self, posterior: Posterior) -> bool:
+        open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
+        return open_noise or posterior.logit_temperature == 1 or bool(posterior.likelihood.head_numbers)
 
 
 @dataclass(frozen=True)
@@ -211,8 +215,8 @@ class EarlyStopping(_OnHeldOutData):
     """Chooses n, the number of training points in the curvature, and δ by the held-out log likelihood.
 
     Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹`, where `S_n` sums over the first n points: a small n
-    is wider, if the posterior of all data is too narrow. All pairs (n, δ) are compared. Without validation data, pass
-    strongly augmented training images.
+    is wider, if the posterior of all data is too narrow. All pairs (n, δ) are compared. In a regression `λ = δσ²` and
+    the pull of log σ² are as in `Validation`. Without validation data, pass strongly augmented training images.
 
     Args:
         loader: held-out data in any form that `lw.fit` accepts.
@@ -233,8 +237,9 @@ class EarlyStopping(_OnHeldOutData):
 
     Cost: memory of `prefixes` curvatures (K x K for subspaces), and up to twice the last pass of the fit, which is
     repeated for the parts; with "first fall" up to twice a pass over the n at which it ends. One pass over the loader,
-    contracted once for subspaces and once per prefix for other methods; with "first fall", one more for each n. The
-    first samples of the training loader should be a random subset.
+    contracted once for subspaces and once per prefix for other methods; with "first fall", one more for each n. A
+    regression also needs the kernel of `BoundedEvidence`. The first samples of the training loader should be a random
+    subset.
 
     Example:
         >>> import torch, lapwing as lw
@@ -267,7 +272,8 @@ class EarlyStopping(_OnHeldOutData):
             raise _without_prefixes(str(posterior.method))
         parts = (*training.prefixes, posterior)
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
-        best = best_of(candidates, self.decades, self.points, Data.of(self.loader, posterior), aim=self._aim)
+        trained, held_out = self._trained(posterior, training), Data.of(self.loader, posterior)
+        best = best_of(candidates, self.decades, self.points, held_out, trained=trained, aim=self._aim)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         shown = training.shown or posterior.samples
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)), aim=self._aim)
@@ -279,11 +285,9 @@ class EarlyStopping(_OnHeldOutData):
             part = part.at(part.prior.precision * (part.samples / every), part.noise_variance)
         return with_ranks(part, self.ranks)
 
-    def falls(self) -> Callable[[Posterior, Posterior], bool]:
-        """Returns a function that scores posteriors of rising n, and returns whether the score has fallen.
-
-        Its arguments are the posterior of the first samples and that scaled to all samples.
-        """
+    def falls(self) -> Callable[[Posterior, Posterior], bool] | None:
+        if self.stop == "best":
+            return None
         best: list[Tensor] = []
 
         def has_fallen(part: Posterior, whole: Posterior) -> bool:
@@ -312,10 +316,10 @@ def _without_prefixes(method: str) -> LapwingError:
 def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior:
     """Returns the posterior with the noise ratios of the held-out data, if these surely show them, or unchanged.
 
-    σ_c² is the point of `PARTS` with the highest log density of targets of output c, of variance σ_c² + J_c Σ J_cᵀ.
-    These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than with one value by
-    `SURE` paired standard errors. The covariance and σ² do not change. Outputs (B, T, C) have T C values if
-    `tangent_of_samples` joins them and all samples have the same T.
+    σ_c² is the point of `OUTPUT_NOISES` with the highest log density of targets of output c, of variance
+    σ_c² + J_c Σ J_cᵀ. These C values are used if their density, minus the gain by chance `(C - 1)/N`, is better than
+    with one value by `SURE` paired standard errors. The covariance and σ² do not change. Outputs (B, T, C) have T C
+    values if `tangent_of_samples` joins them and all samples have the same T.
 
     Cost: a pass over the held-out data, if there are several outputs and no ratios.
     """
@@ -324,8 +328,9 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
         return posterior
     if tangent_of_samples(posterior).outputs == 1:
         return posterior
+    # 1. squared residuals and variances J_c Σ J_cᵀ of the held-out targets (N, C)
     parts = []
-    for _, _, latent, labels, _ in contracted([posterior], lambda one: [one], loader):
+    for _, _, latent, labels, _ in candidate_latents([posterior], lambda one: [one], loader):
         squares = (doubled(labels).reshape(latent.mean.shape) - doubled(latent.mean)).square()
         parts.append((squares.cpu(), doubled(latent.variance).cpu()))
     widths = {squares.shape[1] for squares, _ in parts}  # several if the number of positions varies
@@ -343,17 +348,20 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
         total = variances + noise
         return -0.5 * (known * (total.log() + squares / total))
 
-    grid = squares.sum(0) / counts * 10 ** torch.tensor(PARTS, dtype=squares.dtype)[:, None]  # (K, C)
+    # 2. for each output K values of σ_c² around its mean squared residual, and the best one (C,)
+    grid = squares.sum(0) / counts * 10 ** torch.tensor(OUTPUT_NOISES, dtype=squares.dtype)[:, None]  # (K, C)
     best = torch.stack([scores(noises).sum(0) for noises in grid]).argmax(0)
     noises, noise = grid.gather(0, best[None])[0], float(posterior.noise_variance or 0.0)
+    # 3. C numbers instead of one: (C - 1)/N nats per sample are the gain by chance, as in AIC
     better = surely_better(scores(noises).sum(-1) - (outputs - 1) / len(squares), scores(noise).sum(-1), SURE)
     if not better or not (noises > 0).all():
         return posterior
     log.info("Held-out data show noise variances of the outputs from %.3g to %.3g", noises.min(), noises.max())
+    # 4. ratios σ_c²/σ²
     return replace(posterior, likelihood=replace(likelihood, noise_ratios=tuple((noises / noise).tolist())))
 
 
-def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
+def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     """Warns if a constant for each logit improves the held-out log likelihood, which no temperature can do.
 
     The gain must exceed `WORTHWHILE_SHIFT` per sample, and twice the gain of all samples 10 + 3 C. Without a shift
@@ -364,8 +372,9 @@ def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
     mapped = getattr(likelihood, "logit_map", ())
     if mapped or likelihood.activation is None or tangent.outputs > SHIFTED_OUTPUTS or tangent.positions.several:
         return
-    pairs = [batches.split(batch, tangent.device) for batch in loader]
-    logits, labels = torch.cat([tangent.outputs_of(x).double() for x, _ in pairs]), torch.cat([y for _, y in pairs])
+    parts = [samples.to(tangent.device) for samples in held_out]
+    logits = torch.cat([tangent.outputs_of(part.inputs).double() for part in parts])
+    labels = torch.cat([part.targets for part in parts])
     counted = likelihood.labelled(labels)
     logits, labels = (logits, labels) if counted is None else (logits[counted], labels[counted])
 
@@ -374,11 +383,13 @@ def _warn_of_shift(posterior: Posterior, loader: Iterable[Any]) -> None:
         scores = likelihood.log_prob(logits * point[0].exp() + point[1:], labels)
         return scores.mean() - point.square().sum() / (50 * len(labels))
 
+    # 1. the best s at b = 0, the best (s, b), and the gain of b
     start, most = logits.new_zeros(1 + tangent.outputs), [LARGEST_SHIFT] * (1 + tangent.outputs)
     scaled = ascend(lambda point: score(torch.cat([point, start[1:]])), start[:1], [-LARGEST_SHIFT], [LARGEST_SHIFT])
     best = ascend(score, start, [-bound for bound in most], most)
     gain = float(score(best) - score(torch.cat([scaled, start[1:]])))
     if gain > WORTHWHILE_SHIFT and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
+        # 2. f e^s + b = e^s (f + b e^-s): the constants for the logits of the network
         shift = best[1:] / best[0].exp()
         shift = shift - shift.mean() if likelihood.activation == "softmax" else shift
         log.warning(

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
 from lapwing.data import batches, nesting
+from lapwing.data.samples import Samples
 from lapwing.network.calling import call
 from tests import oracle
 from tests.zoo import ZOO
@@ -39,8 +40,9 @@ Pair = namedtuple("Pair", ["image", "label"])
     ],
 )
 def test_split(batch: Any, inputs: Any) -> None:
-    found, targets = batches.split(batch)
-    assert targets is Y
+    samples = Samples.of(batch)
+    found = samples.inputs
+    assert samples.targets is Y
     assert type(found) is type(inputs)
     leaves = zip(batches.tensors(found), batches.tensors(inputs), strict=True)
     assert all(one is other for one, other in leaves)

@@ -79,7 +79,7 @@ def test_a_second_curve_has_a_row_of_counts_and_no_second_diagonal() -> None:
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
         "Perfectly calibrated", "network", "lapwing",
     ]  # fmt: skip
-    assert [line.get_color() for line in ax.lines[1:]] == [plots.FOREIGN, plots.KNOWN]
+    assert [line.get_color() for line in ax.lines[1:]] == [plots.OOD_COLOR, plots.KNOWN_COLOR]
     assert ax.get_ylim()[0] == pytest.approx(-0.14)
     assert counts(ax) == ["1"] * 4
 
@@ -234,7 +234,7 @@ def test_maps_show_the_values_over_the_image_and_no_doubt_is_empty() -> None:
         (torch.randn(3, 4), PIXELS)], prior_precision=1e9).predict(torch.randn(1, 4))  # fmt: skip
     ax = plots.uncertainty_map(alone)
     np.testing.assert_allclose(ax.images[0].get_array(), alone.mutual_information()[0].detach(), rtol=1e-6)
-    assert ax.images[0].get_clim() == (0, plots.FAINT)
+    assert ax.images[0].get_clim() == (0, plots.LEAST_MAP_END)
     assert len(ax.figure.axes) == 2
     assert len(plots.uncertainty_map(values, label="").figure.axes) == 1
     with pytest.raises(lw.LapwingError, match="of one image"):
@@ -295,7 +295,7 @@ def test_a_table_draws_its_best_row_beside_the_first() -> None:
     assert [ax.get_title() for ax in figure.axes] == ["", "", "wide, KFAC", "shifted, KFAC", "near, KFAC", ""]
     reliability, risk, *sets, empty = figure.axes
     assert [line.get_label() for line in reliability.lines] == ["Perfectly calibrated", "network", "KFAC"]
-    assert [line.get_color() for line in reliability.lines[1:]] == [plots.FOREIGN, plots.KNOWN]
+    assert [line.get_color() for line in reliability.lines[1:]] == [plots.OOD_COLOR, plots.KNOWN_COLOR]
     np.testing.assert_allclose(
         points(reliability), points(plots.reliability_diagram(posterior.predict(x), y)), atol=1e-6
     )

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lapwing as lw
 from lapwing.fitting import Plan, checks
-from lapwing.fitting.runner import Runner
-from lapwing.methods.registry import METHODS as REGISTERED
+from lapwing.fitting.registry import METHODS as REGISTERED
+from lapwing.running.runner import Runner
 from papers.common.measure import LiveBytes
 from tests.zoo_modules import Net
 

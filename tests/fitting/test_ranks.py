@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lapwing as lw
 from lapwing import ranks as collectives
 from lapwing.data.data import Data
-from lapwing.fitting.result import checked
+from lapwing.posterior.tuned import checked
 from tests import ranks
 
 ROOT = Path(lw.__file__).parent.parent
@@ -106,7 +106,7 @@ def test_further_data_and_positions(tmp_path: Path) -> None:
     alone = ranks.further([batch for part in ranks.training(3, 2) for batch in part])
     for results in ranks.run(tmp_path, 2, [(ranks.further_of_share,)]):
         assert results is not None
-        for name in ("update", "update of rows", "prior"):
+        for name in ("update", "update of rows", "update on held-out data", "prior"):
             check_equal(results[0][name], alone[name])
         torch.testing.assert_close(results[0]["positions"], alone["positions"], rtol=1e-6, atol=0)
 
@@ -137,7 +137,7 @@ def test_data_leave_out_the_samples_that_the_sampler_repeats(
     shown = []
     for rank in range(size):
         loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, size, rank, shuffle=True))
-        parts = [x for x, _ in Data(loader, None)]
+        parts = [samples.inputs for samples in Data(loader, None)]
         shown += torch.cat(parts).tolist() if parts else []
     assert sorted(shown) == list(range(samples))
 

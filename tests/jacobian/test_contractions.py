@@ -10,7 +10,7 @@ import torch
 import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.jacobian import shared_outer
-from lapwing.jacobian.jacobian import SumOfUses, Weighting, reflect_
+from lapwing.jacobian.jacobian import DiagonalWeights, SumOfUses, reflect_
 from lapwing.jacobian.layers.embedding import OneHot
 from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips
@@ -58,7 +58,7 @@ def check_weighted(jacobian, rows: torch.Tensor, weights: torch.Tensor) -> None:
         "scale": [both[1].sum(-1) for both in norms],
     }
     for reads, tensors in wanted.items():
-        found = list(jacobian.weighted((Weighting(w) for w in weights), reads))
+        found = list(jacobian.weighted((DiagonalWeights(w) for w in weights), reads))
         close(torch.stack(found), torch.stack(tensors))
         assert reads != "scale" or torch.stack(found).min() >= 0
 
@@ -74,7 +74,7 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     close(jacobian.rows(), rows)
     close(jacobian.weighted_gram(weights[0]), weighted[0])
     check_weighted(jacobian, rows, weights)
-    factors = jacobian.weighted_factors([Weighting(w) for w in weights])
+    factors = jacobian.weighted_factors([DiagonalWeights(w) for w in weights])
     assert (factors is None) == (not isinstance(jacobian, Outer))
     if factors is not None:
         g = torch.eye(rows.shape[1]).to(rows) if factors[0] is None else factors[0]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.jacobian import strips
-from lapwing.jacobian.jacobian import MatrixJacobian, Weighting
+from lapwing.jacobian.jacobian import DiagonalWeights, MatrixJacobian
 from lapwing.jacobian.layers import BatchAxis, norm
 from lapwing.jacobian.layers.conv import unfold, window
 from lapwing.jacobian.layers.use import READERS
@@ -244,8 +244,8 @@ def contractions(block: tn.Block, jacobian: tn.BlockJacobian) -> dict[str, Calla
     weights = torch.ones(jacobian.size)
     found: dict[str, Callable[[], Any]] = {
         "weighted_gram": lambda: jacobian.weighted_gram(weights),
-        "variances": lambda: jacobian.weighted([Weighting(weights)], "variances"),
-        "scale": lambda: jacobian.weighted([Weighting(weights)], "scale"),
+        "variances": lambda: jacobian.weighted([DiagonalWeights(weights)], "variances"),
+        "scale": lambda: jacobian.weighted([DiagonalWeights(weights)], "scale"),
         "joint": lambda: jacobian.joint_weighted_gram(weights, jacobian),
         "squared_sum": jacobian.squared_sum,
         "squared_norm": jacobian.squared_norm,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lapwing.covariance.latent import Described
+from lapwing.covariance.latent import BaseLatent
 
 
 @dataclass
-class FakeLatent(Described):
+class FakeLatent(BaseLatent):
     """A Gaussian with covariance (B, C, C), or (B, C, B, C) when joint."""
 
     mean: torch.Tensor
@@ -42,7 +42,7 @@ class FakeLatent(Described):
 
 
 @dataclass
-class MarginalLatent(Described):
+class MarginalLatent(BaseLatent):
     """A latent without a covariance: code that reads more than mean and variance fails."""
 
     mean: torch.Tensor
@@ -57,7 +57,7 @@ class MarginalLatent(Described):
 
 
 @dataclass
-class FakeDraws(Described):
+class FakeDraws(BaseLatent):
     """Outputs under weight draws (S, B, C)."""
 
     draws: torch.Tensor

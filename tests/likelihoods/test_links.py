@@ -202,7 +202,7 @@ def test_sampled_link_averages_the_weight_draws():
 def test_chunks_do_not_change_the_average(monkeypatch):
     draws = torch.randn(7, 4, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
     whole = SampledLink().log_probs(FakeDraws(draws))
-    monkeypatch.setattr(links_module, "_CHUNK_NUMBERS", 24)
+    monkeypatch.setattr(links_module, "_DRAWN_NUMBERS", 24)
     torch.testing.assert_close(SampledLink().log_probs(FakeDraws(draws)), whole)
 
 

@@ -23,7 +23,7 @@ def ranges(monkeypatch):
         taken.append(values is not None)
         return values
 
-    monkeypatch.setattr(eigen, "WIDE", 0)
+    monkeypatch.setattr(eigen, "MIN_REDUCED_WIDTH", 0)
     monkeypatch.setattr(eigen, "_range_in_place", noted)
     return taken
 
@@ -145,7 +145,7 @@ def test_posteriors_are_those_of_whole_factors(make, samples, method, ranges, mo
     new = torch.randn(5, *shape).double()
     fitted = lw.fit(model, data, method, params=lw.everything, prior_precision=1.0)
     assert any(ranges)
-    monkeypatch.setattr(eigen, "WIDE", 10**9)
+    monkeypatch.setattr(eigen, "MIN_REDUCED_WIDTH", 10**9)
     whole = lw.fit(model, data, method, params=lw.everything, prior_precision=1.0)
     for structure, other in zip(*(p.covariance.structures.values() for p in (fitted, whole)), strict=True):
         if isinstance(method, lw.EKFAC):
@@ -167,7 +167,7 @@ def test_float32_networks_and_weights_of_samples(weighted, ranges, monkeypatch):
     data = data if weighted else [batch[:2] for batch in data]
     fitted = lw.fit(model, data, lw.KFAC(), prior_precision=0.1, sample_weights=weighted)
     assert any(ranges)
-    monkeypatch.setattr(eigen, "WIDE", 10**9)
+    monkeypatch.setattr(eigen, "MIN_REDUCED_WIDTH", 10**9)
     whole = lw.fit(model, data, lw.KFAC(), prior_precision=0.1, sample_weights=weighted)
     new = torch.randn(5, SIZE)
     close(fitted.latent(new).covariance, whole.latent(new).covariance, 1e-5)

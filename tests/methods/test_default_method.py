@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.fitting.default_method import default_method
+from lapwing.fitting.choice import default_method
 from lapwing.likelihoods import NoiselessLikelihood
 from lapwing.posterior import MethodInfo
 from tests.zoo_modules import Net
@@ -226,9 +226,9 @@ def test_a_network_that_is_frozen_is_warned_of_unless_the_parameters_are_named(l
 
 def test_expensive_weights_are_logged(caplog, monkeypatch):
     model, loader, _ = trained()
-    monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 100)
+    monkeypatch.setattr("lapwing.fitting.choice.FULL_NUMBERS", 100)
     assert lw.fit(model, loader).tangent.size == 101
-    monkeypatch.setattr("lapwing.fitting.default_method.MAX_WEIGHTS", 100)
+    monkeypatch.setattr("lapwing.fitting.choice.MAX_WEIGHTS", 100)
     with caplog.at_level(logging.INFO, "lapwing"):
         posterior = lw.fit(model, loader)
     assert (posterior.tangent.size, posterior.method.name) == (21, "KFAC")
@@ -242,7 +242,7 @@ def token_network(outputs=5):
 
 def test_many_outputs_are_treated_by_their_diagonal(caplog, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr("lapwing.fitting.default_method.EXACT_OUTPUTS", 4)
+    monkeypatch.setattr("lapwing.fitting.choice.EXACT_OUTPUTS", 4)
     flat = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).eval()
     x, y, tokens = torch.randn(20, 3), torch.randint(5, (20,)), torch.randint(7, (20, 4))
     cases = [(flat, (x, y)), (flat, (x, torch.randn(20, 5))), (token_network(), (tokens, tokens % 5))]
@@ -266,9 +266,9 @@ def test_many_outputs_are_treated_by_their_diagonal(caplog, monkeypatch):
 
 def test_a_regression_of_many_outputs_is_treated_by_its_diagonal(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr("lapwing.fitting.default_method.EXACT_OUTPUTS", 4)
-    monkeypatch.setattr("lapwing.fitting.default_method.FULL_NUMBERS", 10)
-    monkeypatch.setattr("lapwing.fitting.default_method.KFAC_OUTPUTS", 4)
+    monkeypatch.setattr("lapwing.fitting.choice.EXACT_OUTPUTS", 4)
+    monkeypatch.setattr("lapwing.fitting.choice.FULL_NUMBERS", 10)
+    monkeypatch.setattr("lapwing.fitting.choice.KFAC_OUTPUTS", 4)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5)).eval()
     assert str(lw.fit(model, [(torch.randn(20, 3), torch.randn(20, 5))]).method) == "Diagonal()"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.jacobian.blocks import split
-from lapwing.methods import Batch, Problem
+from lapwing.methods import Batch, DataSummary, Problem, Seen
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
 from lapwing.methods.sampled_lla.system import CurvatureProducts, PositionedRoot
 from lapwing.methods.subset_of_data import chosen_places
@@ -173,7 +173,8 @@ EXACT = lw.ConjugateGradients(tolerance=1e-10)
 def test_products_with_the_curvature_are_the_dense_ones(name, params):
     """One vector, by forward mode if that is cheaper, and many."""
     model, loader, _ = case(name)
-    problem = replace(problem_of(model, loader[0], params), count=lambda: sum(len(x) for x, _ in loader))
+    problem = problem_of(model, loader[0], params)
+    problem = replace(problem, read=Seen(sum(len(x) for x, _ in loader), DataSummary()))
     names = list(problem.tangent.parameters)
     G, root, generator = dense(model, loader, names), PositionedRoot(problem), torch.Generator().manual_seed(0)
     for count in (1, 40):

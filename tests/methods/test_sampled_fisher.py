@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.methods.footprint import FitShape
-from tests.fitting.test_checkpoint import check_same
+from tests.running.test_checkpoint import check_same
 
 SAMPLED = lw.KFAC(fisher="sampled")
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.methods import problem as problem_module
-from lapwing.methods.sampled_lla.system import NOISE as DATA
+from lapwing.methods.sampled_lla.system import NOISE_STREAM as DATA
 from lapwing.methods.sampled_lla.system import generator_at, prior_noise
 from tests import oracle
 from tests.conformance import EVERY, NOISE, Setup, close, cut, sampled_from, setup

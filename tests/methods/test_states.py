@@ -11,8 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.methods import Batch, DataSummary, FisherRoot, Pass, Problem, State, SumPass
-from lapwing.posterior.prior import Prior
+from lapwing.methods import (
+    Batch,
+    DataSummary,
+    FisherRoot,
+    LabelsOfData,
+    Pass,
+    Problem,
+    SamplesSeen,
+    Seen,
+    State,
+    SumPass,
+)
+from lapwing.methods.prior import Prior
 from lapwing.tangent import Tangent
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 
@@ -55,16 +66,21 @@ def problem_of(model: nn.Module, x: Any, y: Tensor, likelihood: Any, **options: 
     if "forward" not in options:
         summary.add(likelihood, tangent.outputs_of(x), y)
     prior = Prior.read(tangent, options.get("prior_precision"))
-    return Problem(tangent, likelihood, root, prior, True, 0, lambda: y, lambda: len(y), lambda: summary)
+    return Problem(tangent, likelihood, root, prior, True, 0, read=Seen(len(y), summary))
 
 
-def finish(method: lw.Method, problem: Problem, run: Callable[[Pass], State]) -> Any:
-    """Runs every pass of a method by a function; returns its result."""
-    passes = method.passes(problem)
+def finish(method: lw.Method, problem: Problem, labels: Tensor, run: Callable[[Pass], State]) -> Any:
+    """Runs every pass of a method by a function, and answers its questions; returns its result."""
+    passes, answer = method.passes(problem), None
     try:
-        step = next(passes)
         while True:
-            step = passes.send(run(step))
+            step = passes.send(answer)
+            if isinstance(step, LabelsOfData):
+                answer = labels
+            elif isinstance(step, SamplesSeen):
+                answer = problem.seen
+            else:
+                answer = run(step)
     except StopIteration as stop:
         return stop.value
 
@@ -95,6 +111,6 @@ def test_states_of_halves_add_up_to_the_whole(method: lw.Method, name: str) -> N
         step.update(second, Batch(problem.tangent, x[3:], y[3:], 3))
         return first.added(second)
 
-    joined = finish(method, problem, in_halves)
-    expected = finish(method, problem, whole(problem, x, y))
+    joined = finish(method, problem, y, in_halves)
+    expected = finish(method, problem, y, whole(problem, x, y))
     torch.testing.assert_close(joined.to_dense(), expected.to_dense(), rtol=1e-6, atol=1e-9)

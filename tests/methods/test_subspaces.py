@@ -20,10 +20,9 @@ from tests.zoo_modules import Net
 FEW = ("mlp", "grouped_strided_conv", "tied", "gpt2", "mlp_scalar")
 
 
-def problem_of(labels: Tensor, outputs: int, seed: int = 0) -> SimpleNamespace:
+def problem_of(outputs: int, seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         tangent=SimpleNamespace(outputs=outputs, width=outputs, positions=None),
-        labels=lambda: labels,
         generator=lambda: torch.Generator().manual_seed(seed),
     )
 
@@ -32,27 +31,27 @@ class TestChoiceOfRows:
     labels = torch.tensor([0] * 50 + [1] * 5 + [2] * 45)
 
     def test_uniform_pairs_do_not_repeat(self):
-        samples, outputs = choose_rows(problem_of(self.labels, 3), 250, "uniform")
+        samples, outputs = choose_rows(problem_of(3), self.labels, 250, "uniform")
         assert len({*zip(samples.tolist(), outputs.tolist(), strict=True)}) == 250
-        samples, outputs = choose_rows(problem_of(self.labels, 3), "all", "uniform")
+        samples, outputs = choose_rows(problem_of(3), self.labels, "all", "uniform")
         assert len({*zip(samples.tolist(), outputs.tolist(), strict=True)}) == 300
 
     def test_balanced_takes_as_many_of_each_class(self):
-        samples, outputs = choose_rows(problem_of(self.labels, 3), 12, "balanced")
+        samples, outputs = choose_rows(problem_of(3), self.labels, 12, "balanced")
         assert self.labels[samples].bincount().tolist() == [4, 4, 4]
         assert len(samples.unique()) == 12
         assert outputs.max() < 3
-        samples, _ = choose_rows(problem_of(self.labels, 3), 25, "balanced")
+        samples, _ = choose_rows(problem_of(3), self.labels, 25, "balanced")
         assert self.labels[samples].bincount().tolist()[1] == 5  # all there are
 
     def test_label_takes_the_output_of_the_class(self):
-        samples, outputs = choose_rows(problem_of(self.labels, 3), 30, "label")
+        samples, outputs = choose_rows(problem_of(3), self.labels, 30, "label")
         assert torch.equal(outputs, self.labels[samples])
         assert len(samples.unique()) == 30
 
     def test_one_logit_has_two_classes(self):
         labels = torch.tensor([0] * 20 + [1] * 4)
-        samples, outputs = choose_rows(problem_of(labels, 1), 8, "balanced")
+        samples, outputs = choose_rows(problem_of(1), labels, 8, "balanced")
         assert labels[samples].bincount().tolist() == [4, 4]
         assert not outputs.any()
 

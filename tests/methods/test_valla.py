@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.data import batches
+from lapwing.data.samples import Samples
 from lapwing.methods.passes import Batch
 from lapwing.methods.valla.points import cluster_centres, inducing_points, movable
 from lapwing.tangent import Anchors
@@ -32,9 +33,9 @@ def points_of(problem: Setup, method: lw.VaLLA, loader: list | None = None, seed
         return stop.value
     state, start = step.init(), 0
     for batch in loader or problem.loader:
-        inputs, targets = batches.split(batch)
-        step.update(state, Batch(problem.tangent, inputs, targets, start))
-        start += len(targets)
+        samples = replace(Samples.of(batch), start=start)
+        step.update(state, Batch.of(problem.tangent, samples))
+        start += samples.count
     try:
         choosing.send(state)
     except StopIteration as stop:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.likelihoods.registry import REGISTERED
-from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, State, SumPass
+from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, SamplesSeen, State, SumPass
 from lapwing.network.eager import LOCK
 from lapwing.network.generic import jvp
 from lapwing.tangent import Tangent
@@ -238,7 +238,8 @@ class MyDiagonal(lw.Method):
             diagonal = (yield SquaredRows(problem)).diagonal
         else:
             state = yield HutchinsonSteps(problem, self.steps)
-            diagonal = state.diagonal / state.samples * problem.summary().samples
+            seen = yield SamplesSeen()
+            diagonal = state.diagonal / state.samples * seen.summary.samples
         blocks = problem.tangent.blocks
         parts = diagonal.split([block.size for block in blocks])
         structures = {block.name: DiagonalBlock(part) for block, part in zip(blocks, parts, strict=True)}
@@ -274,7 +275,7 @@ class Self(lw.Method):
         few.limit = 5
         state = yield few
         assert state.samples == 5
-        assert not problem.summary().samples  # nothing was summed yet
+        assert not (yield SamplesSeen()).summary.samples  # nothing was summed yet
         state = yield Until(problem, 50)
         ends = torch.tensor([state.samples / 4])
         blocks = problem.tangent.blocks

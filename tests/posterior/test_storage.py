@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lapwing as lw
+from lapwing import files
 from lapwing.likelihoods.registry import REGISTERED
-from lapwing.posterior import files
 from papers.common.measure import LiveBytes
 from tests.posterior import fixtures
 from tests.zoo_modules import Net

@@ -107,7 +107,7 @@ def test_draws_of_weights_are_kept_as_long_as_their_posterior():
     other = posterior.with_prior(50.0)
     assert (other.latent(setup.test, via=lw.Linearized(draws=3)).variance < first.variance).all()
     covariance = weakref.ref(posterior.covariance)
-    assert covariance() in weight_draws._KEPT
+    assert covariance() in weight_draws._LATEST_STEPS
     del posterior
     assert covariance() is None
 

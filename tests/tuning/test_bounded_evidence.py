@@ -16,11 +16,12 @@ from torch.nn.functional import cross_entropy
 
 import lapwing as lw
 from lapwing.data import batches
+from lapwing.data.samples import Samples
 from lapwing.tuning import BoundedEvidence, Training
+from lapwing.tuning import leave_one_out as exact_model
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.held_out import spread_costs
 from lapwing.tuning.input_process import width_by_inputs
-from lapwing.tuning.leave_one_out import leave_one_out
 from lapwing.tuning.refit import fresh_copy
 from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
@@ -55,6 +56,11 @@ def memorised(classes=3):
     model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, classes)).double()
     train(model, lambda: cross_entropy(model(x), y), 300)
     return model.eval(), list(zip(x.split([20, 10, 10]), y.split([20, 10, 10]), strict=True))
+
+
+def leave_one_out(posterior, loader, *rest, **options):
+    """The leave-one-out predictions of batches (x, y)."""
+    return exact_model.leave_one_out(posterior, list(map(Samples.of, loader)), *rest, **options)
 
 
 def cost(posterior, loader):
@@ -175,7 +181,7 @@ def expected(posterior, loader, exact):
     """The width of predictions of the training data by the rule, from the process's own δ and σ²."""
     precision = torch.full_like(posterior.prior.precision, exact.precision)
     start = total(posterior.at(precision, exact.noise_variance), loader)
-    return exact.width * start / exact.unseen(start)
+    return exact.width * start / exact.width_at_unseen_inputs(start)
 
 
 WIDE = [lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.ELLA(rank=10, rows=30), lw.SubsetOfWeights(20)]
@@ -239,12 +245,12 @@ def test_a_posterior_that_is_far_too_wide_at_a_few_inputs_has_noise(method):
 
 def test_width_of_unseen_targets_by_the_training_variance():
     exact = LeaveOneOut(3.0, 2.0, 0.5, 1.0, 1.0, 0.25, 100, 10)
-    assert exact.unseen(0.5) == 2.0  # the exact one
-    assert exact.unseen(0.4) == 0.4  # a subspace
-    assert exact.unseen(0.98) == pytest.approx(0.98**0.75 * 2**0.25)  # KFAC, as wide as that at the training data
-    assert exact.unseen(2.5) == 2.5
-    assert replace(exact, curve=0.5).unseen(0.5) == pytest.approx(0.5**0.75)
-    assert replace(exact, curve=0.5).unseen(0.2) == 0.2
+    assert exact.width_at_unseen_inputs(0.5) == 2.0  # the exact one
+    assert exact.width_at_unseen_inputs(0.4) == 0.4  # a subspace
+    assert exact.width_at_unseen_inputs(0.98) == pytest.approx(0.98**0.75 * 2**0.25)  # KFAC
+    assert exact.width_at_unseen_inputs(2.5) == 2.5
+    assert replace(exact, learning_ratio=0.5).width_at_unseen_inputs(0.5) == pytest.approx(0.5**0.75)
+    assert replace(exact, learning_ratio=0.5).width_at_unseen_inputs(0.2) == 0.2
 
 
 @pytest.mark.parametrize("name", ["MAX_WEIGHTS", "MAX_MULTIPLY_ADDS"])
@@ -384,7 +390,7 @@ def test_a_width_far_below_that_of_a_gaussian_process_on_the_inputs_is_warned_of
     assert needs == pytest.approx(found + fitted, rel=0.1)  # by the 100 and 20 rows in their order
     assert narrow.noise_variance < found / 10
     assert width_by_inputs(*table, 120, least=100.0) is None
-    assert table_of(narrow, [batches.Weighted(x.long(), y)]) is None
+    assert table_of(narrow, [Samples(x.long(), y)]) is None
 
 
 @pytest.mark.parametrize("times", [1.2, 1000.0])
@@ -502,7 +508,7 @@ def test_outputs_of_a_map_have_a_small_kernel(outputs, rows):
     x, model = torch.randn(30, 2), nn.Sequential(nn.Linear(2, outputs), nn.Unflatten(1, (outputs, 1))).eval()
     y = model(x).detach()
     posterior = lw.fit(model, [(x, y)], lw.Diagonal(), likelihood="gaussian", tune=None)
-    found = process_of(posterior, posterior.tangent, [(x, y)])
+    found = process_of(posterior, posterior.tangent, [Samples(x, y)])
     assert (len(found.same), len(found.labels)) == (20, rows)
     assert found.outputs_per_pair == outputs / (rows / 20)
 
@@ -564,8 +570,8 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
             gain = torch.linalg.solve(full[rest][:, rest], full[rest][:, mine])
             variances += (full[mine][:, mine] - full[mine][:, rest] @ gain).diagonal().tolist()
             errors += (labels[mine] - gain.T @ labels[rest]).square().tolist()
-    assert (found.curve == 1) is (count == 30)
-    assert found.width == pytest.approx(found.curve * max(sum(variances), sum(errors)) / len(pairs), rel=1e-6)
+    assert (found.learning_ratio == 1) is (count == 30)
+    assert found.width == pytest.approx(found.learning_ratio * max(sum(variances), sum(errors)) / len(pairs), rel=1e-6)
     assert found.variance == pytest.approx(sum(variances) / len(pairs), rel=1e-6)
 
 
@@ -714,7 +720,7 @@ def test_exact_draws_are_as_wide_as_the_posterior_that_they_are_drawn_from():
     x, y = torch.randn(30, 2, dtype=torch.float64), torch.randn(30, 1, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double().eval()
     posterior = lw.fit(model, [(x, y)], DRAWS, tune=None)
-    found = leave_one_out(posterior, [(x, y)]).drawn
+    found = leave_one_out(posterior, [(x, y)]).variance_of_draws
     delta, noise = posterior.prior_precision, posterior.noise_variance
     rows, *_ = process(model, [(x, y)], [(n, 0) for n in range(30)], 0.0)
     kernel = rows @ rows.T / delta + noise * torch.eye(30, dtype=x.dtype)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian, MatrixJacobian, Reads, Weighting, reflect_
+from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, reflect_
 from .use import BatchAxis, Use, Watched, by_name, register_reader
 
 
@@ -46,12 +46,12 @@ class OneHot(MatrixJacobian):
             return self
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
 
-    def _factor(self, weighting: Weighting) -> Tensor:
+    def _factor(self, weighting: DiagonalWeights) -> Tensor:
         """Returns `g √w` (B, R, T O) for the weights w of the sample's tokens."""
         picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
         return (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)
 
-    def weighted(self, candidates: Iterable[Weighting], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
         """Uses Gram matrices, squared row norms, or squared Frobenius norms of `_factor`."""
         found = []
         for factor in map(self._factor, candidates):

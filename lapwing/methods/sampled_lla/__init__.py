@@ -18,7 +18,7 @@ from ...options import at_least, instance_of, option
 from ...tangent import Tangent, Vectors
 from ..diagonal import SquaredSums
 from ..footprint import FitShape, Footprint
-from ..passes import FitResult, Method, Pass, Passes, check_within, prior_covariance
+from ..passes import FitResult, Method, Passes, Step, check_within, prior_covariance, with_seen
 from ..problem import MemoryNeed, Problem
 from ..state import append
 from .conjugate_gradients import ConjugateGradients, Solving
@@ -29,7 +29,7 @@ from .system import FirstProducts, LinearSystem, PositionedRoot, inner, inner_by
 log = logging.getLogger("lapwing")
 
 SMALL_VARIANCE = 1e-3  # maximum variance by rounding of stored draws, relative to the variance of predictions
-NO_CURVATURE = 1e-6  # curvature relative to its mean below which the feature of a weight is rounding noise
+NO_CURVATURE = 1e-6  # a feature with less than this fraction of the mean curvature is rounding noise
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class SampledLLA(Method):
     def passes(self, problem: Problem) -> Passes:
         self.check(problem.tangent, problem.likelihood)
         problem.require(self._need(problem.tangent))
-        system, start, products = yield from self._system(problem)
+        system, start, products = yield from self._system((yield from with_seen(problem)))
+        problem = system.problem
         steps, most = EvidenceSteps.of(problem, self.per_block), _largest_scale(system, start, products)
         mode = LinearisedMode(problem, self.linearised_mode and self.em_steps > 0 and steps.open_precision)
         for vectors in (start, products):
@@ -179,7 +180,7 @@ class SampledLLA(Method):
         yield from mode.advance(system, noise, {name: z[-1:] for name, z in solved.solution.items()})
         return solved
 
-    def _system(self, problem: Problem) -> Generator[Pass, Any, tuple[LinearSystem, Vectors, Vectors]]:
+    def _system(self, problem: Problem) -> Generator[Step, Any, tuple[LinearSystem, Vectors, Vectors]]:
         """Yields the passes for features, right-hand sides and preconditioner; returns the system, Z₀ and `G Z₀`."""
         root = PositionedRoot(problem)
         features = (yield from _features(problem)) if self.prior == "g" else None
@@ -191,8 +192,9 @@ class SampledLLA(Method):
         curvature = None
         if self.solver.preconditioner is not None:
             curvature = yield from prior_covariance(self.solver.preconditioner, problem, "preconditioner")
+        problem = yield from with_seen(problem)
         scale = problem.curvature_scale()
-        return replace(system, noise=noise, curvature=curvature, scale=scale), start, products
+        return replace(system, problem=problem, noise=noise, curvature=curvature, scale=scale), start, products
 
     def footprint(self, shape: FitShape) -> Footprint | None:
         """Returns the footprint at all iterations of all solves, or None if the preconditioner has no footprint."""
@@ -225,7 +227,7 @@ def _largest_scale(system: LinearSystem, start: Vectors, products: Vectors) -> f
     return min(1 / solve, SMALL_VARIANCE / kept**2) / largest if largest > 0 else math.inf
 
 
-def _features(problem: Problem) -> Generator[Pass, Any, Vectors]:
+def _features(problem: Problem) -> Generator[Step, Any, Vectors]:
     """Yields a pass; returns `g_p = G_pp / mean(G_pp)`, or 1 for weights without curvature."""
     diagonals = (yield SquaredSums(problem)).blocks
     mean = total(doubled(d).sum() for d in diagonals.values()) / problem.tangent.size

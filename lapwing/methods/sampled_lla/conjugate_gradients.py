@@ -14,12 +14,12 @@ from ...errors import LapwingError
 from ...linalg import symmetric_eigen
 from ...options import Options, at_least, between, instance_of, option
 from ...tangent import Vectors
-from ..passes import Method, Pass
+from ..passes import Method, Step
 from .system import LinearSystem, gram, inner, recombine
 
 log = logging.getLogger("lapwing")
 
-NOISE = 1e-12  # relative eigenvalue of a Gram matrix in float64 below which a direction is rounding noise
+GRAM_NOISE = 1e-12  # relative eigenvalue of a Gram matrix in float64 below which a direction is rounding noise
 
 
 class Solved(NamedTuple):
@@ -32,7 +32,7 @@ class Solved(NamedTuple):
     iterations: int
 
 
-Solving = Generator[Pass, Any, Solved]
+Solving = Generator[Step, Any, Solved]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ConjugateGradients(Options):
 
     def _iterate(
         self, system: LinearSystem, solution: Vectors, residual: Vectors, taken: int
-    ) -> Generator[Pass, Any, _Ended]:
+    ) -> Generator[Step, Any, _Ended]:
         """Changes Z and its residual in place until the draws are solved or the iterations are used up.
 
         The residual is stored as `R = Q D` with `Qᵀ Ψ̃ Q = I` (Ψ̃ the preconditioner); directions P are conjugate to all
@@ -104,25 +104,30 @@ class ConjugateGradients(Options):
         """
         precondition, prior = system.preconditioner(), system.prior()
         scaled = precondition(residual)
-        mixing, inverse = _factor(gram(residual, scaled))  # D (r, S), and the matrix (r, S) that maps R to Q
+        # 1. R = Q D with Qᵀ Ψ̃ Q = I: D (r, S); the first directions are P = Ψ̃ Q
+        mixing, inverse = _factor(gram(residual, scaled))  # the latter (r, S) maps R to Q
         recombine(inverse, residual)
         directions, moved = recombine(inverse, scaled), torch.full_like(mixing.sum(0), torch.inf)
         del scaled
         while True:
+            # 2. errors: √(rᵀ Δ⁻¹ r) of each column r of Q D, or the length of its latest step
             bound = _lengths(mixing, gram(residual, {name: v / prior[name] for name, v in residual.items()}))
             _check_finite(bound)
             errors = torch.minimum(bound, moved)
             log.debug("iteration %d: errors up to %.2e standard deviations", taken, errors.max())
             if taken >= self.iterations or not (errors > self.tolerance).any():
                 return _Ended(moved, bound, taken)
+            # 3. A P by one pass, and α = (Pᵀ A P)⁻¹ (r, r)
             image = system.completed(directions, (yield from system.products(directions)))
             steps = _inverse(gram(directions, image))  # α (r, r)
+            # 4. Z ← Z + P α D, whose step has the length √(Dᵀ α D)_kk, and Q ← Q - A P α
             moved = _lengths(mixing, steps)
             for name, value in directions.items():
                 solution[name].addmm_((mixing.T @ steps).to(value), value)
                 residual[name].addmm_(steps.to(value), image[name], alpha=-1)
             del image
             scaled = precondition(residual)
+            # 5. Q = Q' E with Q'ᵀ Ψ̃ Q' = I, D ← E D, P ← Ψ̃ Q' + P Eᵀ
             change, inverse = _factor(gram(residual, scaled))  # E (r', r)
             mixing = change @ mixing
             recombine(inverse, residual)
@@ -166,8 +171,9 @@ def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Directions of rounding noise, of draws that have converged, are left out to avoid 0/0.
     """
     scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()  # draws converge at different speeds
+    # M/(d dᵀ) = U diag(λ) Uᵀ with d = √diag M: E = λ^(1/2) Uᵀ d and F = λ^(-1/2) Uᵀ / d
     values, vectors = symmetric_eigen(matrix * scale * scale[:, None])
-    kept = values > NOISE * values.max().clamp_min(torch.finfo(values.dtype).tiny)
+    kept = values > GRAM_NOISE * values.max().clamp_min(torch.finfo(values.dtype).tiny)
     values, vectors = values[kept].sqrt(), vectors[:, kept].T
     return values[:, None] * vectors / scale, vectors * scale / values[:, None]
 

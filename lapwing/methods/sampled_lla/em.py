@@ -38,7 +38,7 @@ class EvidenceSteps:
     def of(cls, problem: Problem, per_block: bool) -> EvidenceSteps:
         """Returns the initial values of prior and noise, and which of them are open."""
         noise = problem.noise_variance()
-        values, summary = float(problem.tangent.width), problem.summary()
+        values, summary = float(problem.tangent.width), problem.seen.summary
         if "count" in summary.statistics:  # weighted number of Gaussian targets
             values = float(summary.statistics["count"]) / summary.samples
         count = problem.scale_of_means().effective_samples * values
@@ -61,6 +61,7 @@ class EvidenceSteps:
         for _ in range(100):
             scale = system.problem.scale_at(self.noise_variance).of_curvature
             at = replace(system, precision=self.precision, scale=scale)
+            # γ = -d/d log δ logdet(I + s G̃/δ), by block
             precision = at.mean_precision().clone().requires_grad_()
             with torch.enable_grad():
                 ratio = system.curvature.log_det_ratio(precision, at.scale)
@@ -92,6 +93,7 @@ class EvidenceSteps:
         """Returns the change of log σ²."""
         assert self.noise_variance is not None
         assert self.squared_error is not None
+        # σ² = Σr²/(n C) / (1 - γ/count)
         left = max(1 - float(effective.sum()) / self.count, 0.01)
         return self._damping * math.log(self.squared_error / left / self.noise_variance)
 
@@ -99,11 +101,13 @@ class EvidenceSteps:
         """Returns the change of log δ (n_blocks,)."""
         if not self.per_block:
             effective, distance = effective.sum()[None], distance.sum()[None]
+        # 1. the target log γ/‖θ̂ - μ0‖² of the fixed point (n_blocks,), or (1,)
         known = distance > 0  # weights equal to the prior mean have no information on its width
         tiny = torch.finfo(torch.float64).tiny
         wanted = torch.where(known, effective.clamp_min(1e-9) / distance.clamp_min(tiny), 1.0).log()
         now = self.precision.log() if self.per_block else self.precision[:1].log()
         wanted = torch.where(known, wanted, now)
+        # 2. damping: 1/(1 - a) with a = d target/d log δ by the latest two steps, as in Newton's method
         damping: Tensor | float = self._damping
         if self.before is not None and not self.per_block and self.squared_error is None:
             was, wanted_then = self.before

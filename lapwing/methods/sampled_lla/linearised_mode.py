@@ -16,7 +16,7 @@ from torch import Tensor
 from ...likelihoods import Likelihood, apply_weights
 from ...linalg import doubled
 from ...tangent import Record, Vectors
-from ..passes import Batch, Pass, SumPass
+from ..passes import Batch, Step, SumPass
 from ..problem import Problem
 from ..state import BlockSums, State
 from .system import LinearSystem, inner_by_block
@@ -38,18 +38,19 @@ class LinearisedMode:
             weighted = {name: value * features[name] for name, value in apart.items()}
         return inner_by_block(apart, weighted)[:, 0]
 
-    def gradient(self, system: LinearSystem, noise_variance: float | None) -> Generator[Pass, Any, Vectors]:
+    def gradient(self, system: LinearSystem, noise_variance: float | None) -> Generator[Step, Any, Vectors]:
         """Yields a pass; returns the gradient of the log joint at m, (1, P_block) by block."""
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Score(self._problem, likelihood, self.offset)
         factor, prior, apart = system.scale * (likelihood.noise_variance or 1.0), system.prior(), self._apart()
         return {name: factor * score - prior[name] * apart[name] for name, score in state.blocks.items()}
 
-    def advance(self, system: LinearSystem, noise_variance: float | None, step: Vectors) -> Generator[Pass, Any, None]:
+    def advance(self, system: LinearSystem, noise_variance: float | None, step: Vectors) -> Generator[Step, Any, None]:
         """Yields a pass; moves m by the fraction of the step with the highest log joint, which may be 0."""
         likelihood = self._problem.likelihood.with_noise_variance(noise_variance)
         state = yield _Along(self._problem, likelihood, self.offset, step)
         factor, prior, apart = system.scale * (likelihood.noise_variance or 1.0), system.prior(), self._apart()
+        # log joint at m + t step: k Σ log p(y|f + J(m + t step)) - t stepᵀΔ(θ - μ0) - t²/2 stepᵀΔ step, t (10,)
         length = torch.tensor((0.0, *LENGTHS), dtype=torch.float64, device=state.log_likelihood.device)
         weighted = {name: prior[name] * value for name, value in step.items()}
         slope, curve = inner_by_block(apart, weighted).sum(), inner_by_block(step, weighted).sum()

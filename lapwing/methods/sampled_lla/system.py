@@ -23,12 +23,12 @@ from ...covariance import PriorCovariance
 from ...errors import LapwingError
 from ...linalg import doubled, row_products, total
 from ...tangent import Record, Vectors
-from ..passes import Batch, Pass, SumPass
+from ..passes import Batch, Step, SumPass
 from ..problem import FisherRoot, Problem, root_positions
 from ..state import BlockSums
 
-NOISE, ROOT, PRIOR = range(3)  # streams of random numbers
-AT_ONCE = 256  # number of positions of a sample whose noise comes from one generator
+NOISE_STREAM, ROOT_STREAM, PRIOR_STREAM = range(3)  # streams of random numbers
+POSITIONS_PER_GENERATOR = 256  # number of positions of a sample whose noise comes from one generator
 
 
 def generator_at(seed: int, position: int, stream: int) -> torch.Generator:
@@ -53,7 +53,7 @@ class PositionedRoot:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._start, self._taken, self._places = problem, 0, 0, 1
         self.columns = problem.root.columns
-        self._spread = root_positions(problem.tangent)
+        self._root_positions = root_positions(problem.tangent)
         self._marks: Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
@@ -71,17 +71,17 @@ class PositionedRoot:
         numbers = range(self._taken, self._taken + len(outputs))
         self._taken = numbers.stop
         if self._marks is None:
-            self._marks = torch.full((problem.count(),), torch.nan, dtype=torch.float64)
+            self._marks = torch.full((problem.seen.count,), torch.nan, dtype=torch.float64)
         firsts = slice(-numbers.start % self._places, None, self._places)  # the first position of each sample
         first = self._start + -(-numbers.start // self._places)
         self._check_order(outputs[firsts], self._marks[first : first + len(numbers[firsts])])
         columns = []
         for number, output in zip(numbers, outputs, strict=True):  # a CPU generator seeds one on the device
             sample, place = self._start + number // self._places, number % self._places
-            where = (sample, ROOT) if self._places == 1 else (place, stream_of(sample, ROOT))
+            where = (sample, ROOT_STREAM) if self._places == 1 else (place, stream_of(sample, ROOT_STREAM))
             seed = torch.randint(2**62, (), generator=generator_at(problem.seed, *where))
             generator = torch.Generator(outputs.device).manual_seed(int(seed))
-            root = FisherRoot(problem.likelihood, problem.tangent.outputs, generator, self._spread)
+            root = FisherRoot(problem.likelihood, problem.tangent.outputs, generator, self._root_positions)
             columns.append(root(output[None]))
         return torch.cat(columns)
 
@@ -159,15 +159,16 @@ class FirstProducts(CurvatureProducts):
         shape, seed, tangent = (record.cotangents, self._draws), self._problem.seed, self._problem.tangent
         if not tangent.positions.direct:
             numbers = range(start + first, start + first + record.samples)
-            noise = [torch.randn(shape, generator=generator_at(seed, n, NOISE), dtype=torch.float64) for n in numbers]
+            each = (generator_at(seed, n, NOISE_STREAM) for n in numbers)
+            noise = [torch.randn(shape, generator=one, dtype=torch.float64) for one in each]
             return torch.stack(noise).to(tangent.device, record.dtype)
         noise, count, stop = [], prod(record.sizes), first + record.samples
         while first < stop:  # positions of one sample from one generator
             sample, place = divmod(first, count)
-            block, skipped = divmod(place, AT_ONCE)
-            taken = min(AT_ONCE - skipped, count - place, stop - first)
-            generator = generator_at(seed, block, stream_of(start + sample, NOISE))
-            rows = min(AT_ONCE, count - place + skipped)
+            block, skipped = divmod(place, POSITIONS_PER_GENERATOR)
+            taken = min(POSITIONS_PER_GENERATOR - skipped, count - place, stop - first)
+            generator = generator_at(seed, block, stream_of(start + sample, NOISE_STREAM))
+            rows = min(POSITIONS_PER_GENERATOR, count - place + skipped)
             drawn = torch.randn((rows, *shape), generator=generator, dtype=torch.float64)
             noise.append(drawn[skipped : skipped + taken].to(tangent.device, record.dtype))
             first += taken
@@ -177,7 +178,7 @@ class FirstProducts(CurvatureProducts):
 def prior_noise(problem: Problem, count: int) -> Iterator[tuple[str, Tensor]]:
     """Yields standard normal ε₀ (S, P_block) block by block, the same at every call."""
     for index, block in enumerate(problem.tangent.blocks):
-        seed = torch.randint(2**62, (), generator=generator_at(problem.seed, index, PRIOR))
+        seed = torch.randint(2**62, (), generator=generator_at(problem.seed, index, PRIOR_STREAM))
         generator = torch.Generator(problem.tangent.device).manual_seed(int(seed))
         noise = torch.randn(
             (count, block.size), generator=generator, dtype=problem.tangent.dtype, device=generator.device
@@ -260,25 +261,29 @@ class LinearSystem:
         prior = self.prior()
         return {name: noise.div_(prior[name].sqrt()) for name, noise in prior_noise(self.problem, count)}
 
-    def start(self, draws: Vectors, products: Vectors, before: Tensor) -> Generator[Pass, Any, None]:
+    def start(self, draws: Vectors, products: Vectors, before: Tensor) -> Generator[Step, Any, None]:
         """Changes draws Z at the precisions `before`, and `G Z`, into an initial Z at the present precisions, in place.
 
         `Δ(Z - Z₀)` is in the range of Jᵀ before and after. With `f = √(δ_before/δ)` by block and its geometric mean c,
         Z becomes `f²/c Z + (1 - f/c) Z₀`. This is `f Z` if all blocks have the same f; otherwise it needs a pass.
         """
+        # 1. f by block; Z₀ at the precisions before is Z₀/f
         factors = (before / self.precision).sqrt()
+        # 2. one f: f²/c Z + (1 - f/c) Z₀ = f Z, and its product with G is f G Z
         if torch.equal(factors, factors[:1].expand_as(factors)):
             for value in (*draws.values(), *products.values()):
                 value.mul_(float(factors[0]))
             return
+        # 3. Δ (Z - Z₀) becomes Δ_before (Z - Z₀/f) / c, which stays in the range of Jᵀ as c is the same for all blocks
         shares = factors / factors.log().mean().exp()
         prior_draws = self.prior_draws(self.count).items()
         for (name, prior_draw), factor, share in zip(prior_draws, factors.tolist(), shares.tolist(), strict=True):
             draws[name][: self.count].mul_(factor * share).add_(prior_draw, alpha=1 - share)
+        # 4. f differs between blocks, and G mixes them
         products.clear()
         products.update((yield from self.products(draws)))
 
-    def products(self, vectors: Vectors) -> Generator[Pass, Any, Vectors]:
+    def products(self, vectors: Vectors) -> Generator[Step, Any, Vectors]:
         """Yields the pass for `G V`; returns `G V`."""
         return (yield CurvatureProducts(self.problem, self.root, vectors)).blocks
 

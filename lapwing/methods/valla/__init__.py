@@ -18,7 +18,7 @@ from ...likelihoods import Likelihood
 from ...options import Options, at_least, instance_of, option, positive
 from ...tangent import Anchors, Tangent
 from ..footprint import FitShape, Footprint
-from ..passes import Batch, IteratePass, Method, Passes
+from ..passes import Batch, IteratePass, Method, Passes, SamplesSeen
 from ..problem import Problem
 from ..state import State
 from ..subspace import ProjectedCurvature, footprint_on_rows, on_basis, span_of_anchors
@@ -73,7 +73,8 @@ class NaturalGradient(VallaFit):
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         steps = _NaturalSteps(problem, basis, self)
-        return steps.finish((yield steps))
+        state = yield steps
+        return steps.finish(state, (yield SamplesSeen()).summary.samples)
 
 
 @dataclass(frozen=True)
@@ -168,18 +169,19 @@ class _NaturalSteps(IteratePass[NaturalState]):
     @torch.no_grad()
     def step(self, state: NaturalState, batch: Batch, generator: torch.Generator) -> None:
         problem, count = self._problem, batch.count
-        if self._rate is None and batch.round:
+        if self._rate is None and batch.epoch:
             state.done = True
             return
+        # with ρ_t = B_t/(B_1 + ... + B_t), H is the mean over all samples so far
         state.samples += count
         rate = count / state.samples if self._rate is None else self._rate
         more = ProjectedCurvature.zeros(problem, self._basis.rank)
         more.add(problem, self._basis, batch, rate / count)
         state.mean = state.mean.mapped(lambda mean: (1 - rate) * mean).added(more)
 
-    def finish(self, state: NaturalState) -> LowRankWithResidual:
+    def finish(self, state: NaturalState, samples: int) -> LowRankWithResidual:
         """Returns the covariance of the curvature per sample, times n; the posterior scales it to N."""
-        problem, samples = self._problem, self._problem.summary().samples
+        problem = self._problem
         return LowRankWithResidual(
             problem.tangent.blocks, self._basis, samples * state.mean.H, samples * state.mean.traces,
             problem.precision, problem.scale.of_curvature,

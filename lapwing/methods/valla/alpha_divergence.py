@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,14 +12,15 @@ from torch import Tensor
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
 from ...data import batches
-from ...data.frames import as_loader, check_data, columns_of
+from ...data.data import Data
+from ...data.frames import check_data, columns_of
 from ...errors import LapwingError
 from ...likelihoods import Link
 from ...linalg import cholesky, generator_on
 from ...options import at_least, instance_of, number, option, positive
 from ...tangent import Anchors
-from ..passes import Batch, FitResult, Passes
-from ..problem import MemoryNeed, Problem
+from ..passes import Batch, FitResult, Passes, SamplesSeen, with_size
+from ..problem import MemoryNeed, Problem, Seen
 from ..state import Descent
 from ..subspace import span_of_anchors
 from . import VallaFit
@@ -88,8 +89,10 @@ class AlphaDivergence(VallaFit):
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
+        problem = yield from with_size(problem)
         steps = AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
-        return steps.finish((yield steps))
+        state = yield steps
+        return steps.finish(state, (yield SamplesSeen()))
 
 
 class AlphaSteps(MovingSteps):
@@ -100,7 +103,7 @@ class AlphaSteps(MovingSteps):
     def __init__(self, fit: AlphaDivergence, problem: Problem, anchors: Anchors, noise_variance: float | None) -> None:
         super().__init__(problem, anchors, fit.steps, fit.learning_rate, noise_variance)
         self._fit = fit
-        self._held_out = None if fit.validation is None else as_loader(fit.validation, problem.tangent.model)
+        self._held_out = None if fit.validation is None else Data(fit.validation, problem.tangent.model)
         self._start = problem.likelihood.noise_variance if noise_variance is None else noise_variance
         link = problem.likelihood.default_link
         closed = link.closed_form and type(link) in problem.likelihood.integrals(problem.tangent.outputs, fit.alpha)
@@ -138,14 +141,18 @@ class AlphaSteps(MovingSteps):
         self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
     ) -> Tensor:
         problem = self.problem
+        # 1. K_Z, K_xZ, K_x with the prior, and F Fᵀ = I + LᵀK_Z L
         rows, factor = self._rows(state, values, batch, generator)
         blocks = rows.blocks
+        # 2. the covariances of the outputs (B, R, R), equation 6
         spread = self.check_finite(state, remaining(blocks, factor, values["root"].tril()))
+        # 3. 1/α log E_q[p(y_n|f_n)^α] (B,)
         logs = problem.likelihood.log_power_mean(
             blocks.outputs, spread, rows.targets, self._fit.alpha, self.noise_at(values),
             generator_on(spread.device, generator), self._link,
         )  # fmt: skip
-        fit = self.scale.of_likelihood / batch.count * rows.weighted(logs).sum()
+        # 4. scaled from the batch to N samples, and the divergence of equation 5
+        fit = self.scale.of_likelihood / batch.count * rows.times_weights(logs).sum()
         return divergence(factor) - fit
 
     def _rows(
@@ -174,15 +181,15 @@ class AlphaSteps(MovingSteps):
         likelihood = likelihood if noise is None else likelihood.with_noise_variance(float(noise))
         logs, counts = [], []
         generator = self.problem.generator()  # the same positions at every evaluation
-        for raw in self._held_out:
-            inputs, targets = batches.split(raw, tangent.device)
-            tangent.check(inputs, "the validation inputs")
-            batch = Batch(tangent, inputs, targets, 0, likelihood.labelled(targets))
+        for samples in self._held_out:
+            samples = samples.to(tangent.device)
+            tangent.check(samples.inputs, "the validation inputs")
+            batch = Batch.of(tangent, samples, likelihood.labelled(samples.targets))
             rows, factor = self._rows(state, values, batch, generator)
             spread = remaining(rows.blocks, factor, values["root"].tril())
             latent = Latent(rows.blocks.outputs, (DenseTerm(spread),))
-            logs.append(rows.weighted(likelihood.predict(latent, self._fit.link).log_prob(rows.targets)))
-            counts.append(rows.weighted(torch.ones_like(logs[-1])))
+            logs.append(rows.times_weights(likelihood.predict(latent, self._fit.link).log_prob(rows.targets)))
+            counts.append(rows.times_weights(torch.ones_like(logs[-1])))
         if not logs:
             raise LapwingError(
                 "The validation loader of AlphaDivergence is without batches, or gives them only once. Pass held-out "
@@ -195,17 +202,19 @@ class AlphaSteps(MovingSteps):
             state.kept = {name: value.clone() for name, value in values.items()}
 
     @torch.no_grad()
-    def finish(self, state: Descent) -> FitResult:
+    def finish(self, state: Descent, seen: Seen) -> FitResult:
         """Returns the covariance, δ and σ² at the best values if these were kept, else at the final ones."""
-        problem = self.problem
+        problem = replace(self.problem, read=seen)
         values = state.kept or state.values
         anchors, noise = self.anchors_at(values), self.noise_at(values)
         precision = self.precision_at(values) * problem.precision / problem.precision[0]
         variance = None if noise is None else float(noise)
+        # 1. the span W of J_Z (K, P), and W J_Zᵀ (K, M)
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
         projected = problem.zeros(basis.rank, len(anchors), dtype=torch.float64)  # W J̃ᵀ
         for slots, record in anchors.records(torch.float64, basis.scratch_per_row):
             projected[:, slots] = basis.project(record).flatten(0, 1).to(projected).T
+        # 2. s H = W J_Zᵀ A J_Z Wᵀ (K, K) with A = L Lᵀ
         root = projected @ values["root"].tril()
         scale = problem.scale_at(variance or problem.likelihood.noise_variance).of_curvature
         zeros = problem.zeros(len(problem.tangent.blocks), dtype=torch.float64)
@@ -218,6 +227,7 @@ def remaining(kernel: Kernel, factor: Tensor, root: Tensor) -> Tensor:
 
     The kernel includes the prior. `factor` is the Cholesky factor of `I + LᵀK_Z L`, and `root` is L (M, M).
     """
+    # with F Fᵀ = I + LᵀK_Z L: K_x - XᵀX with X = F⁻¹ Lᵀ K_Zx
     batch, columns = kernel.cross.shape[:2]
     taken = torch.linalg.solve_triangular(factor, root.T @ kernel.cross.flatten(0, 1).T, upper=False)  # (M, B R)
     taken = taken.T.reshape(batch, columns, -1)

@@ -18,7 +18,7 @@ from ...likelihoods import curvature_weights
 from ...linalg import cholesky, doubled
 from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
-from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Pass, Passes
+from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Passes, Step, with_size
 from ..problem import FisherRoot, Problem
 from ..state import Descent
 from . import ClosedForm, NaturalGradient, VallaFit
@@ -64,6 +64,7 @@ class VariationalBound(VallaFit):
     )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
+        problem = yield from with_size(problem)
         steps = BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
         if not steps.init().values:  # nothing is open
             return (yield from self.then.passes(problem, anchors))
@@ -87,7 +88,7 @@ class MovingSteps(IteratePass[Descent]):
         self._noise = noise_variance
         self._leaves = [nesting.flatten(group)[0] for group in anchors.inputs] if movable(anchors) else []
         dtype = problem.tangent.dtype
-        self._widths = [[_spread(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
+        self._widths = [[_std_of_inputs(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
         ratios = problem.precision / problem.precision[0]
         self.weights = {b.name: 1 / r for b, r in zip(problem.tangent.blocks, ratios.tolist(), strict=True)}
         distances = [doubled(m - problem.prior.mean[n]).square().sum() for n, m in problem.tangent.mean().items()]
@@ -200,28 +201,35 @@ class BoundSteps(MovingSteps):
         rows = self._root_rows(values, batch, generator)
         blocks, targets = rows.blocks, rows.targets
         precision, noise = self.precision_at(values), self.noise_at(values)
+        # 1. K_Z = C Cᵀ and φᵀR = C⁻¹ K_Zx R (M, B R), at δ = 1
         inner = self.check_finite(state, blocks.inner)
         eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
         root = cholesky(inner + JITTER * inner.detach().diagonal().mean() * eye)
         features = torch.linalg.solve_triangular(root, blocks.cross.flatten(0, 1).T, upper=False)  # (M, B R)
+        # 2. h (M, M): φᵀΛφ per sample, a mean over earlier batches
         count = batch.count
         recent = (features @ features.T).detach() / count
         h = state.kept.get("h", recent)  # from earlier batches, so that no sample explains itself
+        # 3. F Fᵀ = I + N h/(σ² τ δ) (M, M), whose log determinant is that of I + LᵀK_Z L at the optimal A
         scale = self.scale.at(likelihood.noise_variance if noise is None else noise)
         factor = cholesky(self.check_finite(state, eye + h * (scale.of_curvature / precision)))
         shrunk = torch.linalg.solve_triangular(factor, features, upper=False)
+        # 4. δ Σ tr(Λ K*) = Σ tr Rᵀ(K_x - φφᵀ + φ (F Fᵀ)⁻¹ φᵀ)R over the batch
         spread = blocks.within.diagonal(dim1=-2, dim2=-1).sum() - features.square().sum() + shrunk.square().sum()
+        # 5. Σ log p(y_n|f_n), differentiable in σ² if it is open
         if noise is None:
             logs = likelihood.log_prob(blocks.outputs, targets)
         else:
             outputs = blocks.outputs
             still = outputs.new_zeros(1, 1, 1).expand(*outputs.shape, outputs.shape[1])
             logs = likelihood.log_power_mean(outputs, still, targets, 0.0, noise)
-        logs = rows.weighted(logs).sum()
+        logs = rows.times_weights(logs).sum()
+        # 6. h forgets old batches, whose inducing points were others
         state.kept["h"] = h.lerp(recent, max(1 / (state.taken + 1), FORGET, count / self.scale.data_size))
         state.note(precision=precision)
         if noise is not None:
             state.note(noise_variance=noise)
+        # 7. the negative bound of equation 5, scaled to N samples, with the part of the mean
         fit = (scale.of_likelihood * logs - scale.of_curvature * spread / precision / 2) / count
         return divergence(factor) + precision * self.distance / 2 - fit
 
@@ -252,7 +260,7 @@ class WeightedRoot:
         return root if weights is None else root * weights.sqrt().to(root)[..., None]
 
 
-def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
+def initial_noise(problem: Problem) -> Generator[Step, Any, float | None]:
     """Yields a pass over the first samples if σ² is open; returns their mean squared residual, or None."""
     likelihood = problem.likelihood
     if not likelihood.needs_noise:
@@ -263,11 +271,12 @@ def initial_noise(problem: Problem) -> Generator[Pass, Any, float | None]:
 
 def divergence(factor: Tensor) -> Tensor:
     """Returns `1/2 [logdet E - M + tr E⁻¹]` for a Cholesky factor of E: the KL divergence without the distance."""
+    # tr E⁻¹ = ‖F⁻¹‖² and logdet E = 2 Σ log F_ii, with E = F Fᵀ
     eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
     return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
 
 
-def _spread(leaf: Tensor) -> Tensor:
+def _std_of_inputs(leaf: Tensor) -> Tensor:
     """Returns the standard deviation of each coordinate over samples, or 1 for a single sample."""
     return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])

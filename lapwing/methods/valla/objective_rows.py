@@ -30,7 +30,7 @@ class ObjectiveRows(NamedTuple):
         weights = None if self.weights is None else self.weights.to(outputs.device)
         return ObjectiveRows(self.blocks._replace(outputs=outputs), self.targets.to(outputs.device), weights)
 
-    def weighted(self, values: Tensor) -> Tensor:
+    def times_weights(self, values: Tensor) -> Tensor:
         """Returns values (N,), each times the weight of its row."""
         return values if self.weights is None else apply_weights(values, self.weights)
 

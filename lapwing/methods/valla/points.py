@@ -14,7 +14,7 @@ from torch import Tensor
 from ...data import batches, nesting
 from ...errors import LapwingError
 from ...tangent import Anchors, Tangent
-from ..passes import Batch, Pass, SumPass
+from ..passes import Batch, Step, SumPass
 from ..problem import Problem
 from ..rows import KeptInputs, choose, class_labels, rank_in_class
 
@@ -23,8 +23,8 @@ log = logging.getLogger("lapwing")
 Initial = Literal["kmeans", "data"]
 
 POOL = 2000  # number of first samples that clustering uses, or 20 M if that is more, so that no cost grows with N
-STEPS = 100  # maximum number of Lloyd's iterations
-AT_ONCE = 2**20  # maximum number of distances in memory
+LLOYD_STEPS = 100  # maximum number of Lloyd's iterations
+MAX_DISTANCES = 2**20  # maximum number of distances in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class InducingPoints:
         return f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={outputs})"
 
 
-def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Initial) -> Generator[Pass, Any, Anchors]:
+def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Initial) -> Generator[Step, Any, Anchors]:
     """Yields a pass over the first samples, unless the points are given; returns rows of J at M pairs."""
     if isinstance(wanted, InducingPoints):
         return anchors_of(problem.tangent, wanted)
@@ -75,8 +75,8 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
             "The first %d samples have %d of %d classes, and all inducing points are of these classes. Shuffle the "
             "training data: DataLoader(..., shuffle=True).", len(labels), len(labels.unique()), classes,
         )  # fmt: skip
-    joined = _joined(groups)
-    if initial == "kmeans" and joined is None:
+    together = _as_one_batch(groups)
+    if initial == "kmeans" and together is None:
         log.info(
             "Inputs are discrete or have several shapes (%s), so the %d inducing points are samples of the data and "
             "do not move", batches.describe(groups[0]), wanted,
@@ -84,11 +84,11 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
     kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]  # samples of each class
     shares = balanced_shares([len(kind) for kind in kinds], wanted)
     generator = problem.generator()
-    if initial == "data" or joined is None:
+    if initial == "data" or together is None:
         chosen = [kind[choose(len(kind), share, generator)] for kind, share in zip(kinds, shares, strict=True)]
         picked = torch.cat(chosen)
-        return _pairs(problem, tuple(groups) if joined is None else (joined,), picked, labels[picked], wanted)
-    leaves, nest = nesting.flatten(joined)
+        return _pairs(problem, tuple(groups) if together is None else (together,), picked, labels[picked], wanted)
+    leaves, nest = nesting.flatten(together)
     features = torch.cat([leaf.float().flatten(1).cpu() for leaf in leaves], 1)
     centres = [
         features[kind[:share]] if share in (0, len(kind)) else cluster_centres(features[kind], share, generator)
@@ -142,11 +142,11 @@ class _Pool(SumPass[KeptInputs]):
         if batch.start >= self._minimum and sum(leaf.nbytes for leaf in state.leaves.values()) > self._memory:
             return
         leaves, nest = nesting.flatten(batch.inputs)
-        labels = class_labels(batch.inputs, batch.targets)
+        labels = class_labels(batch)
         state.keep(batch.start, [leaf.detach().clone() for leaf in leaves], nest, labels)
 
 
-def _joined(groups: list[Any]) -> Any | None:
+def _as_one_batch(groups: list[Any]) -> Any | None:
     """Returns all inputs as one batch, or None if they are not floating-point or if their shapes differ."""
     parts = [nesting.flatten(group) for group in groups]
     first, nest = parts[0]
@@ -202,10 +202,10 @@ def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> T
         return (x - mean) / size
 
     scaled = moved(points)
-    centres = points[_spread_out(scaled, count, generator)]
+    centres = points[_initial_centres(scaled, count, generator)]
     labels: Tensor | None = None
-    for _ in range(STEPS):
-        parts, ends = scaled.split(max(1, AT_ONCE // count)), moved(centres)
+    for _ in range(LLOYD_STEPS):
+        parts, ends = scaled.split(max(1, MAX_DISTANCES // count)), moved(centres)
         nearest = torch.cat([_squared_distances(part, ends).argmin(1) for part in parts])
         if labels is not None and torch.equal(nearest, labels):
             break
@@ -216,7 +216,7 @@ def cluster_centres(points: Tensor, count: int, generator: torch.Generator) -> T
     return centres
 
 
-def _spread_out(points: Tensor, count: int, generator: torch.Generator) -> list[int]:
+def _initial_centres(points: Tensor, count: int, generator: torch.Generator) -> list[int]:
     """Returns the indices of initial centres, each the best of a few drawn by squared distance to earlier centres."""
     trials = 2 + int(math.log(count))
     chosen = [int(torch.randint(len(points), (), generator=generator))]

@@ -19,7 +19,7 @@ from .rules.attention import products
 from .schedule import Step
 from .sites import Site, arguments_of, run
 
-MAX_NUMBERS = 4096
+MAX_UNCERTAIN_NUMBERS = 4096
 """Maximum number of entries of an uncertain tensor, per sample (for a weight: in all)."""
 
 _TANGENT_NUMBERS = 2**25
@@ -97,10 +97,10 @@ def _directions(name: str, x: Moments, axes: SampleAxes, samples: int, site: Sit
     """Yields unit directions of x times their standard deviations, (K, *shape)."""
     sampled = name in axes.dims
     count = x.mean.numel() // samples if sampled else x.mean.numel()
-    if count > MAX_NUMBERS:
+    if count > MAX_UNCERTAIN_NUMBERS:
         raise site.refusal(
-            f"it has no moment rule, and its uncertain input has {count} entries, more than the {MAX_NUMBERS} that "
-            "forward mode supports",
+            f"it has no moment rule, and its uncertain input has {count} entries, more than the "
+            f"{MAX_UNCERTAIN_NUMBERS} that forward mode supports",
             "Use linear, convolution, pooling, norm, attention, embedding, element-wise or shape operations, or give "
             "it a rule (lapwing.prediction.streamlined.register_operation).",
         )

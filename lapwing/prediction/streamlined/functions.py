@@ -22,7 +22,7 @@ from .moments import Layout, Moments, Value, is_constant
 from .operations import Slope, aten, has_schema, is_statistic, named, operation_of
 from .sites import arguments_of, run
 
-NODES = 20
+FUNCTION_NODES = 20
 """Number of points of the quadrature for functions without a closed form."""
 
 
@@ -213,6 +213,6 @@ def quadrature(function: Callable[[Tensor], Tensor], h: Moments) -> Moments:
 @lru_cache
 def _quadrature_rule() -> tuple[list[float], list[float]]:
     """Returns points and weights for the standard normal, from the eigenvalues of its Jacobi matrix."""
-    off = torch.arange(1, NODES, dtype=torch.float64).sqrt()
+    off = torch.arange(1, FUNCTION_NODES, dtype=torch.float64).sqrt()
     points, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return points.tolist(), vectors[0].square().tolist()

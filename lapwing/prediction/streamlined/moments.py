@@ -57,7 +57,7 @@ class Layout:
         x = x.mean(averaged) if averaged else x
         return x if self.batch < channel else x.mT
 
-    def spread(self, x: Tensor, like: Tensor, channel: int = -1) -> Tensor:
+    def expanded(self, x: Tensor, like: Tensor, channel: int = -1) -> Tensor:
         """Returns (B, n) in a shape that broadcasts to a value, constant over positions."""
         channel %= like.ndim
         if self.merged:

@@ -168,7 +168,7 @@ class Program:
     def __post_init__(self) -> None:
         """Finds the steps at the end that have covariances, and the step after which each value is not needed."""
         steps = self.schedule.steps
-        self.ends = _ends(self.schedule)
+        self.joint_steps = _joint_steps(self.schedule)
         self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize  # estimated for the largest step
         last_reads: dict[str, int] = {}
         for place, step in enumerate(steps):
@@ -227,7 +227,7 @@ class Program:
         if not step.uncertain:
             return run(node, {name: mean_of(value) for name, value in read.items()}, self.dtype)
         read = {name: value if name in step.uncertain else mean_of(value) for name, value in read.items()}
-        if node.name in self.ends:
+        if node.name in self.joint_steps:
             result = self._with_covariances(step, read, samples)
             if result is not None:
                 return result
@@ -269,7 +269,7 @@ class Program:
     @property
     def features(self) -> str | None:
         """The name of the uncertain inputs of a last layer with covariances, or None if there is no such layer."""
-        layers = (step for step in self.schedule.steps if step.node.name in self.ends and step.fused is None)
+        layers = (step for step in self.schedule.steps if step.node.name in self.joint_steps and step.fused is None)
         sources = (name for step in layers if is_a(step.node, Kind.LINEAR) for name in step.uncertain)
         return next((name for name in sources if name not in self.treated), None)
 
@@ -284,12 +284,12 @@ class Program:
         steps = self.schedule.steps
         largest = max(map(_numbers, steps), default=1)
         outputs = max((shape_of(step.node)[-1] for step in steps[-1:] if shape_of(step.node)), default=1)
-        sources = (s.name for step in steps if step.node.name in self.ends for s in step.node.all_input_nodes)
+        sources = (s.name for step in steps if step.node.name in self.joint_steps for s in step.node.all_input_nodes)
         weights = max((self.graph.tensors[name].numel() for name in sources if name in self.graph.tensors), default=0)
         return 8 * largest + 4 * outputs * (self.width or outputs) + 2 * weights
 
 
-def _ends(schedule: Schedule) -> frozenset[str]:
+def _joint_steps(schedule: Schedule) -> frozenset[str]:
     """Returns the names of the last linear layer and the steps after it, or none if other calls come after it.
 
     Only element-wise functions and views may follow it, and each value must have one reader.
@@ -299,16 +299,16 @@ def _ends(schedule: Schedule) -> frozenset[str]:
     for step in schedule.steps:
         for name in step.sources:
             readers[name] = readers.get(name, 0) + 1
-    ends, name = [], schedule.steps[-1].node.name
+    steps_at_end, name = [], schedule.steps[-1].node.name
     while name in steps:
         step = steps[name]
-        ends.append(name)
+        steps_at_end.append(name)
         if step.fused is not None and not step.fused.statistics:
             name = step.fused.source
         elif step.uncertain and is_a(step.node, Kind.ORDERED):
             name = step.uncertain[0]
         else:
-            return frozenset(ends) if step.uncertain and is_a(step.node, Kind.LINEAR) else frozenset()
+            return frozenset(steps_at_end) if step.uncertain and is_a(step.node, Kind.LINEAR) else frozenset()
         if readers[name] > 1:
             return frozenset()
     return frozenset()

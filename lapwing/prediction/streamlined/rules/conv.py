@@ -75,7 +75,7 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
     if not pooled:
         return Moments(h, total)
     rho = layer_correlation(total, total_of(pooled), layout, site.samples, 1)  # (B, O)
-    return Moments(h, total, layout.spread(rho, total, 1))
+    return Moments(h, total, layout.expanded(rho, total, 1))
 
 
 def _averaged(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:

@@ -120,7 +120,7 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
         shared = [] if common is None else [common.square()]
         pooled.append(total_of([individual / count, *shared]) @ layer.second())
     rho = layer_correlation(total, total_of(pooled), layout, site.samples, -1)  # (B, O)
-    return Moments(h, total, layout.spread(rho, total), start)
+    return Moments(h, total, layout.expanded(rho, total), start)
 
 
 def linear_with_covariances(

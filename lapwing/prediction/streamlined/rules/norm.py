@@ -110,7 +110,7 @@ def affine(
         if by_channel is not None:
             whole = by_channel.mean(from_weights, site.samples, channel)
             alone = whole / (out.numel() // whole.numel())
-            rho = layout.spread(ratio((total_of(pooled) - alone).clamp_min(0), whole - alone), out, channel)
+            rho = layout.expanded(ratio((total_of(pooled) - alone).clamp_min(0), whole - alone), out, channel)
         parts.append((from_weights, rho))
     if carried is not None:
         parts.append((carried, x.correlation))

@@ -15,12 +15,12 @@ from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
 from ...linalg import doubled
+from ...methods.passes import Batch, IteratePass
+from ...methods.problem import Problem
+from ...methods.state import DataSummary, Descent
 from ...network import recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
-from ..passes import Batch, IteratePass
-from ..problem import Problem
-from ..state import DataSummary, Descent
 
 NOISE_DECAY = 0.99  # factor per step of the sums of squared residuals that give σ²: the last hundred batches or so
 
@@ -51,11 +51,13 @@ class FineTuning(IteratePass[Descent]):
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         log_std, offset = state.values["log_std"], state.values["mean"] - self._centre
         samples = batch.count
+        # 1. Σ log p(y|f) of the batch by one draw, its gradients in m and log σ (P,), and the factor N/(B τ)
         factor = self._scale.of_likelihood / samples
         fit, gradients, statistics = self._log_likelihood(state, batch, generator)
         if statistics:
             fit, scale = self._at_noise(state, statistics)
             gradients = {name: scale * gradient for name, gradient in gradients.items()}
+        # 2. KL(q ‖ N(μ0, Δ⁻¹)), at the best δ if it is open
         precision = self.weight_precision(state)
         distance = divergence(log_std, offset, precision)
         objective = float(distance) - factor * fit
@@ -67,6 +69,7 @@ class FineTuning(IteratePass[Descent]):
             state.note(noise_variance=noise)
         if not (math.isfinite(objective) and all(bool(gradient.isfinite().all()) for gradient in gradients.values())):
             raise self._diverged("The objective or its gradients", state.taken)
+        # 3. its gradients: Δ (m - μ0) in m, and δ σ² - 1 in log σ
         pull = {"mean": precision * offset, "log_std": precision * (2 * log_std).exp() - 1}
         cosine = (1 + math.cos(math.pi * state.taken / self.steps)) / 2
         for name, rate in self._rates.items():
@@ -79,6 +82,7 @@ class FineTuning(IteratePass[Descent]):
         if self._problem.prior.fixed:
             same = bool((precision == precision[0]).all())
             return (precision[0] if same else expand(self._tangent.blocks, precision)).to(mean)
+        # d/dδ Σ [δ (σ² + (m - μ0)²) - log δ] = 0
         offset = mean - self._centre
         return len(offset) / (offset.square().sum() + (2 * log_std).exp().sum())  # of least divergence
 

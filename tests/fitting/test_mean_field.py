@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance.base import join_blocks
-from lapwing.methods.mean_field.fine_tuning import divergence, drawn_outputs, per_sample_axes
+from lapwing.fitting.mean_field.fine_tuning import divergence, drawn_outputs, per_sample_axes
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, close, jacobian, pack, sampled_from

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .diagonal import Diagonal
-from .ella import ELLA
-from .full import Full
-from .kfac import EKFAC, KFAC
+from ..methods.diagonal import Diagonal
+from ..methods.ella import ELLA
+from ..methods.full import Full
+from ..methods.kfac import EKFAC, KFAC
+from ..methods.optimal_subspace import OptimalSubspace
+from ..methods.passes import Method
+from ..methods.sampled_lla import SampledLLA
+from ..methods.subset_of_data import SubsetOfData
+from ..methods.subset_of_weights import SubsetOfWeights
+from ..methods.valla import VaLLA
 from .mean_field import MeanField
-from .optimal_subspace import OptimalSubspace
-from .passes import Method
-from .sampled_lla import SampledLLA
-from .subset_of_data import SubsetOfData
-from .subset_of_weights import SubsetOfWeights
-from .valla import VaLLA
 
 METHODS: tuple[Method, ...] = (
     Diagonal(), KFAC(), EKFAC(), Full(), ELLA(), OptimalSubspace(), SubsetOfWeights(size=100), VaLLA(), SubsetOfData(),

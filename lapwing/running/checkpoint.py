@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,11 +24,10 @@ from torch import Tensor
 from .. import ranks
 from ..data.data import Data
 from ..errors import LapwingError, shown
+from ..files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..methods.state import DataSummary, State
-from ..posterior.files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..tangent import Tangent
 from .fingerprints import differences, fingerprint_of
-from .options import FitOptions
 
 log = logging.getLogger("lapwing")
 
@@ -61,7 +60,30 @@ class RunnerState(State):
     finished: bool = False  # whether the pass is finished
 
 
-class Checkpoint:
+class NoCheckpoint:
+    """The checkpoint of a fit that cannot be continued: it keeps nothing."""
+
+    def open(self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any) -> None:
+        """Begins the fit."""
+
+    def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
+        """Returns the state at the start of a pass."""
+        return fresh
+
+    def after_batch(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
+        """Is called after each batch of a sum pass."""
+
+    def after_pass(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
+        """Is called after each pass."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the fit."""
+
+
+class Checkpoint(NoCheckpoint):
     """The checkpoint of one fit. As a context manager, it removes the file at the end unless an exception is raised."""
 
     def __init__(self, path: str | os.PathLike[str], every: int | None) -> None:
@@ -77,12 +99,12 @@ class Checkpoint:
         self._left: list[Saved] = []  # from the file, not yet used
         self._batches, self._time = 0, time.monotonic()
 
-    def open(self, data: Data, options: FitOptions, tangent: Tangent, **more: Any) -> None:
-        """Reads the file if it exists. `more` also decides the states of passes, by the name that a message shows."""
+    def open(self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any) -> None:
+        """Reads the file if it exists. What `describe` returns, and `more`, decide the states of passes, by name."""
         surveyed = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory, **more}
         first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
         size = {} if data.expected_size is None else {"the number of samples": data.expected_size}
-        self._fit = {**options.described(), **fingerprint_of(surveyed), "the first batch": first, **size}
+        self._fit = {**describe(), **fingerprint_of(surveyed), "the first batch": first, **size}
         self._left = ranks.on_first("the checkpoint", self._read)
 
     def _read(self) -> list[Saved]:
@@ -124,21 +146,20 @@ class Checkpoint:
         log.info("The fit continues from %s, after %d batches of '%s'.", self.path, state.batches, label)
         return state
 
-    def after_batch(self, label: str, state: RunnerState) -> None:
+    def after_batch(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
         """Writes the file if it is due. Over several processes it is written only after passes."""
         self._batches += 1
         due = self._batches >= self._every if self._every is not None else time.monotonic() - self._time >= SECONDS
         if due and not ranks.several():
+            state.generator = generator.get_state()
             self._write([*self._passes, (label, _copied(state))])
 
-    def after_pass(self, label: str, state: RunnerState) -> None:
+    def after_pass(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
         """Writes the file."""
+        state.generator = generator.get_state()
         self._passes.append((label, _copied(state)))
         if ranks.rank() == 0:
             self._write(self._passes)
-
-    def __enter__(self) -> Checkpoint:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Removes the file if the fit has ended; otherwise logs its path."""

@@ -14,8 +14,8 @@ from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.loaders import checked_batches
 from ..data.progress import tracked, with_progress
+from ..data.samples import checked
 from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype
@@ -25,8 +25,8 @@ from ..network.entry import outside_modes
 from ..network.selection import select
 from ..options import SEED, check_argument, positive
 from ..posterior import MethodInfo, Posterior
-from ..tangent import LastLayer, Predicate, Tangent, everything
-from .constructed import constructed, copied, put
+from ..tangent import LastLayer, Predicate, Tangent, everything, join
+from .constructed import constructed, copied, diagonal, put
 
 
 class SWAG:
@@ -279,17 +279,16 @@ class _OnInputs(nn.Module):
 
 def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) -> LowRankPlusDiagonal:
     """Returns `scale [Σ_diag + D̂ᵀD̂/(K - 1)]` by block."""
-    variance, deviations = collector.variance, collector.deviations
-    device, dtype = tangent.device, tangent.dtype
-    variances, factor = {}, {}
-    for block in tangent.blocks:
-        joined = block.join({name: variance[name] for name in block.parameters})
-        variances[block.name] = (scale * joined).to(device, dtype)
-        factor[block.name] = torch.zeros(0, block.size, dtype=dtype, device=device)
-        if deviations:
-            rows = block.join({name: torch.stack([d[name] for d in deviations]) for name in block.parameters})
-            factor[block.name] = rows.to(device, dtype) * (scale / (len(deviations) - 1)) ** 0.5  # (K, P_block)
-    return LowRankPlusDiagonal(tangent.blocks, variances, factor)
+    deviations = collector.deviations
+    covariance = diagonal(tangent, {name: scale * value for name, value in collector.variance.items()})
+    if not deviations:
+        return covariance
+    rows = {name: torch.stack([each[name] for each in deviations]) for name in collector.names}
+    factor = {
+        name: block_rows.to(tangent.device, tangent.dtype) * (scale / (len(deviations) - 1)) ** 0.5  # (K, P_block)
+        for name, block_rows in join(tangent.blocks, rows).items()
+    }
+    return LowRankPlusDiagonal(tangent.blocks, covariance.variances, factor)
 
 
 def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:
@@ -301,5 +300,5 @@ def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None,
         for each in devices:
             with torch.cuda.device(each):
                 torch.cuda.manual_seed(seed)
-        wrapped = ([inputs] for inputs, *_ in checked_batches(network, loader))  # update_bn takes the first of a list
+        wrapped = ([samples.inputs] for samples in checked(loader, device))  # update_bn takes the first of a list
         update_bn(wrapped, _OnInputs(network, forward))

@@ -1,4 +1,4 @@
-"""Posteriors made without `lw.fit`, from a network and a known covariance."""
+"""Posteriors made from the passes of a method, or without `lw.fit` from a network and a known covariance."""
 
 from __future__ import annotations
 
@@ -9,23 +9,64 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..covariance import Covariance
+from ..covariance import Covariance, has_prior
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
-from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.loaders import checked_batches, other_size
+from ..data.loaders import check_data_size, other_size
 from ..data.progress import show_progress, tracked
+from ..data.samples import checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood, warn_of_misfit
+from ..methods import FitResult, Method, Problem
+from ..methods.passes import Batch
+from ..methods.prior import Prior
+from ..methods.state import DataSummary
 from ..network.eager import LOCK, parameters_of, uncompiled
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
-from ..posterior.prior import Prior
+from ..running.runner import Runner
 from ..tangent import Tangent, join
-from .passes import Batch
-from .state import DataSummary
+
+
+def posteriors_of(
+    runner: Runner, method: Method, problem: Problem, result: FitResult
+) -> tuple[Posterior, tuple[Posterior, ...]]:
+    """Returns the posteriors of all data and of their first parts, at the δ, σ² and T of the method, before tuning."""
+    tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
+    if result.noise_variance is not None:
+        likelihood = likelihood.with_noise_variance(result.noise_variance)
+    if result.logit_temperature is not None:
+        likelihood = likelihood.with_logit_temperature(result.logit_temperature)
+    if result.precision is not None:
+        prior = replace(prior, precision=result.precision, fixed=True)
+
+    def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
+        given = likelihood if has_prior(covariance) else problem.likelihood
+        fitted = Posterior(
+            tangent=tangent, covariance=covariance, likelihood=likelihood, prior=prior, statistics=dict(statistics),
+            samples=samples, data_factor=factor, temperature=problem.temperature,
+            method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
+            stamp=Stamp.of(tangent.state()), history=result.history, columns=runner.columns,
+        )  # fmt: skip
+        settled = fitted.noise_fixed and has_prior(covariance)
+        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
+
+    summary, factor = result.summary, result.data_factor
+    if summary is None:
+        summary = runner.summary()
+        if problem.data_size is None:  # the steps of a method may have ended before the data
+            factor *= runner.count() / summary.samples
+    if problem.data_size is not None:
+        count = summary.samples if result.summary is None else runner.count()
+        check_data_size(problem.data_size, count)
+        factor *= problem.data_size / count
+    whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
+    parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.first_parts.items()]
+    if parts and factor > 1:
+        parts.append(posterior(result.covariance, summary.statistics, summary.samples, 1.0))
+    return whole, tuple(parts)
 
 
 def copied(model: nn.Module, method: str) -> nn.Module:
@@ -73,23 +114,24 @@ def constructed(
     `covariance` returns Σ, without a prior. A noise variance that is None becomes the mean squared residual. Raises if
     the input is invalid, or if the loader shows no batch the second time.
     """
-    inputs, targets = batches.split(data.first)
-    likelihood = inferred_likelihood(targets, data) if likelihood is None else resolve(likelihood)
+    first = data.first
+    likelihood = inferred_likelihood(first.targets, data) if likelihood is None else resolve(likelihood)
     tangent = Tangent.survey(
-        model, inputs, lambda name, _: name in names, forward, memory, targets=targets, activation=likelihood.activation
-    )
+        model, first.inputs, lambda name, _: name in names, forward, memory, targets=first.targets,
+        activation=likelihood.activation,
+    )  # fmt: skip
     summary = DataSummary()
     with show_progress(progress):
-        for inputs, targets, weights in checked_batches(tangent.model, tracked(data, "likelihood")):
-            rows = Batch(tangent, inputs, targets, summary.samples, weights=weights).rows()
+        for samples in checked(tracked(data, "likelihood"), tangent.device):
+            rows = Batch.of(tangent, samples).rows()
             if not summary.samples:
                 likelihood.check(rows["outputs"], rows["targets"])
-                first = rows["outputs"], rows["targets"]
-                check_logits(likelihood, *first, next(tangent.model.parameters()).dtype)
+                pair = rows["outputs"], rows["targets"]
+                check_logits(likelihood, *pair, next(tangent.model.parameters()).dtype)
             summary.add(likelihood, **rows)
     if not summary.samples:
         raise other_size(0, f"to {method.name}", None)
-    warn_of_misfit(likelihood, *first, summary.statistics)
+    warn_of_misfit(likelihood, *pair, summary.statistics)
     noise_fixed = not likelihood.needs_noise
     if not noise_fixed:
         likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))

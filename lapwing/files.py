@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import LapwingError, shown
+from .errors import LapwingError, shown
 
 FORMAT = 6  # the format that is written: see docs/file-format.md
 OLDEST = 5  # the first format that every later version reads

@@ -17,18 +17,28 @@ from torch import Tensor
 
 from .. import ranks
 from ..covariance import Covariance
-from ..data import batches
 from ..data.data import Data
 from ..data.loaders import other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
-from ..likelihoods.targets import any_counts, no_targets
-from ..methods.passes import Batch, CurvaturePass, FitResult, IteratePass, LikelihoodPass, Method, Pass, SumPass
-from ..methods.problem import Problem
+from ..likelihoods.targets import any_counts, no_targets_error
+from ..methods.passes import (
+    Batch,
+    CurvaturePass,
+    FitResult,
+    IteratePass,
+    LabelsOfData,
+    LikelihoodPass,
+    Method,
+    Pass,
+    SamplesSeen,
+    SumPass,
+)
+from ..methods.problem import Problem, Seen
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..tangent.retry import retried
-from .checkpoint import Checkpoint, PassSums, RunnerState
+from .checkpoint import NoCheckpoint, PassSums, RunnerState
 
 Advance = Callable[[], Any]  # counts one batch on the bar of a pass
 
@@ -44,10 +54,10 @@ class Runner:
     """
 
     def __init__(
-        self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: Checkpoint | None = None
+        self, data: Data, prefixes: int = 0, data_size: int | None = None, checkpoint: NoCheckpoint | None = None
     ) -> None:
         self.columns, self.weighted, self._data = data.columns, data.weighted, data
-        self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint
+        self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint or NoCheckpoint()
         self._labels: Tensor | None = None
         self._at = RunnerState()
         self.first_parts: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
@@ -55,7 +65,7 @@ class Runner:
     def labels(self) -> Tensor:
         """Returns the n class labels, -1 for targets of other kinds. The first call reads the data."""
         if self._labels is None:
-            parts = [class_labels(*batches.split(batch)) for batch in tracked(self._data, "labels")]
+            parts = [class_labels(samples) for samples in tracked(self._data, "labels")]
             labels = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
             self._check_size(len(labels), "to the count")
             self._labels = torch.cat(ranks.gathered("labels", labels))
@@ -79,7 +89,7 @@ class Runner:
     def run(self, method: Method, problem: Problem, stop: Stop | None = None) -> FitResult:
         """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass."""
         passes = method.passes(problem)
-        answers: list[State | None] = [None]  # `pop` leaves the method the only reference to a state
+        answers: list[Any] = [None]  # `pop` leaves the method the only reference to a state
         while True:
             try:
                 step = passes.send(answers.pop())
@@ -88,20 +98,20 @@ class Runner:
                 if not self._at.summary.samples and result.summary is None:
                     self._run(LikelihoodPass(problem), problem)
                 return result
-            answers.append(self._run(step, problem, stop))
+            if isinstance(step, LabelsOfData):
+                answers.append(self.labels())
+            elif isinstance(step, SamplesSeen):
+                answers.append(Seen(self.count(), self._at.summary))
+            else:
+                answers.append(self._run(step, problem, stop))
             del step
 
     def _run(self, step: Pass, problem: Problem, stop: Stop | None = None) -> State:
         """Runs a pass; returns its state. Then computes the covariances of the first samples, if they are needed."""
-        if ranks.several() and (isinstance(step, IteratePass) or step.in_iteration):
-            raise LapwingError(
-                f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use "
-                "lw.KFAC()."
-            )
-        if isinstance(step, SumPass):
-            ranks.overwrite(f"the basis of the pass '{step.label}'", step.basis_tensors())
-            if step.in_iteration:
-                self._checkpoint = None
+        if ranks.several():
+            _prepare_on_ranks(step)
+        if isinstance(step, SumPass) and step.in_iteration:
+            self._checkpoint = NoCheckpoint()
         if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
             return self._sums(step, problem).state
         generator = problem.root.generator
@@ -146,8 +156,6 @@ class Runner:
     def _begin(self, step: Pass, before: RunnerState, problem: Problem) -> RunnerState:
         """Returns the state at the start of a pass, or the state in the checkpoint."""
         at = replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False)
-        if self._checkpoint is None:
-            return at
         at = self._checkpoint.resumed(step.label, at, problem.tangent.device)
         size, known = at.size or at.start, self._data.known_size
         if known is not None and size > known:
@@ -171,20 +179,20 @@ class Runner:
             self._check_size(at.start, f"to the pass '{step.label}'")
 
     def _iterate(self, step: IteratePass[Any], problem: Problem, advance: Advance) -> None:
-        at, state, done, rounds, collects = self._at, self._at.sums.state, 0, 0, self._collects(step)
+        at, state, done, epochs, collects = self._at, self._at.sums.state, 0, 0, self._collects(step)
         generator = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
         while done < step.steps and not step.converged(state):
             at.batches = at.start = 0
-            for batch in self._batches(step, problem, advance, rounds):
+            for batch in self._batches(step, problem, advance, epochs):
                 step.step(state, batch, generator)
                 done += 1
-                if collects and not rounds:
+                if collects and not epochs:
                     at.summary.add(problem.likelihood, **batch.rows())
                 if done == step.steps or step.converged(state):
                     advance()
                     return
             self._check_size(at.start, f"to the pass '{step.label}'")
-            at.whole, rounds = True, rounds + 1
+            at.whole, epochs = True, epochs + 1
 
     def _end(self, step: Pass, problem: Problem) -> None:
         """Joins the sums of all ranks, and saves the finished pass."""
@@ -195,13 +203,11 @@ class Runner:
                 at.sums = at.sums.with_tensors(joined)
                 at.summary = at.sums.summary if collects else at.summary
             if collects and not at.sums.counted:
-                raise no_targets("labels")
+                raise no_targets_error("labels")
             at.whole |= collects
         at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
         at.finished = True
-        if self._checkpoint is not None:
-            at.generator = problem.root.generator.get_state()
-            self._checkpoint.after_pass(step.label, at)
+        self._checkpoint.after_pass(step.label, at, problem.root.generator)
 
     @property
     def _before(self) -> int:
@@ -213,36 +219,32 @@ class Runner:
         limit = step.limit if isinstance(step, SumPass) else None
         return None if limit is None else max(0, limit - self._before)
 
-    def _batches(self, step: Pass, problem: Problem, advance: Advance, rounds: int = 0) -> Iterator[Batch]:
+    def _batches(self, step: Pass, problem: Problem, advance: Advance, epochs: int = 0) -> Iterator[Batch]:
         """Yields the remaining batches that the pass needs."""
         at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
         if at.start == limit:
             return
         for raw in islice(self._data, at.batches, None):
-            inputs, targets = batches.split(raw, device)
-            weights, samples = batches.weights_of(raw, device), batches.size(inputs)
-            problem.tangent.check(inputs, f"the inputs of batch number {at.batches + 1}")
-            if at.size and not ranks.several() and at.start + samples > at.size:
-                self._check_size(at.start + samples, f"to the pass '{step.label}'")
-            if limit is not None and at.start + samples > limit:
-                samples = limit - at.start
-                rows = slice(0, samples)
-                inputs, targets = batches.take(inputs, rows), targets[rows]
-                weights = None if weights is None else weights[rows]
-            if samples:
-                counted = problem.likelihood.labelled(targets)
-                at.sums.counted = at.sums.counted or int(any_counts(targets, counted))  # one read of a device
-                yield Batch(
-                    problem.tangent, inputs, targets, before + at.start, counted, weights=weights,
-                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None, round=rounds,
+            samples = raw.to(device)
+            problem.tangent.check(samples.inputs, f"the inputs of batch number {at.batches + 1}")
+            stop = at.start + samples.count
+            if at.size and not ranks.several() and stop > at.size:
+                self._check_size(stop, f"to the pass '{step.label}'")
+            if limit is not None and stop > limit:
+                samples, stop = samples.take(slice(0, limit - at.start)), limit
+            if stop > at.start:
+                counted = problem.likelihood.labelled(samples.targets)
+                at.sums.counted = at.sums.counted or int(any_counts(samples.targets, counted))  # one read of a device
+                yield Batch.of(
+                    problem.tangent, replace(samples, start=before + at.start), counted, epoch=epochs,
+                    likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None,
                 )  # fmt: skip
-            at.start, at.batches = at.start + samples, at.batches + 1
+            at.start, at.batches = stop, at.batches + 1
             advance()
             if at.start == limit:
                 return
-            if self._checkpoint is not None and isinstance(step, SumPass):
-                at.generator = problem.root.generator.get_state()
-                self._checkpoint.after_batch(step.label, at)
+            if isinstance(step, SumPass):
+                self._checkpoint.after_batch(step.label, at, problem.root.generator)
 
     def _check_size(self, samples: int, to: str) -> None:
         """Sets n the first time; raises if the data have no sample, or another number. Shares of ranks may be empty."""
@@ -251,3 +253,12 @@ class Runner:
         if samples != expected or not (samples or several):
             raise other_size(samples, to, expected or None)
         at.size = sum(map(sum, self._data.sizes)) if several else samples
+
+
+def _prepare_on_ranks(step: Pass) -> None:
+    """Gives all ranks the basis of rank 0; raises if the steps of a pass are not summed over processes."""
+    if isinstance(step, IteratePass) or step.in_iteration:
+        raise LapwingError(
+            f"The steps of '{step.label}' are not summed over processes. Call lw.fit in one process, or use lw.KFAC()."
+        )
+    ranks.overwrite(f"the basis of the pass '{step.label}'", step.basis_tensors())

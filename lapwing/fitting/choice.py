@@ -1,8 +1,10 @@
-"""The default of `lw.fit`: the method and the parameters if the user names neither, chosen by their cost."""
+"""The method of a fit: the user's, or the default, which their cost decides; and the network that it treats."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,20 +14,55 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import double_device
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
+from ..methods.prior import Prior
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
-from ..posterior.prior import Prior
 from ..tangent import LastLayer, Tangent, everything, last_layer
 from ..tuning.leave_one_out import MAX_EXPLICIT_WEIGHTS, MAX_WEIGHTS
 from .checks import check_fit
 from .fit_data import FitData
 from .options import FitOptions
 
+log = logging.getLogger("lapwing")
+
 FULL_NUMBERS = 2**20  # maximum entries of the basis or covariance of `Full`; a prediction reads them for each output
 FULL_MULTIPLY_ADDS = 2**33  # maximum multiply-adds of a fit for which `Full` is the default: one to two seconds
 KFAC_OUTPUTS = 10  # maximum outputs for KFAC over all weights: a fit and a prediction take a backward pass for each
 FOR_ALL_WEIGHTS = "For all weights write lw.fit(model, loader, lw.KFAC())."
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The method of a fit, and the surveyed network that it treats."""
+
+    method: Method
+    sizes: FitShape  # of the surveyed network, the likelihood and the data
+    prior: Prior
+    reason: str | None  # why this is the default, and how to choose another; None if the user named the method
+
+    @property
+    def tangent(self) -> Tangent:
+        """The surveyed network."""
+        return self.sizes.tangent
+
+    def log_default(self, options: FitOptions) -> None:
+        """Logs a default with its cost, and warns if it treats a network whose weights are all frozen."""
+        if self.reason is not None:
+            footprint = self.method.footprint(self.sizes)
+            assert footprint is not None  # every default method has one
+            log.info(
+                "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s "
+                "bytes; lw.plan(model, loader) shows more.",
+                self.reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
+            )  # fmt: skip
+        model = self.tangent.model
+        if options.names_no_method and not any(part.requires_grad for part in model.parameters()):
+            log.warning(
+                "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
+                "write params=lw.last_layer; for all weights write params=lw.matching('*').",
+                type(model).__name__,
+            )
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
@@ -80,22 +117,18 @@ def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tupl
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
 
-def chosen_and_checked(
-    data: FitData, options: FitOptions, count: Callable[[], int], samples: int, warn: bool = True
-) -> tuple[Method, FitShape, Prior, str | None]:
-    """Chooses the method, and checks that the network fits it, the likelihood, the tuning and the held-out data.
+def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples: int, warn: bool = True) -> Choice:
+    """Chooses the method if the user named none, surveys the network, and checks that all parts go together.
 
-    Returns the method, the sizes of the fit, the prior, and a log line: the default, the reason, and how to choose
-    another, or None if the user named a method. `count` returns n, or N if only this is known, and `samples` is n, or a
-    lower bound if counting needs a pass. For a classifier only the last layer is treated: without held-out data the
-    spread of all weights is too uncertain.
+    `count` returns n, or N if only this is known, and `samples` is n, or a lower bound if counting needs a pass. For a
+    classifier only the last layer is treated: without held-out data the spread of all weights is too uncertain.
     """
     survey = partial(
-        Tangent.survey, data.model, data.inputs, forward=options.forward, memory=options.memory, targets=data.targets,
-        activation=data.likelihood.activation,
+        Tangent.survey, data.model, data.first.inputs, forward=options.forward, memory=options.memory,
+        targets=data.first.targets, activation=data.likelihood.activation,
     )  # fmt: skip
     method, params, tangent, reason = options.method, options.params, None, None
-    if method is None and params is None:
+    if options.names_no_method:
         method, tangent, reason = default_fit(data, survey, count)
     if tangent is None:
         if params is None:
@@ -109,11 +142,11 @@ def chosen_and_checked(
             )
             method = Diagonal()
     method = method or KFAC()
-    shape = FitShape.of(tangent, data.likelihood, data.inputs, samples)
-    check_fit(method, shape, data.tune, data.inputs, data.targets, options.validation is not None)
+    sizes = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
+    check_fit(method, sizes, data.tune, data.first, options.validation is not None)
     prior = Prior.read(tangent, options.precision(count), options.prior_mean)
     data.check_held_out(tangent)
-    return method, shape, prior, reason
+    return Choice(method, sizes, prior, reason)
 
 
 def classifies(likelihood: Likelihood, tangent: Tangent) -> bool:

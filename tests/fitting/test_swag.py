@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.low_rank_diagonal import LowRankPlusDiagonal
-from lapwing.methods.swag import SWAG
+from lapwing.fitting.swag import SWAG
 from tests import oracle
 from tests.conformance import Setup, block_columns, close, jacobian, pack, setup
 from tests.covariance.test_structures import StructureConformance, on_two_kinds_of_block, random, spectrum

@@ -15,6 +15,9 @@ from ...data.batches import Forward
 from ...data.data import Data
 from ...errors import LapwingError
 from ...likelihoods import Likelihood
+from ...methods.footprint import FitShape, Footprint
+from ...methods.passes import FitResult, LikelihoodPass, Method, Passes, SamplesSeen, with_size
+from ...methods.problem import Problem, Seen
 from ...network.eager import parameters_of, uncompiled
 from ...network.entry import outside_modes
 from ...network.selection import select
@@ -22,9 +25,6 @@ from ...options import at_least, check_argument, option, positive
 from ...posterior import MethodInfo, Posterior
 from ...tangent import LastLayer, Predicate, everything
 from ..constructed import constructed, copied, diagonal, put
-from ..footprint import FitShape, Footprint
-from ..passes import FitResult, LikelihoodPass, Method, Passes
-from ..problem import Problem
 from .fine_tuning import FineTuning
 
 
@@ -80,13 +80,14 @@ class MeanField(Method):
     initial_std: float = option(1e-2, positive())
 
     def passes(self, problem: Problem) -> Passes:
-        tangent = problem.tangent
+        problem, tangent = (yield from with_size(problem)), problem.tangent
         network = copied(tangent.model, "MeanField")
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
         state = yield tuning
         put(network, tuning.by_parameter(state.values["mean"]))
         moved = replace(tangent, model=network)
-        summary = yield LikelihoodPass(problem, moved, problem.summary().samples)
+        seen: Seen = yield SamplesSeen()
+        summary = yield LikelihoodPass(problem, moved, seen.summary.samples)
         precision = problem.precision
         if not problem.prior.fixed:
             precision = torch.full_like(precision, float(tuning.weight_precision(state)))
@@ -94,7 +95,7 @@ class MeanField(Method):
         noise = problem.likelihood.residual_variance(state.kept) if state.kept else None
         return FitResult(
             diagonal(moved, variances, precision), precision, noise, state.history, summary,
-            problem.count() / summary.samples, moved,
+            seen.count / summary.samples, moved,
         )  # fmt: skip
 
     @staticmethod

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
-from lapwing.fitting import checkpoint
-from lapwing.fitting.fingerprints import DEEP, differences, fingerprint_of
+from lapwing.running import checkpoint
+from lapwing.running.fingerprints import DEEP, differences, fingerprint_of
 from lapwing.tuning import Tuning
 from tests.posterior.test_lifecycle import EVERY, METHODS, data
 
@@ -354,7 +354,7 @@ def test_fingerprints_of_functions_with_empty_cells_and_many_closures() -> None:
 @pytest.mark.slow
 def test_fingerprints_of_functions_are_the_same_in_another_process() -> None:
     code = (
-        "import json; from tests.fitting.test_checkpoint import SAME_NAME, fingerprint_of\n"
+        "import json; from tests.running.test_checkpoint import SAME_NAME, fingerprint_of\n"
         "print(json.dumps([fingerprint_of(make()) for make, _ in SAME_NAME.values()]))"
     )
     texts = [
