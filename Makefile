@@ -48,8 +48,9 @@ test-newest:
 	.venv-newest/bin/python -m pip install -q --upgrade -c .venv-newest/constraints.txt torch -e ".[eval,export,test]"
 	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
+# runs the cost benchmarks; `.venv/bin/python -m benchmarks` lists all, and `... -m benchmarks answers` runs one
 bench: .venv/installed
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks bench
 
 # lists the experiments; `.venv/bin/python -m papers ella table5` runs one
 papers: .venv/installed

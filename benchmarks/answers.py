@@ -2,10 +2,7 @@
 
 One seed, a network of convolutions over words that is trained here for a minute or less.
 
-    python -m benchmarks.answers         # both tasks, and the tables in docs/likelihoods.md
-    python -m benchmarks.answers --page  # writes the tables alone
-
-Needs the data sets that LAPWING_DATA names.
+The tables are in docs/likelihoods.md. Needs the data sets that LAPWING_DATA names.
 
 - *topics*: documents of one to three news texts (AG News), the first 12 words of each. Four answers: whether a text of
   World, Sports, Business, Sci/Tech is among them. Foreign documents are made of film reviews in the same way.
@@ -19,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS
-from benchmarks.tables import run_tasks
 from lapwing.evaluation.metrics import auroc, expected_calibration_error
 from papers.common.data import Batches, arrays, batched
+from papers.common.tables import of_scores
+from papers.common.training import shuffled, train
 
 SEED = 0
-RESULT = RESULTS / "answers.json"
-PAGE = Path(__file__).parents[1] / "docs" / "likelihoods.md"
 WORDS, PIECE, LONGEST = 3000, 12, 40
 
 
@@ -59,13 +54,9 @@ class Reader(nn.Module):
 def trained(data: Batches, epochs: int, rate: float = 2e-3) -> nn.Module:
     """Trains by the binary cross-entropy; returns the network in eval mode."""
     model = Reader(data[0][1].shape[1])
+    x, y = zip(*((tokens, answers.float()) for tokens, answers in data), strict=True)
     optimiser = torch.optim.AdamW(model.parameters(), rate)
-    for _ in range(epochs):
-        for i in torch.randperm(len(data)).tolist():
-            optimiser.zero_grad()
-            F.binary_cross_entropy_with_logits(model(data[i][0]), data[i][1].float()).backward()
-            optimiser.step()
-    return model.eval()
+    return train(model, (x, y), shuffled(len(data), 1, epochs=epochs), optimiser, F.binary_cross_entropy_with_logits)
 
 
 class Numbers:
@@ -123,7 +114,7 @@ def scored(model: nn.Module, data: Batches, held_out: Batches, test: Batches, fo
     return rows
 
 
-def topics(share: float = 1.0) -> dict[str, Any]:
+def topics(share: float) -> dict[str, Any]:
     """Runs the topics of composed documents."""
     news, films = arrays("text_agnews"), arrays("text_sst2")
     texts, labels = list(news["text_train"]), news["y_train"]
@@ -139,7 +130,7 @@ def topics(share: float = 1.0) -> dict[str, Any]:
     return scored(trained(data, 8), data, held_out, test, numbers(strange))
 
 
-def sentiment(share: float = 1.0) -> dict[str, Any]:
+def sentiment(share: float) -> dict[str, Any]:
     """Runs the film reviews."""
     films, news = arrays("text_sst2"), arrays("text_agnews")
     parts = []
@@ -153,8 +144,9 @@ def sentiment(share: float = 1.0) -> dict[str, Any]:
     return scored(trained(data, 5), data, held_out, test, numbers(strange))
 
 
-TASKS = {"topics": topics, "sentiment": sentiment}
+def parts(share: float = 1.0) -> dict[str, Callable[[], Any]]:
+    """Returns the tasks, with a share of the data."""
+    return {"topics": lambda: topics(share), "sentiment": lambda: sentiment(share)}
 
 
-if __name__ == "__main__":
-    run_tasks(__doc__, TASKS, RESULT, PAGE, SEED)
+tables = of_scores

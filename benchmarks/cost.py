@@ -4,8 +4,6 @@ Exact C x C output covariances of an MLP and a CNN, a last layer with many class
 beside the budget. Random weights and inputs: cost does not depend on them, but KFAC rotates only the input directions
 that its fit saw, so the MLP's covariances come after a fit of the batch itself, and after one of 2 000 samples. There
 the same products also run by hand, without what makes a library: what is above them is lapwing's own cost.
-
-    python -m benchmarks.cost
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -23,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import LiveBytes, ratio, write
 from lapwing.covariance import Blockwise, KroneckerBlock
+from papers.common.measure import LiveBytes, ratio
 
-SEED = 0
+SEED, THREADS = 0, 2
 
 
 def mlp() -> nn.Module:
@@ -199,27 +197,16 @@ def fastest(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {**times, "ratio": times["milliseconds"] / times["reference_milliseconds"]}
 
 
-def costs() -> dict[str, Any]:
-    """Returns the costs of predictions and fits."""
-    torch.manual_seed(SEED)
-    results = {
-        "MLP 784-128-64-10, batch 100": predictions(mlp(), torch.randn(100, 784), 1000),
-        "MLP 784-128-64-10, batch 100, fitted on 2 000": predictions(mlp(), torch.randn(100, 784), 1000, 20),
-        "CNN 28x28, batch 50": predictions(cnn(), torch.randn(50, 1, 28, 28), 50),
-        "fit of the MLP, a batch of 100": fits(mlp(), torch.randn(100, 784)),
-    }
-    for classes in (100, 1000):
-        net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes)).eval()
-        x = torch.randn(100, 512)
-        posterior = lw.fit(net, [(x, torch.randint(classes, (100,)))], prior_precision=1.0)
-        row = {"variance": ratio(lambda p=posterior, x=x: p.latent(x).variance, lambda n=net, x=x: _forward(n, x), 100)}
-        if classes == 100:
-            row["covariance"] = ratio(
-                lambda p=posterior, x=x: p.latent(x).covariance, lambda n=net, x=x: _forward(n, x), 20
-            )
-        results[f"last layer 512-512-{classes}, batch 100"] = row
-        results[f"fit of the last layer 512-512-{classes}, a batch of 100"] = fits(net, x, classes, lw.last_layer)
-    return results
+def last_layer(classes: int, fit: bool) -> dict[str, Any]:
+    """Returns the cost of a last layer of many classes: of its fit, or of its predictions."""
+    net, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes)).eval(), torch.randn(100, 512)
+    if fit:
+        return fits(net, x, classes, lw.last_layer)
+    posterior = lw.fit(net, [(x, torch.randint(classes, (100,)))], prior_precision=1.0)
+    row = {"variance": ratio(lambda: posterior.latent(x).variance, lambda: _forward(net, x), 100)}
+    if classes == 100:
+        row["covariance"] = ratio(lambda: posterior.latent(x).covariance, lambda: _forward(net, x), 20)
+    return row
 
 
 def imports() -> dict[str, float]:
@@ -233,12 +220,17 @@ def imports() -> dict[str, float]:
     return {name: min(measured) for name, measured in times.items()}
 
 
-def main() -> None:
-    """Runs everything three times on the CPU and writes `benchmarks/results/cost.json`."""
-    torch.set_num_threads(2)
-    results = reduce(fastest, (costs() for _ in range(3)))
-    print(write("cost", {**results, "memory": memory(), "import, seconds": imports()}, SEED))
-
-
-if __name__ == "__main__":
-    main()
+def parts(rounds: int = 3) -> dict[str, Callable[[], Any]]:
+    """Returns the costs of predictions and fits, each the fastest of some rounds, memory, and the time of an import."""
+    costs: dict[str, Callable[[], Any]] = {
+        "MLP 784-128-64-10, batch 100": lambda: predictions(mlp(), torch.randn(100, 784), 1000),
+        "MLP 784-128-64-10, batch 100, fitted on 2 000": lambda: predictions(mlp(), torch.randn(100, 784), 1000, 20),
+        "CNN 28x28, batch 50": lambda: predictions(cnn(), torch.randn(50, 1, 28, 28), 50),
+        "fit of the MLP, a batch of 100": lambda: fits(mlp(), torch.randn(100, 784)),
+    }
+    for classes in (100, 1000):
+        name = f"last layer 512-512-{classes}"
+        costs[f"{name}, batch 100"] = partial(last_layer, classes, False)
+        costs[f"fit of the {name}, a batch of 100"] = partial(last_layer, classes, True)
+    best = {name: lambda call=call: reduce(fastest, (call() for _ in range(rounds))) for name, call in costs.items()}
+    return {**best, "memory": memory, "import, seconds": imports}

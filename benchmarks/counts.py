@@ -13,13 +13,11 @@ forward pass, by layer (T positions, a weight of O x I; R is C - 1 in a fit to C
 
 What is copied, squared or added one number at a time is no part of a floor, and neither are ELLA's rows.
 
-    python -m benchmarks.counts [resnet20-KFAC ...]  # writes results/counts.json, prints its table; needs LAPWING_DATA
+The table is in docs/how-it-works.md. Needs the data sets that LAPWING_DATA names.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +29,6 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.large import resnet18
-from benchmarks.measure import RESULTS, write
 from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock, KroneckerFactors
 from lapwing.methods.passes import Batch
 from lapwing.methods.prior import Prior
@@ -40,6 +37,7 @@ from lapwing.methods.state import DataSummary
 from lapwing.tangent import Tangent
 from papers.common.data import images
 from papers.common.networks import cifar_resnet20
+from papers.common.tables import grid
 
 SEED, RANK = 0, 20
 METHODS: dict[str, lw.Method] = {
@@ -216,29 +214,17 @@ def case(name: str, rounds: int = 5) -> dict[str, Any]:
     return row
 
 
-def table(results: dict[str, Any]) -> str:
-    """Returns the table of docs/how-it-works.md."""
-    lines = ["| network, method | fit: floor, measured, ratio | prediction: floor, measured, ratio |", "|---|---|---|"]
-    for name, row in results.items():
-        cells = (
-            f"{row[what]['floor']:.1f}, {row[what]['forward_passes']:.1f}, {row[what]['ratio']:.2f}"
-            for what in ("fit", "predict")
-        )
-        lines.append(f"| {name.replace('-', ', ')} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def parts(rounds: int = 5) -> dict[str, Callable[[], Any]]:
+    """Returns the cases, each the fastest of some rounds."""
+    return {name: partial(case, name, rounds) for name in CASES}
 
 
-def main(names: list[str]) -> None:
-    """Runs the named cases, all of them when none is named; results of others are kept."""
-    torch.set_num_threads(1)
-    path = RESULTS / "counts.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
-    for name in names or CASES:
-        results[name] = case(name)
-        print(name, results[name], flush=True)
-        write("counts", {name: results[name] for name in CASES if name in results}, SEED)
-    print(table(results))
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Returns floors, measurements and ratios."""
 
+    def cell(row: dict[str, float]) -> str:
+        return f"{row['floor']:.1f}, {row['forward_passes']:.1f}, {row['ratio']:.2f}"
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    columns = {"fit": "fit: floor, measured, ratio", "predict": "prediction: floor, measured, ratio"}
+    rows = {name.replace("-", ", "): [cell(row[what]) for what in columns] for name, row in results.items()}
+    return {"floors": grid(list(columns.values()), rows, corner="network, method")}

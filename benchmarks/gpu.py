@@ -1,8 +1,5 @@
 """What a fit and a prediction cost on a GPU, beside laplace-torch where it is installed.
 
-    python -m benchmarks.gpu                     # all networks, into results/gpu.json
-    python -m benchmarks.gpu resnet20            # one of them
-
 Networks with random weights, since cost does not depend on them: a CNN of two convolutions on 28 x 28 pixels,
 a ResNet-20 and a ResNet-18 on 32 x 32, and a ViT of 22 million weights on 224 x 224. A fit sees all batches at a fixed
 prior precision; a prediction gives the class probabilities of one batch. Each is also given in forward passes of the
@@ -14,9 +11,8 @@ ResNet-20 and ends with an error of CUDA for the ResNet-18.
 from __future__ import annotations
 
 import copy
-import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,9 +22,8 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks.cost import cnn
 from benchmarks.large import resnet18
-from benchmarks.measure import write
-from benchmarks.streamlined_cost import Logits
-from papers.common.networks import ResNet20
+from papers.common.measure import timed
+from papers.common.networks import Logits, ResNet20
 
 SEED, ROUNDS, DELTA = 0, 3, 1e4
 MIB = 2**20
@@ -63,15 +58,6 @@ THEIRS = {
     "diagonal": {"subset_of_weights": "all", "hessian_structure": "diag"},
     "KFAC": {"subset_of_weights": "all", "hessian_structure": "kron"},
 }
-
-
-def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns what a call returns, and its seconds."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    out = call()
-    torch.cuda.synchronize()
-    return out, time.perf_counter() - start
 
 
 def measured(call: Callable[[], Any], forward: Callable[[], Any], rounds: int = ROUNDS) -> tuple[Any, dict[str, float]]:
@@ -159,13 +145,6 @@ def study(name: str) -> dict[str, Any]:
     return results
 
 
-def main(names: list[str]) -> None:
-    """Runs the networks that are named, or all."""
-    results = {}
-    for name in names or list(NETWORKS):
-        results[name] = study(name)
-        write("gpu", results, SEED)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns a study of each network."""
+    return {name: partial(study, name) for name in NETWORKS}

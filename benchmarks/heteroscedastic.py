@@ -3,14 +3,14 @@
 Two networks of two hidden layers a table: one output, trained on squared errors, with the default fit; and a mean and a
 log variance, trained on the Gaussian NLL, with `lw.HeteroscedasticGaussian()`. 70 % of the rows to train with, half of
 the others to stop by, half to report on: NLL in standardised units, how much a 90 % interval covers, its mean width.
-
-    python -m benchmarks.heteroscedastic
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,24 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import write_studies
-from papers.common.data import rows_and_targets
+from papers.common.data import Part, batched, some_rows
+from papers.common.networks import mlp
+from papers.common.scores import interval_scores
+from papers.common.training import Loss, shuffled, train
 
 SEED = 0
 ROWS = 6000
-EPOCHS = 100
 TABLES = ("uci_bike", "california_housing", "uci_naval")
-
-
-def table(name: str) -> tuple[Tensor, Tensor, int, int]:
-    """Returns x (N, D) and y (N, 1), standardised by the first rows, and where the two held-out parts begin."""
-    x, y = (values.double() for values in rows_and_targets(name))
-    picked = torch.randperm(len(x), generator=torch.Generator().manual_seed(SEED))[:ROWS]
-    x, y, count = x[picked], y[picked].reshape(-1, 1), int(0.7 * len(picked))
-    spread = x[:count].std(0)
-    x = (x - x[:count].mean(0)) / torch.where(spread > 1e-8 * x[:count].abs().amax(0), spread, 1.0)  # constants: 0
-    y = (y - y[:count].mean(0)) / y[:count].std(0)
-    return x.float(), y.float(), count, (count + len(x)) // 2
 
 
 def loss(outputs: Tensor, y: Tensor) -> Tensor:
@@ -46,35 +36,28 @@ def loss(outputs: Tensor, y: Tensor) -> Tensor:
     return F.gaussian_nll_loss(mean, y, log_variance.exp(), eps=1e-6)
 
 
-def trained(x: Tensor, y: Tensor, held_out: tuple[Tensor, Tensor], outputs: int) -> nn.Module:
+def trained(data: Part, held_out: Part, outputs: int, loss: Loss = loss, epochs: int = 100) -> nn.Module:
     """Trains D-50-50-C; returns it after the epoch of least held-out loss."""
     torch.manual_seed(SEED)
-    model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, outputs))
+    model = mlp(data[0].shape[1], 50, 50, outputs)
     optimiser = torch.optim.Adam(model.parameters(), 3e-3, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, EPOCHS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
     best, state = math.inf, model.state_dict()
-    for _ in range(EPOCHS):
-        for rows in torch.randperm(len(x)).split(128):
-            optimiser.zero_grad()
-            loss(model(x[rows]), y[rows]).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            optimiser.step()
+    for _ in range(epochs):
+        train(model, data, shuffled(len(data[0]), 128, epochs=1), optimiser, loss, clip=5.0)
         schedule.step()
         with torch.no_grad():
             now = float(loss(model(held_out[0]), held_out[1]))
         if now < best:
             best, state = now, copy.deepcopy(model.state_dict())
     model.load_state_dict(state)
-    return model.eval()
+    return model
 
 
 def scores(prediction: Any, y: Tensor) -> dict[str, float]:
     """Returns the numbers of one posterior."""
-    low, high = prediction.interval(0.9)
     return {
-        "nll": -float(prediction.log_prob(y).double().mean()),
-        "coverage": float(((low <= y) & (y <= high)).double().mean()),
-        "width": float((high - low).double().mean()),
+        **interval_scores(prediction, y),
         "rmse": float((prediction.mean - y).double().square().mean().sqrt()),
         "epistemic": float((prediction.epistemic_variance / prediction.variance).double().mean()),
     }
@@ -82,10 +65,9 @@ def scores(prediction: Any, y: Tensor) -> dict[str, float]:
 
 def study(name: str) -> dict[str, Any]:
     """Trains and fits on one table."""
-    x, y, count, middle = table(name)
-    train = list(zip(x[:count].split(500), y[:count].split(500), strict=True))
-    held_out, test = (x[count:middle], y[count:middle]), (x[middle:], y[middle:])
-    one, two = (trained(x[:count], y[:count], held_out, outputs) for outputs in (1, 2))
+    data = some_rows(name, ROWS, SEED)
+    train, held_out, test = batched(*data.train, 500), data.val, data.test
+    one, two = (trained(data.train, held_out, outputs) for outputs in (1, 2))
     both = lw.HeteroscedasticGaussian()
     fits = {
         "one noise": lw.fit(one, train),
@@ -104,10 +86,6 @@ def study(name: str) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Runs everything and writes `benchmarks/results/heteroscedastic.json`."""
-    write_studies("heteroscedastic", study, TABLES, SEED)
-
-
-if __name__ == "__main__":
-    main()
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns a study of each table."""
+    return {name: partial(study, name) for name in TABLES}

@@ -3,28 +3,25 @@
 *agreement*: the linearised posterior of `lw.Full()` is the one of a Gaussian process whose inputs are the gradients of
 the outputs, with a linear kernel. On this process BoTorch's score must have the same numbers as `value`.
 
-*labels*: the experiment of `benchmarks.quantities labels`, with the same networks, tables, seeds and measure. BoTorch's
+*labels*: the experiment of `benchmarks.quantities`, with the same networks, tables, seeds and measure. BoTorch's
 default `SingleTaskGP` chooses the rows, fitted again in each round. *process* has its own test RMSE.
 
-    pip install botorch
-    python -m benchmarks.labels_botorch [concrete] ["power plant"] [kin40k]    # needs LAPWING_DATA
+Needs `pip install botorch`, and the data sets that LAPWING_DATA names.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from importlib.metadata import version
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
 from benchmarks.quantities import POOL, ROUNDS, RUNS, STARTED, TABLES, chosen, data, summary, trained
 
+PACKAGES = ("botorch", "gpytorch")
 PRIOR, NOISE = 1.0, 0.1  # of the network in *agreement*
 
 
@@ -100,18 +97,12 @@ def learned(table: str, seed: int) -> tuple[list[float], list[float]]:
     return errors
 
 
-def main(tables: list[str]) -> None:
-    """Writes the results of some tables into `results/labels_botorch.json`."""
-    logging.getLogger("lapwing").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    path = RESULTS / "labels_botorch.json"
-    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
-    for table in tables or ["concrete", "power plant", "kin40k"]:
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the tables."""
+
+    def both(table: str) -> dict[str, Any]:
+        logging.getLogger("lapwing").setLevel(logging.ERROR)
         network, process = torch.tensor([learned(table, seed) for seed in range(RUNS)]).unbind(1)
-        results[table] = {"agreement": agreement(table), "network": summary(network), "process": summary(process)}
-        print(table, results[table], flush=True)
-        write("labels_botorch", results, 0, botorch=version("botorch"), gpytorch=version("gpytorch"))
+        return {"agreement": agreement(table), "network": summary(network), "process": summary(process)}
 
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return {table: lambda table=table: both(table) for table in ("concrete", "power plant", "kin40k")}

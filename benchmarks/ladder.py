@@ -4,17 +4,13 @@ MLPs with two hidden layers and random weights, since cost does not depend on th
 the fastest of three where they are short; kept bytes are those of `lw.plan`. An exponent is the slope of log seconds
 over log size, by least squares over the last three rungs; below, a call costs more than its products. Beside it
 stands the exponent of the count's largest term.
-
-    python -m benchmarks.ladder [weights outputs samples]
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -22,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
+from papers.common.measure import least
 
 SEED = 0
 BATCH = 64
@@ -86,7 +82,7 @@ def climb(name: str) -> dict[str, Any]:
         model, batches = rung.network(), rung.batches()
         x = batches[0][0][:BATCH]
         with torch.no_grad():
-            rows["forward pass"][size] = {"predict": _seconds(lambda model=model, x=x: model(x))[0]}
+            rows["forward pass"][size] = {"predict": least(lambda model=model, x=x: model(x))[1]}
         for label, (method, params) in METHODS.items():
             rows[label][size] = row = _measured(model, batches, method, params, x)
             print(name, size, label, row, flush=True)
@@ -98,20 +94,11 @@ def climb(name: str) -> dict[str, Any]:
 def _measured(model: nn.Module, batches: list, method: lw.Method, params: Any, x: Tensor) -> dict[str, Any]:
     kept = lw.plan(model, batches, method, params=params).kept_bytes
     try:
-        fit, posterior = _seconds(lambda: lw.fit(model, batches, method, params=params, progress=False))
+        posterior, fit = least(lambda: lw.fit(model, batches, method, params=params, progress=False))
     except lw.LapwingError as error:
         return {"kept_bytes": kept, "refused": str(error)}
-    predict, _ = _seconds(lambda: posterior.predict(x).probs)
+    _, predict = least(lambda: posterior.predict(x).probs)
     return {"fit": fit, "predict": predict, "kept_bytes": kept}
-
-
-def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    times: list[float] = []
-    while len(times) < 3 and sum(times) < 20:
-        start = time.process_time()
-        result = call()
-        times.append(time.process_time() - start)
-    return min(times), result
 
 
 def _exponents(rungs: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -124,16 +111,6 @@ def _exponents(rungs: dict[int, dict[str, Any]]) -> dict[str, float]:
     return exponents
 
 
-def main() -> None:
-    """Climbs the named ladders, or all, and keeps the others of the file."""
-    torch.set_num_threads(1)
-    path = RESULTS / "ladder.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
-    for name in sys.argv[1:] or LADDERS:
-        results[name] = climb(name)
-        write("ladder", results, SEED)
-        print(json.dumps(results[name]["exponents"], indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the ladders."""
+    return {name: partial(climb, name) for name in LADDERS}

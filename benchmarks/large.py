@@ -1,8 +1,5 @@
 """Networks of 11 to 124 million weights, with random weights: time, memory and file sizes of their posteriors.
 
-    python -m benchmarks.large [resnet18-KFAC ...]   # all cases, or those that are named, into results/large.json
-    python -m benchmarks.large --case resnet18-KFAC  # one case in this process, as JSON
-
 GPT-2 needs `pip install transformers` beside lapwing; nothing is downloaded. Each case runs in a process of its own, on
 one thread. *Peak* is the most resident memory of a step above that before the fit. *Kept* is what the covariance holds.
 The memory budget of a fit is 256 MiB. Forward passes are of the same data. ResNet-18 sees 64 images of 64 x 64 pixels
@@ -12,7 +9,6 @@ on a machine with other tenants.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
 
 SEED = 0
 BUDGET = 2**28
@@ -145,25 +141,12 @@ def case(name: str) -> dict[str, Any]:
     return {"weights": weights, "kept_gib": kept / GIB, "file_gib": size / GIB, "budget_gib": BUDGET / GIB, **steps}
 
 
-def main(arguments: list[str]) -> None:
-    """Runs the cases that are named, each in a process of its own."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--case")
-    parser.add_argument("--out", default="large")
-    options = parser.parse_args(arguments)
-    if options.case:
-        print(json.dumps(case(options.case)))
-        return
-    path = RESULTS / f"{options.out}.json"
-    results = json.loads(path.read_text())["results"] if options.names and path.exists() else {}
-    for name in options.names or CASES:
-        command = [sys.executable, "-m", "benchmarks.large", "--case", name]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        results[name] = json.loads(out.splitlines()[-1])
-        print(name, results[name], flush=True)
-        write(options.out, results, SEED)
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the cases, each in a process of its own."""
 
+    def separate(name: str) -> Any:
+        code = f"import json; from benchmarks.large import case; print(json.dumps(case({name!r})))"
+        out = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+        return json.loads(out.splitlines()[-1])
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return {name: partial(separate, name) for name in CASES}

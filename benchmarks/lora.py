@@ -4,10 +4,8 @@ A GPT-2 of 0.4 million weights learns the characters of news (AG News), 20 000 w
 sentences of film reviews (SST-2), of which it sees 150 windows. Scores are those of the next character in reviews that
 nothing else has seen. One seed.
 
-    python -m benchmarks.lora         # trains, scores, and writes the table in docs/integrations/huggingface.md
-    python -m benchmarks.lora --page  # writes the table alone
-
-Needs `pip install transformers peft` beside lapwing, and the data sets that LAPWING_DATA names.
+The table is in docs/integrations/huggingface.md. Needs `pip install transformers peft` beside lapwing, and the data
+sets that LAPWING_DATA names.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS
 from benchmarks.positions_data import CHARACTERS, WINDOW
-from benchmarks.tables import run_tasks
 from lapwing.integrations.huggingface import NextTokens, lora_cores
 from papers.common.data import arrays
+from papers.common.tables import of_scores
+from papers.common.training import cosine, shuffled, train
 
 SEED = 0
-RESULT = RESULTS / "lora.json"
-PAGE = Path(__file__).parents[1] / "docs" / "integrations" / "huggingface.md"
 
 Texts = list[dict[str, Tensor]]
 
@@ -45,15 +41,10 @@ def windows(texts: Any, numbers: dict[str, int], count: int, size: int = 10) -> 
 def descend(model: nn.Module, data: Texts, epochs: int, rate: float) -> nn.Module:
     """Trains what requires gradients by the model's own loss; returns the network in eval mode."""
     optimiser = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * len(data))
-    for _ in range(epochs):
-        for i in torch.randperm(len(data)).tolist():
-            optimiser.zero_grad()
-            model(**data[i]).loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-    return model.eval()
+    return train(
+        model, (data, data), shuffled(len(data), 1, epochs=epochs), optimiser, lambda value, _: value,
+        cosine(epochs * len(data)), lambda texts: model(**texts).loss, clip=1.0,
+    )  # fmt: skip
 
 
 def writer(data: Texts, epochs: int) -> Any:
@@ -61,9 +52,18 @@ def writer(data: Texts, epochs: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=CHARACTERS, n_embd=128, n_layer=2, n_head=4, n_positions=WINDOW, bos_token_id=0, eos_token_id=0
+        vocab_size=CHARACTERS,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        n_positions=WINDOW,
+        bos_token_id=0,
+        eos_token_id=0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
     )
-    return descend(GPT2LMHeadModel(config).eval(), data, epochs, 3e-3)  # without dropout
+    return descend(GPT2LMHeadModel(config), data, epochs, 3e-3)
 
 
 def adapted(model: nn.Module, data: Texts, epochs: int) -> nn.Module:
@@ -72,24 +72,7 @@ def adapted(model: nn.Module, data: Texts, epochs: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
-    return descend(get_peft_model(model, lora).eval(), data, epochs, 5e-3)
-
-
-class Tempered(nn.Module):
-    """A language model whose logits are divided by the number of least NLL on held-out texts."""
-
-    def __init__(self, model: nn.Module, data: Texts) -> None:
-        super().__init__()
-        self.model = model
-        with torch.no_grad():
-            logits = torch.cat([model(**batch).logits[:, :-1] for batch in data]).flatten(0, 1)
-        y = torch.cat([batch["labels"][:, 1:] for batch in data]).flatten()
-        candidates = torch.logspace(-0.5, 1.0, 46).tolist()
-        self.temperature = min(candidates, key=lambda each: float(F.cross_entropy(logits / each, y)))
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """Returns logits."""
-        return self.model(**inputs).logits / self.temperature
+    return descend(get_peft_model(model, lora), data, epochs, 5e-3)
 
 
 class TrainingFree(nn.Module):
@@ -136,7 +119,7 @@ class TrainingFree(nn.Module):
         return torch.stack(logs).logsumexp(0) - math.log(self.draws)
 
 
-def run(share: float = 1.0) -> dict[str, dict[str, float]]:
+def scored(share: float) -> dict[str, dict[str, float]]:
     """Trains, adapts and scores."""
     news, films = arrays("text_agnews"), arrays("text_sst2")
     frequent = Counter("".join(news["text_train"][:2000]).lower()).most_common(CHARACTERS - 1)
@@ -149,7 +132,7 @@ def run(share: float = 1.0) -> dict[str, dict[str, float]]:
     candidates: dict[str, Any] = {
         "before LoRA": base,
         "network alone": model,
-        "temperature scaling": Tempered(model, held_out),
+        "temperature scaling": lw.fit(model, NextTokens(held_out), lw.TemperatureScaling()),
         "training-free draws of the factors": TrainingFree(model, held_out),
         "`lw.fit(..., lw.KFAC())`": lw.fit(model, NextTokens(data), lw.KFAC(), seed=SEED),
         "`lw.fit(..., lw.KFAC(), validation=)`": lw.fit(
@@ -161,5 +144,9 @@ def run(share: float = 1.0) -> dict[str, dict[str, float]]:
     return {name: {key: rows[name][key] for key in ("accuracy", "NLL", "ECE")} for name in candidates}
 
 
-if __name__ == "__main__":
-    run_tasks(__doc__, {"lora": run}, RESULT, PAGE, SEED)
+def parts(share: float = 1.0) -> dict[str, Callable[[], Any]]:
+    """Returns the experiment, with a share of the data."""
+    return {"lora": lambda: scored(share)}
+
+
+tables = of_scores

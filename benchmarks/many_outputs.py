@@ -3,15 +3,10 @@
 Variances by `lw.Linearized(draws=...)`, in total and for each draw, beside the exact ones where these can be waited
 for; and ten of 1 000 classes by `lw.Linearized(outputs=10)`, beside all of them. Random weights and inputs: cost does
 not depend on them. Costs of 10^5 outputs are of CPU time, on one thread.
-
-    python -m benchmarks.many_outputs             # everything
-    python -m benchmarks.many_outputs "10^5"      # what has this in its name; the others keep their numbers
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from statistics import mean
@@ -21,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, ratio, write
 from lapwing.network.generic import WeightProducts
 from lapwing.tangent import split
+from papers.common.measure import ratio, timed
 
 SEED = 0
 DRAWS = 16
@@ -84,9 +79,8 @@ def _draws(name: str, method: lw.Method, exact: bool = False) -> dict[str, Any]:
     for cost in row.values():
         cost["ratio_a_draw"] = cost["ratio"] / DRAWS
     if exact:
-        start = time.perf_counter()
-        variance = posterior.latent(x[:1], via=lw.Linearized()).variance
-        milliseconds = 1e3 * (time.perf_counter() - start)
+        variance, seconds = timed(lambda: posterior.latent(x[:1], via=lw.Linearized()).variance)
+        milliseconds = 1e3 * seconds
         forward = _cost(lambda: variance, model, x[:1], 10)["reference_milliseconds"]
         row["exact, one input, one run"] = {"milliseconds": milliseconds, "ratio": milliseconds / forward}
     return row
@@ -100,9 +94,7 @@ def _hundred_thousand(model: nn.Module, x: Tensor, method: lw.Method, draws: int
     posterior.latent(x[:1], via=lw.Linearized(draws=2))
 
     def milliseconds(function: Callable[[], Any]) -> float:
-        start = time.process_time()
-        function()
-        return 1e3 * (time.process_time() - start)
+        return 1e3 * timed(function, time.process_time)[1]
 
     @torch.no_grad()
     def forward() -> Tensor:
@@ -145,11 +137,9 @@ def _fits() -> dict[str, Any]:
     }
 
 
-def main(only: str = "") -> dict[str, Any]:
-    """Runs everything, or what has a text in its name; writes `results/many_outputs.json`."""
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)
-    runs: dict[str, Callable[[], dict[str, Any]]] = {
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the measurements."""
+    return {
         "1 000 classes, KFAC of the last layer": lambda: _classes(lw.last_layer),
         "1 000 classes, KFAC": lambda: _classes(lw.everything),
         "1 000 classes, KFAC fits": _fits,
@@ -160,13 +150,3 @@ def main(only: str = "") -> dict[str, Any]:
         "10^5 outputs, MLP 64-256-100 000, batch 128, diagonal": lambda: _hundred_thousand(*dense(128), lw.Diagonal()),
         "10^5 outputs, CNN of 320x320, batch 2, KFAC": lambda: _hundred_thousand(*denoiser(320, 2), lw.KFAC()),
     }
-    results: dict[str, Any] = json.loads((RESULTS / "many_outputs.json").read_text())["results"] if only else {}
-    for name, run in runs.items():
-        if only in name:
-            results[name] = run()
-            write("many_outputs", results, SEED)
-    return results
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,5 @@
 """Calibration by an affine map of the logits, on the classifiers of the grid, with structured matrix scaling beside it.
 
-    python -m benchmarks.matrix_scaling [cell ...]    # needs LAPWING_DATA; LAPWING_NETWORKS may keep networks
-
 The rows are the network, temperature scaling, `validation=`, `lw.Validation(..., calibration="matrix")`, and, if
 probmetrics is installed, its structured matrix scaling (for two classes quadratic scaling) of the probabilities of
 `validation=`. All are fitted to the same validation rows. *gain* is the mean gain in log probability of the test rows
@@ -11,25 +9,25 @@ over `validation=`, with the standard error of the paired difference.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-import sys
 import warnings
-from importlib.metadata import version
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import lapwing as lw
-from benchmarks.defaults.measures import network, predicted, temperature
-from benchmarks.defaults.networks import CELLS, Cell
-from benchmarks.measure import RESULTS, write
+from benchmarks.grid.measures import network, predicted, temperature
+from benchmarks.grid.networks import CELLS, Cell
 from papers.common.data import batched
+from papers.common.tables import grid
 
 SEED = 0
 CLASSIFIERS = tuple(cell for cell in CELLS if not cell.family.startswith("tables"))
 FOREIGN = "structured matrix scaling of validation="
+PACKAGES = ("probmetrics",) if importlib.util.find_spec("probmetrics") else ()
 
 
 def structured(held_out: Tensor, y: Tensor, test: Tensor) -> Tensor:
@@ -57,9 +55,9 @@ def report(cell: Cell) -> dict[str, Any]:
         held_out, logs[name] = (predicted(lambda part, one=posterior: one.predict(part).distribution(), part).logits
                                 for part in (data.val[0], x))  # fmt: skip
         facts["map"] = bool(posterior.likelihood.logit_map)  # type: ignore[attr-defined]
-        if name == "validation=" and importlib.util.find_spec("probmetrics"):
+        if name == "validation=" and PACKAGES:
             foreign = structured(held_out, data.val[1], logs[name])
-    if importlib.util.find_spec("probmetrics"):
+    if PACKAGES:
         logs[FOREIGN] = foreign
     nll = {name: -values.gather(1, y[:, None])[:, 0].double() for name, values in logs.items()}
     rows = {}
@@ -69,7 +67,6 @@ def report(cell: Cell) -> dict[str, Any]:
             "nll": float(values.mean()), "accuracy": float((logs[name].argmax(1) == y).double().mean()),
             "gain": float(gain.mean()), "error": float(gain.std() / math.sqrt(len(y))),
         }  # fmt: skip
-    print(cell.name, {name: round(row["nll"], 4) for name, row in rows.items()}, facts, flush=True)
     return {"held_out": len(data.val[0]), **facts, "rows": rows}
 
 
@@ -83,18 +80,19 @@ def means(cells: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main(names: list[str]) -> None:
-    """Runs the named cells, or all classifiers, and adds them to the file."""
-    torch.set_num_threads(1)
-    path = RESULTS / "matrix_scaling.json"
-    cells: dict[str, Any] = json.loads(path.read_text())["results"]["cells"] if path.exists() else {}
-    packages = {name: version(name) for name in ("probmetrics",) if importlib.util.find_spec(name)}
-    for cell in CLASSIFIERS:
-        if not names or cell.name in names:
-            cells[cell.name] = report(cell)
-            ordered = {one.name: cells[one.name] for one in CLASSIFIERS if one.name in cells}
-            print(write("matrix_scaling", {"means": means(ordered), "cells": ordered}, SEED, **packages), flush=True)
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the classifiers of the grid."""
+    return {cell.name: partial(report, cell) for cell in CLASSIFIERS}
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Returns the means over all classifiers."""
+    columns = {"network": "network", "temperature scaling": "temperature", "validation=": "`validation=`",
+               'calibration="matrix"': '`calibration="matrix"`', FOREIGN: "SMS on `validation=`"}  # fmt: skip
+    found = means(results)
+    worse = [f"{row['worse']}" if name != "validation=" else "" for name, row in found.items()]
+    return {"means": grid(list(columns.values()), {
+        "mean NLL": [f"{found[name]['nll']:.4f}" for name in columns],
+        "mean accuracy": [f"{found[name]['accuracy']:.4f}" for name in columns],
+        f"worse, of {len(results)}": worse,
+    })}  # fmt: skip

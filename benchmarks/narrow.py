@@ -4,32 +4,29 @@ MLPs of one to three hidden layers are trained for a short or a long time, witho
 tables. Each is fitted by `lw.fit(model, data)`; one in four, and each that covers less than 80 %, also with
 `tune=lw.Refit()`. A row has the coverage of 90 % intervals on other rows, and whether lapwing warned. Tables with an
 even number chose the rules, the others are reported on.
-
-    export LAPWING_DATA=...
-    python -m benchmarks.narrow --minutes 45    # writes a row after each network; a later run goes on
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn import datasets
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
 from papers.common.data import Part, Table, random_rows, rows_and_targets, standardised
 from papers.common.networks import mlp
+from papers.common.scores import interval_scores
+from papers.common.tables import grid
+from papers.common.training import adam
 
 TESTED = 1000
 BAD, NARROW, GOOD = 0.75, 0.8, 0.86
@@ -142,16 +139,10 @@ def split(network: Network) -> Table:
 
 def trained(network: Network, data: Part) -> nn.Module:
     """Trains the network by Adam on the mean squared error."""
-    (x, y), steps = data, torch.Generator().manual_seed(network.seed)
+    steps = torch.Generator().manual_seed(network.seed)
     torch.manual_seed(network.seed)
-    model = mlp(x.shape[1], *network.hidden, 1, activation=getattr(nn, network.activation))
-    optimiser = torch.optim.Adam(model.parameters(), network.rate)
-    for _ in range(network.epochs):
-        for rows in torch.randperm(len(x), generator=steps).split(100):
-            optimiser.zero_grad()
-            F.mse_loss(model(x[rows]), y[rows]).backward()
-            optimiser.step()
-    return model.eval()
+    model = mlp(data[0].shape[1], *network.hidden, 1, activation=getattr(nn, network.activation))
+    return adam(model, data, network.epochs, network.rate, generator=steps, loss=F.mse_loss)
 
 
 class Warnings(logging.Handler):
@@ -174,11 +165,9 @@ def scores(model: nn.Module, table: Table, tune: lw.Tuning | None) -> dict[str, 
     posterior = lw.fit(model, table.train, likelihood="gaussian", tune=tune, progress=False)
     seconds = time.process_time() - start
     log.removeHandler(heard)
-    x, y = table.test
-    prediction = posterior.predict(x)
-    low, high = prediction.interval(0.9)
+    found = interval_scores(posterior.predict(table.test[0]), table.test[1])
     return {
-        "cover": float(((low <= y) & (y <= high)).float().mean()), "nll": -float(prediction.log_prob(y).mean()),
+        "cover": found["coverage"], "nll": found["nll"],
         "warned": any("overfitted" in message for message in heard.messages), "seconds": seconds,
     }  # fmt: skip
 
@@ -188,7 +177,7 @@ def study(network: Network, number: int) -> dict[str, Any]:
     table = split(network)
     model = trained(network, table.train)
 
-    def error(part: tuple[Tensor, Tensor]) -> float:
+    def error(part: Part) -> float:
         with torch.no_grad():
             return float(F.mse_loss(model(part[0]), part[1]))
 
@@ -202,47 +191,38 @@ def study(network: Network, number: int) -> dict[str, Any]:
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Returns a table in Markdown: warnings and coverage of bad, narrow and good fits."""
     groups = {
-        f"bad (below {BAD:.0%})": (0.0, BAD), f"narrow ({BAD:.0%} to {NARROW:.0%})": (BAD, NARROW),
-        f"between ({NARROW:.0%} to {GOOD:.0%})": (NARROW, GOOD), f"good (from {GOOD:.0%})": (GOOD, 2.0),
-    }  # fmt: skip
-    lines = [
-        "| fits | number | the default warns | `lw.Refit()` widens | below 80 % after it | mean cover before, after |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+        "below 75 %": (0.0, BAD),
+        "75 to 80 %": (BAD, NARROW),
+        "80 to 86 %": (NARROW, GOOD),
+        "86 % and more": (GOOD, 2.0),
+    }
+    columns = "fits", "the default warns", "`lw.Refit()` widens", "below 80 % after it", "mean coverage before, after"
+    lines = {}
     for name, (low, high) in groups.items():
         some = [row for row in rows if low <= row["default"]["cover"] < high]
         again = [row for row in some if "refit" in row]
         narrow = sum(row["refit"]["cover"] < NARROW for row in again)
         means = [sum(row[tune]["cover"] for row in again) / max(1, len(again)) for tune in ("default", "refit")]
-        lines.append(
-            f"| {name} | {len(some)} | {sum(row['default']['warned'] for row in some)} | "
-            f"{sum(row['refit']['warned'] for row in again)} of {len(again)} | {narrow} of {len(again)} | "
-            f"{means[0]:.1%}, {means[1]:.1%} |"
+        warned, widened = (
+            sum(row[tune]["warned"] for row in part) for tune, part in (("default", some), ("refit", again))
         )
-    return "\n".join(lines)
+        lines[name] = [
+            f"{len(some)}", f"{warned}", f"{widened} of {len(again)}", f"{narrow} of {len(again)}",
+            f"{100 * means[0]:.1f} %, {100 * means[1]:.1f} %",
+        ]  # fmt: skip
+    return grid(columns, lines, right=True, corner="coverage of the default")
 
 
-def main() -> None:
-    """Runs networks until the time is over, and writes `benchmarks/results/narrow.json` after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=45.0)
-    parser.add_argument("--rounds", type=int, default=20, help="maximum number of networks for each table")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    path, end = RESULTS / "narrow.json", time.monotonic() + 60 * options.minutes
-    rows = json.loads(path.read_text())["results"] if path.exists() else []
-    known = {(row["table"], row["seed"]) for row in rows}
-    for number, network in enumerate(networks(options.rounds)):
-        if time.monotonic() > end:
-            break
-        if (network.table, network.seed) not in known:
-            rows.append(study(network, number // len(TABLES) + number))
-            write("narrow", rows, 0)
-            print(rows[-1], flush=True)
-    for parity, name in enumerate(("tables that chose the rules", "tables that are reported on")):
-        chosen = [row for row in rows if list(TABLES).index(row["table"]) % 2 == parity]
-        print(name, summary(chosen), sep="\n\n", end="\n\n")
+def parts(rounds: int = 20) -> dict[str, Callable[[], Any]]:
+    """Returns networks of each table, so many rounds of them."""
+    return {
+        f"{network.table}, seed {network.seed}": partial(study, network, number // len(TABLES) + number)
+        for number, network in enumerate(networks(rounds))
+    }
 
 
-if __name__ == "__main__":
-    main()
+def tables(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Returns warnings and coverage on all tables, on those that chose the rules, and on those that are reported."""
+    rows, order = list(results.values()), list(TABLES)
+    halves = ([row for row in rows if order.index(row["table"]) % 2 == parity] for parity in (0, 1))
+    return {"all": summary(rows), **dict(zip(("chose the rules", "reported"), map(summary, halves), strict=True))}

@@ -1,11 +1,7 @@
 """Coverage, exactness and cost of networks of torchvision, timm and transformers, small ones with random weights.
 
-    python -m benchmarks.networks              # runs what is not in results/networks.json yet, and writes the page
-    python -m benchmarks.networks --page       # writes the table in docs/networks.md alone
-    python -m benchmarks.networks lstm hf_Bert # runs these anew
-    python -m benchmarks.networks --costs      # measures the costs that are missing; with names, these anew
-
-Needs `pip install torchvision timm transformers` beside lapwing; nothing is downloaded. For every network:
+The table is in docs/networks.md. Needs `pip install torchvision timm transformers` beside lapwing; nothing is
+downloaded. For every network:
 
 - *covered*: the share of its weights that a layer family treats. The others are generic: exact, and slower.
 - *error*: the largest difference between output covariances of `lw.Diagonal()` over all weights and those made of
@@ -17,25 +13,19 @@ Needs `pip install torchvision timm transformers` beside lapwing; nothing is dow
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
+from papers.common.measure import least
+from papers.common.tables import grid
 
 CLASSES = 5
-PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
-RESULT = RESULTS / "networks.json"
-TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 Inputs = Callable[[int, torch.Generator], Any]
 Network = tuple[str, Callable[[], nn.Module], Inputs]
@@ -237,18 +227,8 @@ def error(model: nn.Module, inputs: Inputs) -> float:
     return float((covariance - wanted).abs().max() / wanted.abs().max())
 
 
-def seconds(function: Callable[[], Any], rounds: int = 3) -> float:
-    """Returns the CPU time of the fastest run after one that is not counted: other programs take turns on a machine."""
-    times = []
-    for _ in range(rounds + 1):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times[1:])
-
-
-def measured(name: str, network: Network, known: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row of one network; an error that is known is taken over."""
+def measured(name: str, network: Network) -> dict[str, Any]:
+    """Returns the row of one network."""
     library, _, inputs = network
     model = built(name, network)
     with torch.no_grad():  # norms see other weights than ones, so that a wrong one shows
@@ -273,52 +253,34 @@ def measured(name: str, network: Network, known: dict[str, Any]) -> dict[str, An
         return lw.fit(model, loader, lw.Diagonal(), prior_precision=1.0)
 
     posterior = fit()
-    plain = seconds(lambda: forward(batches), 5) / len(batches)
-    row |= {"forward_milliseconds": 1e3 * plain, "fit": seconds(fit) / plain / len(batches)}
-    row["latent"] = seconds(lambda: posterior.latent(batches[0]).covariance) / plain
-    return row | {"error": known["error"] if "error" in known else error(model, inputs)}
+    plain = least(lambda: forward(batches), 6)[1] / len(batches)
+    row |= {"forward_milliseconds": 1e3 * plain, "fit": least(fit, 4)[1] / plain / len(batches)}
+    row["latent"] = least(lambda: posterior.latent(batches[0]).covariance, 4)[1] / plain
+    return row | {"error": error(model, inputs)}
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """Returns the page's table."""
-    lines = ["| network | from | weights | covered | error | fit | latent |", "|---|---|---:|---:|---:|---:|---:|"]
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the networks."""
+
+    def tried(name: str, network: Network) -> dict[str, Any]:
+        try:
+            return measured(name, network)
+        except lw.LapwingError as refusal:
+            return {"library": network[0], "refused": str(refusal)}
+
+    return {name: partial(tried, name, network) for name, network in networks().items()}
+
+
+def tables(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Returns a line for each network."""
+    rows = {}
     for name, row in sorted(results.items(), key=lambda item: (item[1]["library"], item[0])):
         name = name.partition("_")[2] if row["library"] != "torch" else name
-        if "refused" in row:
-            lines.append(f"| {name} | {row['library']} | | {row['refused']} | | | |")
-            continue
-        covered = "all" if row["covered"] == 1 else f"{100 * row['covered']:.1f} %"
-        costs = (f"{row[key]:.0f}" if key in row else "" for key in ("fit", "latent"))  # some were not measured
-        numbers = " | ".join((f"{row['error']:.0e}", *costs))
-        lines.append(f"| {name} | {row['library']} | {row['weights']:,} | {covered} | {numbers} |".replace(",", " "))
-    return "\n".join(lines) + "\n"
-
-
-def write_page(results: dict[str, dict[str, Any]]) -> None:
-    PAGE.write_text(TABLE.sub(lambda _: table(results), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--costs", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    results = json.loads(RESULT.read_text())["results"] if RESULT.exists() else {}
-    todo = {} if arguments.page else networks()
-    for name, network in todo.items():
-        missing = name not in results or (arguments.costs and "fit" not in results[name])
-        if name in arguments.names or (not arguments.names and missing):
-            try:
-                results[name] = measured(name, network, results.get(name, {}) if arguments.costs else {})
-            except lw.LapwingError as refusal:
-                results[name] = {"library": network[0], "refused": str(refusal)}
-            print(name, results[name], flush=True)
-            write(RESULT.stem, results, seed=0)
-    if PAGE.exists():
-        write_page(results)
-
-
-if __name__ == "__main__":
-    main()
+        rows[name] = [row["library"], "", row.get("refused", "")]
+        if "error" in row:
+            covered = "all" if row["covered"] == 1 else f"{100 * row['covered']:.1f} %"
+            costs = (f"{row[key]:.0f}" if key in row else "" for key in ("fit", "latent"))  # some were not measured
+            weights = f"{row['weights']:,}".replace(",", " ")
+            rows[name] = [row["library"], weights, covered, f"{row['error']:.0e}", *costs]
+    columns = ["from", "weights", "covered", "error", "fit", "latent"]
+    return {"networks": grid(columns, rows, right=True, corner="network")}

@@ -1,18 +1,14 @@
 """What novelty and the uncertainty of a posterior find: unlike anything seen, or seen but undecided.
 
-    python -m benchmarks.novelty [fashion] [cifar10] [texts]    # needs the data sets that LAPWING_DATA names
-
 *foreign* is the AUROC of out-of-distribution inputs against test inputs, for each set. *errors* is the AUROC of test
 inputs that the network classifies wrongly against the others. Image networks and sets are those of
-`benchmarks.ood`. *texts* are the six text networks of `benchmarks.defaults`, with texts of another data set. All
+`benchmarks.ood`. *texts* are the six text networks of `benchmarks.grid`, with texts of another data set. All
 detectors and posteriors are fitted to the training data; `validation=` has the held-out data.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.defaults.networks import CELLS
-from benchmarks.measure import RESULTS, write
+from benchmarks.grid.networks import CELLS
 from benchmarks.ood import REPEATS, SEED, Task, cifar10, fashion, of_posterior
 from lapwing.evaluation.metrics import auroc
 from papers.common.data import batched
@@ -64,25 +59,17 @@ def texts(name: str) -> Task:
     return [cell.trained(data, SEED)], batched(*data.train), data.val, inputs, data.test[1]
 
 
-TASKS = {
-    "fashion": [partial(fashion, SEED + repeat, 1) for repeat in range(REPEATS)],
-    "cifar10": [cifar10],
-    "texts": [partial(texts, cell.name) for cell in CELLS if cell.family == "texts"],
-}
+def parts(repeats: int = REPEATS) -> dict[str, Callable[[], Any]]:
+    """Returns the tasks, with means, standard errors and each run."""
+    tasks: dict[str, list[Callable[[], Task]]] = {
+        "fashion": [partial(fashion, SEED + repeat, 1) for repeat in range(repeats)],
+        "cifar10": [cifar10],
+        "texts": [partial(texts, cell.name) for cell in CELLS if cell.family == "texts"],
+    }
 
+    def scored(name: str) -> dict[str, Any]:
+        options = {"data_size": 50_000} if name == "cifar10" else {}
+        runs = [report(*task(), **options) for task in tasks[name]]
+        return {"rows": averaged(runs), "runs": runs}
 
-def main(names: list[str]) -> None:
-    """Runs the named tasks, or all. Writes means, standard errors and each run."""
-    torch.set_num_threads(1)
-    path = RESULTS / "novelty.json"
-    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
-    for name in names or [*TASKS]:
-        runs: list[dict[str, Any]] = []
-        for task in TASKS[name]:
-            runs.append(report(*task(), **({"data_size": 50_000} if name == "cifar10" else {})))
-            results[name] = {"rows": averaged(runs), "runs": runs}
-            print(write("novelty", results, SEED), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return {name: partial(scored, name) for name in tasks}

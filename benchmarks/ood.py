@@ -1,22 +1,21 @@
 """Out-of-distribution inputs: one network with error bars beside what people take instead.
 
-    python -m benchmarks.ood [fashion] [cifar10]    # needs the data sets that LAPWING_DATA names
-
 - *fashion*: small CNNs trained on 3 000 images of Fashion-MNIST. The temperatures and `validation=` use 300 held-out
   images. 5 000 test images are compared with 3 000 digits of MNIST, and with grey centres of 3 000 images of CIFAR-10.
   Five repeats with other training images and weights.
 - *cifar10*: the trained ResNet-20. The fit reads 2 000 training images (`data_size=50_000`) and 1 000 held-out images.
   2 000 test images are compared with 2 000 enlarged images of Fashion-MNIST, and of MNIST.
 
+- *picture*: draws the picture of the README, of the first network of *fashion*.
+
 *prediction* is the CPU time of a prediction with its scores, as a ratio to that of the network.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, ratio, write
 from lapwing.evaluation.metrics import auroc
 from papers.common.data import CENTRE_AND_SCALE, arrays, batched, images, random_rows
+from papers.common.measure import ratio
 from papers.common.networks import cifar_resnet20
 from papers.common.scores import averaged, class_scores, entropy
+from papers.common.tables import grid
+from papers.common.training import shuffled, train
 
 SEED, REPEATS, MEMBERS, EPOCHS = 0, 5, 5, 12
 
@@ -42,12 +43,7 @@ def trained(x: Tensor, y: Tensor, seed: int) -> nn.Module:
         nn.Flatten(), nn.Linear(1568, 64), nn.ReLU(), nn.Linear(64, 10),
     ).to(memory_format=torch.channels_last)  # fmt: skip
     optimiser = torch.optim.Adam(model.parameters(), 3e-3, fused=True)
-    for _ in range(EPOCHS):
-        for rows in torch.randperm(len(x)).split(64):
-            optimiser.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimiser.step()
-    return model.eval()
+    return train(model, (x, y), shuffled(len(x), 64, epochs=EPOCHS), optimiser)
 
 
 @torch.no_grad()
@@ -138,51 +134,50 @@ SHORT = {"entropy": "entropy", "mutual information": "MI"}
 
 def table(rows: Mapping[str, Any]) -> str:
     """Returns the table of the README: means, with the standard error of an AUROC by the better score."""
-    lines = [
-        "| | trainings | prediction | NLL | ECE | AUROC, digits | AUROC, CIFAR-10 |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = {}
     for name, row in rows.items():
         cells = [f"{row['prediction']['mean']:.1f}", f"{row['nll']['mean']:.3f}", f"{row['ece']['mean']:.1%}"]
         for place in ("AUROC MNIST", "AUROC CIFAR-10"):
             score, found = max(row[place].items(), key=lambda item: item[1]["mean"])
             cells.append(f"{found['mean']:.2f} ± {found['standard_error']:.2f}, {SHORT[score]}")
-        shown = f"`{name}`" if name.startswith("lw.") else name
-        lines.append(f"| {shown} | {MEMBERS if name.startswith('ensemble') else 1} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines[code(name)] = [f"{MEMBERS if name.startswith('ensemble') else 1}", *cells]
+    return grid(["trainings", "prediction", "NLL", "ECE", "AUROC, digits", "AUROC, CIFAR-10"], lines, right=True)
 
 
-def table_of_scores(ood: Mapping[str, Any], detectors: Mapping[str, Any]) -> str:
-    """Returns the table of docs/ood.md: one line for each row and score, of the results of both benchmarks."""
-    lines = [
-        "| | score | prediction | digits | grey CIFAR-10 | ResNet: Fashion-MNIST | ResNet: MNIST |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
-    small, large = (ood[task]["rows"] | detectors[task]["rows"] | ood[task]["rows"] for task in ("fashion", "cifar10"))
-    for name, row in small.items():
-        for score in row["AUROC MNIST"]:
-            cells = [SHORT.get(score, score), f"{row['prediction']['mean']:.1f}"]
-            for place in ("AUROC MNIST", "AUROC CIFAR-10"):
-                cells.append(f"{row[place][score]['mean']:.3f} ± {row[place][score]['standard_error']:.3f}")
-            for place in ("AUROC Fashion-MNIST", "AUROC MNIST"):
-                cells.append(f"{large[name][place][score]['mean']:.3f}" if name in large else "")
-            lines.append(f"| {f'`{name}`' if name.startswith('lw.') else name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def code(name: str) -> str:
+    """Returns the name of a row, in backticks if it is code."""
+    return f"`{name}`" if name.startswith("lw.") else name
 
 
-def main(names: list[str]) -> None:
-    """Runs the named tasks, or both. After each repeat it writes means and standard errors."""
-    torch.set_num_threads(1)
-    path = RESULTS / "ood.json"
-    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
-    for name in names or ["cifar10", "fashion"]:
-        runs: list[dict[str, Any]] = []
-        for repeat in range(REPEATS if name == "fashion" else 1):
-            small = name == "fashion"
-            runs.append(report(*fashion(SEED + repeat)) if small else report(*cifar10(), data_size=50_000))
-            results[name] = {"repeats": len(runs), "rows": averaged(runs)}
-            print(write("ood", results, SEED), flush=True)
+def picture() -> None:
+    """Draws the picture of the README: the first network of `fashion`, alone and with lapwing."""
+    from matplotlib import pyplot as plt
+
+    from lapwing.evaluation import plots
+
+    (model,), loader, held_out, inputs, labels = fashion(SEED, 1)
+    posterior = lw.fit(model, loader, validation=held_out)
+    known, unknown = (posterior.predict(inputs[name]) for name in ("Fashion-MNIST", "MNIST"))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    alone = logits_of([model], inputs["Fashion-MNIST"])[0].softmax(-1)
+    plots.reliability_diagram(alone, labels, left, **plots.NETWORK)
+    plots.reliability_diagram(known, labels, left).set_title("Confidence and accuracy")
+    plots.ood_scores(known, unknown, right).set_title("Garments it knows, digits it does not")
+    figure.savefig(Path(__file__).parents[1] / "docs" / "pictures" / "readme.png", dpi=110)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def parts(repeats: int = REPEATS) -> dict[str, Callable[[], Any]]:
+    """Returns the tasks, with means and standard errors."""
+
+    def garments() -> dict[str, Any]:
+        return {"repeats": repeats, "rows": averaged([report(*fashion(SEED + repeat)) for repeat in range(repeats)])}
+
+    def large() -> dict[str, Any]:
+        return {"repeats": 1, "rows": averaged([report(*cifar10(), data_size=50_000)])}
+
+    return {"cifar10": large, "fashion": garments, "picture": picture}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the table of the README."""
+    return {"fashion": table(results["fashion"]["rows"])}

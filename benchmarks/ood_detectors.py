@@ -1,6 +1,6 @@
 """Detectors of pytorch-ood next to the rows of `benchmarks.ood`: the same networks and out-of-distribution inputs.
 
-    python -m benchmarks.ood_detectors [fashion] [cifar10]    # needs pytorch-ood, and LAPWING_DATA
+Needs `pip install pytorch-ood`, and the data sets that LAPWING_DATA names.
 
 The detectors read the logits or the features before the last layer. They are fitted to the same images as the
 posteriors, with the defaults of pytorch-ood. ViM has no default number of directions: it gets half of them.
@@ -11,22 +11,24 @@ difference over the standard deviation of the scores, with RMD's ridge, and its 
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, ratio, write
-from benchmarks.ood import REPEATS, SEED, Task, cifar10, fashion, logits_of, of_logits
+from benchmarks import ood as posteriors
+from benchmarks.ood import REPEATS, SEED, SHORT, Task, cifar10, code, fashion, logits_of, of_logits
 from lapwing.evaluation.metrics import auroc
+from papers.common import results
+from papers.common.measure import ratio
 from papers.common.scores import averaged
+from papers.common.tables import grid
+
+PACKAGES = ("pytorch-ood", "scikit-learn")
 
 
 @torch.no_grad()
@@ -91,23 +93,32 @@ def report(task: Task) -> dict[str, Any]:
     return rows
 
 
-def main(names: list[str]) -> None:
-    """Runs the named tasks, or both. Writes means, standard errors and each run."""
-    torch.set_num_threads(1)
-    path = RESULTS / "ood_detectors.json"
-    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
-    for name in names or ["cifar10", "fashion"]:
-        runs: list[dict[str, Any]] = []
-        for repeat in range(REPEATS if name == "fashion" else 1):
-            small = name == "fashion"
-            task = fashion(SEED + repeat, 1) if small else cifar10()
-            runs.append(report(task))
+def parts(repeats: int = REPEATS) -> dict[str, Callable[[], Any]]:
+    """Returns the tasks, with means, standard errors and each run."""
+
+    def scored(tasks: list[Callable[[], Task]]) -> dict[str, Any]:
+        runs = []
+        for make in tasks:
+            runs.append(report(task := make()))
             found = differences(task[0][0], task[1], next(iter(task[3].values())))
-            print("difference", found, flush=True)
-            results[name] = {"rows": averaged(runs), "runs": runs, "difference": found}
-            packages = {package: version(package) for package in ("pytorch-ood", "scikit-learn")}
-            print(write("ood_detectors", results, SEED, **packages), flush=True)
+        return {"rows": averaged(runs), "runs": runs, "difference": found}
+
+    garments = [partial(fashion, SEED + repeat, 1) for repeat in range(repeats)]
+    return {"cifar10": lambda: scored([cifar10]), "fashion": lambda: scored(garments)}
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def tables(detectors: dict[str, Any]) -> dict[str, str]:
+    """Returns the table of docs/ood.md: one line for each row and score, of the results of both benchmarks."""
+    ood = results.read(posteriors.__file__)
+    small, large = (ood[task]["rows"] | detectors[task]["rows"] | ood[task]["rows"] for task in ("fashion", "cifar10"))
+    columns = ["score", "prediction", "digits", "grey CIFAR-10", "ResNet: Fashion-MNIST", "ResNet: MNIST"]
+    lines = []
+    for name, row in small.items():
+        for score in row["AUROC MNIST"]:
+            cells = [SHORT.get(score, score), f"{row['prediction']['mean']:.1f}"]
+            for place in ("AUROC MNIST", "AUROC CIFAR-10"):
+                cells.append(f"{row[place][score]['mean']:.3f} ± {row[place][score]['standard_error']:.3f}")
+            for place in ("AUROC Fashion-MNIST", "AUROC MNIST"):
+                cells.append(f"{large[name][place][score]['mean']:.3f}" if name in large else "")
+            lines.append((code(name), cells))
+    return {"scores": grid(columns, lines, right=True)}

@@ -1,9 +1,7 @@
 """What people already use beside lapwing: laplace-torch on the same networks and data, a Gaussian process of BoTorch.
 
     python -m venv peers && peers/bin/pip install -e .[eval,botorch] laplace-torch
-    peers/bin/python -m benchmarks.peers              # everything, a quarter of an hour on one thread
-    peers/bin/python -m benchmarks.peers uci_bike     # one task; the others keep their numbers
-    python -m benchmarks.peers --page                 # writes the tables of docs/peers.md alone
+    peers/bin/python -m benchmarks peers              # everything, a quarter of an hour on one thread
 
 Needs the data sets that LAPWING_DATA names. One seed. Every row of a task is around the same trained network, with the
 same training data, held-out data and batches. Seconds are those of a fit with its tuning, and of predictions of all
@@ -22,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -33,15 +30,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from benchmarks import answers, heteroscedastic
-from benchmarks.measure import RESULTS
-from benchmarks.tables import run_tasks
 from lapwing.evaluation.metrics import expected_calibration_error
-from papers.common.data import arrays
+from papers.common.data import arrays, some_rows
+from papers.common.networks import mlp
+from papers.common.tables import of_scores
+from papers.common.training import adam
 
 SEED = 0
 ROUNDS, SLOW = 3, 20.0
-RESULT = RESULTS / "peers.json"
-PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
+PACKAGES = ("laplace-torch", "botorch")
 
 Rows = dict[str, dict[str, Any]]
 Outputs = tuple[Tensor, ...]
@@ -223,10 +220,9 @@ def loader(x: Tensor, y: Tensor) -> DataLoader:
 
 def table(name: str) -> Task:
     """Returns a network of one noise variance on a table of `benchmarks.heteroscedastic`."""
-    x, y, count, middle = heteroscedastic.table(name)
-    held_out = x[count:middle], y[count:middle]
-    model = heteroscedastic.trained(x[:count], y[:count], held_out, 1)
-    return Task(model, loader(x[:count], y[:count]), loader(*held_out), (x[middle:], y[middle:]))
+    data = some_rows(name, heteroscedastic.ROWS, SEED)
+    model = heteroscedastic.trained(data.train, data.val, 1)
+    return Task(model, loader(*data.train), loader(*data.val), data.test)
 
 
 def digits() -> Task:
@@ -236,8 +232,7 @@ def digits() -> Task:
     data = load_digits()
     x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
     train, held_out, test = torch.randperm(len(x)).split([600, 300, 897])
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    trained(model, x[train], y[train], 60, 1e-2)
+    model = adam(mlp(64, 64, 10, activation=nn.ReLU), (x[train], y[train]), 60, 1e-2)
     return Task(model, loader(x[train], y[train]), loader(x[held_out], y[held_out]), (x[test], y[test]))
 
 
@@ -252,20 +247,8 @@ def news() -> Task:
         )
         for part, count in (("train", 3000), ("test", 2000))
     )
-    model = answers.Reader(4)
-    trained(model, x[:2000], y[:2000], 30, 2e-3)
+    model = adam(answers.Reader(4), (x[:2000], y[:2000]), 30, 2e-3)
     return Task(model, loader(x[:2000], y[:2000]), loader(x[2000:], y[2000:]), test)
-
-
-def trained(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> None:
-    """Trains by the cross-entropy, and leaves the network in eval mode."""
-    optimiser = torch.optim.Adam(model.parameters(), rate)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x)).split(100):
-            optimiser.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimiser.step()
-    model.eval()
 
 
 # ---- what is refused
@@ -378,15 +361,16 @@ def branin(steps: int = 20, seeds: int = 5) -> Rows:
     }
 
 
-TASKS: dict[str, Callable[[], Rows]] = {
-    "digits": lambda: scored(digits(), CLASSIFIERS),
-    "news": lambda: scored(news(), TEXTS),
-    **{name: lambda name=name: scored(table(name), SHARED) for name in heteroscedastic.TABLES},
-    "other outputs": other_outputs,
-    "branin": branin,
-}
-
-
-if __name__ == "__main__":
+def parts() -> dict[str, Callable[[], Rows]]:
+    """Returns the tasks."""
     warnings.simplefilter("ignore")
-    run_tasks(__doc__, TASKS, RESULT, PAGE, SEED, ("laplace-torch", "botorch"))
+    return {
+        "digits": lambda: scored(digits(), CLASSIFIERS),
+        "news": lambda: scored(news(), TEXTS),
+        **{name: lambda name=name: scored(table(name), SHARED) for name in heteroscedastic.TABLES},
+        "other outputs": other_outputs,
+        "branin": branin,
+    }
+
+
+tables = of_scores

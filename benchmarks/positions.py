@@ -2,8 +2,6 @@
 
 A transformer that tags tokens, and convolutional networks that segment pixels, below a 1x1 and a 3x3 head. Random
 weights and inputs: cost does not depend on them. CPU time on one thread; the fastest of several runs.
-
-    python -m benchmarks.positions
 """
 
 from __future__ import annotations
@@ -11,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import process_time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import ratio, write
+from papers.common.measure import ratio
 
 TOKENS, CLASSES, PIXELS = (16, 64), 9, (2, 3, 224, 224)
 LABELS = 21
@@ -61,22 +60,16 @@ def row(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     return {"forward milliseconds": costs["variance"]["reference_milliseconds"], **ratios}
 
 
-def main() -> None:
-    """Measures and writes the table."""
-    torch.set_num_threads(1)
-    torch.manual_seed(SEED)
-    images = torch.randn(PIXELS)
-    pixels = torch.randint(LABELS, (PIXELS[0], *PIXELS[2:]))
-    rows = {"transformer, 16 texts of 64 tokens, 9 labels": row(
-        Tagger().eval(), torch.randint(1000, TOKENS), torch.randint(CLASSES, TOKENS)
-    )}  # fmt: skip
-    for kernel in (1, 3):
-        name = f"convolutions, 2 images of 224 x 224 pixels, 21 labels, {kernel}x{kernel} head"
-        rows[name] = row(segmentation(kernel).eval(), images, pixels)
-    for name, costs in rows.items():
-        print(name, {key: round(value, 2) for key, value in costs.items()})
-    print(write("positions", rows, SEED))
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the networks."""
 
+    def tags() -> dict[str, float]:
+        return row(Tagger().eval(), torch.randint(1000, TOKENS), torch.randint(CLASSES, TOKENS))
 
-if __name__ == "__main__":
-    main()
+    def maps(kernel: int) -> dict[str, float]:
+        images, pixels = torch.randn(PIXELS), torch.randint(LABELS, (PIXELS[0], *PIXELS[2:]))
+        return row(segmentation(kernel).eval(), images, pixels)
+
+    name = "convolutions, 2 images of 224 x 224 pixels, 21 labels"
+    heads = {f"{name}, {kernel}x{kernel} head": partial(maps, kernel) for kernel in (1, 3)}
+    return {"transformer, 16 texts of 64 tokens, 9 labels": tags, **heads}

@@ -2,11 +2,7 @@
 
 One seed, small networks trained for about a minute on one thread. Every row of a task is around the same network.
 
-    python -m benchmarks.positions_data               # all four tasks
-    python -m benchmarks.positions_data segmentation  # one of them; the others keep their numbers
-    python -m benchmarks.positions_data --page        # writes the tables in docs/positions.md alone
-
-Needs the data sets that LAPWING_DATA names, and matplotlib for the pictures.
+The tables are in docs/positions.md. Needs the data sets that LAPWING_DATA names, and matplotlib for the pictures.
 
 - *segmentation*: MNIST digits on textures, 11 classes a pixel. AUROC says how well the entropy of a pixel tells
   garments of Fashion-MNIST, pasted into the scenes, from all other pixels.
@@ -22,7 +18,7 @@ import math
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +26,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import RESULTS
-from benchmarks.tables import COLUMNS, run_tasks
 from lapwing.evaluation import compare
 from lapwing.evaluation.comparison import Candidate
 from lapwing.evaluation.metrics import auroc
 from papers.common.data import Batches, arrays, batched, images
 from papers.common.drawing import panels, save
+from papers.common.tables import SCORES, of_scores
+from papers.common.training import adam, cosine
 
 SEED = 0
-RESULT = RESULTS / "positions_data.json"
-PAGE = Path(__file__).parents[1] / "docs" / "positions.md"
 SCENE, SIDE, THRESHOLD = 64, 28, 0.4
 NOISE = 0.4
 WORDS, LONGEST = 2000, 40
@@ -59,46 +53,15 @@ def loss(outputs: Tensor, y: Tensor) -> Tensor:
 
 def train(model: nn.Module, data: Batches, epochs: int, rate: float) -> nn.Module:
     """Trains with Adam and a cosine schedule; returns the network in eval mode."""
-    optimiser = torch.optim.Adam(model.parameters(), rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs * len(data))
-    for _ in range(epochs):
-        for i in torch.randperm(len(data)).tolist():
-            optimiser.zero_grad()
-            loss(model(data[i][0]), data[i][1]).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-    return model.eval()
-
-
-class Tempered(nn.Module):
-    """A network whose logits are divided by one number."""
-
-    def __init__(self, model: nn.Module, temperature: float) -> None:
-        super().__init__()
-        self.model, self.temperature = model, temperature
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns logits."""
-        return self.model(x) / self.temperature
-
-
-@torch.no_grad()
-def tempered(model: nn.Module, data: Batches) -> Tempered:
-    """Returns the network with the temperature of least NLL on held-out data."""
-    parts = [(model(x), y, int((y >= 0).sum())) for x, y in data]
-
-    def total(temperature: float) -> float:
-        return sum(float(loss(logits / temperature, y)) * count for logits, y, count in parts)
-
-    return Tempered(model, min(torch.logspace(-0.5, 1.0, 46).tolist(), key=total))
+    x, y = zip(*data, strict=True)
+    return adam(model, (x, y), epochs, rate, 1, loss=loss, factor=cosine(epochs * len(data)), clip=1.0)
 
 
 def classifiers(model: nn.Module, data: Batches, held_out: Batches) -> dict[str, Candidate]:
     """Returns the rows of every classification: the network, its temperature, and two fits of one line."""
     return {
         "network alone": model,
-        "temperature scaling": tempered(model, held_out),
+        "temperature scaling": lw.fit(model, held_out, lw.TemperatureScaling()),
         "`lw.fit(model, loader)`": lw.fit(model, data, seed=SEED),
         "`lw.fit(..., validation=)`": lw.fit(model, data, validation=held_out, seed=SEED),
     }
@@ -109,7 +72,7 @@ def scores(candidates: Mapping[str, Candidate], test: Batches) -> dict[str, dict
     rows = compare(candidates, test, repeats=1).rows
     names = {"network": "network alone", **{name: name for name in candidates}}
     return {
-        new: {key: rows[name][key] for key in COLUMNS if key in rows[name]}
+        new: {key: rows[name][key] for key in SCORES if key in rows[name]}
         for name, new in names.items()
         if name in rows
     }
@@ -194,7 +157,7 @@ def entropy(candidate: Any, x: Tensor) -> Tensor:
     return posterior.predict(x, via=way).entropy()
 
 
-def segmentation(share: float = 1.0) -> dict[str, dict[str, float]]:
+def segmentation(share: float) -> dict[str, dict[str, float]]:
     """Runs the digits on textures."""
     digits, garments = images("mnist"), images("fashion_mnist")
     seen, unseen = slice(0, 50_000), slice(50_000, 60_000)
@@ -222,7 +185,7 @@ def segmentation(share: float = 1.0) -> dict[str, dict[str, float]]:
 # ---- denoising
 
 
-def denoising(share: float = 1.0) -> dict[str, dict[str, float]]:
+def denoising(share: float) -> dict[str, dict[str, float]]:
     """Runs the noisy garments, padded to 32 x 32."""
     garments = images("fashion_mnist")
 
@@ -286,7 +249,7 @@ class Tagger(nn.Module):
         return self.head(torch.relu(self.second(hidden)).mT)
 
 
-def tagging(share: float = 1.0) -> dict[str, dict[str, float]]:
+def tagging(share: float) -> dict[str, dict[str, float]]:
     """Runs the capitals and the punctuation of news."""
     news = arrays("text_agnews")
     count = int(3000 * share)
@@ -331,7 +294,7 @@ class Writer(nn.Module):
         return self.head(self.memory(self.embedding(tokens))[0])
 
 
-def language(share: float = 1.0) -> dict[str, dict[str, float]]:
+def language(share: float) -> dict[str, dict[str, float]]:
     """Runs the characters of news."""
     news = arrays("text_agnews")
     frequent = Counter("".join(news["text_train"][:2000]).lower()).most_common(CHARACTERS - 1)
@@ -369,10 +332,10 @@ def draw(name: str, maps: Mapping[str, Tensor]) -> None:
     save(figure, __file__, f"positions_{name}")
 
 
-TASKS: dict[str, Callable[..., dict[str, dict[str, float]]]] = {
-    "segmentation": segmentation, "denoising": denoising, "tagging": tagging, "language": language,
-}  # fmt: skip
+def parts(share: float = 1.0) -> dict[str, Callable[[], Any]]:
+    """Returns the tasks, with a share of the data."""
+    tasks = {"segmentation": segmentation, "denoising": denoising, "tagging": tagging, "language": language}
+    return {name: partial(task, share) for name, task in tasks.items()}
 
 
-if __name__ == "__main__":
-    run_tasks(__doc__, TASKS, RESULT, PAGE, SEED)
+tables = of_scores

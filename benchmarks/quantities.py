@@ -8,25 +8,25 @@ variances of single predictions.
 `labels`: the test RMSE after each of five rounds in which ten of 250 rows get a label, from 30 at first. The ten are
 random, or have the largest variance (BALD for a regression), or are chosen one at a time by their value for 100 other
 rows.
-
-    export LAPWING_DATA=...
-    python -m benchmarks.quantities totals concrete
-    python -m benchmarks.quantities labels concrete
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import RESULTS, write
-from papers.common.data import rows_and_targets
+from papers.common import results as stored
+from papers.common.data import random_rows, rows_and_targets, standardised
+from papers.common.networks import mlp
+from papers.common.tables import grid
+from papers.common.training import adam
 
 TABLES = {"concrete": "uci_concrete", "power plant": "uci_power", "kin40k": "kin40k", "elevators": "elevators"}
 TRAINED, TESTED, ROWS, TOTALS, SEEDS = 800, 2000, 60, 100, 3
@@ -34,26 +34,17 @@ TRAINED, TESTED, ROWS, TOTALS, SEEDS = 800, 2000, 60, 100, 3
 
 def data(name: str, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns x and y to train with, and x and y to test with, standardised by the former."""
-    x, y = (values.float() for values in rows_and_targets(name))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    x, y = rows_and_targets(name)
     count = min(TRAINED, int(0.68 * len(x)))
-    x, y = x[order], y.reshape(-1, 1)[order]
-    x = (x - x[:count].mean(0)) / x[:count].std(0).clamp_min(1e-6)
-    y = (y - y[:count].mean()) / y[:count].std()
-    return x[:count], y[:count], x[count : count + TESTED], y[count : count + TESTED]
+    order = random_rows(x, count + TESTED, seed)
+    found = standardised(name, x[order], y[order], count, count, "")
+    return *found.train, *found.test
 
 
 def trained(x: Tensor, y: Tensor, seed: int) -> nn.Module:
     """Returns a network D-50-1."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 1))
-    optimiser = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=1e-4)
-    for _ in range(300):
-        for rows in torch.randperm(len(x)).split(128):
-            optimiser.zero_grad()
-            nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
-            optimiser.step()
-    return model.eval()
+    return adam(mlp(x.shape[1], 50, 1), (x, y), 300, 1e-2, 128, 1e-4, loss=nn.functional.mse_loss)
 
 
 def groups(x: Tensor, similar: bool) -> Tensor:
@@ -89,12 +80,13 @@ def coverage(table: str) -> dict[str, dict[str, float]]:
 
 POOL, STARTED, ASKED, ROUNDS, RUNS = 250, 30, 10, 5, 3
 RULES = ("random", "variance", "value")
+COLUMNS = ("random choice", "largest variance", "`value`", "BoTorch chooses", "BoTorch predicts")
 
 
 def chosen(rule: str, posterior: lw.Posterior, pool: Tensor, targets: Tensor, seed: int) -> Tensor:
     """Returns the numbers of the rows of the pool that get a label."""
     if rule == "random":
-        return torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[:ASKED]
+        return random_rows(pool, ASKED, seed)
     if rule == "variance":
         return posterior.latent(pool).variance[:, 0].topk(ASKED).indices
     rows: list[int] = []
@@ -138,37 +130,25 @@ def summary(runs: Tensor) -> dict[str, Any]:
 def rows_of_totals(results: dict[str, Any]) -> list[str]:
     """Returns the rows of the table of totals in `examples/tasks/plot_quantities.py`."""
     names = ("single rows", "joint", "independent")
+    of_totals = {name.partition(", ")[2]: of for name, of in results.items() if name.startswith("totals")}
     return [
         f"# {table:11}  " + "  ".join(f"{of['similar'][name]:<11.2f}" for name in names).rstrip()
-        for table, of in results["totals"].items()
+        for table, of in of_totals.items()
     ]
 
 
-def rows_of_labels(results: dict[str, Any], rival: dict[str, Any]) -> list[str]:
-    """Returns the rows of the table of labels in `docs/training.md`, the columns of `labels_botorch` last."""
-    lines = []
-    for table, of in results["labels"].items():
-        row = *(of[rule] for rule in RULES), rival[table]["network"], rival[table]["process"]
-        lines.append(f"| {table} | " + " | ".join(f"{r['mean']:.3f} ± {r['standard error']:.3f}" for r in row) + " |")
-    return lines
-
-
-def main() -> None:
-    """Writes the results of some tables into `results/quantities.json`."""
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns both experiments on each table."""
     logging.getLogger("lapwing").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("task", choices=("totals", "labels"))
-    parser.add_argument("tables", nargs="*", default=list(TABLES))
-    options = parser.parse_args()
-    path = RESULTS / "quantities.json"
-    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
-    for table in options.tables:
-        measured = coverage(table) if options.task == "totals" else labels(table)
-        results.setdefault(options.task, {})[table] = measured
-        print(table, measured, flush=True)
-        write("quantities", results, 0)
+    experiments = {"totals": coverage, "labels": labels}
+    return {f"{name}, {table}": partial(run, table) for name, run in experiments.items() for table in TABLES}
 
 
-if __name__ == "__main__":
-    main()
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Returns the table of labels in docs/training.md, the columns of `labels_botorch` last."""
+    rows = {}
+    for table, rival in stored.read(str(Path(__file__).with_name("labels_botorch.py"))).items():
+        of = results[f"labels, {table}"]
+        cells = *(of[rule] for rule in RULES), rival["network"], rival["process"]
+        rows[table] = [f"{cell['mean']:.3f} ± {cell['standard error']:.3f}" for cell in cells]
+    return {"labels": grid(COLUMNS, rows, right=True, corner="table")}

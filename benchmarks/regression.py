@@ -4,24 +4,27 @@ Networks of two hidden layers on six UCI tables, and some that are trained for l
 70 % of the rows (2 100 at most) to train with, half of the others for `Validation`, which is there to compare, half to
 report on: NLL in standardised units and how much a 90 % interval covers, a structure and tuning. MAP is the network
 with its mean squared residual as noise.
-
-    python -m benchmarks.regression
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import write
-from papers.common.data import rows_and_targets
+from papers.common.data import batched, some_rows
+from papers.common.networks import mlp
+from papers.common.scores import interval_scores
+from papers.common.tables import grid
+from papers.common.training import adam
 
-SEED = 0
+SEED, THREADS = 0, 2
 ROWS = 3000
 
 
@@ -36,13 +39,14 @@ class Run:
     weight_decay: float = 1e-4
 
 
+LONG = "wine_red, 600 epochs, 100 ReLU, no decay"
 RUNS = {
     **{name: Run(name, epochs) for name, epochs in
        {"concrete": 300, "boston": 300, "wine_red": 100, "airfoil": 200, "energy": 300, "power": 50}.items()},
     "concrete, 1500 epochs": Run("concrete", 1500),
     "airfoil, 600 epochs, ReLU, no decay": Run("airfoil", 600, 50, nn.ReLU, 0.0),
     "concrete, 600 epochs, 100 ReLU, no decay": Run("concrete", 600, 100, nn.ReLU, 0.0),
-    "wine_red, 600 epochs, 100 ReLU, no decay": Run("wine_red", 600, 100, nn.ReLU, 0.0),
+    LONG: Run("wine_red", 600, 100, nn.ReLU, 0.0),
 }  # fmt: skip
 
 METHODS: dict[str, lw.Method | None] = {
@@ -54,53 +58,28 @@ METHODS: dict[str, lw.Method | None] = {
 TUNINGS: dict[str, lw.Tuning] = {"evidence": lw.Evidence(), "bounded evidence": lw.BoundedEvidence()}
 
 
-def table(name: str) -> tuple[Tensor, Tensor, int]:
-    """Returns x (N, D) and y (N, 1), standardised by the first rows, and how many of these are to train with."""
-    x, y = (values.float() for values in rows_and_targets(f"uci_{name}"))
-    y = y[:, None]
-    picked = torch.randperm(len(x), generator=torch.Generator().manual_seed(SEED))[:ROWS]
-    x, y, count = x[picked], y[picked], int(0.7 * len(picked))
-    x = (x - x[:count].mean(0)) / x[:count].std(0).clamp_min(1e-6)
-    return x, (y - y[:count].mean(0)) / y[:count].std(0), count
-
-
 def trained(run: Run, x: Tensor, y: Tensor) -> nn.Module:
     """Trains D-W-W-1."""
     torch.manual_seed(SEED)
-    width, activation = run.width, run.activation
-    model = nn.Sequential(
-        nn.Linear(x.shape[1], width), activation(), nn.Linear(width, width), activation(), nn.Linear(width, 1)
-    )
-    optimiser = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=run.weight_decay)
-    for _ in range(run.epochs):
-        for rows in torch.randperm(len(x)).split(128):
-            optimiser.zero_grad()
-            (model(x[rows]) - y[rows]).square().mean().backward()
-            optimiser.step()
-    return model.eval()
+    model = mlp(x.shape[1], run.width, run.width, 1, activation=run.activation)
+    return adam(model, (x, y), run.epochs, 1e-2, 128, run.weight_decay, loss=nn.functional.mse_loss)
 
 
 def study(label: str, run: Run) -> dict[str, Any]:
     """Fits and scores every structure and tuning on one table."""
-    x, y, count = table(run.table)
-    model = trained(run, x[:count], y[:count])
-    train = list(zip(x[:count].split(500), y[:count].split(500), strict=True))
-    middle = (count + len(x)) // 2
-    (seen, labels), (x, y) = (x[count:middle], y[count:middle]), (x[middle:], y[middle:])
+    data = some_rows(f"uci_{run.table}", ROWS, SEED)
+    model, train, (x, y) = trained(run, *data.train), batched(*data.train, 500), data.test
     with torch.no_grad():
         residual = float(torch.cat([(model(a) - b).square() for a, b in train]).mean())
         errors = (model(x) - y).square() / residual
     own = {"nll": float((math.log(2 * math.pi * residual) + errors).mean() / 2), "residual_variance": residual}
     results: dict[str, Any] = {"MAP": {**own, "coverage": float((errors < 1.6449**2).float().mean())}}
     for name, method in METHODS.items():
-        for tuning, tune in {**TUNINGS, "validation": lw.Validation([(seen, labels)])}.items():
+        for tuning, tune in {**TUNINGS, "validation": lw.Validation([data.val])}.items():
             params = lw.last_layer if name == "last layer" else None
             posterior = lw.fit(model, train, method, likelihood="gaussian", params=params, tune=tune, progress=False)
-            prediction = posterior.predict(x)
-            low, high = prediction.interval(0.9)
             results.setdefault(name, {})[tuning] = {
-                "nll": -float(prediction.log_prob(y).mean()),
-                "coverage": float(((low <= y) & (y <= high)).float().mean()),
+                **interval_scores(posterior.predict(x), y),
                 "noise_of_residual": posterior.noise_variance / residual,
                 "prior_precision": posterior.prior_precision,
             }
@@ -108,17 +87,19 @@ def study(label: str, run: Run) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    """Runs everything and writes `benchmarks/results/regression.json`."""
-    torch.set_num_threads(2)
-    results = {label: study(label, run) for label, run in RUNS.items()}
-    losses = {
-        tuning: sum(rows[name][tuning]["nll"] - rows["MAP"]["nll"] for rows in results.values() for name in METHODS)
-        / (len(results) * len(METHODS))
-        for tuning in (*TUNINGS, "validation")
-    }
-    print(write("regression", {**results, "mean NLL less that of MAP": losses}, SEED), losses)
+TABLES = tuple(dict.fromkeys(run.table for run in RUNS.values()))
 
 
-if __name__ == "__main__":
-    main()
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns a study of each network."""
+    return {label: partial(study, label, run) for label, run in RUNS.items()}
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Returns the mean NLL of nine networks; the tenth was trained for long on noisy targets."""
+    some = [rows for label, rows in results.items() if label != LONG]
+    names = {"last layer": "last layer", "full": "Full", "KFAC": "KFAC", "diagonal": "diagonal", "ELLA": "ELLA"}
+    tunings = {"evidence": "evidence", "bounded evidence": "default", "validation": "validation"}
+    rows = {text: [f"{sum(r[name][tuning]['nll'] for r in some) / len(some):.2f}" for tuning in tunings]
+            for name, text in names.items()}  # fmt: skip
+    return {"nll": grid(list(tunings.values()), rows, right=True)}

@@ -5,17 +5,14 @@ that the method must do: one a layer before the first treated one, two after it,
 weighted by the layer's FLOPs. One thread, its CPU time, the fastest of many. Random weights and inputs: cost does not
 depend on them. Tables 13 and 17 of Li et al., Streamlining Prediction in Bayesian Deep Learning, report 1.01 (last
 layer of a ViT), 1.16 (a ViT without covariances) and 7.9 (an MLP) on a GPU at a batch of one.
-
-    python -m benchmarks.streamlined_cost [mlp resnet20 vit]
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import lapwing as lw
 from benchmarks.cost import mlp
-from benchmarks.measure import write
 from lapwing.prediction.streamlined.graph import execute, read
 from lapwing.prediction.streamlined.schedule import schedule
-from papers.common.networks import ResNet20
-from papers.common.tables import grid
+from papers.common.measure import fastest
+from papers.common.networks import ResNet20, vit
 
 SEED = 0
 WAY = lw.Streamlined(positions="independent")
-
-
-def vit() -> nn.Module:
-    """Four blocks of width 128, 64 patches of 4 x 4 pixels."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        image_size=32, patch_size=4, num_channels=3, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        intermediate_size=256, num_labels=10,
-    )  # fmt: skip
-    return Logits(ViTForImageClassification(config)).eval()
-
-
-class Logits(nn.Module):
-    """A network of transformers that returns a tensor."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns (B, C)."""
-        return self.model(x).logits
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
@@ -91,21 +64,6 @@ def products(posterior: lw.Posterior, x: Tensor) -> float:
             else:
                 needed += flops * (1 + (sources[0] in uncertain) + bool(treated & set(sources[1:2])))
     return needed / plain
-
-
-def fastest(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
-    """Returns the least CPU time of each call in milliseconds, run in turns for about as long as given."""
-    best = [float("inf")] * len(calls)
-    for call in calls:
-        call(), call()
-    end, rounds = time.perf_counter() + seconds, 0
-    while time.perf_counter() < end or rounds < 5:
-        rounds += 1
-        for place, call in enumerate(calls):
-            start = time.process_time_ns()
-            call()
-            best[place] = min(best[place], (time.process_time_ns() - start) / 1e6)
-    return best
 
 
 def session(path: Path) -> Callable[[Tensor], Any]:
@@ -151,24 +109,17 @@ def row(model: nn.Module, shape: tuple[int, ...], method: Any, params: Any, fold
     return results
 
 
-def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the cost of each network and posterior, for the page of streamlined prediction."""
-    kinds = ("eager", "compiled", "onnxruntime")
-    rows = {
-        name: [f"{row['products']:.2f}", *(f"{row[batch][k]:.1f}" for batch in ("batch 1", "batch 100") for k in kinds)]
-        for name, row in results.items()
-    }
-    return {"cost": grid(["count", *(f"{kind}, batch {size}" for size in (1, 100) for kind in kinds)], rows)}
+def costs(name: str, method: lw.Method, params: Any, via: Any) -> dict[str, Any]:
+    """Returns the costs of one posterior of a network."""
+    make, shape, _ = NETWORKS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        return row(make(), shape, method, params, Path(folder), via)
 
 
-def main(names: list[str] | None = None) -> None:
-    """Runs everything and writes `benchmarks/results/streamlined_cost.json`."""
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name in names or list(NETWORKS):
-        make, shape, block = NETWORKS[name]
-        torch.manual_seed(SEED)
-        model = make()
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the posteriors of each network."""
+    found = {}
+    for name, (_, _, block) in NETWORKS.items():
         cases = {
             "diagonal": (lw.Diagonal(), lw.everything, WAY),
             "last block, diagonal": (lw.Diagonal(), lw.matching(*block), WAY),
@@ -176,14 +127,6 @@ def main(names: list[str] | None = None) -> None:
             "KFAC": (lw.KFAC(), lw.everything, WAY),
             "diagonal, positions correlated": (lw.Diagonal(), lw.everything, lw.Streamlined()),
         }
-        with tempfile.TemporaryDirectory() as folder:
-            for label, (method, params, via) in cases.items():
-                if name == "mlp" and "positions" in label:
-                    continue
-                results[f"{name}: {label}"] = row(model, shape, method, params, Path(folder), via)
-                print(f"{name}: {label}", results[f"{name}: {label}"], flush=True)
-        print(write("streamlined_cost", results, SEED), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        found |= {f"{name}: {label}": partial(costs, name, *case) for label, case in cases.items()}
+    del found["mlp: diagonal, positions correlated"]
+    return found

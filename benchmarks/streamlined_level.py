@@ -5,23 +5,22 @@ A diagonal posterior over all weights; 300 test images, with the exact variances
 is the ratio of the mean variances, *rank* Spearman's rank correlation with the exact ones over images: the mean over
 classes of those of one class, and that of the means over classes. On a CPU, *passes* is the cost of a batch of 100 in
 forward passes in eager mode: one thread, CPU time, the fastest of many. One seed.
-
-    python -m benchmarks.streamlined_level  # writes results/streamlined_level.json; needs LAPWING_DATA
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import write
-from benchmarks.streamlined_cost import fastest
 from papers.common.data import batched, images
+from papers.common.measure import fastest
 from papers.common.networks import cifar_resnet20
+from papers.common.training import adam
 
 SEED = 0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,13 +71,7 @@ class Hidden(nn.Module):
 
 def trained(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 5) -> nn.Module:
     """Returns the network, trained."""
-    optimiser = torch.optim.Adam(model.to(DEVICE).parameters(), 2e-3, weight_decay=1e-4)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x)).split(64):
-            optimiser.zero_grad()
-            F.cross_entropy(model(x[rows].to(DEVICE)), y[rows].to(DEVICE)).backward()
-            optimiser.step()
-    return model
+    return adam(model.to(DEVICE), (x.to(DEVICE), y.to(DEVICE)), epochs, 2e-3, 64, 1e-4)
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
@@ -116,24 +109,24 @@ def nearness(model: nn.Module, name: str, size: int, precision: float) -> dict[s
     return rows
 
 
-def main() -> dict[str, Any]:
-    """Runs everything."""
-    torch.set_num_threads(1)
-    torch.manual_seed(SEED)
-    fashion = images("fashion_mnist")
-    data = fashion.x_train[:6000], fashion.y_train[:6000]
-    results: dict[str, Any] = {}
-    for precision in (1e3, 1e4):
-        row = nearness(cifar_resnet20(), "cifar10", 50_000, precision)
-        results[f"ResNet-20, δ = {precision:g}"] = row
+@cache
+def network(kind: type[nn.Module]) -> nn.Module:
+    """Returns a network trained on 6 000 images of Fashion-MNIST."""
+    data = images("fashion_mnist")
+    return trained(kind(), data.x_train[:6000], data.y_train[:6000])
+
+
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the networks at prior precisions δ."""
+
+    def small(kind: type[nn.Module], precision: float) -> dict[str, dict[str, float]]:
+        return nearness(network(kind), "fashion_mnist", 6000, precision)
+
+    def resnet(precision: float) -> dict[str, dict[str, float]]:
+        return nearness(cifar_resnet20(), "cifar10", 50_000, precision)
+
+    found = {f"ResNet-20, δ = {precision:g}": partial(resnet, precision) for precision in (1e3, 1e4)}
     for kind in (Pooled, Hidden):
-        model = trained(kind(), *data)
         for precision in (1e2, 1e3):
-            results[f"{kind.__name__}, δ = {precision:g}"] = nearness(model, "fashion_mnist", 6000, precision)
-    write("streamlined_level", results, SEED)
-    return results
-
-
-if __name__ == "__main__":
-    for name, row in main().items():
-        print(name, row)
+            found[f"{kind.__name__}, δ = {precision:g}"] = partial(small, kind, precision)
+    return found

@@ -4,24 +4,22 @@ Positive targets are the fares of taxi rides, counts are bikes hired within an h
 flights. Each network is D-50-50-C, trained on the negative log likelihood of its own likelihood. 70 % of 6 000 rows
 train the network and the posterior, half of the others stop the training and tune by `validation=`, half are reported
 on. Fares and delays are divided by the standard deviation of the training rows, and counts keep their unit.
-
-    python -m benchmarks.targets
 """
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Gamma, NegativeBinomial, StudentT
 
 import lapwing as lw
-from benchmarks.measure import write_studies
-from papers.common.data import rows_and_targets
+from benchmarks.heteroscedastic import trained
+from papers.common.data import batched, random_rows, rows_and_targets
+from papers.common.scores import interval_scores
 
 SEED = 0
 ROWS = 6000
@@ -45,42 +43,10 @@ def table(name: str) -> tuple[Tensor, Tensor, int, int]:
     x, y = (values.double() for values in rows_and_targets(name))
     kept = y.flatten() > 0 if kind == "positive" else torch.ones(len(y), dtype=torch.bool)
     x, y = x[kept], y[kept].reshape(-1, 1)
-    picked = torch.randperm(len(x), generator=torch.Generator().manual_seed(SEED))[:ROWS]
+    picked = random_rows(x, ROWS, SEED)
     x, y, count = x[picked], y[picked], int(0.7 * len(picked))
     x = (x - x[:count].mean(0)) / x[:count].std(0).clamp_min(1e-6)
     return x.float(), (y / y[:count].std() if unit == "std" else y).float(), count, (count + len(x)) // 2
-
-
-def trained(x: Tensor, y: Tensor, held_out: tuple[Tensor, Tensor], outputs: int, loss: Callable[..., Tensor]) -> Any:
-    """Trains D-50-50-C; returns it after the epoch of least held-out loss."""
-    torch.manual_seed(SEED)
-    model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, outputs))
-    optimiser = torch.optim.Adam(model.parameters(), 3e-3, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, EPOCHS)
-    best, state = math.inf, model.state_dict()
-    for _ in range(EPOCHS):
-        for rows in torch.randperm(len(x)).split(128):
-            optimiser.zero_grad()
-            loss(model(x[rows]), y[rows]).mean().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            optimiser.step()
-        schedule.step()
-        with torch.no_grad():
-            now = float(loss(model(held_out[0]), held_out[1]).mean())
-        if now < best:
-            best, state = now, copy.deepcopy(model.state_dict())
-    model.load_state_dict(state)
-    return model.eval()
-
-
-def scores(prediction: Any, y: Tensor) -> dict[str, float]:
-    """Returns the numbers of one prediction."""
-    low, high = (end.reshape(y.shape) for end in prediction.interval(0.9))
-    return {
-        "nll": -float(prediction.log_prob(y).double().mean()),
-        "coverage": float(((low <= y) & (y <= high)).double().mean()),
-        "width": float((high - low).double().mean()),
-    }
 
 
 def study(name: str) -> dict[str, Any]:
@@ -92,29 +58,26 @@ def study(name: str) -> dict[str, Any]:
 
     def fitted(z: Tensor, likelihood: Any, outputs: int, loss: Callable[..., Tensor]) -> Any:
         train, held_out = ((x[part], z[part]) for part in parts[:2])
-        model = trained(*train, held_out, outputs, loss)
-        batches = list(zip(train[0].split(500), train[1].split(500), strict=True))
-        posterior = lw.fit(model, batches, lw.KFAC(), likelihood=likelihood, validation=held_out)
+        model = trained(train, held_out, outputs, lambda f, z: loss(f, z).mean(), EPOCHS)
+        posterior = lw.fit(model, batched(*train, 500), lw.KFAC(), likelihood=likelihood, validation=held_out)
         return posterior.predict(x[parts[2]])
 
     squares = lambda f, z: (f - z).square()  # noqa: E731
     test = y[parts[2]]
-    rows["Gaussian"] = scores(fitted((y - center) / scale, lw.Gaussian(), 1, squares).scaled(center, scale), test)
+    rows["Gaussian"] = interval_scores(
+        fitted((y - center) / scale, lw.Gaussian(), 1, squares).scaled(center, scale), test
+    )
     if TABLES[name][0] == "positive":
         logs = y.log()
         middle_log, width = logs[:count].mean(), logs[:count].std()
         prediction = fitted((logs - middle_log) / width, lw.Gaussian(), 1, squares).scaled(middle_log, width)
-        rows["Gaussian of logarithms"] = scores(prediction.transformed(torch.exp), test)
+        rows["Gaussian of logarithms"] = interval_scores(prediction.transformed(torch.exp), test)
     for key, likelihood in TABLES[name][2].items():
         negative = lambda f, z, likelihood=likelihood: -likelihood.log_prob(f, z)  # noqa: E731
-        rows[key] = scores(fitted(y, likelihood, OUTPUTS.get(key, 1), negative), test)
+        rows[key] = interval_scores(fitted(y, likelihood, OUTPUTS.get(key, 1), negative), test)
     return rows
 
 
-def main() -> None:
-    """Runs everything and writes `benchmarks/results/targets.json`."""
-    write_studies("targets", study, TABLES, SEED)
-
-
-if __name__ == "__main__":
-    main()
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns a study of each table."""
+    return {name: partial(study, name) for name in TABLES}

@@ -16,20 +16,17 @@ LAPWING_PAPERS_DEVICE names, such as cuda: `ella table1` and `together given` ta
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from papers.common import results
+from papers.common.experiments import draw, found, keep_networks
 
 HOME = Path(__file__).parent
 
@@ -41,12 +38,7 @@ def papers() -> list[str]:
 
 def experiments(paper: str) -> dict[str, str]:
     """Returns the experiments of a paper: name -> first line of the docstring."""
-    found = {}
-    for path in sorted((HOME / paper).glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if any(isinstance(part, ast.FunctionDef) and part.name == "run" for part in tree.body):
-            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
-    return found
+    return found(HOME / paper, "run")
 
 
 def listing(names: Sequence[str]) -> str:
@@ -61,25 +53,19 @@ def listing(names: Sequence[str]) -> str:
 
 def run(paper: str, name: str) -> Path:
     """Runs an experiment, writes its results and draws its pictures; returns the path of the results."""
-    os.environ.setdefault("LAPWING_NETWORKS", str(Path(tempfile.gettempdir()) / "lapwing_networks"))
+    keep_networks()
     torch.set_num_threads(getattr(importlib.import_module(f"papers.{paper}"), "THREADS", torch.get_num_threads()))
     experiment = importlib.import_module(f"papers.{paper}.{name}")
     published = {"published": experiment.PUBLISHED} if hasattr(experiment, "PUBLISHED") else {}
     file, start = str(experiment.__file__), time.perf_counter()
-    found = {**published, **experiment.run(), "seconds": time.perf_counter() - start}
+    new = {**published, **experiment.run(), "seconds": time.perf_counter() - start}
     made = results.made(file)
     if not made or "commit" in made:  # `results.Rows` writes a record for each row itself
         seeds = inspect.signature(experiment.run).parameters.get("seeds")
         made = results.record((0,) if seeds is None else seeds.default)
-    path = results.write(file, found, made)
+    path = results.write(file, new, made)
     draw(experiment)
     return path
-
-
-def draw(experiment: ModuleType) -> None:
-    """Draws the pictures of an experiment from its results."""
-    if hasattr(experiment, "draw"):
-        experiment.draw(results.read(str(experiment.__file__)))
 
 
 def write_pages() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import tomllib
+
+from papers.common import results
 
 HOME = Path(__file__).parent
 PAPERS = {"ella": "ELLA", "valla": "VaLLA", "optimal_subspace": "Optimal subspaces", "streamlined": "Streamlined"}
@@ -92,7 +93,7 @@ def value(key: str, home: Path = HOME) -> Any:
 
 @functools.cache
 def _results(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))["results"]
+    return results.load(path)["results"]
 
 
 def mean(found: Any) -> float | None:

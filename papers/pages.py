@@ -5,7 +5,7 @@ A page marks the place of a table by a comment, and its end by `<!-- end -->`:
     <!-- verdicts of ella -->                      tables and figures of a paper: published, ours, verdict
     <!-- entries of ella -->                       all its entries, with settings and tests
     <!-- counts -->                                number of entries by paper and verdict
-    <!-- table of ella/table5: divergence -->      the table "divergence" of papers/ella/table5.py, or of a benchmark
+    <!-- table of ella/table5: divergence -->      the table "divergence" of papers/ella/table5.py
 
 An experiment with tables has `tables(results)`, which returns name -> Markdown.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import bisect
 import functools
 import importlib
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +24,9 @@ from typing import Any
 
 from papers import ledger
 from papers.common import results
-from papers.common.tables import grid, rounded
+from papers.common.tables import MARKER, filled, grid, rounded
 
 HOME = Path(__file__).parent
-MARKER = re.compile(r"(<!-- (verdicts of|entries of|table of|counts)([^\n]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.,/])-?(\d*\.\d+|\d+(?= %)|\d+e-?\d+)(e-?\d+)?( %)?(?![\w])")
 """Decimals, percentages and powers of ten; other whole numbers are counts, sizes and years."""
 Entries = Sequence[ledger.Entry]
@@ -41,7 +39,7 @@ def paths() -> list[Path]:
 
 def written(text: str, entries: Entries) -> str:
     """Returns the text of a page with the tables of its markers."""
-    return MARKER.sub(lambda found: found[1] + _table(found[2], found[3].strip(), entries) + found[4], text)
+    return filled(text, lambda kind, of: _table(kind, of, entries))
 
 
 def write() -> list[Path]:
@@ -55,8 +53,7 @@ def write() -> list[Path]:
 def _table(kind: str, of: str, entries: Entries) -> str:
     if kind == "table of":
         name, _, table = of.partition(": ")
-        benchmark = name.startswith("benchmarks/")
-        experiment = importlib.import_module("papers." * (not benchmark) + name.replace("/", "."))
+        experiment = importlib.import_module(f"papers.{name.replace('/', '.')}")
         return experiment.tables(results.read(str(experiment.__file__)))[table] + "\n" + origin(experiment) + "\n"
     if kind == "counts":
         return counts(entries)
@@ -162,7 +159,7 @@ def _files(section: str, folder: Path) -> list[Path]:
 
 @functools.cache
 def _values_of(file: Path) -> frozenset[float]:
-    return frozenset(_values(json.loads(file.read_text(encoding="utf-8"))["results"]))
+    return frozenset(_values(results.load(file)["results"]))
 
 
 def _values(found: Any) -> Iterator[float]:

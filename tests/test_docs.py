@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
-import json
 import os
 import pkgutil
 import re
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import lapwing
+from papers.common.results import load
 from tests.hidden_package import HiddenPackage
 from tests.quick import others_slow
 
@@ -141,7 +141,7 @@ def test_import_is_light() -> None:
 
 def test_costs_in_the_readme_are_those_measured() -> None:
     """A table that was not updated with its JSON misleads; numbers are given to one decimal."""
-    results = json.loads((ROOT / "benchmarks" / "results" / "cost.json").read_text())["results"]
+    results = load(ROOT / "benchmarks" / "results" / "cost.json")["results"]
     mlp, larger, cnn = (
         results[f"{name}"]
         for name in (
@@ -159,7 +159,7 @@ def test_costs_in_the_readme_are_those_measured() -> None:
 
 
 def test_costs_of_deployed_networks_are_those_measured() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "streamlined_cost.json").read_text())["results"]
+    results = load(ROOT / "benchmarks" / "results" / "streamlined_cost.json")["results"]
     page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
     names = [f"{name}: {part}" for name in ("mlp", "resnet20") for part in ("diagonal", "last layer, KFAC")]
     for row in (results[name] for name in (*names, "vit: diagonal", "resnet20: last block, diagonal")):

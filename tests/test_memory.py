@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.cost import cnn, mlp
-from benchmarks.measure import LiveBytes
 from lapwing.covariance import Latent
 from lapwing.covariance.structures import condensed
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.methods.prior import Prior
 from lapwing.prediction.way import Way
+from papers.common.measure import LiveBytes
 
 BUDGET = 2**24
 METHODS = (

@@ -145,6 +145,12 @@ def batched(x: Tensor, y: Tensor, size: int = 100) -> Batches:
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
+def joined(part: Batches) -> Part:
+    """Returns inputs and targets of all batches."""
+    x, y = zip(*part, strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
 def random_rows(x: Tensor, count: int, seed: int) -> Tensor:
     """Returns so many row numbers of x at random, without repetition."""
     return torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
@@ -232,6 +238,14 @@ def standardised(name: str, x: Tensor, y: Tensor, train: int, val: int, unit: st
     x, y = x.float(), y.float()[:, None]
     train_part, val_part, test_part = ((x[a:b], y[a:b]) for a, b in pairwise((0, train, val, len(x))))
     return Table(name, train_part, val_part, test_part, float(scale), unit)
+
+
+def some_rows(name: str, most: int, seed: int, train: float = 0.7) -> Table:
+    """Reads rows of a table in a random order, a share to train, half of the others to validate, and half to test."""
+    x, y = rows_and_targets(name)
+    picked = random_rows(x, most, seed)
+    count = int(train * len(picked))
+    return standardised(name, x[picked], y[picked], count, (count + len(picked)) // 2, "")
 
 
 def split(name: str, x: Tensor, y: Tensor, unit: str, seed: int | None) -> Table:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,24 @@ def sources(picture: Path) -> dict[str, str]:
     length = int.from_bytes(contents[at - 4 : at], "big")
     text = contents[at + 11 : at + 4 + length].decode() if at > 0 else ""
     return dict(pair.split(" ") for pair in text.split(", ") if pair)
+
+
+def curve(axis: Any, points: Mapping[Any, Mapping[str, float]], **style: Any) -> None:
+    """Draws means with their standard errors over numbers."""
+    means, errors = ([found[part] for found in points.values()] for part in ("mean", "standard_error"))
+    axis.errorbar([float(x) for x in points], means, errors, **{"fmt": ".-", **style})
+
+
+def boxes(axis: Any, groups: Mapping[str, Sequence[Sequence[float]]], names: Sequence[str]) -> None:
+    """Draws groups of boxes, a colour each: label -> the numbers of a box at each of the names."""
+    for i, (label, values) in enumerate(groups.items()):
+        places = [j * (len(groups) + 1) + i for j in range(len(names))]
+        drawn = axis.boxplot(values, positions=places, widths=0.8, patch_artist=True, showfliers=False)
+        for box, median in zip(drawn["boxes"], drawn["medians"], strict=True):
+            box.set_facecolor(f"C{i}")
+            median.set_color("black")
+        axis.plot([], [], "s", color=f"C{i}", label=label)
+    axis.set_xticks([j * (len(groups) + 1) + (len(groups) - 1) / 2 for j in range(len(names))], names)
 
 
 def legend_below(figure: Any, columns: int) -> None:

@@ -1,4 +1,4 @@
-"""Random crops, and what corruptions and rotations share: checks of images, a seed, and bilinear sampling."""
+"""Random crops, and bilinear sampling, which corruptions and rotations share."""
 
 from __future__ import annotations
 
@@ -6,43 +6,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-
-from lapwing.data import batches
-from lapwing.errors import LapwingError, is_whole, shown
-
-
-def check_form(images: Tensor, caller: str) -> None:
-    """Raises for anything but floating-point images (B, 1 or 3, H, W)."""
-    if isinstance(images, Tensor):
-        batches.check_dense(images, f"The tensor of images for {caller}")
-    if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 8:
-        form = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise LapwingError(
-            f"{caller} takes images as a tensor (B, 1, H, W) or (B, 3, H, W) with H and W at least 8, not {form}. "
-            "Write x[None] for a single image, x.movedim(-1, 1) for channels last."
-        )
-    if not images.is_floating_point():
-        raise LapwingError(
-            f"{caller} takes floating-point images, not {images.dtype}. Write images.float() / 255 for bytes."
-        )
-
-
-def in_range(images: Tensor, caller: str, eps: float, remedy: str) -> Tensor:
-    """Returns images clamped to [0, 1]; raises where they are further outside than rounding at `eps`."""
-    wrong = ~((images >= -8 * eps) & (images <= 1 + 8 * eps))  # NaN is wrong too
-    if wrong.any():
-        raise LapwingError(
-            f"{caller} takes images in [0, 1], and {int(wrong.sum())} of {images.numel()} values are outside or NaN "
-            f"(smallest {float(images.min()):.4g}, largest {float(images.max()):.4g}). {remedy} for normalised images."
-        )
-    return images.clamp(0.0, 1.0)
-
-
-def seeded(seed: int) -> torch.Generator:
-    """Returns a generator on the CPU; raises for a seed that is none."""
-    if not is_whole(seed, 0):
-        raise LapwingError(f"seed={shown(seed)} is out of range. Pass a whole number from 0 to 2**63 - 1: seed=0.")
-    return torch.Generator().manual_seed(seed)
 
 
 def warp(images: Tensor, places: Tensor, padding: str = "zeros") -> Tensor:
@@ -83,7 +46,7 @@ def resized_crops(
     Returns:
         Images of the same shape.
     """
-    generator, count = seeded(seed), len(images)
+    generator, count = torch.Generator().manual_seed(seed), len(images)
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(count, generator=generator)

@@ -91,6 +91,30 @@ def stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(BasicBlock(inputs, outputs, stride), *rest)
 
 
+class Logits(nn.Module):
+    """A network of transformers that returns a tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns (B, C)."""
+        return self.model(x).logits
+
+
+def vit() -> nn.Module:
+    """Returns a ViT of four blocks of width 128 on 64 patches of 4 x 4 pixels, in eval mode."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=32, patch_size=4, num_channels=3, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=256,
+    )  # fmt: skip
+    config.num_labels = 10
+    return Logits(ViTForImageClassification(config)).eval()
+
+
 def mnist_cnn() -> MnistCNN:
     """Returns ELLA's MNIST network with its published weights, in eval mode: 99.01 % of the test images.
 

@@ -8,10 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lapwing import LapwingError
-from lapwing.data import batches
-from lapwing.errors import shown
-from lapwing.evaluation.metrics import real_tensor
 from papers.common.images import pixels, warp
 
 Fill = float | Sequence[float] | Tensor
@@ -32,32 +28,9 @@ def rotate(images: Tensor, degrees: float, fill: Fill = 0.0) -> Tensor:
     Returns:
         Images of the same shape, dtype and device, differentiable in `images`.
 
-    Raises:
-        LapwingError: for other images, an angle that is not a finite number, or a fill of another length.
-
     Cost: time and memory a small multiple of the images'.
-
-    Example:
-        >>> import torch
-        >>> x = torch.arange(4.0).reshape(1, 1, 2, 2)
-        >>> rotate(x, 90)[0, 0].tolist()
-        [[1.0, 3.0], [0.0, 2.0]]
     """
-    if isinstance(images, Tensor):
-        batches.check_dense(images, "The tensor of images for rotate")
-    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
-        raise LapwingError(
-            f"rotate takes floating-point images (B, C, H, W), not {batches.describe(images)}. Write x[None] for a "
-            "single image, x.float() / 255 for bytes, x.movedim(-1, 1) for channels last."
-        )
-    if isinstance(degrees, bool) or not isinstance(degrees, (int, float)) or not math.isfinite(degrees):
-        raise LapwingError(f"The angle degrees={shown(degrees)} is not a finite number. Write rotate(x, 30).")
-    value = real_tensor("rotate", "fill", fill).to(images)
-    if value.shape not in ((), (1,), (images.shape[1],)):
-        raise LapwingError(
-            f"The fill has shape {tuple(value.shape)}, and the images have {images.shape[1]} channels. Pass one "
-            "number, or one for each channel: fill=0.0."
-        )
+    value = torch.as_tensor(fill).to(images)
     turns = round(degrees / 90)
     rest = degrees - 90 * turns
     if images.shape[2] != images.shape[3] and turns % 2:

@@ -24,6 +24,16 @@ def class_scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
     }
 
 
+def interval_scores(prediction: Any, y: Tensor) -> dict[str, float]:
+    """Returns NLL, coverage and mean width of the 90 % intervals of a regression."""
+    low, high = (end.reshape(y.shape) for end in prediction.interval(0.9))
+    return {
+        "nll": -float(prediction.log_prob(y).double().mean()),
+        "coverage": float(((low <= y) & (y <= high)).double().mean()),
+        "width": float((high - low).double().mean()),
+    }
+
+
 def entropy(probs: Tensor) -> Tensor:
     """Returns the entropy (n,) of class probabilities, in nats."""
     return torch.special.entr(probs.double()).sum(-1)

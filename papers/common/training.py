@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +35,7 @@ def seeded(seed: int) -> Iterator[None]:
 @torch.enable_grad()
 def train(
     model: Network,
-    data: Part,
+    data: tuple[Any, Any],
     rows: Iterable[Any],
     optimiser: torch.optim.Optimizer,
     loss: Loss = F.cross_entropy,
@@ -80,10 +82,48 @@ def drawn(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
         yield torch.randint(count, (size,), generator=generator)
 
 
-def shuffled(count: int, size: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
-    """Yields rows without end: every one once an epoch, whose last batch may be smaller."""
-    while True:
+def shuffled(
+    count: int, size: int, generator: torch.Generator | None = None, epochs: int | None = None
+) -> Iterator[Tensor]:
+    """Yields rows for some epochs, or without end: every one once an epoch, whose last batch may be smaller."""
+    for _ in itertools.count() if epochs is None else range(epochs):
         yield from torch.randperm(count, generator=generator).split(size)
+
+
+def adam(
+    model: Network,
+    data: tuple[Any, Any],
+    epochs: int,
+    rate: float,
+    size: int = 100,
+    decay: float = 0.0,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> Network:
+    """Trains a network by Adam on shuffled rows; returns it in eval mode.
+
+    Args:
+        model: the network.
+        data: inputs and targets.
+        epochs: how often each row is seen.
+        rate: learning rate.
+        size: of a batch.
+        decay: weight decay, added to the gradient.
+        generator: of the order of the rows.
+        options: of `train`.
+    """
+    optimiser = torch.optim.Adam(model.parameters(), rate, weight_decay=decay)
+    return train(model, data, shuffled(len(data[0]), size, generator, epochs), optimiser, **options)
+
+
+def half_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns half of the mean squared error, the loss of a Gaussian of variance 1."""
+    return F.mse_loss(outputs, targets) / 2
+
+
+def cosine(steps: int) -> Callable[[int], float]:
+    """Returns step -> factor of a learning rate that falls to zero as a half wave."""
+    return lambda step: (1 + math.cos(math.pi * step / steps)) / 2
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 import lapwing as lw
-from benchmarks.measure import ratio
 from lapwing.tangent import Anchors, Tangent
 from papers.common.cifar import Cifar
+from papers.common.measure import ratio, timed
 from papers.ella.shared import features
 
 
@@ -25,26 +23,21 @@ def run(rows: int = 2000, images: int = 2000) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     samples, outputs = (torch.randint(high, (rows,), generator=generator) for high in (images, 10))
 
-    def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-        start = time.perf_counter()
-        value = function()
-        return time.perf_counter() - start, value
-
     def plain_rows() -> None:
         """A tenth of the rows by ordinary backward passes, one image each."""
         weights = [p for p in setup.model.parameters() if p.requires_grad]
         for sample, output in zip(samples.tolist()[: rows // 10], outputs.tolist(), strict=False):
             torch.autograd.grad(setup.model(data[sample : sample + 1])[0, output], weights)
 
-    backward = 10 * timed(plain_rows)[0]
-    written, jacobian = timed(lambda: Anchors(tangent, (data,), samples, outputs).rows(torch.float32))
-    gram = timed(partial(torch.matmul, jacobian, jacobian.T))[0]
+    backward = 10 * timed(plain_rows)[1]
+    jacobian, written = timed(lambda: Anchors(tangent, (data,), samples, outputs).rows(torch.float32))
+    gram = timed(partial(torch.matmul, jacobian, jacobian.T))[1]
     del jacobian
     method = lw.ELLA(rank=20, rows=rows)
-    whole, posterior = timed(
+    posterior, whole = timed(
         lambda: lw.fit(setup.model, setup.train, method, prior_precision=1.0, tune=None, memory=2**32)
     )
-    projected = timed(lambda: features(posterior, data))[0]
+    projected = timed(lambda: features(posterior, data))[1]
     with torch.no_grad():
         ratios = ratio(lambda: posterior.latent(x).variance, lambda: setup.model(x), rounds=8)
     return {

@@ -9,12 +9,11 @@ from typing import Any
 
 import lapwing as lw
 from papers.common.cifar import LastLayer
-from papers.common.data import Batches, batched, images, random_rows
+from papers.common.data import Batches, batched, images, joined, random_rows
 from papers.common.images import resized_crops
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores
 from papers.common.tables import grid, shown
-from papers.ella.table1 import joined
 
 HELD_OUT = 500
 """Validation images, or augmented training images."""

@@ -164,13 +164,12 @@ def draw(results: Mapping[str, Any]) -> None:
     kinds = list(next(iter(table.values())))
     figure, axes = drawing.panels(1, len(kinds), (4 * len(kinds), 3.4))
     for axis, kind in zip(axes[0], kinds, strict=True):
-        curves: dict[int, list[tuple[int, float, float]]] = {}
+        curves: dict[int, dict[int, Any]] = {}
         for name, row in table.items():
             rows, rank = (int(part.partition("=")[2]) for part in name.split(", "))
-            curves.setdefault(rank, []).append((rows, row[kind]["mean"], row[kind]["standard_error"]))
+            curves.setdefault(rank, {})[rows] = row[kind]
         for rank, points in sorted(curves.items()):
-            x, y, error = zip(*sorted(points), strict=True)
-            axis.errorbar(x, y, error, fmt=".-", label=f"K = {rank}")
+            drawing.curve(axis, dict(sorted(points.items())), label=f"K = {rank}")
         label = kind.replace("nystrom", "error of the NTK").replace("ella at", "error of ELLA's covariance\nat")
         axis.set(xscale="log", yscale="log", xlabel="M, rows of the Jacobian (means of five seeds)", ylabel=label)
     axes[0][0].legend(frameon=False, fontsize=8)

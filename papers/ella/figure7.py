@@ -107,9 +107,7 @@ def draw(results: Mapping[str, Any]) -> None:
     figure, ((*axes,),) = drawing.panels(1, 2, (9, 3.6))
     for measure, axis in zip(("nll", "ece"), axes, strict=True):
         for kind in next(iter(results["over n"].values())):
-            rows = {int(n): row[kind][measure] for n, row in results["over n"].items()}
-            means, errors = ([row[part] for row in rows.values()] for part in ("mean", "standard_error"))
-            axis.errorbar(list(rows), means, errors, fmt=".-", label=kind)
+            drawing.curve(axis, {n: row[kind][measure] for n, row in results["over n"].items()}, label=kind)
         axis.axhline(results["MAP"][measure], color="#555555", linestyle=":", label="network")
         temperature = tempered[f"first {results['reported']}"][measure]["mean"]
         axis.axhline(temperature, color="black", linestyle="--", label="network, one temperature")

@@ -16,12 +16,13 @@ from papers.common import drawing
 from papers.common.cifar import LastLayer, fashion_as_cifar, normalised, pixels
 from papers.common.corruptions import COMMON, corrupt
 from papers.common.data import images as read_images
+from papers.common.data import joined
 from papers.common.results import Rows, once
 from papers.common.scores import averaged, class_scores
 from papers.common.tables import grid, shown
 from papers.common.training import kept_tensors
 from papers.ella.shared import ella_latent
-from papers.ella.table1 import OneSpan, Whole, best_prior, fitted, joined, prior_latent, tempered
+from papers.ella.table1 import OneSpan, Whole, best_prior, fitted, prior_latent, tempered
 
 Predict = Callable[[Any], Tensor]
 """Features (n, 64), or contracted images, to class probabilities by the default link."""
@@ -212,16 +213,11 @@ def draw(results: Mapping[str, Any]) -> None:
     figure, ((*axes,),) = drawing.panels(1, 3, (15, 4.2))
     severities = [run for run in table if run.startswith("severity")]
     for measure, axis in zip(("nll", "ece"), axes, strict=False):
-        for i, name in enumerate(DRAWN):
-            values = [[kind[measure]["mean"] for kind in table[run][name]["by kind"].values()] for run in severities]
-            places = [j * (len(DRAWN) + 1) + i for j in range(len(severities))]
-            boxes = axis.boxplot(values, positions=places, widths=0.8, patch_artist=True, showfliers=False)
-            for box, median in zip(boxes["boxes"], boxes["medians"], strict=True):
-                box.set_facecolor(f"C{i}")
-                median.set_color("black")
-            axis.plot([], [], "s", color=f"C{i}", label=name)
-        middles = [j * (len(DRAWN) + 1) + (len(DRAWN) - 1) / 2 for j in range(len(severities))]
-        axis.set_xticks(middles, [run.removeprefix("severity ") for run in severities])
+        groups = {
+            name: [[kind[measure]["mean"] for kind in table[run][name]["by kind"].values()] for run in severities]
+            for name in DRAWN
+        }
+        drawing.boxes(axis, groups, [run.removeprefix("severity ") for run in severities])
         axis.set(xlabel="severity (boxes over 19 kinds)", ylabel={"nll": "NLL (nats)", "ece": "ECE"}[measure])
     for i, name in enumerate(DRAWN):
         rows = table["confidence"][name].items()

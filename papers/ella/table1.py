@@ -17,7 +17,7 @@ from lapwing.tangent import Tangent, Vectors
 from lapwing.tuning import Training
 from papers.common import drawing
 from papers.common.cifar import Cifar, LastLayer
-from papers.common.data import Batches
+from papers.common.data import Batches, joined
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores
 from papers.common.tables import grid, rounded, shown
@@ -94,12 +94,6 @@ def scored(latent: AnyLatent, labels: Tensor, temperature: float = 1.0) -> dict[
         found[f"first {count}"] = {**scores, "nll": -float(logs[:count].double().mean())}
     plain = -float(likelihood.predict(latent).log_prob(labels).double().mean())
     return {**found.pop(f"first {len(labels)}"), "nll by the default link": plain, **found}
-
-
-def joined(part: Batches) -> tuple[Tensor, Tensor]:
-    """Returns inputs and labels of all batches."""
-    x, y = zip(*part, strict=True)
-    return torch.cat(x), torch.cat(y)
 
 
 def best_point(
@@ -435,15 +429,12 @@ def draw(results: Mapping[str, Any]) -> None:
     for measure, axis in zip(("nll", "ece", "accuracy"), axes, strict=False):
         for name, curve in ella.items():
             if name.startswith("over n"):
-                rows = {int(n): row[measure] for n, row in curve.items()}
-                means, errors = ([row[part] for row in rows.values()] for part in ("mean", "standard_error"))
-                axis.errorbar(list(rows), means, errors, fmt=".-", label=name.removeprefix("over n, "))
+                rows = {n: row[measure] for n, row in curve.items()}
+                drawing.curve(axis, rows, label=name.removeprefix("over n, "))
         axis.set(xscale="log", xlabel="n, images in the curvature (K = 20)", ylabel=LABELS[measure])
     ranks = {rank: ella[f"M = {ROWS[0]}, K = {rank}"]["nll"] for rank in RANKS}
     ranks[20] = ella["n and prior validated"]["nll"]
-    ordered = sorted(ranks)
-    means, errors = ([ranks[rank][part] for rank in ordered] for part in ("mean", "standard_error"))
-    axes[3].errorbar(ordered, means, errors, fmt=".-", label="ELLA, n and prior validated")
+    drawing.curve(axes[3], dict(sorted(ranks.items())), label="ELLA, n and prior validated")
     axes[3].set(xlabel=f"K (M = {ROWS[0]})", ylabel=LABELS["nll"])
     for measure, axis in zip(("nll", "ece", "accuracy", "nll"), axes, strict=True):
         for name, style in (("network", ":"), ("network, one temperature", "--")):

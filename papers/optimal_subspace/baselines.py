@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from papers.common.data import Batches, Part, batched, images, random_rows
+from papers.common.data import Batches, Part, batched, images, joined, random_rows
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.common.tables import grid, shown
@@ -92,8 +92,7 @@ class Case:
                 name: float(nn.functional.cross_entropy(scale * self.outputs(part), part[1]))
                 for name, part in self.tests.items()
             }
-        joined = (torch.cat([x for x, _ in self.val]), torch.cat([y for _, y in self.val]))
-        noise = self.noise if row == "network" else float(self.squares(joined).mean())
+        noise = self.noise if row == "network" else float(self.squares(joined(self.val)).mean())
         return {name: gaussian_nll(self.squares(part), noise) for name, part in self.tests.items()}
 
     def outputs(self, part: Part) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import lapwing as lw
 from lapwing.covariance import Latent, Subspace
 from lapwing.covariance.terms import DenseTerm
 from papers.common import drawing
+from papers.common import results as stored
 from papers.common.data import Batches
 from papers.common.measures import relative_error
 from papers.common.tables import grid, shown
@@ -206,7 +206,7 @@ def draw(results: Mapping[str, Any]) -> None:
     minus_full: dict[str, Any] = {}
     sources = []
     for path in sorted((Path(__file__).parent / "results").glob("*.json")):
-        found = json.loads(path.read_text())["results"]
+        found = stored.load(path)["results"]
         if "tasks" in found:
             tasks |= found["tasks"]
             minus_full |= found.get(MINUS_FULL, {})
@@ -237,11 +237,9 @@ def curves(axis: Any, ways: Mapping[str, Any], measure: str) -> None:
             if measure in ranks:
                 axis.axhline(ranks[measure]["mean"], color=COLOURS[way], linestyle=CONSTANT[way], label=way)
             continue
-        points = [(int(rank), *row[measure].values()) for rank, row in ranks.items() if measure in row]
-        if points:
+        if points := {rank: row[measure] for rank, row in ranks.items() if measure in row}:
             style = "--" if way.startswith("subset") else "-"
-            s, means, errors = zip(*points, strict=True)
-            axis.errorbar(s, means, errors, fmt=f".{style}", color=COLOURS[way], label=way)
+            drawing.curve(axis, points, fmt=f".{style}", color=COLOURS[way], label=way)
     axis.set(xscale="log", xlabel="s")
     if measure == "trace":
         axis.set(yscale="log", ylim=(1e-3, None))

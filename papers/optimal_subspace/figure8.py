@@ -122,12 +122,11 @@ def draw(results: Mapping[str, Any]) -> None:
     figure, ((*axes,),) = drawing.panels(1, 2, (10, 4))
     for axis, noise in zip(axes, ("estimated", "true"), strict=True):
         for way, ranks in differences(results, noise).items():
-            means, errors = ([row[part] for row in ranks.values()] for part in ("mean", "standard_error"))
             if way == "network":
-                axis.axhline(means[0], color="#222222", linestyle="-.", label=way)
+                axis.axhline(ranks["0"]["mean"], color="#222222", linestyle="-.", label=way)
                 continue
             style = "--" if way.startswith("subset") else "-"
-            axis.errorbar([int(s) for s in ranks], means, errors, fmt=f".{style}", color=COLOURS[way], label=way)
+            drawing.curve(axis, ranks, fmt=f".{style}", color=COLOURS[way], label=way)
         axis.axhline(0, color="#222222", linestyle=":", label="full")
         axis.set(xscale="log", xlabel="s", title=f"{noise} noise")
     axes[0].set_ylabel("NLL minus that of full Laplace (nats)")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from papers.common.data import Batches
+from papers.common.data import Batches, joined
 from papers.common.results import Rows, once, read
 from papers.common.scores import averaged, probabilities
 from papers.common.tables import grid, shown
@@ -86,7 +86,7 @@ def regression(task: RegressionTask, row: str) -> dict[str, Any]:
         posterior = fitted(row, task.model, task.loader, task.val, lw.everything, likelihood="gaussian")
         nlpd = points_of(posterior, posterior.latent(x), y)[0].mean()
         return {"nlpd": float(nlpd), "noise": posterior.noise_variance, "prior precision": posterior.prior_precision}
-    a, b = task.data.train if row == NOISES[0] else (torch.cat(parts) for parts in zip(*task.val, strict=True))
+    a, b = task.data.train if row == NOISES[0] else joined(task.val)
     with torch.no_grad():
         noise, square = ((task.model(i) - j).double().square().mean() for i, j in ((a, b), (x, y)))
     nlpd = (2 * torch.pi * noise).log() / 2 + square / (2 * noise)

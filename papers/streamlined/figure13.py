@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import lapwing as lw
 from lapwing.covariance import LatentDraws
 from papers.common.networks import mlp
 from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
-from papers.common.training import drawn, seeded, train
+from papers.common.training import drawn, half_square, seeded, train
 from papers.streamlined.ivon import IVON
 from papers.streamlined.table1 import NETWORKS, PUBLISHED, RegressionTask, points_of
 
@@ -49,12 +48,8 @@ def ivon(task: RegressionTask, name: str, fold: int, steps: int = 4000) -> lw.Po
         model = mlp(x.shape[1], *NETWORKS[name][1], 1, activation=nn.ReLU)
     optimiser = IVON(model.parameters(), ess=len(x) / noise, rate=0.1, hessian=1.0, betas=(0.9, 0.999), seed=fold)
     rows = drawn(len(x), 32, steps, fold)
-    train(model, (x, y), rows, optimiser, _half_square, lambda i: 1 - i / steps)
+    train(model, (x, y), rows, optimiser, half_square, lambda i: 1 - i / steps)
     return lw.MeanField.from_optimizer(model, optimiser, task.loader, likelihood=lw.Gaussian(noise), progress=False)
-
-
-def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.mse_loss(outputs, targets) / 2
 
 
 def over_draws(

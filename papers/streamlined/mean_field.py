@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import lapwing as lw
 from lapwing.prediction import Way
 from papers.common.cifar import Cifar
-from papers.common.data import Batches
+from papers.common.data import Batches, joined
 from papers.common.results import Rows, once
 from papers.common.scores import probabilities
 from papers.common.tables import grid, shown
@@ -48,7 +48,7 @@ def _add(rows: Rows, seed: int, reported: int, draws: int) -> None:
 
 def resnet_variational(setup: Cifar, seed: int, steps: int = 300) -> lw.Posterior:
     """Fine-tunes the ResNet-20 on flipped and shifted training images, in batches of 64."""
-    x, y = (torch.cat([pair[i] for pair in setup.train]) for i in (0, 1))
+    x, y = joined(setup.train)
     loader = [(shifted(a, seed + i), b) for i, (a, b) in enumerate(zip(x.split(64), y.split(64), strict=True))]
     return lw.fit(
         setup.model, loader, lw.MeanField(steps), params=lw.everything, data_size=50_000, seed=seed, progress=False

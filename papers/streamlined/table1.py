@@ -97,14 +97,7 @@ def table(name: str, fold: int) -> Table:
     Args:
         name: one of `NETWORKS`.
         fold: 0 to 4, which fifth.
-
-    Raises:
-        LapwingError: for another name or fold, or if there is no such file.
     """
-    if name not in NETWORKS:
-        raise lw.LapwingError(f"There is no table {name!r}. Name one of {', '.join(map(repr, NETWORKS))}.")
-    if fold not in range(FOLDS):
-        raise lw.LapwingError(f"There is no fold {fold!r}. Give a number from 0 to {FOLDS - 1}.")
     return fold_of(name, *rows_and_targets(NETWORKS[name][0]), fold)
 
 

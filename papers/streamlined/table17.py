@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.streamlined_cost import fastest, vit
 from lapwing.prediction import Way
-from papers.common.networks import mlp
+from papers.common.measure import fastest
+from papers.common.networks import mlp, vit
 from papers.common.tables import grid
 from papers.streamlined.setting import PAPER
 

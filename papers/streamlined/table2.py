@@ -18,7 +18,7 @@ from lapwing.evaluation import metrics
 from lapwing.prediction import Way
 from lapwing.tuning import Tuning
 from papers.common import drawing
-from papers.common.data import Pictures, pictures
+from papers.common.data import Pictures, joined, pictures
 from papers.common.networks import mlp
 from papers.common.results import Rows, once, read
 from papers.common.scores import entropy, probabilities
@@ -102,12 +102,12 @@ class MLPTask:
     @cached_property
     def whole(self) -> tuple[Tensor, Tensor]:
         """All training images and labels."""
-        return torch.cat([x for x, _ in self.data.train]), torch.cat([y for _, y in self.data.train])
+        return joined(self.data.train)
 
     @cached_property
     def tested(self) -> tuple[Tensor, Tensor]:
         """Test images and labels."""
-        return torch.cat([x for x, _ in self.data.test]), torch.cat([y for _, y in self.data.test])
+        return joined(self.data.test)
 
     @property
     def steps(self) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import lapwing as lw
 from papers.common.cifar import fashion_as_cifar
 from papers.common.data import Part, arrays, images, random_rows
 from papers.common.training import kept, seeded, train
@@ -192,17 +191,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def task(name: str, seed: int) -> Task:
-    """Reads a task.
-
-    Args:
-        name: one of `TASKS`.
-        seed: of the split.
-
-    Raises:
-        LapwingError: for another name, or if a file is missing.
-    """
-    if name not in TASKS:
-        raise lw.LapwingError(f"There is no task {name!r}. Name one of {', '.join(map(repr, TASKS))}.")
+    """Reads one of `TASKS`, split by a seed."""
     return TASKS[name](seed)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lapwing import LapwingError
 from lapwing.evaluation import metrics
 from lapwing.likelihoods import Likelihood
+from papers.common.data import joined
 from papers.common.device import clock
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
@@ -103,7 +104,7 @@ def scored(task: Task, fit: Fitted, way: str, base: Tensor) -> dict[str, Any]:
     latent = fit.latent(x, fit.ways[way])
     spent = clock() - start
     outside = None if task.foreign is None else fit.latent(task.foreign, fit.ways[way])
-    a, b = (torch.cat(parts) for parts in zip(*task.val, strict=True))
+    a, b = joined(task.val)
     likelihood, factor = methods.best(fit.likelihood, fit.latent(a, fit.ways[way]), b)
     found: dict[str, Any] = {}
     for name, chosen, scale in (("fitted", fit.likelihood, 1.0), ("validated", likelihood, factor)):

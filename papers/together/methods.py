@@ -17,7 +17,7 @@ import lapwing as lw
 from lapwing.covariance import AnyLatent, LatentDraws, without_spread
 from lapwing.likelihoods import Likelihood
 from lapwing.prediction import Way
-from papers.common.data import Part
+from papers.common.data import Part, joined
 from papers.common.device import clock
 from papers.together.tasks import Task
 
@@ -157,7 +157,7 @@ def _networks(name: str, task: Task, start: float) -> Fitted:
 
 def tuned(likelihood: Likelihood, latent: Callable[[Tensor], AnyLatent], val: list[Part]) -> Likelihood:
     """Returns the likelihood at the temperature, or the noise variance, of the highest held-out likelihood."""
-    x, y = (torch.cat(parts) for parts in zip(*val, strict=True))
+    x, y = joined(val)
     return best(likelihood, latent(x), y, factors=(1.0,))[0]
 
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from papers.common.cifar import Cifar, fashion_as_cifar
-from papers.common.data import Batches, Part, batched, pictures, random_rows, rows_and_targets, split
+from papers.common.data import Batches, Part, batched, joined, pictures, random_rows, rows_and_targets, split
 from papers.common.device import DEVICE
-from papers.common.networks import mlp
-from papers.common.training import Recipe, drawn, kept, seeded, train
+from papers.common.networks import Logits, mlp
+from papers.common.training import Recipe, drawn, half_square, kept, seeded, train
 from papers.streamlined import transformers
 from papers.streamlined.ivon import IVON
 
@@ -113,16 +113,12 @@ class Task:
             model = self.training.build()
         (x, _), recipe = self.training.data, self.training.recipe
         steps = recipe.steps // 2
-        ess, loss = (len(x) / self.noise, _half_square) if self.regression else (len(x), F.cross_entropy)
+        ess, loss = (len(x) / self.noise, half_square) if self.regression else (len(x), F.cross_entropy)
         optimiser = IVON(model.parameters(), ess=ess, rate=0.1, seed=self.seed)
         rows = drawn(len(x), min(100, len(x)), steps, self.seed)
         train(model, self.training.data, rows, optimiser, loss, lambda i: 1 - i / steps)
         likelihood = self.options.get("likelihood")
         return lw.MeanField.from_optimizer(model, optimiser, self.loader, likelihood=likelihood, progress=False)
-
-
-def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.mse_loss(outputs, targets) / 2
 
 
 def _copy(model: nn.Module, training: Training) -> nn.Module:
@@ -175,26 +171,13 @@ def images(name: str, seed: int) -> Task:
     """
     data = pictures(IMAGES[name], seed, TESTED)
     seen = data.train[: TRAINED // 100]
-    whole = torch.cat([x for x, _ in seen]), torch.cat([y for _, y in seen])
+    whole = joined(seen)
     recipe = Recipe(F.cross_entropy, EPOCHS * len(seen), falling=1.0)
     training = Training(whole, lambda: mlp(784, 128, 64, 10, activation=nn.ReLU), recipe)
-    test = torch.cat([x for x, _ in data.test]), torch.cat([y for _, y in data.test])
     return Task(
         name, seed, _trained(training, f"{name}_{seed}", seed), seen[: SHOWN // 100], len(whole[0]),
-        data.val[: HELD_OUT // 100], test, data.foreign[:FOREIGN], training,
+        data.val[: HELD_OUT // 100], joined(data.test), data.foreign[:FOREIGN], training,
     )  # fmt: skip
-
-
-class Logits(nn.Module):
-    """A transformer of Hugging Face whose forward returns its logits."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns logits (B, C)."""
-        return self.network(x).logits
 
 
 TRANSFORMERS = {"ViT": "fashion_mnist", "GPT-2": "agnews"}
@@ -214,9 +197,8 @@ def transformer(name: str, seed: int) -> Task:
 def resnet(name: str, seed: int) -> Task:
     """Returns the CIFAR-10 ResNet-20; the first 500 test images are held out, Fashion-MNIST images are foreign."""
     setup = Cifar.load(seed, 1000, 1000)
-    test = torch.cat([x for x, _ in setup.test]), torch.cat([y for _, y in setup.test])
     foreign = fashion_as_cifar(FOREIGN)
-    return Task(name, seed, setup.model, setup.train, 50_000, setup.val[: HELD_OUT // 100], test, foreign)
+    return Task(name, seed, setup.model, setup.train, 50_000, setup.val[: HELD_OUT // 100], joined(setup.test), foreign)
 
 
 TASKS: dict[str, Callable[[str, int], Task]] = {

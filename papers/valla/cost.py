@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import LiveBytes
 from papers.common import drawing
 from papers.common.data import Batches, batched
+from papers.common.measure import LiveBytes
 from papers.common.networks import ResNet20, mlp
 from papers.common.results import Rows, once
 from papers.common.tables import grid, shown

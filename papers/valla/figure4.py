@@ -15,7 +15,7 @@ import lapwing as lw
 from lapwing.evaluation import metrics
 from lapwing.tuning import Training, Tuning
 from papers.common import drawing
-from papers.common.data import Batches, Part, Table, arrays, batched, random_rows, rows_and_targets, split
+from papers.common.data import Batches, Part, Table, arrays, batched, joined, random_rows, rows_and_targets, split
 from papers.common.measures import cqm
 from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
@@ -65,12 +65,7 @@ def table(name: str, seed: int) -> Table:
     Args:
         name: one of `TABLES`.
         seed: of the random split.
-
-    Raises:
-        LapwingError: for another name, or if there is no such file.
     """
-    if name not in TABLES:
-        raise lw.LapwingError(f"There is no table {name!r}. Name one of {', '.join(map(repr, TABLES))}.")
     (unit, ordered), (x, y) = TABLES[name], rows_and_targets(name)
     if name == "nyc_green_taxi_2023q1":
         near = x[:, list(arrays(name)["feature_names"]).index("trip_distance")] <= FARTHEST_TRIP
@@ -149,8 +144,7 @@ class TableTask:
         with torch.no_grad():
             mean = torch.cat([self.model(part) for part in x.split(500)])
         zero = torch.zeros_like(mean)
-        val = torch.cat([x for x, _ in self.val]), torch.cat([y for _, y in self.val])
-        parts = {"MAP": self.data.train, "MAP, noise tuned": val, "MAP, noise of the test rows": self.test}
+        parts = {"MAP": self.data.train, "MAP, noise tuned": joined(self.val), "MAP, noise of the test rows": self.test}
         return {
             name: regression_scores(mean, zero, float(self.errors(part).mean()), y, self.data.scale)
             for name, part in parts.items()

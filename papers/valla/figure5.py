@@ -15,7 +15,7 @@ from lapwing.covariance import Latent
 from lapwing.evaluation import metrics
 from lapwing.tuning import Training, Tuning
 from papers.common import drawing
-from papers.common.data import Pictures, pictures
+from papers.common.data import Pictures, joined, pictures
 from papers.common.results import Rows, once
 from papers.common.rotations import rotate
 from papers.common.scores import class_scores, entropy, probabilities
@@ -90,9 +90,8 @@ class ImageTask:
     def load(cls, name: str, seed: int, tested: int) -> ImageTask:
         """Reads MNIST or Fashion-MNIST and trains the 2 x 200 tanh MLP, or takes the one that was kept."""
         data = pictures(name, seed, tested)
-        whole = torch.cat([x for x, _ in data.train]), torch.cat([y for _, y in data.train])
-        model = trained((784, 200, 200, 10), whole, IMAGES, seed, name)
-        return cls(model, data, torch.cat([x for x, _ in data.test]), torch.cat([y for _, y in data.test]))
+        model = trained((784, 200, 200, 10), joined(data.train), IMAGES, seed, name)
+        return cls(model, data, *joined(data.test))
 
     def network_scores(self, rotated: Mapping[int, Tensor]) -> dict[str, Any]:
         """Returns MAP's scores."""

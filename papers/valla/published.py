@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from papers.common.data import Batches, batched
+from papers.common.data import Batches, batched, joined
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.common.tables import grid, shown
@@ -76,7 +76,7 @@ class TableRows:
     """
 
     def __init__(self, task: TableTask, seed: int) -> None:
-        x, y = (torch.cat(parts) for parts in zip(*task.val, strict=True))
+        x, y = joined(task.val)
         step = -(-len(x) // HELD_OUT)
         self.task, self.seed, self.held_out = task, seed, (x[::step], y[::step])
 

@@ -15,6 +15,7 @@ from lapwing.tuning import Tuning
 from papers.common import drawing
 from papers.common.cifar import Cifar, normalised, pixels
 from papers.common.corruptions import COMMON, corrupt
+from papers.common.data import joined
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores, probabilities
 from papers.common.tables import grid, shown
@@ -75,7 +76,7 @@ class CifarTask:
             each: corrupted images of one kind and severity.
         """
         setup = Cifar.load(seed, shown, reported)
-        x, y = torch.cat([x for x, _ in setup.test]), torch.cat([y for _, y in setup.test])
+        x, y = joined(setup.test)
         raw, corrupted = pixels(x), {}
         for severity in SEVERITIES:
             parts = [slice(each * i, each * (i + 1)) for i in range(len(COMMON))]
@@ -108,7 +109,7 @@ class CifarTask:
     ) -> dict[str, Any]:
         """Fits sampled LLA at several δ and scores the one with the lowest NLL on 200 validation images."""
         start, found = time.process_time(), []
-        x, y = (torch.cat(part) for part in zip(*self.setup.val[:2], strict=True))
+        x, y = joined(self.setup.val[:2])
         for delta in precisions:
             posterior = self._fit(lw.SampledLLA(draws, em_steps=0), lw.everything, None, seed, prior_precision=delta)
             probs = probabilities(posterior, latents(posterior, x, 50), lw.Probit(scale="mean"))
@@ -150,19 +151,12 @@ def draw(results: Mapping[str, Any]) -> None:
     """Draws the NLL of corrupted images by severity, a box over 19 kinds each."""
     run = next(iter(results["runs"].values()))
     figure, ((axis,),) = drawing.panels(1, 1, (8, 3.6))
-    names = list(run)
-    for i, name in enumerate(names):
-        corrupted = run[name]["corrupted"]
-        places = [j * (len(names) + 1) + i for j in range(len(corrupted))]
-        boxes = axis.boxplot(
-            [row["nll by kind"] for row in corrupted.values()], positions=places, widths=0.8, patch_artist=True,
-            showfliers=False,
-        )  # fmt: skip
-        for box in boxes["boxes"]:
-            box.set_facecolor(f"C{i}")
-        axis.plot([], [], "s", color=f"C{i}", label="network" if name == "MAP" else name)
     severities = list(next(iter(run.values()))["corrupted"])
-    axis.set_xticks([j * (len(names) + 1) + (len(names) - 1) / 2 for j in range(len(severities))], severities)
+    groups = {
+        "network" if name == "MAP" else name: [row["nll by kind"] for row in found["corrupted"].values()]
+        for name, found in run.items()
+    }
+    drawing.boxes(axis, groups, severities)
     axis.set(xlabel="strength of the corruption", ylabel="NLL of a kind, seed 0")
     axis.legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lapwing as lw
-from benchmarks.measure import LiveBytes
 from lapwing.fitting import Plan, checks
 from lapwing.fitting.registry import METHODS as REGISTERED
 from lapwing.running.runner import Runner
+from papers.common.measure import LiveBytes
 from tests.zoo_modules import Net
 
 METHODS = [

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from benchmarks.measure import LiveBytes
 from lapwing import tangent as tn
 from lapwing.jacobian.jacobian import MatrixJacobian, Sliced
 from lapwing.tangent.record import grouped
+from papers.common.measure import LiveBytes
 from tests.conformance import covering
 from tests.jacobian.test_contractions import check_contractions, close, dense, kronecker_factors, survey
 from tests.zoo import ZOO

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import lapwing as lw
-from benchmarks.measure import LiveBytes
 from lapwing import tangent as tn
 from lapwing.jacobian import strips
 from lapwing.jacobian.jacobian import DiagonalWeights, MatrixJacobian
@@ -23,6 +22,7 @@ from lapwing.jacobian.layers.use import READERS
 from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips, at, boxes
 from lapwing.network.tracing import output_gradients
+from papers.common.measure import LiveBytes
 from tests.conformance import covering
 from tests.jacobian.test_contractions import check_contractions, close, dense, kronecker_factors, survey
 from tests.jacobian.test_sliced import METHODS, Text, check_kronecker, check_small_records

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks.measure import LiveBytes
 from lapwing.jacobian.jacobian import BlockJacobian
 from lapwing.jacobian.layers import READERS
 from lapwing.jacobian.layers.linear import LinearUse
 from lapwing.network.recording_plan import RecordingPlan
 from lapwing.tangent import Tangent
 from lapwing.tangent.stored import from_json, to_json
+from papers.common.measure import LiveBytes
 from tests import oracle
 from tests.conformance import jacobian
 from tests.prediction.streamlined_oracle import build

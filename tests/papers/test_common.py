@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks import measure
 from papers.common import data, networks, results
 from papers.common.scores import averaged
 from papers.common.training import drawn, shuffled, train
@@ -74,14 +73,14 @@ class TestRows:
         made = results.made(rows.experiment)
         assert made["mnist, seed 3"]["KFAC"]["seeds"] == "3"
         assert made["mnist"]["KFAC"]["seeds"] == "7, 8"
-        assert {record["commit"] for record in results.records(made)} == {measure.commit()}
+        assert {record["commit"] for record in results.records(made)} == {results.commit()}
         assert {"date", "lapwing", "torch", "machine", "seconds"} <= set(made["mnist"]["KFAC"])
 
     def test_rows_of_another_commit_are_refused(self, tmp_path, monkeypatch):
         experiment = str(tmp_path / "table9.py")
-        monkeypatch.setattr(measure, "commit", lambda: "1111111")
+        monkeypatch.setattr(results, "commit", lambda: "1111111")
         results.Rows(experiment, {}).add("seed 0", "KFAC", dict)
-        monkeypatch.setattr(measure, "commit", lambda: "2222222")
+        monkeypatch.setattr(results, "commit", lambda: "2222222")
         rows = results.Rows(experiment, {})
         rows.add("seed 0", "KFAC", lambda: pytest.fail("the row is there"))
         with pytest.raises(lw.LapwingError, match=r"table9\.json has rows of commit 1111111, .* at 2222222"):
@@ -89,10 +88,39 @@ class TestRows:
         assert set(results.read(experiment)["runs"]) == {"seed 0"}
 
 
+class TestFiles:
+    def test_what_repeats_is_written_once_and_read_as_it_was(self, tmp_path):
+        names = ("mean", "standard error of the seeds")
+        rows = {f"row {i}": {"score": {name: i + 0.123456789 for name in names}, "n": i} for i in range(6)}
+        rows["row 3"]["refused"] = "No."
+        other = {"a/b": 1.0, "list": [{"x": 0.5}, {"y": 0.25}], "none": None, "odd": {"p": {}, "q": {"x": 1}}}
+        given = {"rows": rows, **other, "nan": math.nan}
+        path = results.write(str(tmp_path / "table9.py"), given, results.record((0,)))
+        text, found = path.read_text(encoding="utf-8"), results.load(path)["results"]
+        assert text.count("standard error of the seeds") == 1
+        assert '"row 2":[2.1235,2.1235,2,null]' in text
+        assert math.isnan(found.pop("nan"))
+        assert list(found) == ["rows", *other]
+        assert {name: found[name] for name in other} == other
+        assert found["rows"]["row 2"] == {"score": dict.fromkeys(names, 2.1235), "n": 2}
+        assert list(found["rows"]["row 3"]) == ["score", "n", "refused"]
+
+    def test_records_that_differ_in_seconds_alone_are_one(self, tmp_path):
+        made = {f"seed {i}": {row: {**results.record((i,)), "seconds": 0.1 * i} for row in "ab"} for i in range(3)}
+        path = results.write(str(tmp_path / "table9.py"), {}, made)
+        assert path.read_text(encoding="utf-8").count(results.record((0,))["date"]) == 3
+        assert results.load(path)["made"] == made
+
+    def test_a_table_of_its_own_is_kept(self, tmp_path):
+        found = {"table": {"x": {"mean": 1.0}}, "runs": {"seed 0": {"KFAC": {"nll": 2.0}}}}
+        path = results.write(str(tmp_path / "table9.py"), found, results.record((0,)))
+        assert results.load(path)["results"] == found
+
+
 def test_every_committed_row_says_what_made_it():
     """A commit with a plus is code that nobody can look up."""
     for path in Path(results.__file__).parents[1].glob("*/results/*.json"):
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents = results.load(path)
         made, runs = contents["made"], contents["results"].get("runs")
         if "commit" not in made:
             assert {run: set(made[run]) for run in made} == {run: set(runs[run]) for run in runs}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 import lapwing as lw
 from lapwing.covariance import LatentDraws, without_spread
 from papers.__main__ import HOME
+from papers.common import results
 from papers.common.data import batched
 from papers.common.networks import mlp
 from papers.common.scores import averaged
@@ -106,7 +106,7 @@ def test_gains_are_paired_differences_to_one_number():
 @pytest.mark.parametrize("name", ["classification", "given"])
 def test_all_rows_of_a_run_are_of_one_network(name):
     """Each row records its gain over one temperature; the NLLs in the file give the same gain."""
-    runs = json.loads((HOME / "together" / "results" / f"{name}.json").read_text(encoding="utf-8"))["results"]["runs"]
+    runs = results.load(HOME / "together" / "results" / f"{name}.json")["results"]["runs"]
     rows = [(run[comparison.BASE], row) for run in runs.values() for row in run.values() if "gain" in row]
     assert rows
     for base, row in rows:

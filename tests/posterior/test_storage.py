@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lapwing as lw
-from benchmarks.measure import LiveBytes
 from lapwing import files
 from lapwing.likelihoods.registry import REGISTERED
+from papers.common.measure import LiveBytes
 from tests.posterior import fixtures
 from tests.zoo_modules import Net
 

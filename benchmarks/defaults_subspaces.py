@@ -1,23 +1,15 @@
-"""Small tables of the grid: KFAC of all weights beside subspaces, with and without the prior outside their span.
-
-    python -m benchmarks.defaults.subspaces --cache CACHE
-
-Writes benchmarks/results/defaults_subspaces.json.
-"""
+"""Small tables of the grid: KFAC of all weights beside subspaces, with and without the prior outside their span."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lapwing as lw
-from benchmarks.defaults import measures
-from benchmarks.defaults.__main__ import CACHE
-from benchmarks.defaults.networks import CELLS, Cell
-from benchmarks.measure import write
+from benchmarks.grid import measures
+from benchmarks.grid.networks import CELLS, Cell
 
 METHODS: dict[str, lw.Method] = {
     "`KFAC()`": lw.KFAC(),
@@ -42,8 +34,9 @@ def rows_of(cell: Cell, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     """Returns the table of docs/defaults.md: means of a family."""
+    rows = [row for some in results.values() for row in some]
     lines = [
         "| family | method | NLL: default, validated | 90 % intervals cover |",
         "| --- | --- | --- | --- |",
@@ -55,22 +48,10 @@ def table(rows: list[dict[str, Any]]) -> str:
             nll = ", ".join(f"{statistics.fmean(row['nll'] for row in some):.3f}" for some in both)
             covered = ", ".join(f"{statistics.fmean(row['coverage'] for row in some):.0%}" for some in both)
             lines.append(f"| {family} | {method} | {nll} | {covered.replace('%', ' %')} |")
-    return "\n".join(lines)
+    return {"subspaces": "\n".join(lines) + "\n"}
 
 
-def main() -> None:
-    """Scores the small tables of the first seed."""
-    about = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.defaults.subspaces", description=about)
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    os.environ["LAPWING_NETWORKS"] = str(parser.parse_args().cache)
-    rows = []
-    for cell in CELLS:
-        if cell.family.startswith("tables") and cell.family.endswith("small"):
-            rows += rows_of(cell)
-            print(cell.name, *(round(row["nll"], 4) for row in rows[-len(METHODS) * len(TUNINGS) :]), flush=True)
-    print(table(rows), write("defaults_subspaces", {"rows": rows}, 0), sep="\n")
-
-
-if __name__ == "__main__":
-    main()
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the small tables of the grid."""
+    some = (cell for cell in CELLS if cell.family.startswith("tables") and cell.family.endswith("small"))
+    return {cell.name: partial(rows_of, cell) for cell in some}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import NormalDist
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 import lapwing as lw
-from benchmarks.defaults.networks import Data
+from benchmarks.grid.networks import Data
 from lapwing.evaluation import metrics
 from papers.common.data import Batches, Part, batched
+from papers.common.measure import timed
 
 Predictor = Callable[[Tensor], Distribution]
 Arm = Callable[[nn.Module, Data], tuple[Predictor, dict[str, Any]]]
@@ -179,14 +179,7 @@ def _shares(test: Tensor, foreign: Tensor) -> tuple[Tensor, Tensor]:
     return higher.mean(1), higher.mean(0)
 
 
-def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns what a call returns, and the seconds that it took."""
-    start = time.perf_counter()
-    result = call()
-    return result, time.perf_counter() - start
-
-
 def forward_seconds(model: nn.Module, x: Tensor) -> float:
     """Returns the seconds of the network's own outputs: the fastest of some runs where they are short."""
-    first = seconds(lambda: outputs(model, x))[1]
-    return min(first, *(seconds(lambda: outputs(model, x))[1] for _ in range(5))) if first < 0.2 else first
+    first = timed(lambda: outputs(model, x))[1]
+    return min(first, *(timed(lambda: outputs(model, x))[1] for _ in range(5))) if first < 0.2 else first

@@ -1,19 +1,16 @@
-"""Runs arms on cells, a row each, kept in the cache; averages them by family, and judges them by the aims."""
+"""Runs arms on cells, a row each; averages them by family, and judges them by the aims."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-import lapwing
-from benchmarks.defaults import measures
-from benchmarks.defaults.networks import Cell, Data
+from benchmarks.grid import measures
+from benchmarks.grid.networks import Cell, Data
+from papers.common.measure import timed
 
 Row = dict[str, Any]
 
@@ -21,36 +18,8 @@ TOLERANCE = 2e-3
 """Nats by which the default may be worse than the network, if the standard error is smaller."""
 
 
-def code() -> str:
-    """Returns a hash of lapwing and of the measures: rows of other code are made again."""
-    files = [*sorted(Path(lapwing.__file__).parent.rglob("*.py")), Path(measures.__file__)]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
-class Rows:
-    """Rows of cells and arms in a file of JSON lines, a line each; those of other code are left there, unread."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.code = path, code()
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.rows = [row for row in map(json.loads, lines) if row["code"] == self.code]
-
-    def has(self, cell: Cell, seed: int, arm: str) -> bool:
-        """Tells whether there is a row."""
-        return any((row["cell"], row["seed"], row["arm"]) == (cell.name, seed, arm) for row in self.rows)
-
-    def add(self, row: Row) -> None:
-        """Appends a row."""
-        self.rows.append({**row, "code": self.code})
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.rows[-1]) + "\n")
-
-
-def evaluate(cell: Cell, seed: int, arms: Sequence[str], rows: Rows) -> None:
-    """Runs the arms of a cell that have no row; an arm that raises is a row with its message."""
-    missing = [arm for arm in arms if not rows.has(cell, seed, arm)]
-    if not missing:
-        return
+def evaluate(cell: Cell, seed: int, arms: Sequence[str]) -> dict[str, Row]:
+    """Returns the row of each arm that is for the network; an arm that raises has a row with its message."""
     data = cell.data(seed)
     model = cell.trained(data, seed)
     x = data.test[0]
@@ -59,20 +28,30 @@ def evaluate(cell: Cell, seed: int, arms: Sequence[str], rows: Rows) -> None:
         for name, make in (("network", measures.network), ("temperature", measures.temperature))
     }
     passing, training = (measures.forward_seconds(model, inputs) for inputs in (x, data.train[0]))
-    for arm in (arm for arm in missing if measures.applies(arm, model)):
-        row: Row = {"cell": cell.name, "family": cell.family, "seed": seed, "arm": arm}
+    rows: dict[str, Row] = {}
+    for arm in (arm for arm in arms if measures.applies(arm, model)):
+        rows[arm] = {"family": cell.family}
         try:
-            row |= _measured(arm, model, data, around, passing, training)
+            rows[arm] |= _measured(arm, model, data, around, passing, training)
         except Exception as error:  # the grid goes on, whatever an arm does
-            row["error"] = f"{type(error).__name__}: {error}"
-        rows.add(row)
-        print(f"{cell.name} {seed} {arm}: {row.get('error') or round(row['nll'], 4)}", flush=True)
+            rows[arm]["error"] = f"{type(error).__name__}: {error}"
+        print(f"{cell.name} {seed} {arm}: {rows[arm].get('error') or round(rows[arm]['nll'], 4)}", flush=True)
+    return rows
+
+
+def rows_of(results: Mapping[str, Mapping[str, Row]]) -> list[Row]:
+    """Returns the rows of results, "boston-small-well, seed 0" -> arm -> row, with cell, seed and arm."""
+    rows = []
+    for part, arms in results.items():
+        cell, _, seed = part.partition(", seed ")
+        rows += [{"cell": cell, "seed": int(seed), "arm": arm, **row} for arm, row in arms.items()]
+    return rows
 
 
 def _measured(arm: str, model: nn.Module, data: Data, around: dict[str, Any], passing: float, training: float) -> Row:
-    (predict, facts), fit = measures.seconds(lambda: measures.ARMS[arm](model, data))
+    (predict, facts), fit = timed(lambda: measures.ARMS[arm](model, data))
     x, y = data.test
-    found, spent = measures.seconds(lambda: measures.predicted(predict, x))
+    found, spent = timed(lambda: measures.predicted(predict, x))
     strange = data.foreign
     foreign = None if strange is None else measures.predicted(predict, strange)
     row: Row = {"train": len(data.train[0]), "weights": sum(weights.numel() for weights in model.parameters())}
@@ -101,12 +80,9 @@ def with_best(rows: Iterable[Row]) -> list[Row]:
     return [*rows, *({**row, "arm": "best", "of": row["arm"]} for row in best)]
 
 
-COLUMNS = {
-    "nll": "NLL", "nll_minus_network": "-network", "nll_minus_temperature": "-temp.", "coverage": "90 % int.",
-    "width_over_residual": "width", "accuracy": "accuracy", "ece": "ECE", "ece_floor": "floor",
-    "auroc_entropy": "AUROC", "fit_passes": "fit", "predict_passes": "predict",
-}  # fmt: skip
-"""What the table shows: means over a family; costs are medians, in forward passes of the same data."""
+COLUMNS = ("nll", "nll_minus_network", "nll_minus_temperature", "coverage", "width_over_residual", "accuracy", "ece",
+           "ece_floor", "auroc_entropy", "fit_passes", "predict_passes")  # fmt: skip
+"""What is averaged over a family; costs are medians, in forward passes of the same data."""
 
 
 def families(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
@@ -127,18 +103,6 @@ def families(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     return found
 
 
-def table(averages: dict[str, dict[str, Row]]) -> str:
-    """Returns the averages as text."""
-    lines = []
-    for family, arms in averages.items():
-        columns = [column for column in COLUMNS if column in next(iter(arms.values()))]
-        lines += ["", f"{family:<28}{'cells':>6}" + "".join(f"{COLUMNS[column]:>11}" for column in columns)]
-        for arm, row in arms.items():
-            numbers = "".join(f"{row[column]:>11.4g}" if column in row else f"{'':>11}" for column in columns)
-            lines.append(f"  {arm:<26}{row['cells']:>6}{numbers}")
-    return "\n".join(lines[1:])
-
-
 def aims(rows: Sequence[Row]) -> list[Row]:
     """Returns the aims: what is asked, whether it is met, and by how many, with the cells that miss it worst first."""
     rows = [row for row in rows if "error" not in row]
@@ -151,9 +115,6 @@ def aims(rows: Sequence[Row]) -> list[Row]:
     }
     tables = [row for row in chosen["default"] if "coverage" in row]
     classes = [row for row in chosen["validated"] if "accuracy" in row]
-
-    def reference(of: dict[tuple[str, int], Row], row: Row) -> Row:
-        return of[row["cell"], row["seed"]]
 
     found = [
         _each(
@@ -171,12 +132,11 @@ def aims(rows: Sequence[Row]) -> list[Row]:
         _each(
             "validated: ECE at most as with temperature scaling plus a standard error, or at most 0.02 above its floor",
             classes, 1.0,
-            lambda row: row["ece"] - max(reference(scaled, row)["ece"] + row["ece_deviation"],
+            lambda row: row["ece"] - max(scaled[row["cell"], row["seed"]]["ece"] + row["ece_deviation"],
                                          row["ece_floor"] + 0.02),
         ),
         _each("validated: classes are the network's", classes, 1.0, lambda row: float(row["classes_changed"])),
-        _each("validated: AUROC at least the network's", classes, 0.9,
-              lambda row: reference(plain, row)["auroc_entropy"] - row["auroc_entropy"]),
+        _each("validated: AUROC at least the network's", classes, 0.9, lambda row: -row["auroc_minus_network"]),
         _each("validated: AUROC at least the network's, less a standard error", classes, 0.9,
               lambda row: -row["auroc_minus_network"] - row["auroc_minus_network_error"]),
     ]  # fmt: skip
@@ -186,7 +146,7 @@ def aims(rows: Sequence[Row]) -> list[Row]:
 def _each(aim: str, rows: Sequence[Row], share: float, excess: Callable[[Row], float]) -> Row:
     """Returns an aim that so large a share of the cells has to meet: where the excess is 0 or less."""
     misses = {_name(row): excess(row) for row in rows if not excess(row) <= 0.0}
-    return _judged(aim if share == 1.0 else f"{aim}, in {share:.0%} of the cells", misses, len(rows), share)
+    return _judged(aim if share == 1.0 else f"{aim}, in {100 * share:.0f} % of the cells", misses, len(rows), share)
 
 
 def _mean(aim: str, rows: Sequence[Row], excess: Callable[[list[Row]], float]) -> Row:
@@ -203,20 +163,3 @@ def _judged(aim: str, misses: dict[str, float], count: int, share: float) -> Row
 
 def _name(row: Row) -> str:
     return row["cell"] if row["seed"] == 0 else f"{row['cell']} {row['seed']}"
-
-
-def verdicts(judged: Sequence[Row], shown: int = 3) -> str:
-    """Returns the aims as text, with the worst misses."""
-    lines = []
-    for aim in judged:
-        worst = ", ".join(f"{name} by {excess:.3g}" for name, excess in list(aim["misses"].items())[:shown])
-        count = f"{aim['of'] - len(aim['misses'])} of {aim['of']}"
-        lines.append(f"{'met    ' if aim['met'] else 'not met'} {count:>9}  {aim['aim']}{worst and f' ({worst})'}")
-    return "\n".join(lines)
-
-
-def results(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns what the JSON file has: averages, aims, and every row."""
-    everything = with_best(rows)
-    short = [{key: value for key, value in row.items() if key != "code"} for row in everything]
-    return {"families": families(everything), "aims": aims(everything), "rows": short}

@@ -1,19 +1,16 @@
 """Links of classification on the grid's classifiers: one scale an input or one a class, each at its own best prior.
 
-    python -m benchmarks.defaults.links --cache CACHE
-
 A last layer's posterior gives f and the variances of its contrasts once for each prior precision, of validation and
 test rows; the links differ in nothing else. Validation rows choose the prior precision of each link by the NLL, alone
-or together with a logit temperature, and test rows score it. Writes benchmarks/results/defaults_links.json.
+or together with a logit temperature, and test rows score it.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import statistics
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +18,8 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 import lapwing as lw
-from benchmarks.defaults import measures
-from benchmarks.defaults.__main__ import CACHE
-from benchmarks.defaults.networks import CELLS, Cell
-from benchmarks.measure import write
+from benchmarks.grid import measures
+from benchmarks.grid.networks import CELLS, Cell
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import MarginalTerm
 
@@ -86,11 +81,12 @@ def rows_of(cell: Cell, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     """Returns the table of docs/defaults.md: means, and for how many networks the NLL is better or worse than `mean`'s.
 
     By more than a standard error of the paired difference, and `TIED`.
     """
+    rows = [row for some in results.values() for row in some]
     lines = ["| chosen on validation rows | link | NLL | ECE | accuracy | AUROC | networks better, worse |",
              "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for name in TEMPERATURES:
@@ -102,21 +98,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             signs = [(worse > error) - (worse < -error) for worse, error in pairs]
             against = f"{signs.count(-1)}, {signs.count(1)}" if link != "mean" else ""
             lines.append(f"| {name} | {words} | {nll:.4f} | {ece:.4f} | {accuracy:.4f} | {auroc:.3f} | {against} |")
-    return "\n".join(lines)
+    return {"links": "\n".join(lines) + "\n"}
 
 
-def main() -> None:
-    """Scores all classifiers of the first seed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.defaults.links", description=__doc__.partition("\n")[0])
-    parser.add_argument("--cache", type=Path, default=CACHE)
-    os.environ["LAPWING_NETWORKS"] = str(parser.parse_args().cache)
-    rows = []
-    for cell in CELLS:
-        if not cell.family.startswith("tables"):
-            rows += rows_of(cell)
-            print(cell.name, *(round(row["nll"], 4) for row in rows[-2 * len(LINKS) :]), flush=True)
-    print(table(rows), write("defaults_links", {"rows": rows}, 0), sep="\n")
-
-
-if __name__ == "__main__":
-    main()
+def parts() -> dict[str, Callable[[], Any]]:
+    """Returns the classifiers of the grid."""
+    return {cell.name: partial(rows_of, cell) for cell in CELLS if not cell.family.startswith("tables")}
