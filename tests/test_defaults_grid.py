@@ -11,10 +11,6 @@ from torch.distributions import Categorical, Independent, Normal
 from torch.nn import functional as F
 
 import lapwing as lw
-<<<<<<< HEAD
-from benchmarks.defaults import links, measures, run, subspaces
-from benchmarks.defaults.networks import Cell, Data, TextCNN, TextTransformer, hashed
-=======
 from benchmarks import defaults_links as links
 from benchmarks import defaults_subspaces as subspaces
 from benchmarks.grid import measures, summary
@@ -25,7 +21,6 @@ from benchmarks.grid.networks import (
     TextTransformer,
     hashed,
 )
->>>>>>> w-bench
 from lapwing.evaluation.metrics import auroc
 from papers.common.networks import mlp
 from papers.common.training import Recipe
