@@ -263,9 +263,10 @@ REFUSED = [
     *((lambda ask=ask, via=via: ask(via), "inputs … (8, 4) … NaN or infinite … sample 2 … finite … nan_to_num")
       for via in WAYS for ask in (lambda via: predict(changed(X, (2, 0), NAN), via=via),
                                   lambda via: posterior().latent([X, changed(X, (2, 0), NAN)], via=via))),
-    *((lambda method=method: fit([(X, Y), (changed(X, (5, 0), 7), Y)], reciprocal(), method), OUTPUTS_NOT_FINITE)
-      for method in (lw.KFAC(), lw.ELLA(rank=2, rows=4), lw.Full())),
-    (lambda: fit(model=reciprocal()).predict(changed(X, (5, 0), 7)), OUTPUTS_NOT_FINITE),
+    *((lambda method=method, ask=ask: ask(method), OUTPUTS_NOT_FINITE)
+      for method in (lw.KFAC(), lw.ELLA(rank=2, rows=4), lw.Full()) for ask in (
+        lambda method: fit([*DATA, (changed(X, (5, 0), 7), Y)], reciprocal(), method),
+        lambda method: fit(DATA, reciprocal(), method).predict(changed(X, (5, 0), 7)))),
     (lambda: fit(model=without_weight()), "outputs … NaN or infinite … check its weights"),
     (lambda: fit([(X, HOLES)]), MISSING),
     (lambda: regression().predict(X).log_prob(HOLES), MISSING),
