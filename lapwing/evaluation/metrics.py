@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ..data.batches import check_dense
-from ..errors import LapwingError, extra, is_whole, shown
+from ..errors import LapwingError, extra, shown
 from ..linalg import doubled
-
-_SQRT_HALF = math.sqrt(0.5)
+from ..options import at_least, check_argument
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
@@ -62,11 +61,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     """
     torchmetrics = extra("torchmetrics.functional.classification")
     probs, labels = checked_classes("expected_calibration_error", probs, labels)
-    if not is_whole(bins, 1, 2**24):
-        raise LapwingError(
-            f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}. Pass an "
-            "integer from 1 to 2**24: expected_calibration_error(probs, labels, bins=15)."
-        )
+    check_argument("expected_calibration_error", "bins", bins, at_least(1, 2**24), "15")
     # torchmetrics takes values above 1 for logits, and puts a confidence of exactly 1 into another bin
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)
     error = torchmetrics.multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1")
@@ -139,7 +134,7 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
     _refuse(std <= 0, "crps_gaussian needs a positive std", "values are 0 or less", line)
     z = (y - mean) / std
     density = (-0.5 * z.square()).exp() / math.sqrt(2.0 * math.pi)
-    return (std * (z * torch.erf(z * _SQRT_HALF) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean()
+    return (std * (z * torch.erf(z * math.sqrt(0.5)) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean()
 
 
 def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:

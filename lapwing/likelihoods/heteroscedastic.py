@@ -20,6 +20,7 @@ from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_of, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, tails_of
+from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets, known_targets
 
@@ -144,12 +145,10 @@ class HeteroscedasticPrediction(RealPrediction):
         name, mean = "HeteroscedasticPrediction.log_prob", self.mean
         targets = as_targets(targets, mean.device)
         check_real_targets(name, mean.shape, mean.device, targets, self.missing)
-        means, variances, weights = self._mixture
         targets = aligned_targets(name, mean, targets).double()
         known = ~targets.isnan()
-        squares = (torch.where(known, targets, mean.double()) - means).square() / variances
-        logs = -0.5 * (squares + (2.0 * math.pi * variances).log()) + weights.log()
-        return torch.where(known, logs.logsumexp(0), 0.0).sum(-1).to(mean.dtype)
+        logs = self.distribution().base_dist.log_prob(torch.where(known, targets, mean.double()))
+        return torch.where(known, logs, 0.0).sum(-1).to(mean.dtype)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, K): latent draws (joint across inputs if the latent is joint) plus independent noise."""
@@ -157,7 +156,7 @@ class HeteroscedasticPrediction(RealPrediction):
         mean, log_variance = at_least_float32(self.latent.sample(n, generator)).chunk(2, -1)
         return mean + (0.5 * log_variance).exp() * standard_normal(mean.shape, mean, generator)
 
-    def distribution(self) -> dist.Distribution:
+    def distribution(self) -> dist.Independent:
         """Returns a mixture of Normals for each target, with batch shape (B,) and event shape (K,)."""
         means, variances, weights = self._mixture
         return mixture_of(dist.Normal, weights, means, variances.sqrt())
@@ -173,7 +172,7 @@ class HeteroscedasticPrediction(RealPrediction):
         count, covariance = mean.shape[-1], self.latent.own_covariance.double()
         variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
         # 1. b = Cov[m, s]/√Var[s] (B, K): with s at z deviations, m has the mean m + b z and the variance Var[m] - b²
-        std = (spread + 1e-12).sqrt()
+        std = (spread + LEAST_VARIANCE).sqrt()
         slope = covariance.diagonal(count, -2, -1) / std  # change of m per standard deviation of s
         z, weights = normal_nodes(mean)
         # 2. plus the noise e^s at the nodes z (S, B, K)

@@ -14,9 +14,10 @@ from ..covariance import AnyLatent
 from ..data.frames import as_targets
 from ..linalg import doubled, seeded
 from .base import NoiselessLikelihood
-from .links import LEAST_VARIANCE, ExactLink, Link, at_least_float32, latent_nodes
+from .links import ExactLink, Link, at_least_float32, latent_nodes
 from .mixtures import mixture_of
 from .predictions import RealPrediction, tails_of
+from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
 

@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +21,7 @@ from typing_extensions import TypeVar
 from ..data.frames import as_targets
 from ..display import Displayed
 from ..errors import LapwingError, check_choice, shown
+from ..options import between, check_argument
 
 PSEUDO_WEIGHT = 0.25
 """Weight, in rows, of the pseudo-row with a uniform label that losses of held-out labels count.
@@ -308,6 +308,5 @@ class ScaledPrediction(RealPrediction):
 
 def tails_of(level: float) -> tuple[float, float]:
     """Returns the probabilities of y below the two ends of a central interval; checks the level."""
-    if not (isinstance(level, Real) and 0.0 < level < 1.0):
-        raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
+    check_argument("interval", "level", level, between(0.0, 1.0), "0.9")
     return 0.5 - 0.5 * level, 0.5 + 0.5 * level

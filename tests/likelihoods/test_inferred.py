@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lapwing as lw
+from lapwing.data.samples import Samples
 from lapwing.likelihoods.inferred import MAX_SAMPLES, inferred_likelihood
 
 SOFT = torch.tensor([[0.2, 0.8], [0.5, 0.5], [1.0, 0.0]])
@@ -46,7 +47,7 @@ def test_labels_as_floats_are_no_regression(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_targets_are_a_regression(name: str) -> None:
-    assert inferred_likelihood(REAL[name], [(REAL[name], REAL[name])]).name == "gaussian"
+    assert inferred_likelihood(REAL[name], [Samples(REAL[name], REAL[name])]).name == "gaussian"
 
 
 def test_missing_labels_are_no_regression() -> None:
