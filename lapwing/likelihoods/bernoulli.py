@@ -54,12 +54,9 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
     missing: bool = False
     name: ClassVar[str] = "bernoulli"
     links: ClassVar[tuple[type[Link], ...]] = (Quadrature, Probit, SampledLink)
+    tuning_link: ClassVar[Link | None] = TabulatedQuadrature()
     activation: ClassVar[str | None] = "sigmoid"
     selects_outputs: ClassVar[bool] = True
-
-    @property
-    def tuning_link(self) -> Link | None:
-        return TabulatedQuadrature()
 
     @property
     def plain(self) -> Likelihood:

@@ -13,9 +13,8 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent
 from ..covariance.terms import standard_normal
-from ..data.frames import as_targets
 from ..errors import LapwingError
-from ..linalg import seeded
+from ..linalg import doubled, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_of, mixture_quantile, normal_nodes
@@ -142,13 +141,11 @@ class HeteroscedasticPrediction(RealPrediction):
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets (B, K), summed over the known targets of one input, (B,)."""
-        name, mean = "HeteroscedasticPrediction.log_prob", self.mean
-        targets = as_targets(targets, mean.device)
-        check_real_targets(name, mean.shape, mean.device, targets, self.missing)
-        targets = aligned_targets(name, mean, targets).double()
+        mean = self.mean
+        targets = doubled(self._aligned(targets, mean, check_real_targets, self.missing))
         known = ~targets.isnan()
-        logs = self.distribution().base_dist.log_prob(torch.where(known, targets, mean.double()))
-        return torch.where(known, logs, 0.0).sum(-1).to(mean.dtype)
+        logs = self.distribution().base_dist.log_prob(torch.where(known, targets, doubled(mean)))
+        return torch.where(known, logs, 0.0).sum(-1).to(mean)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, K): latent draws (joint across inputs if the latent is joint) plus independent noise."""

@@ -64,7 +64,8 @@ def inferred_likelihood(targets: Any, data: Iterable[Samples] = ()) -> Likelihoo
 def _check_not_labels(targets: Tensor, data: Iterable[Samples]) -> None:
     """Raises if floating-point targets are labels; stops at the first batch of real numbers."""
     binary = rows = True
-    found, count = set(), 0
+    found: set[Any] = set()
+    count = 0
     for values in _targets(targets, data):
         if not isinstance(values, Tensor) or values.is_meta:
             return

@@ -44,14 +44,16 @@ def check_labels(
             "`y.float()` for numbers, or give the network more outputs: `torch.nn.Linear(features, 2)`."
         )
     if shape != (batch,):
+        whole = shape == (batch, classes) and not dtype.is_floating_point and not dtype.is_complex
         if shape == (batch, 1):
             line = "Write `y.squeeze(1)`"
-        elif shape == (batch, classes) and _several_at_once(labels):
+        elif whole and bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1) != 1).any()):
             line = "Write `likelihood='bernoulli'` for several labels that may hold at once"
-        elif shape == (batch, classes) and not dtype.is_floating_point and bool((labels.abs() > 1).any()):
+        elif whole and bool((labels.long().abs() > 1).any()):
             line = "Write `likelihood='gaussian'` and `y.float()` for numbers, or `likelihood='poisson'` for counts"
         elif shape == (batch, classes):
-            line = "Write `y.argmax(1)` for one-hot labels or class probabilities"
+            integers = ".long()" if dtype == torch.bool else ""
+            line = f"Write `y{integers}.argmax(1)` for one-hot labels or class probabilities"
         else:
             line = "Pass one label for each input, in the same order"
         raise LapwingError(
@@ -121,12 +123,6 @@ def check_counts(name: str, outputs_shape: torch.Size, device: torch.device, tar
             f"{name} accepts counts, whole numbers from 0 up, but {_where(bad, targets)} not counts. Write "
             '`likelihood="gaussian"` for real targets, or correct them.'
         )
-
-
-def _several_at_once(labels: Tensor) -> bool:
-    """Whether integer labels (B, C) are 0 and 1, but not one-hot rows."""
-    whole = not labels.dtype.is_floating_point and not labels.dtype.is_complex
-    return whole and bool(((labels == 0) | (labels == 1)).all()) and bool((labels.sum(1) != 1).any())
 
 
 def _are_whole(targets: Tensor) -> bool:

@@ -28,6 +28,7 @@ LABELS = [
     ((4, 3), torch.tensor([0.0, float("nan"), 1.0, float("nan")]), ["2 of 4", "NaN", "index 1", "~y.isnan()"]),
     ((4, 3), torch.tensor([[0], [1], [2], [0]]), ["(4,)", "(4, 1)", "torch.int64", "y.squeeze(1)"]),
     ((4, 3), torch.eye(3, dtype=torch.long)[[0, 1, 2, 0]], ["(4,)", "(4, 3)", "y.argmax(1)"]),
+    ((4, 3), torch.eye(3, dtype=torch.bool)[[0, 1, 2, 0]], ["(4,)", "bool", "y.long().argmax(1)"]),
     ((4, 3), torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0], [1, 1, 1]]), ["(4, 3)", "likelihood='bernoulli'"]),
     ((4, 3), 20 + torch.eye(3, dtype=torch.long)[[0, 1, 2, 0]], ["(4, 3)", "likelihood='gaussian'", "y.float()"]),
     ((4, 3), torch.tensor([0, 1]), ["(4,)", "(2,)", "one label for each input"]),
