@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..data.batches import check_dense
-from ..errors import LapwingError, extra, shown
+from ..errors import LapwingError, extra, is_whole, shown
 from ..linalg import doubled
-from ..options import at_least, check_argument
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
@@ -61,7 +60,11 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
     """
     torchmetrics = extra("torchmetrics.functional.classification")
     probs, labels = checked_classes("expected_calibration_error", probs, labels)
-    check_argument("expected_calibration_error", "bins", bins, at_least(1, 2**24), "15")
+    if not is_whole(bins, 1, 2**24):
+        raise LapwingError(
+            f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}. Pass an "
+            "integer from 1 to 2**24: expected_calibration_error(probs, labels, bins=15)."
+        )
     # torchmetrics takes values above 1 for logits, and puts a confidence of exactly 1 into another bin
     probs = probs.clamp(0.0, 1.0 - 2.0**-24)
     error = torchmetrics.multiclass_calibration_error(probs, labels, num_classes=probs.shape[1], n_bins=bins, norm="l1")

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,6 @@ from typing_extensions import TypeVar
 from ..data.frames import as_targets
 from ..display import Displayed
 from ..errors import LapwingError, check_choice, shown
-from ..options import between, check_argument
 from .targets import aligned_targets
 
 PSEUDO_WEIGHT = 0.25
@@ -313,5 +313,6 @@ class ScaledPrediction(RealPrediction):
 
 def tails_of(level: float) -> tuple[float, float]:
     """Returns the probabilities of y below the two ends of a central interval; checks the level."""
-    check_argument("interval", "level", level, between(0.0, 1.0), "0.9")
+    if not (isinstance(level, Real) and 0.0 < level < 1.0):
+        raise LapwingError(f"The level of interval() is {shown(level)}. Pass a number between 0 and 1: interval(0.9).")
     return 0.5 - 0.5 * level, 0.5 + 0.5 * level
