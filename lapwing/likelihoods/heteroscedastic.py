@@ -144,8 +144,10 @@ class HeteroscedasticPrediction(RealPrediction):
         mean = self.mean
         targets = doubled(self._aligned(targets, mean, check_real_targets, self.missing))
         known = ~targets.isnan()
-        logs = self.distribution().base_dist.log_prob(torch.where(known, targets, doubled(mean)))
-        return torch.where(known, logs, 0.0).sum(-1).to(mean)
+        means, variances, weights = self._mixture
+        squares = (torch.where(known, targets, doubled(mean)) - means).square() / variances
+        logs = -0.5 * (squares + (2.0 * math.pi * variances).log()) + weights.log()
+        return torch.where(known, logs.logsumexp(0), 0.0).sum(-1).to(mean)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, K): latent draws (joint across inputs if the latent is joint) plus independent noise."""
@@ -153,7 +155,7 @@ class HeteroscedasticPrediction(RealPrediction):
         mean, log_variance = at_least_float32(self.latent.sample(n, generator)).chunk(2, -1)
         return mean + (0.5 * log_variance).exp() * standard_normal(mean.shape, mean, generator)
 
-    def distribution(self) -> dist.Independent:
+    def distribution(self) -> dist.Distribution:
         """Returns a mixture of Normals for each target, with batch shape (B,) and event shape (K,)."""
         means, variances, weights = self._mixture
         return mixture_of(dist.Normal, weights, means, variances.sqrt())
