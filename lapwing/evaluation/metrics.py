@@ -19,8 +19,6 @@ from ..data.batches import check_dense
 from ..errors import LapwingError, extra, is_whole, shown
 from ..linalg import doubled
 
-_SQRT_HALF = math.sqrt(0.5)
-
 
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
     """Returns the fraction of samples whose most probable class, by probabilities (N, C), is the integer label (N,)."""
@@ -139,7 +137,7 @@ def crps_gaussian(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
     _refuse(std <= 0, "crps_gaussian needs a positive std", "values are 0 or less", line)
     z = (y - mean) / std
     density = (-0.5 * z.square()).exp() / math.sqrt(2.0 * math.pi)
-    return (std * (z * torch.erf(z * _SQRT_HALF) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean()
+    return (std * (z * torch.erf(z * math.sqrt(0.5)) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean()
 
 
 def interval_coverage(lower: Tensor, upper: Tensor, y: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ class Likelihood(Options, ABC, Generic[P]):
     """Name for users, such as "categorical"; `lapwing.likelihoods.register_likelihood` registers the class under it."""
     links: ClassVar[tuple[type[Link], ...]] = (SampledLink,)
     """The link classes that `predict` accepts, the default first."""
+    tuning_link: ClassVar[Link | None] = None
+    """The link for the scores of a tuning, if there is a faster one that agrees with the default to 1e-4."""
     activation: ClassVar[str | None] = None
     """Function from outputs to probabilities, "softmax" or "sigmoid"; None if the outputs are not logits."""
     selects_outputs: ClassVar[bool] = False
@@ -87,11 +89,6 @@ class Likelihood(Options, ABC, Generic[P]):
     def default_link(self) -> Link:
         """The link for a Gaussian latent if `predict` gets None."""
         return self.links[0]()
-
-    @property
-    def tuning_link(self) -> Link | None:
-        """The link for the scores of a tuning, if there is a faster one that agrees with the default to 1e-4."""
-        return None
 
     @property
     def head_numbers(self) -> dict[str, tuple[float | None, ...]]:

@@ -14,7 +14,7 @@ from ..covariance import AnyLatent
 from ..data.frames import as_targets
 from ..errors import LapwingError
 from ..linalg import check_draws, doubled, seeded
-from ..options import POSITIVE_NUMBERS, option
+from ..options import POSITIVE_NUMBERS, at_least, check_argument, option
 from . import quadrature
 from .base import Integrals, Likelihood
 from .links import Link, Probit, Quadrature, SampledLink, TabulatedQuadrature, at_least_float32
@@ -54,12 +54,9 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
     missing: bool = False
     name: ClassVar[str] = "bernoulli"
     links: ClassVar[tuple[type[Link], ...]] = (Quadrature, Probit, SampledLink)
+    tuning_link: ClassVar[Link | None] = TabulatedQuadrature()
     activation: ClassVar[str | None] = "sigmoid"
     selects_outputs: ClassVar[bool] = True
-
-    @property
-    def tuning_link(self) -> Link | None:
-        return TabulatedQuadrature()
 
     @property
     def plain(self) -> Likelihood:
@@ -172,10 +169,7 @@ class BernoulliPrediction(DiscretePrediction):
         Args:
             nodes: number of quadrature nodes, at least 16.
         """
-        if nodes < 16:
-            raise LapwingError(
-                f"mutual_information(nodes={nodes}) has too few nodes. Pass at least 16: mutual_information(48)."
-            )
+        check_argument("mutual_information", "nodes", nodes, at_least(16), "48")
         draws = self.latent.draws
         if draws is None:
             mean, variance = self.latent.mean, self.latent.variance

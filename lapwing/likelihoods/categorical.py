@@ -100,7 +100,6 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
         return _of_targets(logs, targets, self.ignore_index)
 
     def labelled(self, targets: Tensor) -> Tensor | None:
-        """Returns a mask of the labels that differ from `ignore_index`; None if all of them do."""
         return which_count(targets, self.ignore_index)
 
     def weighs(self, counted: Tensor | None) -> bool:

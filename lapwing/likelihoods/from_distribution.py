@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..covariance import AnyLatent
 from ..errors import LapwingError, shown
-from ..linalg import doubled, seeded_torch, symmetric_eigen
+from ..linalg import doubled, psd_root, seeded_torch
 from ..options import Rule, at_least, option, required
 from .base import NoiselessLikelihood
 from .categorical import ClassPrediction
@@ -104,8 +104,7 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
                 (score,) = torch.autograd.grad(log.sum(), leaf, retain_graph=True)
                 score = torch.where(score.isfinite(), score, 0.0)
                 information += torch.einsum("nb,nbi,nbj->bij", weight, score, score)
-        eigenvalues, vectors = symmetric_eigen(information)
-        return (vectors * eigenvalues.sqrt().unsqueeze(-2)).to(outputs)
+        return psd_root(information).to(outputs)
 
     def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
         """Returns the mixture of `family(f)` over points of the latent, or draws for a link that the user names."""
@@ -204,10 +203,8 @@ class FromDistribution(FamilyLikelihood[Any]):
     name: ClassVar[str] = "distribution"
 
     def __repr__(self) -> str:
-        """One line with the name of the function."""
-        return (
-            f"FromDistribution({getattr(self.function, '__name__', type(self.function).__name__)}, draws={self.draws})"
-        )
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return f"FromDistribution({name}, draws={self.draws})"
 
     def family(self, outputs: Tensor) -> dist.Distribution:
         return self.function(outputs)

@@ -264,8 +264,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         noise = torch.as_tensor(variance, dtype=wide.dtype, device=wide.device) * self.ratios(wide)
         aligned = aligned_targets("Gaussian", wide, targets)
         residual, volume = known_residuals(wide, aligned, noise)
-        residual, constant = residual / noise.sqrt(), -0.5 * volume
         roots = noise.sqrt()
+        residual, constant = residual / roots, -0.5 * volume
         covariance = known_covariance(covariance.double(), aligned) / (roots * roots[:, None])  # of y/√noise
         if alpha == 0:
             spread = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) + residual.square().sum(-1)

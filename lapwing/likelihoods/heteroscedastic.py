@@ -13,13 +13,13 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent
 from ..covariance.terms import standard_normal
-from ..data.frames import as_targets
 from ..errors import LapwingError
-from ..linalg import seeded
+from ..linalg import doubled, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import mixture_of, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, tails_of
+from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets, known_targets
 
@@ -141,15 +141,13 @@ class HeteroscedasticPrediction(RealPrediction):
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets (B, K), summed over the known targets of one input, (B,)."""
-        name, mean = "HeteroscedasticPrediction.log_prob", self.mean
-        targets = as_targets(targets, mean.device)
-        check_real_targets(name, mean.shape, mean.device, targets, self.missing)
-        means, variances, weights = self._mixture
-        targets = aligned_targets(name, mean, targets).double()
+        mean = self.mean
+        targets = doubled(self._aligned(targets, mean, check_real_targets, self.missing))
         known = ~targets.isnan()
-        squares = (torch.where(known, targets, mean.double()) - means).square() / variances
+        means, variances, weights = self._mixture
+        squares = (torch.where(known, targets, doubled(mean)) - means).square() / variances
         logs = -0.5 * (squares + (2.0 * math.pi * variances).log()) + weights.log()
-        return torch.where(known, logs.logsumexp(0), 0.0).sum(-1).to(mean.dtype)
+        return torch.where(known, logs.logsumexp(0), 0.0).sum(-1).to(mean)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, K): latent draws (joint across inputs if the latent is joint) plus independent noise."""
@@ -173,7 +171,7 @@ class HeteroscedasticPrediction(RealPrediction):
         count, covariance = mean.shape[-1], self.latent.own_covariance.double()
         variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
         # 1. b = Cov[m, s]/√Var[s] (B, K): with s at z deviations, m has the mean m + b z and the variance Var[m] - b²
-        std = (spread + 1e-12).sqrt()
+        std = (spread + LEAST_VARIANCE).sqrt()
         slope = covariance.diagonal(count, -2, -1) / std  # change of m per standard deviation of s
         z, weights = normal_nodes(mean)
         # 2. plus the noise e^s at the nodes z (S, B, K)

@@ -18,7 +18,7 @@ from .bernoulli import Bernoulli
 from .categorical import Categorical
 from .gaussian import Gaussian
 from .links import at_least_float32
-from .targets import aligned_targets
+from .targets import aligned_targets, are_class_probabilities
 
 log = logging.getLogger("lapwing")
 
@@ -64,21 +64,19 @@ def inferred_likelihood(targets: Any, data: Iterable[Samples] = ()) -> Likelihoo
 def _check_not_labels(targets: Tensor, data: Iterable[Samples]) -> None:
     """Raises if floating-point targets are labels; stops at the first batch of real numbers."""
     binary = rows = True
-    missing = False
-    smallest, largest, count = 1.0, 0.0, 0
+    found: set[Any] = set()
+    count = 0
     for values in _targets(targets, data):
         if not isinstance(values, Tensor) or values.is_meta:
             return
         values = values.cpu()
-        binary = binary and bool(((values == 0) | (values == 1) | values.isnan()).all())
-        missing = missing or bool(values.isnan().any())
+        places = {0: values == 0, 1: values == 1, "NaN": values.isnan()}
+        binary = binary and bool((places[0] | places[1] | places["NaN"]).all())
         rows = rows and _sums_to_one(values, values.dtype)
         if not (binary or rows):
             return
-        if values.numel():
-            smallest = min(smallest, float(values.nan_to_num(1.0).min()))
-            largest = max(largest, float(values.nan_to_num(0.0).max()))
-            count += len(values) if values.ndim else 1
+        found.update(value for value, mask in places.items() if bool(mask.any()))
+        count += len(values) if values.ndim else 1
         if count >= MAX_SAMPLES:
             break
     dtype = str(targets.dtype).removeprefix("torch.")
@@ -88,8 +86,8 @@ def _check_not_labels(targets: Tensor, data: Iterable[Samples]) -> None:
             f"The targets are {kind} of shape {tuple(targets.shape)} in {dtype}. Give class numbers, y.argmax(1), for "
             "a classification, or pass likelihood='gaussian' for a regression."
         )
-    if smallest < largest:  # only zeros, or only ones, decide nothing
-        if missing:
+    if {0, 1} <= found:  # only zeros, or only ones, decide nothing
+        if "NaN" in found:
             raise LapwingError(
                 f"The targets are all 0, 1 or NaN in {dtype}. Pass likelihood=lw.Bernoulli(missing=True) for binary "
                 "labels, some of them missing, or likelihood=lw.Gaussian(missing=True) for a regression."
@@ -144,11 +142,7 @@ def check_logits(likelihood: Likelihood, outputs: Tensor, targets: Tensor, weigh
 
 def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether values (B, C), C > 1, are rows of class probabilities, up to the rounding of a dtype."""
-    if values.ndim != 2 or values.shape[1] < 2:
-        return False
-    rounding = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
-    values = doubled(values.detach())
-    return bool((values >= 0).all()) and bool(((values.sum(1) - 1).abs() <= rounding).all())
+    return values.ndim == 2 and values.shape[1] > 1 and bool(are_class_probabilities(values, dtype).all())
 
 
 def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor]) -> None:

@@ -62,7 +62,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     one_output_per_target: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Sorts the keys; raises if they differ."""
+        """Raises if the likelihoods and the outputs have different keys."""
         super().__post_init__()
         if self.keys != tuple(self.outputs):
             keys = f"{shown(list(self.keys))}, and outputs of {shown(list(self.outputs))}"

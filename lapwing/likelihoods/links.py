@@ -21,11 +21,9 @@ from ..linalg import cholesky, doubled, possible, seeded
 from ..options import Options, at_least, integer, option
 from . import classwise, quadrature
 from .mixtures import normal_nodes
+from .quadrature import LEAST_VARIANCE
 
 _DRAWN_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
-
-LEAST_VARIANCE = 1e-12
-"""Constant added to variances, so that the derivative of the square root is finite."""
 
 MAX_DRAWS = 10**9
 """Maximum of `SampledLink(draws=...)`."""

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent
-from ..data.frames import as_targets
 from ..linalg import doubled, seeded
 from .base import NoiselessLikelihood
-from .links import LEAST_VARIANCE, ExactLink, Link, at_least_float32, latent_nodes
+from .links import ExactLink, Link, at_least_float32, latent_nodes
 from .mixtures import mixture_of
 from .predictions import RealPrediction, tails_of
+from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
 
@@ -115,10 +115,8 @@ class CountPrediction(RealPrediction):
 
         The trapezoidal rule around the mode of each integrand has no error but rounding, for any count and variance.
         """
-        name, draws, mean = "CountPrediction.log_prob", self.latent.draws, at_least_float32(self.latent.mean)
-        targets = as_targets(targets, mean.device)
-        check_counts(name, mean.shape, mean.device, targets)
-        y = doubled(aligned_targets(name, mean, targets))
+        draws, mean = self.latent.draws, at_least_float32(self.latent.mean)
+        y = doubled(self._aligned(targets, mean, check_counts))
         if draws is not None:
             return (_log_mass(doubled(draws), y).logsumexp(0) - math.log(len(draws))).sum(-1).to(mean)
         return _log_predictive(doubled(mean), doubled(self.latent.variance), y).sum(-1).to(mean)

@@ -68,7 +68,6 @@ class PredictionAtPositions(Prediction):
         return self._whole(self.rows.point)
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
-        """Returns one value per position, larger for less certain predictions."""
         return self._whole(self.rows.uncertainty(score))
 
     def summary(self) -> dict[str, Tensor]:

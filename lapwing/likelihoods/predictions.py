@@ -22,6 +22,7 @@ from typing_extensions import TypeVar
 from ..data.frames import as_targets
 from ..display import Displayed
 from ..errors import LapwingError, check_choice, shown
+from .targets import aligned_targets
 
 PSEUDO_WEIGHT = 0.25
 """Weight, in rows, of the pseudo-row with a uniform label that losses of held-out labels count.
@@ -117,7 +118,6 @@ class DiscretePrediction(Prediction):
         return self.entropy() if score == "entropy" else 1 - self.confidence
 
     def summary(self) -> dict[str, Tensor]:
-        """Returns the probabilities."""
         return {"probabilities": self.probs}
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
@@ -212,6 +212,12 @@ class RealPrediction(Prediction):
         """Whether y has only discrete values, and so probabilities instead of a density."""
         return False
 
+    def _aligned(self, targets: Any, like: Tensor, check: Callable[..., None], *options: Any) -> Tensor:
+        """Returns the targets of `log_prob` in the shape, dtype and device of `like` (B, C), after a check of them."""
+        name, targets = f"{type(self).__name__}.log_prob", as_targets(targets, like.device)
+        check(name, like.shape, like.device, targets, *options)
+        return aligned_targets(name, like, targets)
+
     def _numbers_of(self, name: str, value: Any) -> Tensor:
         """Returns an argument of `scaled` as a tensor (C,), or () if the mean is (B,)."""
         outputs = self.mean.shape[1:]
@@ -232,7 +238,6 @@ class RealPrediction(Prediction):
         return self.std.flatten(1)[:, 0] if self.std.ndim > 1 else self.std
 
     def summary(self) -> dict[str, Tensor]:
-        """Returns the mean and the total variance."""
         return {"mean": self.mean, "variance": self.variance}
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:

@@ -30,8 +30,10 @@ _REACH = 8.0  # half width in standard deviations; 1e-15 of the mass is outside
 _STRETCH = 2.0  # distance from the kink, in standard deviations, at which nodes become evenly spaced
 _KINK = 3.0  # half width of the kink of a sigmoid at f = 0; its poles are at ±iπ
 _WIDEST = 1e4  # at larger standard deviations the sigmoid counts as a step: an error of 3e-5
-_LEAST_VARIANCE = 1e-12  # added to the variance, so that the derivative of its square root is finite
 _CHUNK_NUMBERS = 2**22
+
+LEAST_VARIANCE = 1e-12
+"""Constant added to variances, so that the derivative of the square root is finite."""
 
 
 def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES) -> tuple[Tensor, Tensor]:
@@ -44,7 +46,7 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
     centred on the mass of the integrand, so that logarithms of tiny expectations are accurate. f is differentiable in
     mean and variance; the weights are constants.
     """
-    std = (variance + _LEAST_VARIANCE).sqrt()
+    std = (variance + LEAST_VARIANCE).sqrt()
     with torch.no_grad():
         # 1. κ = -m/s and the centre c of the mass, where e^{slope f} N(f; m, v) is largest, at most κ; then κ from c
         kink = -mean / std
@@ -79,7 +81,7 @@ def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
         p = (weights * sigmoids).sum(-1, keepdim=True)
         d = (sigmoids / p.clamp_min(torch.finfo(p.dtype).tiny) - 1.0).clamp_min(1e-12 - 1.0)  # finite derivatives
         values = (weights * ((1.0 + d) * torch.log1p(d) - d)).sum(-1) * p.squeeze(-1)
-        return values * (variance / (variance + _LEAST_VARIANCE))
+        return values * (variance / (variance + LEAST_VARIANCE))
 
     return in_chunks(of, nodes, mean, variance)
 

@@ -14,13 +14,12 @@ from torch import distributions as dist
 
 from ..covariance import AnyLatent, has_factor, is_selected
 from ..covariance.terms import standard_normal
-from ..data.frames import as_targets
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, seeded
 from .links import at_least_float32, latent_nodes
 from .mixtures import bisected, known_covariance, known_residuals, mixture_quantile, normal_nodes
 from .predictions import RealPrediction, tails_of
-from .targets import aligned_targets, check_real_targets, check_target_shape
+from .targets import check_real_targets, check_target_shape
 
 DOUBLINGS, INVERSE_HALVINGS = 60, 120
 """Number of steps that bracket the inverse of a function, from ±1 up to ±2^60, and that then halve the bracket."""
@@ -85,9 +84,7 @@ class RegressionPrediction(RealPrediction):
         Cost: O(B C³), or O(S B C) for S weight draws, or O(S² B C) for S linearised draws.
         """
         mean, draws = self.mean, self._draws()
-        targets = as_targets(targets, mean.device)
-        check_real_targets("RegressionPrediction.log_prob", mean.shape, mean.device, targets, self.missing)
-        targets = aligned_targets("RegressionPrediction.log_prob", mean, targets)
+        targets = self._aligned(targets, mean, check_real_targets, self.missing)
         if draws is not None:
             residual, volume = known_residuals(draws, targets, self._noise)
             squares = (residual.square() / self._noise).sum(-1)  # (S, B, C) -> (S, B)
@@ -224,9 +221,7 @@ class TransformedPrediction(RealPrediction):
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns `log p(g⁻¹(t)) - Σ_c log |g'|` for targets t, (B,); -inf for a target beyond the range of g."""
         mean = self.prediction.mean
-        targets = as_targets(targets, mean.device)
-        check_target_shape("TransformedPrediction.log_prob", mean.shape, mean.device, targets)
-        g, targets = _Monotone(self.function), doubled(targets).reshape(mean.shape)
+        g, targets = _Monotone(self.function), self._aligned(targets, doubled(mean), check_target_shape)
         y, missing = g.inv(targets), targets.isnan()
         beyond = y.isnan() & ~missing
         logs = self.prediction.log_prob(torch.where(beyond, doubled(mean), y).to(mean))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..data.batches import check_dense
 from ..errors import LapwingError
+from ..linalg import doubled
 
 
 def which_count(labels: Tensor, ignored: int) -> Tensor | None:
@@ -43,14 +44,16 @@ def check_labels(
             "`y.float()` for numbers, or give the network more outputs: `torch.nn.Linear(features, 2)`."
         )
     if shape != (batch,):
+        whole = shape == (batch, classes) and not dtype.is_floating_point and not dtype.is_complex
         if shape == (batch, 1):
             line = "Write `y.squeeze(1)`"
-        elif shape == (batch, classes) and _several_at_once(labels):
+        elif whole and bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1) != 1).any()):
             line = "Write `likelihood='bernoulli'` for several labels that may hold at once"
-        elif shape == (batch, classes) and not dtype.is_floating_point and bool((labels.abs() > 1).any()):
+        elif whole and bool((labels.long().abs() > 1).any()):
             line = "Write `likelihood='gaussian'` and `y.float()` for numbers, or `likelihood='poisson'` for counts"
         elif shape == (batch, classes):
-            line = "Write `y.argmax(1)` for one-hot labels or class probabilities"
+            integers = ".long()" if dtype == torch.bool else ""
+            line = f"Write `y{integers}.argmax(1)` for one-hot labels or class probabilities"
         else:
             line = "Pass one label for each input, in the same order"
         raise LapwingError(
@@ -64,10 +67,10 @@ def check_labels(
             "Drop those rows with `keep = ~y.isnan(); x, y = x[keep], y[keep].long()`."
         )
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        hint = ' (or, for regression, `likelihood="gaussian"`)' if dtype.is_floating_point else ""
-        line = f"Write `y.long()`{hint}"
-        if dtype.is_floating_point and not _are_whole(labels):
-            line = 'Write `likelihood="gaussian"` for real targets'
+        line = "Write `y.long()`"
+        if dtype.is_floating_point:
+            regression = 'Write `likelihood="gaussian"` for real targets'
+            line = f'{line} (or, for regression, `likelihood="gaussian"`)' if _are_whole(labels) else regression
         raise LapwingError(
             f"{name} accepts labels of an integer dtype from 0 to {classes - 1}. The labels have shape {shape} and "
             f"dtype {dtype}. {line}."
@@ -122,12 +125,6 @@ def check_counts(name: str, outputs_shape: torch.Size, device: torch.device, tar
         )
 
 
-def _several_at_once(labels: Tensor) -> bool:
-    """Whether integer labels (B, C) are 0 and 1, but not one-hot rows."""
-    whole = not labels.dtype.is_floating_point and not labels.dtype.is_complex
-    return whole and bool(((labels == 0) | (labels == 1)).all()) and bool((labels.sum(1) != 1).any())
-
-
 def _are_whole(targets: Tensor) -> bool:
     """Whether all real targets that are not NaN are whole numbers, like class labels."""
     if targets.is_meta or targets.dtype.is_complex:
@@ -140,26 +137,27 @@ def is_soft(outputs_shape: torch.Size, targets: Tensor) -> bool:
     return isinstance(targets, Tensor) and targets.is_floating_point() and targets.shape == outputs_shape
 
 
+def are_class_probabilities(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a mask (B,) of the rows (B, C) that are at least 0 and sum to 1, up to the rounding of a dtype."""
+    rounding = 1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
+    rows = doubled(rows.detach())
+    return (rows >= 0).all(1) & ((rows.sum(1) - 1).abs() <= rounding)
+
+
 def check_class_probabilities(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
     """Checks that class probabilities (B, C) are at least 0 and that rows sum to 1 up to rounding."""
     check_target_shape(name, outputs_shape, device, targets)
-    rounding = 1e-2 if targets.dtype in (torch.float16, torch.bfloat16) else 1e-4
-    bad = (targets < 0) | ~((targets.double().sum(-1, keepdim=True) - 1).abs() <= rounding)
+    bad = ~are_class_probabilities(targets, targets.dtype)
     if bool(bad.any()):
         raise LapwingError(
             f"{name} accepts integer labels, or class probabilities of shape {tuple(outputs_shape)} whose rows sum to "
-            f"1. {int(bad.any(-1).sum())} of {len(targets)} rows do not. Write `y.argmax(1)` for labels, or "
+            f"1. {int(bad.sum())} of {len(targets)} rows do not. Write `y.argmax(1)` for labels, or "
             "`y / y.sum(1, keepdim=True)`."
         )
 
 
 def check_binary_targets(
-    name: str,
-    outputs_shape: torch.Size,
-    device: torch.device,
-    targets: Tensor,
-    soft: bool = False,
-    missing: bool = False,
+    name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor, soft: bool, missing: bool
 ) -> None:
     """Checks targets of 0 and 1, with `soft` also numbers between them and with `missing` also NaN, against outputs."""
     check_target_shape(name, outputs_shape, device, targets)
@@ -180,10 +178,8 @@ def check_binary_targets(
         raise LapwingError(
             f"{name} accepts probabilities between 0 and 1, but {_where(bad, targets)} not. Write `y.clamp(0, 1)`."
         )
-    if not targets.dtype.is_floating_point and bool((targets.abs() == 1).all()):
-        line = "Write `y = (y + 1) // 2` for targets of -1 and 1"
-    elif bool((targets.abs() == 1).all()):
-        line = "Write `y = (y + 1) / 2` for targets of -1 and 1"
+    if bool((targets.abs() == 1).all()):
+        line = f"Write `y = (y + 1) {'/' if targets.is_floating_point() else '//'} 2` for targets of -1 and 1"
     elif bool(wrong.isnan().any()):
         keep = "~y.isnan()" if targets.dim() == 1 else "~y.isnan().any(1)"
         line = f"Drop rows with NaN: `keep = {keep}; x, y = x[keep], y[keep]`, or write `lw.Bernoulli(missing=True)`"
@@ -261,12 +257,10 @@ def _batch_and_outputs(
 
 def _where(bad: Tensor, values: Tensor) -> str:
     """Returns a text with the number of bad values, shape, dtype and the first of them; an adjective must follow it."""
-    first = int(bad.flatten().to(torch.uint8).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), bad.shape))
-    place = index[0] if len(index) == 1 else index
+    first = tuple(bad.nonzero()[0].tolist())
     return (
         f"{int(bad.sum())} of {bad.numel()} values of shape {tuple(values.shape)} and dtype {values.dtype} "
-        f"(the first at index {place}: {values.flatten()[first].item()}) are"
+        f"(the first at index {first[0] if len(first) == 1 else first}: {values[first].item()}) are"
     )
 
 

@@ -247,6 +247,7 @@ OF_LABELS = [
     ((4, 3), torch.tensor([0.0, 1.0, 2.0, 0.0]), ["torch.float32", "(4,)", "y.long()", '"gaussian"']),
     ((4, 3), torch.tensor([0.0, 0.5, 2.0, 0.0]), ["torch.float32", 'Write `likelihood="gaussian"` for real targets.']),
     ((4, 2), torch.tensor([True, False, True, True]), ["torch.bool", "y.long()"]),
+    ((4, 3), torch.eye(3, dtype=torch.bool)[[0, 1, 2, 0]], ["(4,)", "bool", "y.long().argmax(1)"]),
     ((4, 3), torch.tensor([0.0, float("nan"), 1.0, float("nan")]), ["2 of 4", "NaN", "index 1", "~y.isnan()"]),
     ((4, 3), torch.tensor([[0], [1], [2], [0]]), ["(4,)", "(4, 1)", "torch.int64", "y.squeeze(1)"]),
     ((4, 3), torch.eye(3, dtype=torch.long)[[0, 1, 2, 0]], ["(4,)", "(4, 3)", "y.argmax(1)"]),
