@@ -15,7 +15,7 @@ from ..errors import LapwingError, is_out_of_memory
 from ..jacobian.plain_functions import transformed
 from .entry import network_precision
 from .forward import NetworkForward
-from .module_state import modules_of, preserved_state
+from .module_state import PreservedState, modules_of
 
 LISTS = (
     "If samples are lists of numbers, let the data set return tensors: torch joins lists of T numbers into T tensors."
@@ -56,18 +56,22 @@ def call(
 
 
 def shaped_outputs(
-    model: nn.Module, inputs: Any, forward: Forward | None = None, mode: AbstractContextManager | None = None
+    model: nn.Module,
+    inputs: Any,
+    forward: Forward | None = None,
+    mode: AbstractContextManager | None = None,
+    state: PreservedState | None = None,
 ) -> Tensor:
     """Runs the network and returns its outputs (B, C), or outputs with positions in their own shape.
 
     Outputs (B,) become (B, 1). If the network returns an object, the outputs are its `.logits`; if it returns a dict,
     they are the entry of the first of `OUTPUT_KEYS`. Only the network runs in the context `mode`: a function mode would
-    also see the checks of its outputs.
+    also see the checks of its outputs. `state` is the present state of the modules, if the caller has it.
     """
     forward, plain = NetworkForward.of(forward), not torch.is_grad_enabled() and not transformed()
     graph = plain and model in _DIFFERENTIATING
     try:
-        with network_precision(), preserved_state(model), torch.enable_grad() if graph else nullcontext():
+        with network_precision(), state or PreservedState(model), torch.enable_grad() if graph else nullcontext():
             with mode or nullcontext():
                 returned = forward(model, inputs)
             out = output_tensor(returned)  # which may be the network's own attribute
@@ -125,7 +129,7 @@ def state_kept(model: nn.Module, inputs: Any, forward: Forward | None, tolerance
 
     Every other call restores them, so that it does not show what the network keeps, such as a hidden state.
     """
-    with torch.no_grad(), network_precision(), preserved_state(model):
+    with torch.no_grad(), network_precision(), PreservedState(model):
         before = {module: dict(vars(module)) for _, module in modules_of(model)}
         with torch.enable_grad() if model in _DIFFERENTIATING else nullcontext():
             first, second = (output_tensor(NetworkForward.of(forward)(model, inputs)) for _ in range(2))

@@ -26,7 +26,7 @@ from ..data.batches import Forward
 from ..errors import LapwingError
 from .calling import call
 from .eager import EagerMode, eager_math, native, swapped, without_compiled
-from .module_state import preserved_state
+from .module_state import PreservedState
 
 
 class StandIns(EagerMode):
@@ -95,7 +95,7 @@ def call_with(
     if not unseen:
         with without_compiled():
             return call(model, inputs, forward, StandIns(parameters, values))
-    with eager_math(), preserved_state(model):
+    with eager_math(), PreservedState(model):
         values = {f"model.{name}": value for name, value in values.items()}
         return functional_call(Called(model, forward), values, (inputs,))
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from . import recurrent
 from .calling import OutputsWithPositions, call, shaped_outputs
 from .eager import EagerMode, swapped, without_compiled
 from .forward import NetworkForward
+from .module_state import PreservedState, modules_of
 
 BATCHED_BACKWARD = 2**24
 """Maximum number of gradient entries for one batched backward pass. Above it cotangents go back one by one."""
@@ -40,11 +42,11 @@ ROUTING = frozenset(
     name + suffix
     for suffix in ("", "_")
     for name in (
-        "allclose", "argsort", "bincount", "bucketize", "gather", "index_add", "index_copy", "index_fill", "index_put",
-        "index_reduce", "index_select", "kthvalue", "masked_scatter", "masked_select", "median", "nonzero", "put",
-        "repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sort", "take",
-        "take_along_dim", "topk", "unique", "unique_consecutive", "_pack_padded_sequence", "_pad_packed_sequence",
-        "equal", "is_nonzero", "msort", "one_hot", "__array__", "__bool__", "__contains__",
+        "allclose", "argsort", "argwhere", "bincount", "bucketize", "gather", "index_add", "index_copy", "index_fill",
+        "index_put", "index_reduce", "index_select", "kthvalue", "masked_scatter", "masked_select", "median",
+        "nonzero", "put", "repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sort",
+        "take", "take_along_dim", "topk", "unique", "unique_consecutive", "_pack_padded_sequence",
+        "_pad_packed_sequence", "equal", "is_nonzero", "msort", "one_hot", "__array__", "__bool__", "__contains__",
         "__float__", "__index__", "__int__", "item", "numpy", "tolist",
     )
 )  # fmt: skip
@@ -96,6 +98,21 @@ class Recorder(EagerMode):
         self._spread = spread
         self.noted: list[RecordedUse] = []
         self.routed = self.differentiated = False
+
+    @contextlib.contextmanager
+    def since_call_of(self, module: nn.Module) -> Iterator[None]:
+        """Runs the block without gradients until this thread calls the module, and records from there on."""
+        thread = get_ident()
+
+        def begin(*_: Any) -> None:
+            if get_ident() == thread and not recording:
+                torch.set_grad_enabled(True)
+                recording.append(stack.enter_context(self))
+
+        recording: list[Recorder] = []
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            yield
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function. If it uses watched parameters, records the use and starts the graph at its output."""
@@ -158,7 +175,21 @@ class Recorder(EagerMode):
                     return next((value for value in args if out is self._stand_ins.get(id(value))), out)
         return function(*args, **kwargs)
 
-    def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
+    def recording(self, shaped: Tensor, inputs: Any, forward: Forward | None) -> Recording:
+        """Returns the recording of a call, from its outputs in their own shape."""
+        outputs = NetworkForward.of(forward).matrix(shaped)
+        elsewhere = self._elsewhere(outputs, tensors(inputs))
+        leaves = [] if isinstance(inputs, Tensor) else pytree.tree_leaves(tree(inputs))
+        plain = [leaf for leaf in leaves if isinstance(leaf, (str, int))]
+        routed = self.routed or (bool(plain) and sum(isinstance(leaf, str) for leaf in plain) >= max(2, size(inputs)))
+        return Recording(outputs, self.noted, routed, routed or bool(plain), self.differentiated, elsewhere, shaped)
+
+    def owner(self, model: nn.Module) -> nn.Module | None:
+        """Returns the only module with watched parameters, or None if there are several."""
+        owners = [one for _, one in modules_of(model) if any(map(self._is_watched, one._parameters.values()))]
+        return owners[0] if len(owners) == 1 else None
+
+    def _elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
         """Returns the names of watched parameters at which the graph of the outputs ends: they are used in another way.
 
         Recorded uses have constants instead. The graph behind the inputs does not count. Sets `reached` of each use.
@@ -175,7 +206,7 @@ def _routes(function: Callable, args: tuple) -> bool:
     if name in ("__getitem__", "__setitem__"):
         places = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(place, (Tensor, list)) or hasattr(place, "__array__") for place in places)
-    return name in ROUTING
+    return name in ROUTING or (name == "where" and len(args) == 1)
 
 
 def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
@@ -194,6 +225,74 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
     return leaves, met
 
 
+class Known(NamedTuple):
+    """A recorded call, which calls with inputs of the same shapes repeat."""
+
+    names: list[dict[str, str]]  # of each use
+    module: nn.Module | None  # the only one with watched parameters, unless other functions use them before its call
+
+    def is_repeated(self, recording: Recording) -> bool:
+        """Whether a recording that began at the module has all uses of the first call, and nothing else."""
+        if [use.names for use in recording.noted] != self.names or not all(use.reached for use in recording.noted):
+            return False
+        return not (recording.routed or recording.differentiated or recording.elsewhere)
+
+
+class KnownCalls:
+    """Calls of one network with the same watched parameters, which later calls repeat.
+
+    The functions that a forward pass calls depend on the shapes of its inputs, on the attributes of its modules, and on
+    values that it reads (`ROUTING`). If a call reads no value, calls with inputs of the same shapes repeat it as long
+    as the modules have the same attributes. So if all watched parameters belong to one module, the next recording may
+    begin where that module is called. What comes before runs without gradients and without a function mode.
+    """
+
+    def __init__(self) -> None:
+        self._state: PreservedState | None = None
+        self._known: dict[Hashable, Known] = {}
+        self._checked: object = None
+
+    def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:
+        return KnownCalls, ()  # a copy of the network has other modules
+
+    def is_checked(self, stamp: object) -> bool:
+        """Whether the modules have the attributes of a call before which `check` was called with this stamp."""
+        return self._is_current() and self._checked is stamp
+
+    def check(self, stamp: object) -> None:
+        """Notes that the layers and tensors of the modules, as they are now, are those of a stamp."""
+        self._checked = stamp if self._is_current() else None
+
+    def _is_current(self) -> bool:
+        return self._state is not None and self._state.is_unchanged()
+
+    def find(self, inputs: Any) -> tuple[Known | None, PreservedState | None]:
+        """Returns the known call that a call with these inputs repeats, and the state of the modules before both."""
+        known = self._known.get(_shapes(inputs))
+        return (known, self._state) if known is not None and self._is_current() else (None, None)
+
+    def add(self, inputs: Any, state: PreservedState, recording: Recording, module: nn.Module | None) -> None:
+        """Adds the call of a recording, unless it read a value or changed the modules, which had this state."""
+        shapes, other = _shapes(inputs), recording.chosen or recording.differentiated or recording.elsewhere
+        if shapes is None or other or state.restored:
+            return
+        if not self._is_current():
+            self._checked, state.trusts = None, True
+            self._state, self._known = state, {}
+        self._known[shapes] = Known([use.names for use in recording.noted], module)
+
+
+def _shapes(inputs: Any) -> Hashable:
+    """Returns the names, shapes and dtypes of inputs, or None if some are no tensors, or require gradients."""
+    if isinstance(inputs, Tensor):
+        return None if inputs.requires_grad else (inputs.shape, inputs.dtype)
+    if not isinstance(inputs, (Mapping, tuple, list)):
+        return None
+    names, parts = (tuple(inputs), inputs.values()) if isinstance(inputs, Mapping) else (type(inputs), inputs)
+    shapes = tuple(map(_shapes, parts))
+    return None if None in shapes else (names, shapes)
+
+
 def run(
     model: nn.Module,
     inputs: Any,
@@ -201,21 +300,27 @@ def run(
     watched: Mapping[str, Tensor],
     spread: int = 1,
     frozen: Sequence[Tensor] = (),
+    calls: KnownCalls | None = None,
 ) -> Recording:
     """Runs the uncompiled network once, recording the watched parameters.
 
     Embeddings of a single row of tokens are expanded over `spread` samples. `frozen` are watched parameters without
-    requires_grad whose use the graph must show.
+    requires_grad whose use the graph must show. `calls` are known calls with the same watched parameters.
     """
-    recorder = Recorder(watched, spread, frozen)
     with torch.enable_grad(), without_compiled():
-        shaped = shaped_outputs(model, inputs, forward, recorder)
-        outputs = NetworkForward.of(forward).matrix(shaped)
-    elsewhere = recorder.elsewhere(outputs, tensors(inputs))
-    plain = [leaf for leaf in pytree.tree_leaves(tree(inputs)) if isinstance(leaf, (str, int))]
-    routed = recorder.routed or sum(isinstance(leaf, str) for leaf in plain) >= max(2, size(inputs))
-    chosen = routed or bool(plain)
-    return Recording(outputs, recorder.noted, routed, chosen, recorder.differentiated, elsewhere, shaped)
+        known, state = (None, None) if calls is None else calls.find(inputs)
+        state = state or PreservedState(model)
+        if known is not None and known.module is not None:
+            recorder = Recorder(watched, spread, frozen)
+            mode = recorder.since_call_of(known.module)
+            recording = recorder.recording(shaped_outputs(model, inputs, forward, mode, state), inputs, forward)
+            if known.is_repeated(recording):
+                return recording
+        recorder = Recorder(watched, spread, frozen)
+        recording = recorder.recording(shaped_outputs(model, inputs, forward, recorder, state), inputs, forward)
+        if calls is not None:
+            calls.add(inputs, state, recording, None if recorder.rounds or known else recorder.owner(model))
+    return recording
 
 
 def run_spread(

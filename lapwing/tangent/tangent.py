@@ -29,10 +29,11 @@ from ..network.gate import Checked, check_constant, check_inputs, check_recordin
 from ..network.positions import Places, Positions
 from ..network.probe import probe
 from ..network.recording_plan import Coverage, RecordingPlan, Uses
+from ..network.refusals import check_layers
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
-from ..network.tracing import Recording, run, wants_gradient
+from ..network.tracing import KnownCalls, Recording, run, wants_gradient
 from .at_positions import RandomCotangents, by_position, direct_records, direct_use
 from .record import Record
 from .retry import chunk_limit
@@ -57,6 +58,7 @@ class Tangent:
     outputs: int  # C
     memory: int  # budget in bytes for one chunk
     sample_axis: SampleAxisCheck = field(default_factory=SampleAxisCheck, repr=False, compare=False)
+    calls: KnownCalls = field(default_factory=KnownCalls, init=False, repr=False, compare=False)
 
     @classmethod
     @outside_modes
@@ -197,6 +199,16 @@ class Tangent:
         """Returns the tensors on which the outputs depend, see `state_of`."""
         return state_of(self.model)
 
+    def changed_since(self, stamp: Stamp) -> str | None:
+        """Returns the name of a tensor that has changed since a stamp, or None. Raises if a layer may not be used."""
+        if self.calls.is_checked(stamp):
+            return stamp.changed()
+        check_layers(self.model)
+        changed = stamp.changed(self.state())
+        if changed is None:
+            self.calls.check(stamp)
+        return changed
+
     def mean(self) -> dict[str, Tensor]:
         """Returns the trained weights in the accumulation dtype: block name -> (P_block,)."""
         return {block.name: self.mean_of(block) for block in self.blocks}
@@ -272,7 +284,9 @@ class Tangent:
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
-        recording = run(self.model, checked.inputs, self.forward, watched | idle, spread, frozen)
+        recording = run(
+            self.model, checked.inputs, self.forward, watched | idle, spread, frozen, None if idle else self.calls
+        )
         recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
         width = recording.outputs.shape[1] if self.called.positions else self.outputs
         check_recording(self.model, checked.inputs, recording, width, late)
