@@ -18,6 +18,7 @@ from ..errors import LapwingError, check_flag, shown
 from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.updating import Update
 from ..network.entry import outside_modes
+from ..network.gate import checked_network
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.former import precision_product
@@ -138,10 +139,11 @@ def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any, act
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if not present.issuperset(former.parameters):
             raise _other_network(model, former)
-    tangent = Tangent.survey(
-        model, inputs, lambda name, _: name in former.parameters, options.forward or former.forward,
-        options.memory or former.memory, activation=activation,
-    )  # fmt: skip
+    forward = options.forward or former.call.forward
+    call = replace(former.call, model=checked_network(model, False), forward=forward, activation=activation, looks=True)
+    tangent = Tangent.of_call(
+        call, inputs, lambda name, _: name in former.parameters, options.memory or former.memory, warn=True
+    )
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
         raise _other_network(tangent.model, former)
     return tangent

@@ -39,7 +39,8 @@ class PreservedState:
     restored = False  # whether a block changed something
 
     def __init__(self, model: nn.Module) -> None:
-        attributes = [vars(module) for _, module in modules_of(model)]
+        self.modules = [module for _, module in modules_of(model)]
+        attributes = [*map(vars, self.modules)]
         inner = [value for held in attributes for value in held.values() if isinstance(value, (dict, list))]
         self._containers = [*attributes, *inner]
         self._former = [dict(each) if isinstance(each, dict) else list(each) for each in self._containers]

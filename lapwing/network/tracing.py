@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -22,15 +22,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from ..data.batches import Forward, size, tensors, tree
-from ..errors import LapwingError
+from ..data.batches import size, tensors, tree
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from . import recurrent
-from .calling import OutputsWithPositions, call, shaped_outputs
-from .eager import EagerMode, swapped, without_compiled
-from .forward import NetworkForward
-from .module_state import PreservedState, modules_of
+from .eager import EagerMode, swapped
+from .module_state import PreservedState
+from .positions import Positions
 
 BATCHED_BACKWARD = 2**24
 """Maximum number of gradient entries for one batched backward pass. Above it cotangents go back one by one."""
@@ -86,9 +84,13 @@ class Recording(NamedTuple):
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
 
+    def is_plain(self) -> bool:
+        """Whether the outputs depend on all recorded uses, and on watched parameters in no other way."""
+        return not (self.differentiated or self.elsewhere) and all(use.reached for use in self.noted)
+
 
 class Recorder(EagerMode):
-    """Function mode that records the uses of parameters. `run` explains the arguments."""
+    """Function mode that records the uses of parameters. `Call.recorded` explains the arguments."""
 
     def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -175,19 +177,14 @@ class Recorder(EagerMode):
                     return next((value for value in args if out is self._stand_ins.get(id(value))), out)
         return function(*args, **kwargs)
 
-    def recording(self, shaped: Tensor, inputs: Any, forward: Forward | None) -> Recording:
-        """Returns the recording of a call, from its outputs in their own shape."""
-        outputs = NetworkForward.of(forward).matrix(shaped)
+    def recording(self, shaped: Tensor, layout: Positions | None, inputs: Any) -> Recording:
+        """Returns the recording of a call, from its outputs in their own shape, and their layout."""
+        outputs = shaped if layout is None else layout.matrix(shaped)
         elsewhere = self._elsewhere(outputs, tensors(inputs))
         leaves = [] if isinstance(inputs, Tensor) else pytree.tree_leaves(tree(inputs))
         plain = [leaf for leaf in leaves if isinstance(leaf, (str, int))]
         routed = self.routed or (bool(plain) and sum(isinstance(leaf, str) for leaf in plain) >= max(2, size(inputs)))
         return Recording(outputs, self.noted, routed, routed or bool(plain), self.differentiated, elsewhere, shaped)
-
-    def owner(self, model: nn.Module) -> nn.Module | None:
-        """Returns the only module with watched parameters, or None if there are several."""
-        owners = [one for _, one in modules_of(model) if any(map(self._is_watched, one._parameters.values()))]
-        return owners[0] if len(owners) == 1 else None
 
     def _elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
         """Returns the names of watched parameters at which the graph of the outputs ends: they are used in another way.
@@ -225,21 +222,8 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
     return leaves, met
 
 
-class Known(NamedTuple):
-    """A recorded call, which calls with inputs of the same shapes repeat."""
-
-    names: list[dict[str, str]]  # of each use
-    module: nn.Module | None  # the only one with watched parameters, unless other functions use them before its call
-
-    def is_repeated(self, recording: Recording) -> bool:
-        """Whether a recording that began at the module has all uses of the first call, and nothing else."""
-        if [use.names for use in recording.noted] != self.names or not all(use.reached for use in recording.noted):
-            return False
-        return not (recording.routed or recording.differentiated or recording.elsewhere)
-
-
 class KnownCalls:
-    """Calls of one network with the same watched parameters, which later calls repeat.
+    """Recorded calls of one network, which later calls repeat.
 
     The functions that a forward pass calls depend on the shapes of its inputs, on the attributes of its modules, and on
     values that it reads (`ROUTING`). If a call reads no value, calls with inputs of the same shapes repeat it as long
@@ -248,38 +232,48 @@ class KnownCalls:
     """
 
     def __init__(self) -> None:
-        self._state: PreservedState | None = None
-        self._known: dict[Hashable, Known] = {}
-        self._checked: object = None
+        self.state: PreservedState | None = None  # of the modules, before all of these calls
+        self._calls: dict[Hashable, tuple[nn.Module | None, int]] = {}
+        self._stamp: object = None
 
     def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:
         return KnownCalls, ()  # a copy of the network has other modules
 
+    def are_current(self) -> bool:
+        """Whether the modules have the same attributes as before these calls."""
+        return self.state is not None and self.state.is_unchanged()
+
     def is_checked(self, stamp: object) -> bool:
-        """Whether the modules have the attributes of a call before which `check` was called with this stamp."""
-        return self._is_current() and self._checked is stamp
+        """Whether `check` was called with this stamp when the modules had the same attributes."""
+        return self.are_current() and self._stamp is stamp
 
     def check(self, stamp: object) -> None:
         """Notes that the layers and tensors of the modules, as they are now, are those of a stamp."""
-        self._checked = stamp if self._is_current() else None
+        self._stamp = stamp if self.are_current() else None
 
-    def _is_current(self) -> bool:
-        return self._state is not None and self._state.is_unchanged()
+    def find(self, watched: Iterable[str], inputs: Any) -> tuple[nn.Module | None, int]:
+        """Returns the module at which the recording of a known call may begin, or None, and its number of uses."""
+        module, uses = self._calls.get((*watched, _shapes(inputs)), (None, 0))
+        return (module, uses) if module is not None and self.are_current() else (None, 0)
 
-    def find(self, inputs: Any) -> tuple[Known | None, PreservedState | None]:
-        """Returns the known call that a call with these inputs repeats, and the state of the modules before both."""
-        known = self._known.get(_shapes(inputs))
-        return (known, self._state) if known is not None and self._is_current() else (None, None)
+    def add(
+        self, watched: Mapping[str, Tensor], inputs: Any, state: PreservedState, recording: Recording, whole: bool
+    ) -> None:
+        """Adds the call of a recording, unless it read a value or changed the modules, which had this state before.
 
-    def add(self, inputs: Any, state: PreservedState, recording: Recording, module: nn.Module | None) -> None:
-        """Adds the call of a recording, unless it read a value or changed the modules, which had this state."""
-        shapes, other = _shapes(inputs), recording.chosen or recording.differentiated or recording.elsewhere
-        if shapes is None or other or state.restored:
+        With `whole`, its recordings may never begin at a module.
+        """
+        shapes, current = _shapes(inputs), self.are_current()
+        call = *watched, shapes
+        known = current and call in self._calls and not whole
+        if known or shapes is None or recording.chosen or not recording.is_plain() or state.restored:
             return
-        if not self._is_current():
-            self._checked, state.trusts = None, True
-            self._state, self._known = state, {}
-        self._known[shapes] = Known([use.names for use in recording.noted], module)
+        if not current:
+            self._stamp, state.trusts = None, True
+            self.state, self._calls = state, {}
+        ids = {*map(id, watched.values())}
+        owners = [one for one in state.modules if not ids.isdisjoint(map(id, one._parameters.values()))]
+        self._calls[call] = owners[0] if len(owners) == 1 and not whole else None, len(recording.noted)
 
 
 def _shapes(inputs: Any) -> Hashable:
@@ -291,59 +285,6 @@ def _shapes(inputs: Any) -> Hashable:
     names, parts = (tuple(inputs), inputs.values()) if isinstance(inputs, Mapping) else (type(inputs), inputs)
     shapes = tuple(map(_shapes, parts))
     return None if None in shapes else (names, shapes)
-
-
-def run(
-    model: nn.Module,
-    inputs: Any,
-    forward: Forward | None,
-    watched: Mapping[str, Tensor],
-    spread: int = 1,
-    frozen: Sequence[Tensor] = (),
-    calls: KnownCalls | None = None,
-) -> Recording:
-    """Runs the uncompiled network once, recording the watched parameters.
-
-    Embeddings of a single row of tokens are expanded over `spread` samples. `frozen` are watched parameters without
-    requires_grad whose use the graph must show. `calls` are known calls with the same watched parameters.
-    """
-    with torch.enable_grad(), without_compiled():
-        known, state = (None, None) if calls is None else calls.find(inputs)
-        state = state or PreservedState(model)
-        if known is not None and known.module is not None:
-            recorder = Recorder(watched, spread, frozen)
-            mode = recorder.since_call_of(known.module)
-            recording = recorder.recording(shaped_outputs(model, inputs, forward, mode, state), inputs, forward)
-            if known.is_repeated(recording):
-                return recording
-        recorder = Recorder(watched, spread, frozen)
-        recording = recorder.recording(shaped_outputs(model, inputs, forward, recorder, state), inputs, forward)
-        if calls is not None:
-            calls.add(inputs, state, recording, None if recorder.rounds or known else recorder.owner(model))
-    return recording
-
-
-def run_spread(
-    model: nn.Module,
-    inputs: Any,
-    forward: Forward | None,
-    watched: Mapping[str, Tensor],
-    frozen: Sequence[Tensor] = (),
-) -> Recording:
-    """Records the network with tables expanded over the samples, unless this changes its outputs."""
-    try:
-        outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs), frozen)
-    except OutputsWithPositions:
-        raise
-    except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may reject the table's new shape
-        return run(model, inputs, forward, watched, frozen=frozen)
-    if any(use.spread for use in noted):
-        with torch.no_grad(), without_compiled():
-            plain = call(model, inputs, forward)
-        tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
-        if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
-            return run(model, inputs, forward, watched, frozen=frozen)
-    return recording
 
 
 def wants_gradient(inputs: Any) -> bool:
