@@ -21,6 +21,7 @@ from ..data.loaders import checked_batches
 from ..errors import LapwingError, check_choice
 from ..linalg import doubled
 from ..network.entry import outside_modes
+from ..network.refusals import check_layers
 from ..network.stamp import Stamp, fingerprint
 from ..posterior.files import read_safetensors, write_safetensors
 from ..posterior.loading import check_same
@@ -49,7 +50,8 @@ class Novelty:
 
     @outside_modes
     def __call__(self, x: Any) -> Tensor:
-        changed = self.tangent.changed_since(self.stamp)
+        check_layers(self.tangent.model)
+        changed = self.stamp.changed(self.tangent.state())
         if changed is not None:
             raise LapwingError(
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."

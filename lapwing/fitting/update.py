@@ -141,9 +141,8 @@ def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any, act
             raise _other_network(model, former)
     forward = options.forward or former.call.forward
     call = replace(former.call, model=checked_network(model, False), forward=forward, activation=activation, looks=True)
-    tangent = Tangent.of_call(
-        call, inputs, lambda name, _: name in former.parameters, options.memory or former.memory, warn=True
-    )
+    memory = options.memory or former.memory
+    tangent = Tangent.survey(call, inputs, lambda name, _: name in former.parameters, memory=memory)
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
         raise _other_network(tangent.model, former)
     return tangent

@@ -146,7 +146,7 @@ class Call:
                 recorder = Recorder(watched, spread, frozen)
                 shaped = self.shaped(inputs, recorder.since_call_of(module), self.known.state)
                 recording = recorder.recording(shaped, self.layout, inputs)
-                if len(recording.noted) == uses and recording.is_plain() and not recording.routed:
+                if len(recording.noted) == uses and recording.plain and not recording.routed:
                     return recording
             recorder, state = Recorder(watched, spread, frozen), PreservedState(self.model)
             recording = recorder.recording(self.shaped(inputs, recorder, state), self.layout, inputs)

@@ -6,10 +6,8 @@ after a pass with drawn weights they would change the outputs. Hooks that a pass
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from operator import is_
-from typing import Any
 
 from torch import nn
 
@@ -47,15 +45,15 @@ class PreservedState:
         self._lengths = [*map(len, self._former)]
         self._filled = [each for each in self._containers if each]  # most are empty, such as dicts of hooks
         self._dicts = [each for each in self._filled if isinstance(each, dict)]
-        self._entries = [*self._now()]
-
-    def _now(self) -> Iterator[Any]:
-        """Yields all keys and entries, and then all values of dicts."""
-        return chain(chain.from_iterable(self._filled), chain.from_iterable(map(dict.values, self._dicts)))
+        self._entries = [*chain.from_iterable(self._filled)]  # of lists, and keys of dicts
+        self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
 
     def is_unchanged(self) -> bool:
         """Whether all containers hold the same objects in the same order."""
-        return [*map(len, self._containers)] == self._lengths and all(map(is_, self._now(), self._entries))
+        if [*map(len, self._containers)] != self._lengths:
+            return False
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        return all(map(is_, chain.from_iterable(self._filled), self._entries)) and all(map(is_, values, self._values))
 
     def __enter__(self) -> PreservedState:
         return self

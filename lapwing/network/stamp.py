@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Stamp:
     """Tensors, write counters and sampled values of a network. Integer and unsaved buffers are not compared."""
 
     tensors: dict[str, Tensor] = field(repr=False)
-    marks: tuple[tuple[int, torch.Size], ...] = field(repr=False)  # write counter and shape of each tensor
+    marks: list[tuple[int, torch.Size]] = field(repr=False)  # write counter and shape of each tensor
     values: Tensor = field(repr=False)
     views: tuple[list[tuple], list[Tensor]] = field(default=([], []), init=False, repr=False, compare=False)
 
@@ -61,35 +62,34 @@ class Stamp:
         """Reads new write counters, since `copy.deepcopy` and pickle copy the network with its posterior."""
         self.__dict__.update(state, marks=_marks(state["tensors"]), views=([], []))
 
-    def changed(self, state: Mapping[str, Tensor] | None = None) -> str | None:
-        """Returns the name of a tensor that has changed, or None. Without a `state`, the network has the same ones."""
-        if state is not None:
-            for name, tensor in self.tensors.items():
-                if state.get(name) is not tensor:
-                    return name
-            if len(state) > len(self.tensors):
-                return next(name for name in state if name not in self.tensors)
-        now = _marks(self.tensors)
+    def changed(self, state: Mapping[str, Tensor]) -> str | None:
+        """Returns the name of a tensor that has changed, or None."""
+        mine = self.tensors
+        if len(state) != len(mine) or not all(map(is_, state.values(), mine.values())):
+            other = [name for name in (*mine, *state) if state.get(name) is not mine.get(name)]
+            if other:
+                return other[0]
+        now = _marks(mine)
         if now != self.marks:
-            return next(name for name, old, new in zip(self.tensors, self.marks, now, strict=True) if old != new)
+            return next(name for name, old, new in zip(mine, self.marks, now, strict=True) if old != new)
         values, before = torch.cat(self._views()), self.values
         if (values.dtype, values.device) != (before.dtype, before.device):
-            return f"the dtype or device of {next(iter(self.tensors))}"
+            return f"the dtype or device of {next(iter(mine))}"
         if torch.equal(values, before) or torch.equal(values := values.nan_to_num(), before):
             return None
         counts = [min(SAMPLED, shape.numel()) for _, shape in self.marks]
-        parts = zip(self.tensors, values.split(counts), before.split(counts), strict=True)
+        parts = zip(mine, values.split(counts), before.split(counts), strict=True)
         return next(name for name, new, old in parts if not torch.equal(new, old))
 
     def _views(self) -> list[Tensor]:
         """Returns the sampled entries of the tensors at present, by views that are kept as long as the memory stays."""
         memory = [(x.data_ptr(), x.stride(), x.dtype, x.is_neg(), x.is_conj()) for x in self.tensors.values()]
-        if self.views[0] == memory:
-            return self.views[1]
-        parts = _parts(self.tensors)
-        if not transformed() and all(part.data_ptr() == place[0] for part, place in zip(parts, memory, strict=True)):
+        if self.views[0] != memory:
+            parts = _parts(self.tensors)
+            if transformed() or any(part.data_ptr() != place[0] for part, place in zip(parts, memory, strict=True)):
+                return parts  # some are copies
             object.__setattr__(self, "views", (memory, parts))
-        return parts
+        return self.views[1]
 
 
 def fingerprint(value: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ def fingerprint(value: Tensor) -> Tensor:
     return sums
 
 
-def _marks(state: Mapping[str, Tensor]) -> tuple[tuple[int, torch.Size], ...]:
-    return tuple([(-1 if value.is_inference() else value._version, value.shape) for value in state.values()])
+def _marks(state: Mapping[str, Tensor]) -> list[tuple[int, torch.Size]]:
+    return [(-1 if value.is_inference() else value._version, value.shape) for value in state.values()]
 
 
 def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:

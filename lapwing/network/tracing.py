@@ -83,10 +83,7 @@ class Recording(NamedTuple):
     differentiated: bool  # the network computed gradients itself, which its outputs may contain
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
-
-    def is_plain(self) -> bool:
-        """Whether the outputs depend on all recorded uses, and on watched parameters in no other way."""
-        return not (self.differentiated or self.elsewhere) and all(use.reached for use in self.noted)
+    plain: bool  # the outputs depend on all recorded uses, and on watched parameters in no other way
 
 
 class Recorder(EagerMode):
@@ -178,23 +175,22 @@ class Recorder(EagerMode):
         return function(*args, **kwargs)
 
     def recording(self, shaped: Tensor, layout: Positions | None, inputs: Any) -> Recording:
-        """Returns the recording of a call, from its outputs in their own shape, and their layout."""
-        outputs = shaped if layout is None else layout.matrix(shaped)
-        elsewhere = self._elsewhere(outputs, tensors(inputs))
-        leaves = [] if isinstance(inputs, Tensor) else pytree.tree_leaves(tree(inputs))
-        plain = [leaf for leaf in leaves if isinstance(leaf, (str, int))]
-        routed = self.routed or (bool(plain) and sum(isinstance(leaf, str) for leaf in plain) >= max(2, size(inputs)))
-        return Recording(outputs, self.noted, routed, routed or bool(plain), self.differentiated, elsewhere, shaped)
+        """Returns the recording of a call, from its outputs in their own shape, and their layout.
 
-    def _elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
-        """Returns the names of watched parameters at which the graph of the outputs ends: they are used in another way.
-
-        Recorded uses have constants instead. The graph behind the inputs does not count. Sets `reached` of each use.
+        If the graph of the outputs ends at watched parameters, these are used `elsewhere`, since recorded uses have
+        constants instead. The graph behind the inputs does not count.
         """
-        leaves, met = graph_leaves(outputs, inputs)
+        outputs = shaped if layout is None else layout.matrix(shaped)
+        ends, met = graph_leaves(outputs, tensors(inputs))
+        elsewhere = {self._watched[id(leaf)] for leaf in ends if id(leaf) in self._watched}
         for use in self.noted:
             use.reached = use.edge.node in met
-        return {self._watched[id(leaf)] for leaf in leaves if id(leaf) in self._watched}
+        plain = not (self.differentiated or elsewhere) and all(use.reached for use in self.noted)
+        leaves = [] if isinstance(inputs, Tensor) else pytree.tree_leaves(tree(inputs))
+        values = [leaf for leaf in leaves if isinstance(leaf, (str, int))]
+        routed = self.routed or (bool(values) and sum(isinstance(leaf, str) for leaf in values) >= max(2, size(inputs)))
+        chosen = routed or bool(values)
+        return Recording(outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain)
 
 
 def _routes(function: Callable, args: tuple) -> bool:
@@ -233,28 +229,15 @@ class KnownCalls:
 
     def __init__(self) -> None:
         self.state: PreservedState | None = None  # of the modules, before all of these calls
-        self._calls: dict[Hashable, tuple[nn.Module | None, int]] = {}
-        self._stamp: object = None
+        self._calls: dict[Hashable, tuple[nn.Module | None, int]] = {}  # the module where to begin, and number of uses
 
     def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:
         return KnownCalls, ()  # a copy of the network has other modules
 
-    def are_current(self) -> bool:
-        """Whether the modules have the same attributes as before these calls."""
-        return self.state is not None and self.state.is_unchanged()
-
-    def is_checked(self, stamp: object) -> bool:
-        """Whether `check` was called with this stamp when the modules had the same attributes."""
-        return self.are_current() and self._stamp is stamp
-
-    def check(self, stamp: object) -> None:
-        """Notes that the layers and tensors of the modules, as they are now, are those of a stamp."""
-        self._stamp = stamp if self.are_current() else None
-
     def find(self, watched: Iterable[str], inputs: Any) -> tuple[nn.Module | None, int]:
         """Returns the module at which the recording of a known call may begin, or None, and its number of uses."""
         module, uses = self._calls.get((*watched, _shapes(inputs)), (None, 0))
-        return (module, uses) if module is not None and self.are_current() else (None, 0)
+        return (module, uses) if module is None or (self.state and self.state.is_unchanged()) else (None, 0)
 
     def add(
         self, watched: Mapping[str, Tensor], inputs: Any, state: PreservedState, recording: Recording, whole: bool
@@ -263,14 +246,13 @@ class KnownCalls:
 
         With `whole`, its recordings may never begin at a module.
         """
-        shapes, current = _shapes(inputs), self.are_current()
+        shapes, current = _shapes(inputs), self.state is not None and self.state.is_unchanged()
         call = *watched, shapes
         known = current and call in self._calls and not whole
-        if known or shapes is None or recording.chosen or not recording.is_plain() or state.restored:
+        if known or shapes is None or recording.chosen or not recording.plain or state.restored:
             return
         if not current:
-            self._stamp, state.trusts = None, True
-            self.state, self._calls = state, {}
+            self.state, self._calls, state.trusts = state, {}, True
         ids = {*map(id, watched.values())}
         owners = [one for one in state.modules if not ids.isdisjoint(map(id, one._parameters.values()))]
         self._calls[call] = owners[0] if len(owners) == 1 and not whole else None, len(recording.noted)

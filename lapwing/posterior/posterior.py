@@ -20,6 +20,7 @@ from ..likelihoods import Likelihood, Link, P
 from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import check_memory
 from ..network.entry import full_precision, outside_modes
+from ..network.refusals import check_layers
 from ..network.stamp import Stamp
 from ..options import SEED, check_argument, instance_of, integer, positive
 from ..prediction import Aim, DefaultWay, Quantity, Way
@@ -580,7 +581,8 @@ class Posterior(Displayed, Generic[P]):
         save(self, path)
 
     def _check_network(self) -> None:
-        changed = self.tangent.changed_since(self.stamp)
+        check_layers(self.tangent.model)
+        changed = self.stamp.changed(self.tangent.state())
         if changed is not None:
             raise LapwingError(
                 f"{changed} of {type(self.tangent.model).__name__} was written, replaced or added after the fit. Fit "

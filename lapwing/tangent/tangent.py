@@ -28,7 +28,6 @@ from ..network.gate import Checked, check_constant, check_inputs, check_recordin
 from ..network.positions import Places, Positions
 from ..network.probe import probe
 from ..network.recording_plan import Coverage, RecordingPlan, Uses
-from ..network.refusals import check_layers
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
@@ -61,7 +60,7 @@ class Tangent:
     @outside_modes
     def survey(
         cls,
-        model: nn.Module,
+        model: nn.Module | Call,
         inputs: Any,
         params: Predicate | LastLayer = everything,
         forward: Forward | None = None,
@@ -73,33 +72,28 @@ class Tangent:
         """Runs the network on a few samples. Finds and checks the layer family of each parameter.
 
         The shape of the targets may show which dimension of the outputs holds classes. `activation` gives probabilities
-        if the outputs are logits: "softmax" or "sigmoid".
+        if the outputs are logits: "softmax" or "sigmoid". A call brings its own `forward` and `activation`.
 
         Cost: five forward passes, two of them on one sample and three on at most four. One more for each of: a first
         batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network. At
         most four backward passes for any C. All of it again on the whole batch, if four samples leave layers unused.
         """
-        call = Call(checked_network(model, isinstance(params, LastLayer)), forward, activation)
-        return cls.of_call(call, inputs, params, memory, warn, targets)
-
-    @classmethod
-    def of_call(
-        cls, call: Call, inputs: Any, params: Predicate | LastLayer, memory: int | None, warn: bool, targets: Any = None
-    ) -> Tangent:
-        """Surveys the call of a checked network, as `survey` does."""
-        model, memory = call.model, checked_memory(memory, call.model)
-        parameters = own_parameters(model)
+        call = model
+        if not isinstance(call, Call):
+            call = Call(checked_network(call, isinstance(params, LastLayer)), forward, activation)
+        network, memory = call.model, checked_memory(memory, call.model)
+        parameters = own_parameters(network)
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
         check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
-        before = Stamp.of(state_of(model))
+        before = Stamp.of(state_of(network))
         try:
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
         except OutputsWithPositions as error:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
             call = replace(call, layout=Positions.of(error.shape, shape))
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
-        check_constant(model, before.changed(state_of(model)))
+        check_constant(network, before.changed(state_of(network)))
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
             few = batches.take(inputs, slice(0, 2))  # a run finds out whether the treated layer gives the outputs
@@ -199,16 +193,6 @@ class Tangent:
     def state(self) -> dict[str, Tensor]:
         """Returns the tensors on which the outputs depend, see `state_of`."""
         return state_of(self.model)
-
-    def changed_since(self, stamp: Stamp) -> str | None:
-        """Returns the name of a tensor that has changed since a stamp, or None. Raises if a layer may not be used."""
-        if self.call.known.is_checked(stamp):
-            return stamp.changed()
-        check_layers(self.model)
-        changed = stamp.changed(self.state())
-        if changed is None:
-            self.call.known.check(stamp)
-        return changed
 
     def mean(self) -> dict[str, Tensor]:
         """Returns the trained weights in the accumulation dtype: block name -> (P_block,)."""
