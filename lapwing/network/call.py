@@ -24,7 +24,7 @@ from .call_errors import blames_inputs, of_inputs, of_outputs
 from .eager import eager_math, native, without_compiled
 from .entry import network_precision
 from .functional import StandIns
-from .module_state import PreservedState, modules_of
+from .module_state import PreservedState
 from .positions import Positions
 from .tracing import KnownCalls, Recorder, Recording
 
@@ -76,13 +76,13 @@ class Call:
         )
 
     def shaped(
-        self, inputs: Any, mode: AbstractContextManager | None = None, state: PreservedState | None = None
+        self, inputs: Any, mode: AbstractContextManager | None = None, state: AbstractContextManager | None = None
     ) -> Tensor:
         """Runs the network and returns its outputs (B, C), or outputs with positions in their own shape.
 
         Outputs (B,) become (B, 1). If the network returns an object, the outputs are its `.logits`; if it returns a
         dict, they are the entry of the first of `OUTPUT_KEYS`. Only the network runs in the context `mode`: a function
-        mode would also see the checks of its outputs. `state` is the present state of the modules, if it is known.
+        mode would also see the checks of its outputs. `state` restores the modules; None means a new `PreservedState`.
         """
         plain = not torch.is_grad_enabled() and not transformed()
         graph = plain and self.model in _DIFFERENTIATING
@@ -106,9 +106,11 @@ class Call:
             raise of_outputs(self.model, self.forward, inputs, returned, out)
         return finite(out, self.activation, self.looks, -1 if self.layout is None or dims == 2 else self.layout.axis)
 
-    def rows(self, inputs: Any, mode: AbstractContextManager | None = None) -> Tensor:
+    def rows(
+        self, inputs: Any, mode: AbstractContextManager | None = None, state: AbstractContextManager | None = None
+    ) -> Tensor:
         """Runs the network as `shaped` does, and returns a matrix (B, C), or (B, T C) with positions."""
-        outputs = self.shaped(inputs, mode)
+        outputs = self.shaped(inputs, mode, state)
         return outputs if self.layout is None else self.layout.matrix(outputs)
 
     def rows_with(
@@ -153,26 +155,6 @@ class Call:
             if repeats:
                 self.known.add(watched, inputs, state, recording, whole=recorder.rounds or module is not None)
         return recording
-
-    def state_kept(self, inputs: Any, tolerance: Tensor) -> list[str] | None:
-        """Returns the attributes that make a second call give other outputs than the first; None if they are the same.
-
-        Every other call restores them, so that it does not show what the network keeps, such as a hidden state.
-        """
-        model = self.model
-        with torch.no_grad(), network_precision(), PreservedState(model):
-            old = {module: dict(vars(module)) for _, module in modules_of(model)}
-            with torch.enable_grad() if model in _DIFFERENTIATING else nullcontext():
-                first, second = (output_tensor(self(inputs)) for _ in range(2))
-            if first.shape == second.shape and torch.allclose(first, second, rtol=0.0, atol=float(tolerance)):
-                return None
-            paths = {prefix: (vars(module), old[module]) for prefix, module in modules_of(model) if module in old}
-            return [
-                prefix + name
-                for prefix, (now, before) in paths.items()
-                for name in now
-                if now[name] is not before.get(name)
-            ]
 
 
 class CallModule(nn.Module):

@@ -25,6 +25,7 @@ from .call import Call
 from .call_errors import CallRefused, OutputsWithPositions
 from .eager import real, without_compiled
 from .functional import FirstCall, first_call
+from .module_state import PreservedState, modules_of
 from .output_layers import output_layers
 from .recording_plan import Coverage, RecordingPlan, backward_share, planned
 from .selection import LastLayer, Predicate, select, with_entries
@@ -253,8 +254,13 @@ def _check_repeatable(call: Call, inputs: Any, outputs: Tensor) -> None:
     name, versions = type(call.model).__name__, [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
         before = _generator_state(outputs.device)
-        again = third = call.rows(inputs)
-        drew = not torch.equal(before, _generator_state(outputs.device))
+        with PreservedState(call.model):  # the second call finds what the first one kept, such as a hidden state
+            old = {module: dict(vars(module)) for _, module in modules_of(call.model)}
+            again = third = call.rows(inputs, state=contextlib.nullcontext())
+            drew = not torch.equal(before, _generator_state(outputs.device))
+            after = call.rows(inputs, state=contextlib.nullcontext())
+            now = [(path, vars(module), old[module]) for path, module in modules_of(call.model) if module in old]
+            kept = [path + name for path, held, was in now for name in held if held[name] is not was.get(name)]
         ends = [
             (call.rows(batches.take(inputs, slice(i, i + 1))), outputs[i]) for i in sorted({0, outputs.shape[0] - 1})
         ]
@@ -267,18 +273,15 @@ def _check_repeatable(call: Call, inputs: Any, outputs: Tensor) -> None:
     if difference > tolerance or (drew and (third - again).abs().max() > 4 * eps * scale):
         if versions != [leaf._version for leaf in batches.tensors(inputs)]:
             raise LapwingError(
-                f"{name} writes its inputs in place, so that a second call on the same batch gives "
-                "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 "
-                "in forward()."
+                f"{name} writes its inputs in place, so that a second call on the same batch gives other outputs. Pass "
+                "forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 in forward()."
             )
         raise LapwingError(
-            f"Two calls of {name} on the same batch give outputs that differ by "
-            f"{float(difference):.2g}. Call model.eval(), and turn off sampling, noise and augmentation inside "
-            "forward(): write F.dropout(x, training=self.training) instead of F.dropout(x)."
+            f"Two calls of {name} on the same batch give outputs that differ by {float(difference):.2g}. Call "
+            "model.eval(), and turn off sampling, noise and augmentation inside forward(): write F.dropout(x, "
+            "training=self.training) instead of F.dropout(x)."
         )
-    with without_compiled():
-        kept = call.state_kept(inputs, tolerance)
-    if kept is not None:
+    if after.shape != again.shape or not torch.allclose(after, again, rtol=0.0, atol=float(tolerance)):
         path, _, attribute = (kept[0] if kept else "state").rpartition(".")
         owner = f"model.get_submodule({path!r})" if path else "model"
         raise LapwingError(

@@ -58,9 +58,12 @@ class Stamp:
         """Makes the stamp of `Tangent.state()`. Cost: time O(number of tensors)."""
         return cls(dict(state), _marks(state), torch.cat(_parts(state)).nan_to_num())
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "views": ([], [])}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Reads new write counters, since `copy.deepcopy` and pickle copy the network with its posterior."""
-        self.__dict__.update(state, marks=_marks(state["tensors"]), views=([], []))
+        self.__dict__.update(state, marks=_marks(state["tensors"]))
 
     def changed(self, state: Mapping[str, Tensor]) -> str | None:
         """Returns the name of a tensor that has changed, or None."""

@@ -248,11 +248,12 @@ class KnownCalls:
         """
         shapes, current = _shapes(inputs), self.state is not None and self.state.is_unchanged()
         call = *watched, shapes
-        known = current and call in self._calls and not whole
-        if known or shapes is None or recording.chosen or not recording.plain or state.restored:
+        if shapes is None or recording.chosen or not recording.plain or state.restored:
             return
         if not current:
             self.state, self._calls, state.trusts = state, {}, True
+        if call in self._calls and not whole:
+            return
         ids = {*map(id, watched.values())}
         owners = [one for one in state.modules if not ids.isdisjoint(map(id, one._parameters.values()))]
         self._calls[call] = owners[0] if len(owners) == 1 and not whole else None, len(recording.noted)

@@ -74,13 +74,12 @@ class Tangent:
         The shape of the targets may show which dimension of the outputs holds classes. `activation` gives probabilities
         if the outputs are logits: "softmax" or "sigmoid". A call brings its own `forward` and `activation`.
 
-        Cost: five forward passes, two of them on one sample and three on at most four. One more for each of: a first
+        Cost: six forward passes, two of them on one sample and four on at most four. One more for each of: a first
         batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network. At
         most four backward passes for any C. All of it again on the whole batch, if four samples leave layers unused.
         """
-        call = model
-        if not isinstance(call, Call):
-            call = Call(checked_network(call, isinstance(params, LastLayer)), forward, activation)
+        last = isinstance(params, LastLayer)
+        call = model if isinstance(model, Call) else Call(checked_network(model, last), forward, activation)
         network, memory = call.model, checked_memory(memory, call.model)
         parameters = own_parameters(network)
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
