@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2861, functions=361, classes=56, files=63),
-    "fit with its default tuning": Ran(lines=3239, functions=425, classes=69, files=72),
+    "fit with a given prior": Ran(lines=2862, functions=361, classes=56, files=63),
+    "fit with its default tuning": Ran(lines=3240, functions=425, classes=69, files=72),
     "first prediction": Ran(lines=1179, functions=167, classes=38, files=44),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
