@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from math import inf, isfinite
 from numbers import Integral, Real
 from types import UnionType
@@ -119,7 +120,7 @@ class Options:
             if not item.init:
                 continue
             value, rule = getattr(self, item.name), item.metadata.get("rule")
-            labels = labels_of(type(self), item.name)
+            labels = labels_of(type(self), item.name)  # type: ignore[arg-type]
             if is_one_of(value, (*labels, item.default)) or (rule is None and not labels):
                 continue
             if rule is None or not rule.accepts(value):
@@ -129,7 +130,7 @@ class Options:
 
 def _refusal_of(options: Any, item: Field[Any], value: Any) -> LapwingError:
     """Returns the error for one option."""
-    kind, rule, labels = type(options), item.metadata.get("rule"), labels_of(type(options), item.name)
+    kind, rule, labels = type(options), item.metadata.get("rule"), labels_of(type(options), item.name)  # type: ignore[arg-type]
     none = (None,) if item.default is None and None not in labels else ()
     accepted = [*([rule.text] if rule else []), *map(repr, (*labels, *none))]
     write = item.metadata.get("write") or repr(item.default)
@@ -159,6 +160,7 @@ def _is_required(item: Field[Any]) -> bool:
     return item.init and item.default is MISSING and item.default_factory is MISSING
 
 
+@cache
 def labels_of(kind: type, name: str) -> tuple[Any, ...]:
     """Returns the values that the annotation of an option lists: the labels of its `Literal`, or True and False."""
     for owner in kind.__mro__:

@@ -43,16 +43,16 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2869, functions=359, classes=54, files=64),
-    "fit with its default tuning": Ran(lines=3247, functions=423, classes=67, files=73),
-    "first prediction": Ran(lines=1182, functions=166, classes=36, files=45),
+    "fit with a given prior": Ran(lines=2862, functions=361, classes=56, files=63),
+    "fit with its default tuning": Ran(lines=3240, functions=425, classes=69, files=72),
+    "first prediction": Ran(lines=1179, functions=167, classes=38, files=44),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 
 SPLITS = 19
 """The most calls of `Samples.of` in the fit with a given prior."""
 
-CALLS_OUTSIDE_PASSES = 8
+CALLS_OUTSIDE_PASSES = 7
 """The most calls of the network in the fit with a given prior, in addition to one for each batch of its one pass."""
 
 

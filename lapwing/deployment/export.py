@@ -18,8 +18,8 @@ from ..data import batches
 from ..errors import LapwingError
 from ..fitting.novelty import Novelty, features_of
 from ..linalg import possible
+from ..network.call import finite
 from ..network.eager import without_compiled
-from ..network.forward import NetworkForward
 from ..prediction.streamlined import Streamlined
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments, mean_of
@@ -154,7 +154,7 @@ class Run(nn.Module):
         samples, fixed = batches.size(inputs), dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
         outputs = program.graph.run(inputs)[program.graph.output]
-        masked = tangent.called.activation is not None and not possible(outputs).all()  # averages need covariances
+        masked = tangent.call.activation is not None and not possible(outputs).all()  # averages need covariances
         end, head, steps = () if masked else _end(program), None, []
         for step in program.schedule.steps:
             name = step.node.name
@@ -165,13 +165,8 @@ class Run(nn.Module):
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        self.program, self.observe, self.kinds, self.dtype, self.called = (
-            program,
-            observe,
-            kinds,
-            tangent.dtype,
-            tangent.called,
-        )
+        self.program, self.observe, self.kinds, self.dtype = program, observe, kinds, tangent.dtype
+        self.logits = tangent.call.activation, tangent.call.looks
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
         self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
         self.complete = head is not None or values[program.graph.output].covariance is not None
@@ -185,7 +180,7 @@ class Run(nn.Module):
         for step in self.steps:
             values[step.node.name] = program.step(step, values, samples)
         if self.head is None:
-            mean, moments = _whole(values[program.graph.output], self.kinds, self.called)
+            mean, moments = _whole(values[program.graph.output], self.kinds, *self.logits)
         else:
             mean, moments = self.head(program.cast(self.head.source, values[self.head.source]))
             for step in self.end[1:]:
@@ -218,12 +213,12 @@ def _end(program: Program) -> tuple[Step, ...]:
     return end if end and plain else ()
 
 
-def _whole(output: Moments, kinds: int, called: NetworkForward) -> tuple[Tensor, Tensor]:
+def _whole(output: Moments, kinds: int, activation: str | None, looks: bool) -> tuple[Tensor, Tensor]:
     """Returns the means and `moments_of` a program's output, minus the average over possible classes if centred."""
     matrix = output.covariance
     term = EigenTerm(None, output.variance) if matrix is None else DenseTerm(matrix, output.centred)
-    if called.activation != "softmax":
-        return called.finite(output.mean), moments_of(term, kinds)
+    if activation != "softmax":
+        return finite(output.mean, activation, looks), moments_of(term, kinds)
     mean, variance = output.mean, term.variance()
     mask = possible(mean).to(variance)
     share = mask / mask.sum(-1, keepdim=True)
@@ -232,7 +227,7 @@ def _whole(output: Moments, kinds: int, called: NetworkForward) -> tuple[Tensor,
     if kinds > 2:  # the others follow the average
         move = torch.diag_embed(mask) + (1 - mask)[..., None] * share[:, None]
         parts.append((move @ term.dense() @ move.mT).flatten(1))
-    return called.finite(mean), torch.cat(parts[:kinds], -1)
+    return finite(mean, activation, looks), torch.cat(parts[:kinds], -1)
 
 
 def _free(exported: ExportedProgram) -> tuple[dict[int, str], ...]:

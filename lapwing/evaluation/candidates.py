@@ -20,8 +20,7 @@ from ..fitting import Mixture
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
 from ..likelihoods.prediction_at_positions import predicted
-from ..network.calling import shaped_outputs
-from ..network.forward import NetworkForward
+from ..network.call import Call, finite
 from ..network.positions import Positions
 from ..posterior import Posterior
 from ..prediction import Way
@@ -67,7 +66,7 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
             device = next((parameter.device for parameter in candidate.parameters()), None)
-            run = torch.no_grad()(partial(shaped_outputs, candidate, forward=NetworkForward(positions=positions)))
+            run = torch.no_grad()(Call(candidate, layout=positions).shaped)
             rows[name] = _network(run, likelihood, device, positions, columns)
         else:
             one, way = candidate if isinstance(candidate, tuple) else (candidate, None)
@@ -102,7 +101,7 @@ def _network(
     def predict(inputs: Any) -> Prediction:
         outputs = forward(inputs)
         layout = Positions.of(outputs.shape, None) if positions is None or outputs.ndim == 2 else positions
-        rows = NetworkForward(activation=likelihood.activation).finite(layout.rows(outputs))
+        rows = finite(layout.rows(outputs), likelihood.activation)
         batches.check_outputs(rows, "a batch of compare")
         places = layout.places(len(outputs), layout.sizes(outputs.shape))
         return predicted(likelihood, LatentAtPositions(without_spread(rows), places), None, None)

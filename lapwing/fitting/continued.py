@@ -10,6 +10,7 @@ import torch
 from ..data.data import Data
 from ..errors import LapwingError
 from ..methods.prior import Prior
+from ..network.gate import checked_network
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.further_data import check_invertible, with_data
@@ -40,10 +41,10 @@ def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any, act
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if not present.issuperset(former.parameters):
             raise _other_network(model, former)
-    tangent = Tangent.survey(
-        model, inputs, lambda name, _: name in former.parameters, options.forward or former.forward,
-        options.memory or former.memory, activation=activation,
-    )  # fmt: skip
+    forward = options.forward or former.call.forward
+    call = replace(former.call, model=checked_network(model, False), forward=forward, activation=activation, looks=True)
+    memory = options.memory or former.memory
+    tangent = Tangent.survey(call, inputs, lambda name, _: name in former.parameters, memory=memory)
     if tangent.blocks != former.blocks or tangent.outputs != former.outputs:
         raise _other_network(tangent.model, former)
     return tangent

@@ -81,7 +81,7 @@ class Novelty:
         """Writes the detector (not the network) to one safetensors file."""
         state, tangent = self.tangent.state(), self.tangent
         dtypes = {name: str(value.dtype) for name, value in state.items()}
-        header = {"tangent": to_json(tangent), "forward": tangent.called.users is not None, "dtypes": dtypes}
+        header = {"tangent": to_json(tangent), "forward": tangent.call.forward is not None, "dtypes": dtypes}
         tensors = {f"novelty/{name}": value for name, value in self.tensors.items()}
         tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
         write_safetensors(path, tensors, {"novelty": self.by, **header})

@@ -19,7 +19,7 @@ from ..data.samples import checked
 from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype
-from ..network.calling import call
+from ..network.call import Call
 from ..network.eager import parameters_of, real, uncompiled, without_compiled
 from ..network.entry import outside_modes
 from ..network.selection import select
@@ -260,13 +260,13 @@ class SnapshotCollector:
 class _OnInputs(nn.Module):
     """A network that is called with the inputs of a batch, for `update_bn`."""
 
-    def __init__(self, network: nn.Module, called: Forward | None) -> None:
+    def __init__(self, network: nn.Module, forward: Forward | None) -> None:
         super().__init__()
-        self.network, self.called = network, called
+        self.network, self.call = network, Call(network, forward)
 
     def forward(self, inputs: Any) -> Tensor:
         try:
-            return call(self.network, inputs, self.called)
+            return self.call.rows(inputs)
         except (LapwingError, ValueError) as error:
             if "more than 1 value per channel" not in str(error):
                 raise

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import lapwing as lw
 
 from ..errors import LapwingError, extra, shown
-from ..network.calling import call, output_tensor
+from ..network.call import Call, output_tensor
 from ..options import INT64_LIMIT, check_argument, integer, number
 
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
@@ -70,7 +70,7 @@ class _LaplaceEstimator(base.BaseEstimator):
             self._integers = X.dtype.kind in "iu" and self._accepts_integers(X[:1])
             x = self._tensor(X)
             with torch.no_grad():
-                width = call(self.module_, x[:1]).shape[1]
+                width = Call(self.module_).rows(x[:1]).shape[1]
             targets, likelihood, loss = self._task(y, width)
             targets, train, held_out = targets.to(x.device), torch.arange(len(x)), None
             share = self.validation_fraction

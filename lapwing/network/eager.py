@@ -67,6 +67,9 @@ RECURRENT = frozenset((*recurrent.LAYERS, *recurrent.CELLS))
 REPLACED = frozenset((F.multi_head_attention_forward, Tensor.register_hook, *INSTEAD, *TABLES, *RECURRENT))
 """Functions that `EagerMode` replaces, or calls with other arguments."""
 
+AS_EXACT = frozenset((F.batch_norm, *TABLES))
+"""Those of them that give the same outputs to the bit if no derivative is needed."""
+
 
 @contextlib.contextmanager
 def batching_quiet() -> Iterator[None]:
@@ -112,10 +115,13 @@ class EagerMode(TorchFunctionMode):
     backward passes.
     """
 
+    rounds = False  # whether a function was replaced whose outputs without the mode would differ, at least in rounding
+
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if function not in REPLACED:
             return self.intercept(function, args, kwargs)
+        self.rounds = self.rounds or function not in AS_EXACT
         if function is F.multi_head_attention_forward:
             with self:
                 return _attention_body(*args, **kwargs)

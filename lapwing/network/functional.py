@@ -13,20 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..data.batches import Forward
 from ..errors import LapwingError
-from .calling import call
-from .eager import EagerMode, eager_math, native, swapped, without_compiled
-from .module_state import preserved_state
+from .eager import EagerMode, native, swapped, without_compiled
+
+if TYPE_CHECKING:
+    from .call import Call
 
 
 class StandIns(EagerMode):
@@ -79,38 +78,6 @@ class _Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def call_with(
-    model: nn.Module,
-    forward: Forward | None,
-    parameters: Mapping[str, Tensor],
-    values: Mapping[str, Tensor],
-    inputs: Any,
-    unseen: bool = False,
-) -> Tensor:
-    """Returns the outputs (B, C) with other values for some parameters; a complex one has a value as `real` gives it.
-
-    If the network bypasses function modes (`unseen`), the values are set in the module during the call.
-    """
-    values = native(values, parameters)
-    if not unseen:
-        with without_compiled():
-            return call(model, inputs, forward, StandIns(parameters, values))
-    with eager_math(), preserved_state(model):
-        values = {f"model.{name}": value for name, value in values.items()}
-        return functional_call(Called(model, forward), values, (inputs,))
-
-
-class Called(nn.Module):
-    """The network called by the user's `forward=`, as a module from inputs to outputs (B, C)."""
-
-    def __init__(self, model: nn.Module, forward: Forward | None) -> None:
-        super().__init__()
-        self.model, self._forward = model, forward
-
-    def forward(self, inputs: Any) -> Tensor:
-        return call(self.model, inputs, self._forward)
-
-
 class FirstCall(NamedTuple):
     """The result of a call with leaves of a graph instead of some parameters."""
 
@@ -149,20 +116,14 @@ class FirstCall(NamedTuple):
         return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
 
 
-def first_call(
-    model: nn.Module,
-    forward: Forward | None,
-    parameters: Mapping[str, Tensor],
-    leaves: Mapping[str, Tensor],
-    inputs: Any,
-) -> FirstCall:
+def first_call(call: Call, parameters: Mapping[str, Tensor], leaves: Mapping[str, Tensor], inputs: Any) -> FirstCall:
     """Calls the network with `leaves` as values, and finds the parameters that bypass function modes."""
     reads = _Reads(parameters)
     with without_compiled(), reads:
-        outputs = call(model, inputs, forward, _WithGradients(parameters, native(leaves, parameters)))
+        outputs = call.rows(inputs, _WithGradients(parameters, native(leaves, parameters)))
     unseen = frozenset(reads.names)
     if unseen:
         reads.names.clear()
         with reads:
-            outputs = call_with(model, forward, parameters, leaves, inputs, unseen=True)
+            outputs = call.rows_with(leaves, parameters, inputs, unseen=True)
     return FirstCall(outputs, leaves, unseen, reads)

@@ -6,10 +6,8 @@ after a pass with drawn weights they would change the outputs. Hooks that a pass
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from itertools import chain
 from operator import is_
-from typing import Any
 
 from torch import nn
 
@@ -29,32 +27,46 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return modules
 
 
-@contextlib.contextmanager
-def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of all modules, and the entries of attributes that are dicts or lists, but no deeper."""
-    attributes = [vars(module) for _, module in modules_of(model)]
-    containers = [value for held in attributes for value in held.values() if isinstance(value, (dict, list))]
-    former: list[tuple[Any, Any]] = [(held, held.copy()) for held in attributes]
-    former += [(value, dict(value) if isinstance(value, dict) else list(value)) for value in containers]
-    try:
-        yield
-    finally:
-        for container, entries in former:
-            if not _same(container, entries):
-                _restore(container, entries)
+class PreservedState:
+    """Restores the attributes of all modules after a block, and the entries of attributes that are dicts or lists.
 
+    It looks no deeper. One object may serve several blocks, as long as `is_unchanged`.
+    """
 
-def _same(container: Any, entries: Any) -> bool:
-    """Whether a container holds the same objects in the same order."""
-    if len(container) != len(entries) or not all(map(is_, container, entries)):
-        return False
-    return isinstance(container, list) or all(map(is_, container.values(), entries.values()))
+    trusts = False  # whether blocks are known to change nothing, unless they raise an exception
+    restored = False  # whether a block changed something
 
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [module for _, module in modules_of(model)]
+        attributes = [*map(vars, self.modules)]
+        inner = [value for held in attributes for value in held.values() if isinstance(value, (dict, list))]
+        self._containers = [*attributes, *inner]
+        self._former = [dict(each) if isinstance(each, dict) else list(each) for each in self._containers]
+        self._lengths = [*map(len, self._former)]
+        self._filled = [each for each in self._containers if each]  # most are empty, such as dicts of hooks
+        self._dicts = [each for each in self._filled if isinstance(each, dict)]
+        self._entries = [*chain.from_iterable(self._filled)]  # of lists, and keys of dicts
+        self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
 
-def _restore(container: Any, entries: Any) -> None:
-    if isinstance(container, list):
-        container[:] = entries
-        return
-    for name in [name for name in container if name not in entries]:
-        del container[name]
-    container.update(entries)  # without clear(), because other threads may read the other entries
+    def is_unchanged(self) -> bool:
+        """Whether all containers hold the same objects in the same order."""
+        if [*map(len, self._containers)] != self._lengths:
+            return False
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        return all(map(is_, chain.from_iterable(self._filled), self._entries)) and all(map(is_, values, self._values))
+
+    def __enter__(self) -> PreservedState:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        """Puts back all entries, unless nothing has changed."""
+        if (self.trusts and error is None) or self.is_unchanged():
+            return
+        self.restored = True
+        for container, entries in zip(self._containers, self._former, strict=True):
+            if isinstance(container, list):
+                container[:] = entries
+                continue
+            for name in [name for name in container if name not in entries]:
+                del container[name]
+            container.update(entries)  # without clear(), because other threads may read the other entries

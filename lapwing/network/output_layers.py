@@ -23,8 +23,8 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from ..data import batches
-from ..data.batches import Forward
 from ..errors import LapwingError
+from .call import Call
 from .eager import EagerMode, real
 from .functional import FirstCall, first_call
 from .module_state import modules_of
@@ -54,14 +54,10 @@ PRODUCT = ""
 
 
 def output_layers(
-    model: nn.Module,
-    inputs: Any,
-    forward: Forward | None,
-    parameters: Mapping[str, Tensor],
-    recording: Recording,
+    call: Call, inputs: Any, parameters: Mapping[str, Tensor], recording: Recording
 ) -> tuple[tuple[str, ...], tuple[str, ...], FirstCall]:
     """Returns the names of the last layer, of idle parameters that other inputs may use instead, and the call."""
-    kind = type(model).__name__
+    model, kind = call.model, type(call.model).__name__
     norms = {name for use in recording.noted if use.use.normalises for name in use.names.values()}
     leaves = {
         name: real(value.detach()).requires_grad_(name not in norms)
@@ -71,7 +67,7 @@ def output_layers(
     tensors = batches.tensors(inputs)
     origins = _Origins(leaves.values(), tensors)
     with torch.enable_grad(), origins:
-        first = first_call(model, forward, parameters, leaves, inputs)
+        first = first_call(call, parameters, leaves, inputs)
     outputs = first.outputs
     if outputs.grad_fn is None:
         raise _refused_without_gradient(model, kind)

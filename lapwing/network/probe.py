@@ -17,18 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from ..data import batches
-from ..data.batches import Forward
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
-from .calling import CallRefused, call, state_kept
+from .call import Call
+from .call_errors import CallRefused, OutputsWithPositions
 from .eager import real, without_compiled
 from .functional import FirstCall, first_call
+from .module_state import PreservedState, modules_of
 from .output_layers import output_layers
 from .recording_plan import Coverage, RecordingPlan, backward_share, planned
 from .selection import LastLayer, Predicate, select, with_entries
-from .tracing import RecordedUse, Recording, output_gradients, run, run_spread
+from .tracing import RecordedUse, Recording, output_gradients
 
 log = logging.getLogger("lapwing")
 
@@ -46,11 +47,10 @@ IDLE = (
 
 
 def probe(
-    model: nn.Module,
+    call: Call,
     parameters: dict[str, Tensor],
     inputs: Any,
     params: Predicate | LastLayer,
-    forward: Forward | None,
     max_numbers: int,
     warn: bool = True,
     rows: int = PROBED_SAMPLES,
@@ -61,41 +61,41 @@ def probe(
     Returns the blocks, the plan that reads recordings, the coverage report, and C (or T C: `Tangent.survey`
     divides it). `max_numbers` limits the entries of a strip. Raises if outputs change between calls or with other rows.
     """
-    few = _few(model, inputs, forward, rows)
+    few, kind = _few(call, inputs, rows), type(call.model).__name__
     try:
-        names, idle, recording, first = _recorded(model, few, forward, parameters, params)
+        names, idle, recording, first = _recorded(call, few, parameters, params)
         outputs = recording.outputs
-        _check_repeatable(model, few, forward, outputs.detach())
+        _check_repeatable(call, few, outputs.detach())
     except CallRefused as error:
-        raise _of_few_rows(model, inputs, forward, error) from error
+        raise _of_few_rows(call, inputs, error) from error
 
     samples, generator = len(outputs), torch.Generator(outputs.device).manual_seed(0)
     u = torch.randn(samples, outputs.shape[1], 3, generator=generator, dtype=outputs.dtype, device=outputs.device)
     u[1:, :, 0] = 0  # cotangent 0 is zero except at the first sample, 1 except at the last one, 2 has all samples
     u[: samples - 1, :, 1] = 0  # with cotangents given, no gradient below is None
     noted = [use for use in recording.noted if set(use.names.values()) & set(names)]
-    with _explained(model):
+    with _explained(call.model):
         gradients = [g for g in output_gradients(outputs, noted, u, differentiable=False) if g is not None]  # all
         if first is None:
             treated = {name: parameters[name] for name in names}
             leaves = {name: real(value.detach()).requires_grad_() for name, value in treated.items()}
             with torch.enable_grad():
-                first = first_call(model, forward, treated, leaves, few)
-        truth = first.gradients(names, u[:, :, 2], type(model).__name__)
+                first = first_call(call, treated, leaves, few)
+        truth = first.gradients(names, u[:, :, 2], kind)
     axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(noted, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), noted, axes, recording)
     conditional = _conditional(noted, gradients, axes, parameters, samples, inputs) if recording.routed else []
     unused = [name for name in names if reasons[name] == IDLE]
     if recording.chosen and (conditional or unused or idle) and samples < batches.size(inputs):
-        return probe(model, parameters, inputs, params, forward, max_numbers, warn, batches.size(inputs))
+        return probe(call, parameters, inputs, params, max_numbers, warn, batches.size(inputs))
     for name in conditional:
         if not reasons.get(name, IDLE):
             reasons[name] = CONDITIONAL
     if warn and isinstance(params, LastLayer):
-        log.info("The last layer of %s is treated: %s.", type(model).__name__, ", ".join(names))
+        log.info("The last layer of %s is treated: %s.", kind, ", ".join(names))
     elif warn:
-        _warn_of_idle(model, unused)
+        _warn_of_idle(call.model, unused)
     _compare_with_autograd(noted, gradients, axes, samples, truth, reasons, max_numbers)
     covered = {name for name in names if not reasons[name]}
     pairs = zip(noted, axes, strict=True)
@@ -111,27 +111,40 @@ def probe(
 
 
 def _recorded(
-    model: nn.Module,
-    few: Any,
-    forward: Forward | None,
-    parameters: dict[str, Tensor],
-    params: Predicate | LastLayer,
+    call: Call, few: Any, parameters: dict[str, Tensor], params: Predicate | LastLayer
 ) -> tuple[tuple[str, ...], tuple[str, ...], Recording, FirstCall | None]:
     """Returns the results of `output_layers`, and a recording. If `params` chooses the names, there is no call."""
-    names = () if isinstance(params, LastLayer) else select(params, parameters, type(model).__name__)
+    names = () if isinstance(params, LastLayer) else select(params, parameters, type(call.model).__name__)
     watched = {name: value for name, value in parameters.items() if not value.is_complex()}  # layers are real
     frozen = [watched[name] for name in names if name in watched and not watched[name].requires_grad]
-    recording = run_spread(model, few, forward, watched, frozen)
+    recording = _recorded_spread(call, few, watched, frozen)
     batches.check_outputs(recording.outputs, "the first batch")
     if not isinstance(params, LastLayer):
         return names, (), recording, None
-    names, idle, first = output_layers(model, few, forward, parameters, recording)
+    names, idle, first = output_layers(call, few, parameters, recording)
     names = with_entries(names, parameters)
     late = {name: watched[name] for name in names if name in watched and not watched[name].requires_grad}
     if late:  # only these frozen parameters need gradients; masks and tables may not accept them
-        elsewhere = run(model, few, forward, late, frozen=list(late.values())).elsewhere
+        elsewhere = call.recorded(few, late, frozen=list(late.values())).elsewhere
         recording = recording._replace(elsewhere=recording.elsewhere | elsewhere)
     return names, idle, recording, first
+
+
+def _recorded_spread(call: Call, inputs: Any, watched: Mapping[str, Tensor], frozen: Sequence[Tensor]) -> Recording:
+    """Records the network with tables expanded over the samples, unless this changes its outputs."""
+    try:
+        outputs, noted, *_ = recording = call.recorded(inputs, watched, batches.size(inputs), frozen)
+    except OutputsWithPositions:
+        raise
+    except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may reject the table's new shape
+        return call.recorded(inputs, watched, frozen=frozen)
+    if any(use.spread for use in noted):
+        with torch.no_grad(), without_compiled():
+            plain = call.rows(inputs)
+        tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
+        if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
+            return call.recorded(inputs, watched, frozen=frozen)
+    return recording
 
 
 def _reasons(
@@ -221,7 +234,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _few(model: nn.Module, inputs: Any, forward: Forward | None, rows: int) -> Any:
+def _few(call: Call, inputs: Any, rows: int) -> Any:
     """Returns the samples to probe. A single sample is repeated, if the network accepts two, to show the batch axis."""
     if batches.size(inputs) > 1:
         few = torch.arange(min(rows, batches.size(inputs)))
@@ -229,41 +242,45 @@ def _few(model: nn.Module, inputs: Any, forward: Forward | None, rows: int) -> A
     twice = batches.take(inputs, torch.tensor([0, 0]))
     try:
         with torch.no_grad(), without_compiled():
-            call(model, twice, forward)
+            call.rows(twice)
     except (RuntimeError, TypeError, ValueError, IndexError):  # for instance a text model without padding
         return inputs
     return twice
 
 
-def _of_few_rows(model: nn.Module, inputs: Any, forward: Forward | None, error: CallRefused) -> LapwingError:
+def _of_few_rows(call: Call, inputs: Any, error: CallRefused) -> LapwingError:
     """Returns the error of the whole batch if the network rejects it, or else the error of the first few rows."""
     try:
         with torch.no_grad(), without_compiled():
-            call(model, inputs, forward)
+            call.rows(inputs)
     except CallRefused as whole:
         return whole
     if "squeeze(-1)" in error.reason:
         return error
     return LapwingError(
-        f"{type(model).__name__} accepts the first batch, {batches.describe(inputs)}, but not a few of its rows: "
+        f"{type(call.model).__name__} accepts the first batch, {batches.describe(inputs)}, but not a few of its rows: "
         f"{error.reason}. lapwing takes each row of the first dimension as one sample, so the network must accept any "
         f"number of rows. {batches.JOINED}"
     )
 
 
-def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, outputs: Tensor) -> None:
+def _check_repeatable(call: Call, inputs: Any, outputs: Tensor) -> None:
     """Raises if outputs change with a second call, with a state that the network keeps, or with other samples."""
-    versions = [leaf._version for leaf in batches.tensors(inputs)]
+    name, versions = type(call.model).__name__, [leaf._version for leaf in batches.tensors(inputs)]
     with torch.no_grad(), without_compiled():
         before = _generator_state(outputs.device)
-        again = third = call(model, inputs, forward)
-        drew = not torch.equal(before, _generator_state(outputs.device))
+        with PreservedState(call.model):  # the second call finds what the first one kept, such as a hidden state
+            old = {module: dict(vars(module)) for _, module in modules_of(call.model)}
+            again = third = call.rows(inputs, state=contextlib.nullcontext())
+            drew = not torch.equal(before, _generator_state(outputs.device))
+            after = call.rows(inputs, state=contextlib.nullcontext())
+            now = [(path, vars(module), old[module]) for path, module in modules_of(call.model) if module in old]
+            kept = [path + name for path, held, was in now for name in held if held[name] is not was.get(name)]
         ends = [
-            (call(model, batches.take(inputs, slice(i, i + 1)), forward), outputs[i])
-            for i in sorted({0, outputs.shape[0] - 1})
+            (call.rows(batches.take(inputs, slice(i, i + 1))), outputs[i]) for i in sorted({0, outputs.shape[0] - 1})
         ]
         if drew:
-            third = call(model, inputs, forward)
+            third = call.rows(inputs)
     eps, scale = torch.finfo(outputs.dtype).eps, outputs.abs().max().clamp_min(1.0)
     tolerance = 3 * eps**0.5 * scale  # fused kernels differ; identical calls do not, unless random numbers are drawn
     shapes = {again.shape, third.shape, outputs.shape}
@@ -271,31 +288,28 @@ def _check_repeatable(model: nn.Module, inputs: Any, forward: Forward | None, ou
     if difference > tolerance or (drew and (third - again).abs().max() > 4 * eps * scale):
         if versions != [leaf._version for leaf in batches.tensors(inputs)]:
             raise LapwingError(
-                f"{type(model).__name__} writes its inputs in place, so that a second call on the same batch gives "
-                "other outputs. Pass forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 "
-                "in forward()."
+                f"{name} writes its inputs in place, so that a second call on the same batch gives other outputs. Pass "
+                "forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 in forward()."
             )
         raise LapwingError(
-            f"Two calls of {type(model).__name__} on the same batch give outputs that differ by "
-            f"{float(difference):.2g}. Call model.eval(), and turn off sampling, noise and augmentation inside "
-            "forward(): write F.dropout(x, training=self.training) instead of F.dropout(x)."
+            f"Two calls of {name} on the same batch give outputs that differ by {float(difference):.2g}. Call "
+            "model.eval(), and turn off sampling, noise and augmentation inside forward(): write F.dropout(x, "
+            "training=self.training) instead of F.dropout(x)."
         )
-    with without_compiled():
-        kept = state_kept(model, inputs, forward, tolerance)
-    if kept is not None:
-        path, _, name = (kept[0] if kept else "state").rpartition(".")
+    if after.shape != again.shape or not torch.allclose(after, again, rtol=0.0, atol=float(tolerance)):
+        path, _, attribute = (kept[0] if kept else "state").rpartition(".")
         owner = f"model.get_submodule({path!r})" if path else "model"
         raise LapwingError(
-            f"{type(model).__name__} keeps a state from one call to the next ({', '.join(kept[:3]) or 'in a container'}"
+            f"{name} keeps a state from one call to the next ({', '.join(kept[:3]) or 'in a container'}"
             "), so its outputs depend on earlier calls. Reset it at each call: write forward=lambda model, inputs: "
-            f"(setattr({owner}, {name!r}, None), model(inputs))[1]."
+            f"(setattr({owner}, {attribute!r}, None), model(inputs))[1]."
         )
     for single, in_batch in ends:  # also the last sample: a recurrence along the batch leaves the first one unchanged
         fits = single.shape[1:] == in_batch.shape
         distance = float((single[0] - in_batch).detach().abs().max()) if fits else math.inf
         if not distance <= tolerance:
             raise LapwingError(
-                f"The output of {type(model).__name__} at one sample changes with the rest of the batch"
+                f"The output of {name} at one sample changes with the rest of the batch"
                 f"{f' (by {distance:.2g})' if fits else ''}. Samples must be independent and lie along the first "
                 "dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, "
                 "batch_first=True in recurrent layers, or wrap the model so that the batch comes first."

@@ -39,7 +39,14 @@ class SampleAxisCheck:
         shapes = outputs.shape, *[use.out.shape for use in noted]
         if shapes in self._known and not routed:
             return
-        self._check_dimensions(noted, uses, name)
+        for block, block_uses in uses.items():
+            for i, axis, _ in block_uses:
+                if axis.axis >= noted[i].use.sample_dims:
+                    raise LapwingError(
+                        f"The layer {block} of {name} held the samples on dimension {axis.axis} in the fit, and now "
+                        f"works on a tensor of shape {tuple(noted[i].out.shape)}. Give inputs of as many dimensions as "
+                        "in the fit, or fit again."
+                    )
         if len(outputs) < 2:
             self._known.add(shapes)
             return
@@ -53,17 +60,6 @@ class SampleAxisCheck:
             )
         if conclusive and not routed:
             self._known.add(shapes)
-
-    def _check_dimensions(self, noted: Sequence[RecordedUse], uses: Uses, name: str) -> None:
-        """Raises if a layer's tensor lacks the dimension that held the samples; needs no second sample."""
-        for block, block_uses in uses.items():
-            for i, axis, _ in block_uses:
-                if axis.axis >= noted[i].use.sample_dims:
-                    raise LapwingError(
-                        f"The layer {block} of {name} held the samples on dimension {axis.axis} in the fit, and now "
-                        f"works on a tensor of shape {tuple(noted[i].out.shape)}. Give inputs of as many dimensions as "
-                        "in the fit, or fit again."
-                    )
 
     def warn_once(self, error: SampleAxisMoved) -> None:
         """Warns once that lapwing processes the samples one by one."""

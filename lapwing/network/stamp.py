@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..jacobian.plain_functions import transformed
 from ..linalg import SLICE_NUMBERS, doubled
 from .eager import LOCK, real
 from .module_state import modules_of
@@ -47,39 +49,50 @@ class Stamp:
     """Tensors, write counters and sampled values of a network. Integer and unsaved buffers are not compared."""
 
     tensors: dict[str, Tensor] = field(repr=False)
-    versions: tuple[int, ...] = field(repr=False)
-    shapes: tuple[torch.Size, ...] = field(repr=False)
+    marks: list[tuple[int, torch.Size]] = field(repr=False)  # write counter and shape of each tensor
     values: Tensor = field(repr=False)
+    views: tuple[list[tuple], list[Tensor]] = field(default=([], []), init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Stamp:
         """Makes the stamp of `Tangent.state()`. Cost: time O(number of tensors)."""
-        shapes = tuple(value.shape for value in state.values())
-        return cls(dict(state), _versions(state), shapes, torch.cat(_parts(state)).nan_to_num())
+        return cls(dict(state), _marks(state), torch.cat(_parts(state)).nan_to_num())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "views": ([], [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Reads new write counters, since `copy.deepcopy` and pickle copy the network with its posterior."""
-        self.__dict__.update(state, versions=_versions(state["tensors"]))
+        self.__dict__.update(state, marks=_marks(state["tensors"]))
 
     def changed(self, state: Mapping[str, Tensor]) -> str | None:
         """Returns the name of a tensor that has changed, or None."""
-        for (name, tensor), shape in zip(self.tensors.items(), self.shapes, strict=True):
-            if state.get(name) is not tensor or tensor.shape != shape:
-                return name
-        if len(state) > len(self.tensors):
-            return next(name for name in state if name not in self.tensors)
-        state = self.tensors  # the same tensors, in the order of the stamp
-        now = _versions(state)
-        if now != self.versions:
-            return next(name for name, old, new in zip(self.tensors, self.versions, now, strict=True) if old != new)
-        values, before = torch.cat(_parts(state)), self.values
+        mine = self.tensors
+        if len(state) != len(mine) or not all(map(is_, state.values(), mine.values())):
+            other = [name for name in (*mine, *state) if state.get(name) is not mine.get(name)]
+            if other:
+                return other[0]
+        now = _marks(mine)
+        if now != self.marks:
+            return next(name for name, old, new in zip(mine, self.marks, now, strict=True) if old != new)
+        values, before = torch.cat(self._views()), self.values
         if (values.dtype, values.device) != (before.dtype, before.device):
-            return f"the dtype or device of {next(iter(state))}"
+            return f"the dtype or device of {next(iter(mine))}"
         if torch.equal(values, before) or torch.equal(values := values.nan_to_num(), before):
             return None
-        counts = [min(SAMPLED, shape.numel()) for shape in self.shapes]
-        parts = zip(self.tensors, values.split(counts), before.split(counts), strict=True)
+        counts = [min(SAMPLED, shape.numel()) for _, shape in self.marks]
+        parts = zip(mine, values.split(counts), before.split(counts), strict=True)
         return next(name for name, new, old in parts if not torch.equal(new, old))
+
+    def _views(self) -> list[Tensor]:
+        """Returns the sampled entries of the tensors at present, by views that are kept as long as the memory stays."""
+        memory = [(x.data_ptr(), x.stride(), x.dtype, x.is_neg(), x.is_conj()) for x in self.tensors.values()]
+        if self.views[0] != memory:
+            parts = _parts(self.tensors)
+            if transformed() or any(part.data_ptr() != place[0] for part, place in zip(parts, memory, strict=True)):
+                return parts  # some are copies
+            object.__setattr__(self, "views", (memory, parts))
+        return self.views[1]
 
 
 def fingerprint(value: Tensor) -> Tensor:
@@ -94,8 +107,8 @@ def fingerprint(value: Tensor) -> Tensor:
     return sums
 
 
-def _versions(state: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return tuple([-1 if value.is_inference() else value._version for value in state.values()])
+def _marks(state: Mapping[str, Tensor]) -> list[tuple[int, torch.Size]]:
+    return [(-1 if value.is_inference() else value._version, value.shape) for value in state.values()]
 
 
 def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:
@@ -104,7 +117,7 @@ def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:
     parts = []
     for value in state.values():
         value, step = value.detach(), max(1, value.numel() // SAMPLED)
-        if value.is_contiguous():
+        if value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last):
             part = value.as_strided((min(SAMPLED, value.numel()),), (step,))  # one view; the slices below make three
         else:
             part = value.flatten()[: SAMPLED * step : step]

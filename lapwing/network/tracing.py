@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +22,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from ..data.batches import Forward, size, tensors, tree
-from ..errors import LapwingError
+from ..data.batches import size, tensors, tree
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from . import recurrent
-from .calling import OutputsWithPositions, call, shaped_outputs
-from .eager import EagerMode, swapped, without_compiled
-from .forward import NetworkForward
+from .eager import EagerMode, swapped
+from .module_state import PreservedState
+from .positions import Positions
 
 BATCHED_BACKWARD = 2**24
 """Maximum number of gradient entries for one batched backward pass. Above it cotangents go back one by one."""
@@ -40,11 +40,11 @@ ROUTING = frozenset(
     name + suffix
     for suffix in ("", "_")
     for name in (
-        "allclose", "argsort", "bincount", "bucketize", "gather", "index_add", "index_copy", "index_fill", "index_put",
-        "index_reduce", "index_select", "kthvalue", "masked_scatter", "masked_select", "median", "nonzero", "put",
-        "repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sort", "take",
-        "take_along_dim", "topk", "unique", "unique_consecutive", "_pack_padded_sequence", "_pad_packed_sequence",
-        "equal", "is_nonzero", "msort", "one_hot", "__array__", "__bool__", "__contains__",
+        "allclose", "argsort", "argwhere", "bincount", "bucketize", "gather", "index_add", "index_copy", "index_fill",
+        "index_put", "index_reduce", "index_select", "kthvalue", "masked_scatter", "masked_select", "median",
+        "nonzero", "put", "repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "sort",
+        "take", "take_along_dim", "topk", "unique", "unique_consecutive", "_pack_padded_sequence",
+        "_pad_packed_sequence", "equal", "is_nonzero", "msort", "one_hot", "__array__", "__bool__", "__contains__",
         "__float__", "__index__", "__int__", "item", "numpy", "tolist",
     )
 )  # fmt: skip
@@ -83,10 +83,11 @@ class Recording(NamedTuple):
     differentiated: bool  # the network computed gradients itself, which its outputs may contain
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
+    plain: bool  # the outputs depend on all recorded uses, and on watched parameters in no other way
 
 
 class Recorder(EagerMode):
-    """Function mode that records the uses of parameters. `run` explains the arguments."""
+    """Function mode that records the uses of parameters. `Call.recorded` explains the arguments."""
 
     def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -96,6 +97,21 @@ class Recorder(EagerMode):
         self._spread = spread
         self.noted: list[RecordedUse] = []
         self.routed = self.differentiated = False
+
+    @contextlib.contextmanager
+    def since_call_of(self, module: nn.Module) -> Iterator[None]:
+        """Runs the block without gradients until this thread calls the module, and records from there on."""
+        thread = get_ident()
+
+        def begin(*_: Any) -> None:
+            if get_ident() == thread and not recording:
+                torch.set_grad_enabled(True)
+                recording.append(stack.enter_context(self))
+
+        recording: list[Recorder] = []
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            yield
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function. If it uses watched parameters, records the use and starts the graph at its output."""
@@ -158,15 +174,23 @@ class Recorder(EagerMode):
                     return next((value for value in args if out is self._stand_ins.get(id(value))), out)
         return function(*args, **kwargs)
 
-    def elsewhere(self, outputs: Tensor, inputs: Sequence[Tensor]) -> set[str]:
-        """Returns the names of watched parameters at which the graph of the outputs ends: they are used in another way.
+    def recording(self, shaped: Tensor, layout: Positions | None, inputs: Any) -> Recording:
+        """Returns the recording of a call, from its outputs in their own shape, and their layout.
 
-        Recorded uses have constants instead. The graph behind the inputs does not count. Sets `reached` of each use.
+        If the graph of the outputs ends at watched parameters, these are used `elsewhere`, since recorded uses have
+        constants instead. The graph behind the inputs does not count.
         """
-        leaves, met = graph_leaves(outputs, inputs)
+        outputs = shaped if layout is None else layout.matrix(shaped)
+        ends, met = graph_leaves(outputs, tensors(inputs))
+        elsewhere = {self._watched[id(leaf)] for leaf in ends if id(leaf) in self._watched}
         for use in self.noted:
             use.reached = use.edge.node in met
-        return {self._watched[id(leaf)] for leaf in leaves if id(leaf) in self._watched}
+        plain = not (self.differentiated or elsewhere) and all(use.reached for use in self.noted)
+        leaves = [] if isinstance(inputs, Tensor) else pytree.tree_leaves(tree(inputs))
+        values = [leaf for leaf in leaves if isinstance(leaf, (str, int))]
+        routed = self.routed or (bool(values) and sum(isinstance(leaf, str) for leaf in values) >= max(2, size(inputs)))
+        chosen = routed or bool(values)
+        return Recording(outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain)
 
 
 def _routes(function: Callable, args: tuple) -> bool:
@@ -175,7 +199,7 @@ def _routes(function: Callable, args: tuple) -> bool:
     if name in ("__getitem__", "__setitem__"):
         places = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(place, (Tensor, list)) or hasattr(place, "__array__") for place in places)
-    return name in ROUTING
+    return name in ROUTING or (name == "where" and len(args) == 1)
 
 
 def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], set[Node | None]]:
@@ -194,51 +218,56 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
     return leaves, met
 
 
-def run(
-    model: nn.Module,
-    inputs: Any,
-    forward: Forward | None,
-    watched: Mapping[str, Tensor],
-    spread: int = 1,
-    frozen: Sequence[Tensor] = (),
-) -> Recording:
-    """Runs the uncompiled network once, recording the watched parameters.
+class KnownCalls:
+    """Recorded calls of one network, which later calls repeat.
 
-    Embeddings of a single row of tokens are expanded over `spread` samples. `frozen` are watched parameters without
-    requires_grad whose use the graph must show.
+    The functions that a forward pass calls depend on the shapes of its inputs, on the attributes of its modules, and on
+    values that it reads (`ROUTING`). If a call reads no value, calls with inputs of the same shapes repeat it as long
+    as the modules have the same attributes. So if all watched parameters belong to one module, the next recording may
+    begin where that module is called. What comes before runs without gradients and without a function mode.
     """
-    recorder = Recorder(watched, spread, frozen)
-    with torch.enable_grad(), without_compiled():
-        shaped = shaped_outputs(model, inputs, forward, recorder)
-        outputs = NetworkForward.of(forward).matrix(shaped)
-    elsewhere = recorder.elsewhere(outputs, tensors(inputs))
-    plain = [leaf for leaf in pytree.tree_leaves(tree(inputs)) if isinstance(leaf, (str, int))]
-    routed = recorder.routed or sum(isinstance(leaf, str) for leaf in plain) >= max(2, size(inputs))
-    chosen = routed or bool(plain)
-    return Recording(outputs, recorder.noted, routed, chosen, recorder.differentiated, elsewhere, shaped)
+
+    def __init__(self) -> None:
+        self.state: PreservedState | None = None  # of the modules, before all of these calls
+        self._calls: dict[Hashable, tuple[nn.Module | None, int]] = {}  # the module where to begin, and number of uses
+
+    def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:
+        return KnownCalls, ()  # a copy of the network has other modules
+
+    def find(self, watched: Iterable[str], inputs: Any) -> tuple[nn.Module | None, int]:
+        """Returns the module at which the recording of a known call may begin, or None, and its number of uses."""
+        module, uses = self._calls.get((*watched, _shapes(inputs)), (None, 0))
+        return (module, uses) if module is None or (self.state and self.state.is_unchanged()) else (None, 0)
+
+    def add(
+        self, watched: Mapping[str, Tensor], inputs: Any, state: PreservedState, recording: Recording, whole: bool
+    ) -> None:
+        """Adds the call of a recording, unless it read a value or changed the modules, which had this state before.
+
+        With `whole`, its recordings may never begin at a module.
+        """
+        shapes, current = _shapes(inputs), self.state is not None and self.state.is_unchanged()
+        call = *watched, shapes
+        if shapes is None or recording.chosen or not recording.plain or state.restored:
+            return
+        if not current:
+            self.state, self._calls, state.trusts = state, {}, True
+        if call in self._calls and not whole:
+            return
+        ids = {*map(id, watched.values())}
+        owners = [one for one in state.modules if not ids.isdisjoint(map(id, one._parameters.values()))]
+        self._calls[call] = owners[0] if len(owners) == 1 and not whole else None, len(recording.noted)
 
 
-def run_spread(
-    model: nn.Module,
-    inputs: Any,
-    forward: Forward | None,
-    watched: Mapping[str, Tensor],
-    frozen: Sequence[Tensor] = (),
-) -> Recording:
-    """Records the network with tables expanded over the samples, unless this changes its outputs."""
-    try:
-        outputs, noted, *_ = recording = run(model, inputs, forward, watched, size(inputs), frozen)
-    except OutputsWithPositions:
-        raise
-    except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may reject the table's new shape
-        return run(model, inputs, forward, watched, frozen=frozen)
-    if any(use.spread for use in noted):
-        with torch.no_grad(), without_compiled():
-            plain = call(model, inputs, forward)
-        tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
-        if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
-            return run(model, inputs, forward, watched, frozen=frozen)
-    return recording
+def _shapes(inputs: Any) -> Hashable:
+    """Returns the names, shapes and dtypes of inputs, or None if some are no tensors, or require gradients."""
+    if isinstance(inputs, Tensor):
+        return None if inputs.requires_grad else (inputs.shape, inputs.dtype)
+    if not isinstance(inputs, (Mapping, tuple, list)):
+        return None
+    names, parts = (tuple(inputs), inputs.values()) if isinstance(inputs, Mapping) else (type(inputs), inputs)
+    shapes = tuple(map(_shapes, parts))
+    return None if None in shapes else (names, shapes)
 
 
 def wants_gradient(inputs: Any) -> bool:

@@ -55,7 +55,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "data_factor": posterior.data_factor,
         "temperature": posterior.temperature,
         "method": asdict(posterior.method),
-        "forward": tangent.called.users is not None,
+        "forward": tangent.call.forward is not None,
         "columns": posterior.columns,
         "aim": None if posterior.aim is None else posterior.aim.to_json(),
         "dtypes": {name: str(value.dtype) for name, value in state.items()},

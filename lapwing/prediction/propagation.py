@@ -11,6 +11,7 @@ from ..covariance import AnyLatent, Blockwise, Covariance
 from ..data import batches
 from ..data.batches import Forward
 from ..errors import LapwingError
+from ..network.call import Call
 from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network
 from ..network.recording_plan import Coverage, RecordingPlan
@@ -24,7 +25,7 @@ from .way import Way, check_way
 def untreated(model: nn.Module, forward: Forward | None, memory: int | None) -> tuple[Tangent, Covariance]:
     """Returns a checked network without treated weights, and Σ over no weights."""
     model = checked_network(model)
-    tangent = Tangent(model, forward, (), RecordingPlan(), Coverage(()), 0, checked_memory(memory, model))
+    tangent = Tangent(Call(model, forward), (), RecordingPlan(), Coverage(()), 0, checked_memory(memory, model))
     return tangent, Blockwise((), {}, torch.zeros(0, dtype=torch.float64, device=tangent.device), 1.0)
 
 

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from ..data import batches
 from ..errors import LapwingError
 from ..linalg import psd_root
-from ..network.calling import call
 from ..network.eager import eager_math
 from ..tangent import Tangent
 
@@ -243,7 +242,7 @@ def _jacobians(tangent: Tangent, values: Any, places: list[int], differentiable:
         at = {place: leaves[place] if differentiable else leaves[place].detach() for place in places}
         at = {place: x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for place, x in at.items()}
         with eager_math():
-            outputs = call(tangent.model, with_leaves(values, at), tangent.forward)
+            outputs = tangent.call.rows(with_leaves(values, at))
         options: Any = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
         columns = outputs.unbind(1) if outputs.requires_grad else ()
         rows = [torch.autograd.grad(column.sum(), list(at.values()), **options) for column in columns]
@@ -272,7 +271,7 @@ def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), torch.enable_grad():
         at = {place: leaves_of(few)[place].detach().requires_grad_() for place in spreads}
         with eager_math():
-            outputs = call(tangent.model, with_leaves(few, at), tangent.forward).shape[1]
+            outputs = tangent.call.rows(with_leaves(few, at)).shape[1]
     weights = {x.untyped_storage().data_ptr() for x in tangent.model.parameters()}
     graph = sum(size for place, size in kept.items() if place not in weights)
     numbers = sum(leaves_of(values)[place][0].numel() for place in spreads)

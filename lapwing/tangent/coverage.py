@@ -35,7 +35,7 @@ def coverage(
     Raises:
         LapwingError: if the network or the batch is invalid.
 
-    Cost: five to nine forward and at most four backward passes on four samples, and on all if four leave layers unused.
+    Cost: six to ten forward and at most four backward passes on four samples, and on all if four leave layers unused.
 
     Example:
         >>> import torch, lapwing as lw

@@ -12,8 +12,8 @@ from torch import nn
 from ..data.batches import Forward
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
+from ..network.call import Call
 from ..network.eager import parameters_of
-from ..network.forward import NetworkForward
 from ..network.gate import checked_memory, checked_network
 from ..network.positions import Positions
 from ..network.recording_plan import Coverage, RecordingPlan
@@ -44,8 +44,7 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
     model = checked_network(model)
     memory = checked_memory(memory, model)
     named = parameters_of(model)
-    if "positions" in data:
-        forward = NetworkForward(forward, Positions.from_json(data["positions"]))
+    layout = Positions.from_json(data["positions"]) if "positions" in data else None
     blocks = tuple(Block.from_json(block) for block in data["blocks"])
     for block in blocks:
         for name, shape in zip(block.parameters, block.shapes, strict=True):
@@ -56,7 +55,7 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
                     f"{_remedy(name, named)}"
                 )
     plan, report = RecordingPlan.from_json(data["plan"], blocks), Coverage.of(blocks, data["reasons"])
-    return Tangent(model, forward, blocks, plan, report, data["outputs"], memory)
+    return Tangent(Call(model, forward, layout=layout), blocks, plan, report, data["outputs"], memory)
 
 
 def _remedy(name: str, parameters: Mapping[str, Any]) -> str:

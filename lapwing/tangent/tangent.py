@@ -20,11 +20,10 @@ from ..data.batches import Forward
 from ..environment import unlocked_property
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype, double_device, doubled
-from ..network.calling import OutputsWithPositions, shaped_outputs
+from ..network.call import Call
+from ..network.call_errors import OutputsWithPositions
 from ..network.eager import native, own_parameters, parameters_of, without_compiled
 from ..network.entry import outside_modes
-from ..network.forward import NetworkForward
-from ..network.functional import call_with
 from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.positions import Places, Positions
 from ..network.probe import probe
@@ -32,7 +31,7 @@ from ..network.recording_plan import Coverage, RecordingPlan, Uses
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
-from ..network.tracing import Recording, run, wants_gradient
+from ..network.tracing import Recording, wants_gradient
 from .at_positions import RandomCotangents, by_position, direct_records, direct_use
 from .record import Record
 from .retry import chunk_limit
@@ -49,8 +48,7 @@ Cotangents = Callable[[Tensor], Any] | Tensor | None  # a function gives a tenso
 class Tangent:
     """A network and its treated parameters."""
 
-    model: nn.Module  # uncompiled, never written
-    forward: Forward | None
+    call: Call  # of the uncompiled network, which is never written
     blocks: tuple[Block, ...]  # the treated parameters, in order of use
     plan: RecordingPlan = field(repr=False)  # the recorded uses of each block
     coverage: Coverage  # the family of each block, with a reason for generic ones
@@ -62,7 +60,7 @@ class Tangent:
     @outside_modes
     def survey(
         cls,
-        model: nn.Module,
+        model: nn.Module | Call,
         inputs: Any,
         params: Predicate | LastLayer = everything,
         forward: Forward | None = None,
@@ -74,43 +72,46 @@ class Tangent:
         """Runs the network on a few samples. Finds and checks the layer family of each parameter.
 
         The shape of the targets may show which dimension of the outputs holds classes. `activation` gives probabilities
-        if the outputs are logits: "softmax" or "sigmoid".
+        if the outputs are logits: "softmax" or "sigmoid". A call brings its own `forward` and `activation`.
 
-        Cost: five forward passes, two of them on one sample and three on at most four. One more for each of: a first
+        Cost: six forward passes, two of them on one sample and four on at most four. One more for each of: a first
         batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network. At
         most four backward passes for any C. All of it again on the whole batch, if four samples leave layers unused.
         """
-        model = checked_network(model, isinstance(params, LastLayer))
-        memory = checked_memory(memory, model)
-        parameters = own_parameters(model)
+        last = isinstance(params, LastLayer)
+        call = model if isinstance(model, Call) else Call(checked_network(model, last), forward, activation)
+        network, memory = call.model, checked_memory(memory, call.model)
+        parameters = own_parameters(network)
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
         check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
-        before = Stamp.of(state_of(model))
-        called = NetworkForward.of(forward)
-        called = called if activation is None else replace(called, activation=activation, looks=True)
+        before = Stamp.of(state_of(network))
         try:
-            surveyed = probe(model, parameters, inputs, params, called, memory // 16, warn)
+            surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
         except OutputsWithPositions as error:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
-            called = replace(called, positions=Positions.of(error.shape, shape))
-            surveyed = probe(model, parameters, inputs, params, called, memory // 16, warn)
-        check_constant(model, before.changed(state_of(model)))
-        tangent, positions = cls(model, called, *surveyed, memory), called.positions
-        if positions is not None:
+            call = replace(call, layout=Positions.of(error.shape, shape))
+            surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
+        check_constant(network, before.changed(state_of(network)))
+        tangent, layout = cls(call, *surveyed, memory), call.layout
+        if layout is not None:
             few = batches.take(inputs, slice(0, 2))  # a run finds out whether the treated layer gives the outputs
             direct = direct_use(tangent, *tangent.recording(Checked(few, batches.size(few)))) is not None
-            called = replace(called, positions=replace(positions, direct=direct))
-            tangent = replace(tangent, forward=called, outputs=positions.outputs)
+            layout = replace(layout, direct=direct)
+            tangent = replace(tangent, call=replace(call, layout=layout), outputs=layout.outputs)
         if warn:
             tangent._warn_of_memory()
-        return tangent if activation is None else tangent.of_logits(activation)
+        return tangent if call.activation is None else tangent.of_logits(call.activation)
 
     def of_logits(self, activation: str | None) -> Tangent:
         """Returns the tangent of a network with logits. Its calls replace the logits of impossible classes."""
         direct = self.plan.last >= 0 or self.positions.direct
-        called = replace(self.called, activation=None if direct else activation, looks=False)
-        return replace(self, forward=called)
+        return replace(self, call=replace(self.call, activation=None if direct else activation, looks=False))
+
+    @property
+    def model(self) -> nn.Module:
+        """The uncompiled network."""
+        return self.call.model
 
     @property
     def size(self) -> int:
@@ -164,12 +165,7 @@ class Tangent:
     @unlocked_property
     def positions(self) -> Positions:
         """Layout of the positions of the outputs; one position if the outputs are a matrix (B, C)."""
-        return self.called.positions or Positions(1, 2, self.outputs, 1)
-
-    @property
-    def called(self) -> NetworkForward:
-        """How the network is called, and what its outputs are."""
-        return NetworkForward.of(self.forward)
+        return self.call.layout or Positions(1, 2, self.outputs, 1)
 
     @property
     def width(self) -> int:
@@ -179,7 +175,7 @@ class Tangent:
     def with_joined_positions(self) -> Tangent:
         """Returns the tangent for which all positions of an input are one sample with T C outputs."""
         joined = replace(self.positions, joined=True, direct=False, count=1)
-        return replace(self, forward=replace(self.called, positions=joined), outputs=self.width)
+        return replace(self, call=replace(self.call, layout=joined), outputs=self.width)
 
     @unlocked_property
     def treats_output_alone(self) -> bool:
@@ -207,14 +203,14 @@ class Tangent:
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """Returns differentiable outputs (B, C), or (B, T C), with other values of some treated parameters."""
-        return call_with(self.model, self.forward, self._own, values, inputs, self.plan.unseen)
+        return self.call.rows_with(values, self._own, inputs, self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
         """Returns the outputs (B, C), or in their own shape with positions, in chunks and without gradients."""
         parts = []
         with torch.no_grad(), without_compiled():
             for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
-                outputs = shaped_outputs(self.model, chunk, self.forward)
+                outputs = self.call.shaped(chunk)
                 parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -272,9 +268,9 @@ class Tangent:
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
-        recording = run(self.model, checked.inputs, self.forward, watched | idle, spread, frozen)
+        recording = self.call.recorded(checked.inputs, watched | idle, spread, frozen, repeats=not idle)
         recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
-        width = recording.outputs.shape[1] if self.called.positions else self.outputs
+        width = recording.outputs.shape[1] if self.call.layout else self.outputs
         check_recording(self.model, checked.inputs, recording, width, late)
         noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])

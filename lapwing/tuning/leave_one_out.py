@@ -98,9 +98,7 @@ def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
         return None
     names = treated | untreated.keys()
     if tangent.size + sum(untreated.values()) <= MAX_WEIGHTS:
-        whole = Tangent.survey(
-            tangent.model, inputs, lambda name, _: name in names, tangent.forward, tangent.memory, warn=False
-        )
+        whole = Tangent.survey(tangent.call, inputs, lambda name, _: name in names, memory=tangent.memory, warn=False)
         if whole.explicit_size <= MAX_EXPLICIT_WEIGHTS and samples * whole.plan.work(whole.blocks) <= MAX_MULTIPLY_ADDS:
             return whole
     log.info(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..covariance import has_prior
 from ..errors import LapwingError
 from ..methods import FitShape, Method
-from ..network.calling import output_tensor
+from ..network.call import output_tensor
 from ..network.eager import parameters_of
 from ..network.entry import outside_modes
 from ..options import SEED, at_least, option
@@ -145,9 +145,10 @@ def error_of_copy(
     held, seen = torch.randperm(len(x)).to(x.device).split([count, len(x) - count])
     if len(seen) < 2:
         return None
+    call = replace(tangent.call, model=model)
 
     def outputs(some: Tensor) -> Tensor:
-        return tangent.positions.rows(output_tensor(tangent.called(model, x[some]))).reshape(len(some), -1).to(y)
+        return tangent.positions.rows(output_tensor(call(x[some]))).reshape(len(some), -1).to(y)
 
     def look(some: Tensor) -> Tensor:
         model.eval()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import lapwing as lw
 from lapwing.data import batches, nesting
 from lapwing.data.samples import Samples
-from lapwing.network.calling import call
+from lapwing.network.call import Call
 from tests import oracle
 from tests.refused import refused
 from tests.zoo import ZOO
@@ -149,8 +149,8 @@ def test_describe_names_structures_and_shapes() -> None:
 def test_call_by_structure() -> None:
     two = Net(lambda net, left, right: left[:, :2] - right)
     for inputs in ((X, Z), [X, Z], {"left": X, "right": Z}, {"right": Z, "left": X}):
-        assert torch.equal(call(two, inputs), X[:, :2] - Z)
-    assert torch.equal(call(two, X, lambda model, x: model(x, Z)), X[:, :2] - Z)
+        assert torch.equal(Call(two).rows(inputs), X[:, :2] - Z)
+    assert torch.equal(Call(two, lambda model, x: model(x, Z)).rows(X), X[:, :2] - Z)
 
 
 def test_call_reads_outputs() -> None:
@@ -159,8 +159,8 @@ def test_call_reads_outputs() -> None:
 
     model = nn.Identity()
     for out in (X, Out(), {"logits": X, "loss": None}, {"out": X, "aux": Z}):
-        assert call(model, X, lambda model, x, out=out: out) is X
-    assert call(model, X, lambda model, x: x[:, 0]).shape == (6, 1)
+        assert Call(model, lambda model, x, out=out: out).rows(X) is X
+    assert Call(model, lambda model, x: x[:, 0]).rows(X).shape == (6, 1)
 
 
 # --- the same posterior however the data come ------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class MeanField(Method):
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
         state = yield tuning
         put(network, tuning.by_parameter(state.values["mean"]))
-        moved = replace(tangent, model=network)
+        moved = replace(tangent, call=replace(tangent.call, model=network))
         seen: Seen = yield SamplesSeen()
         summary = yield LikelihoodPass(problem, moved, seen.summary.samples)
         precision = problem.precision

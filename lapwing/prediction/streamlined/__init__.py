@@ -19,6 +19,7 @@ from ...covariance.terms import concatenate
 from ...data import batches
 from ...errors import LapwingError
 from ...linalg import is_finite
+from ...network.call import finite
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
 from ...network.refusals import check_layers
@@ -159,7 +160,7 @@ class Streamlined(Way):
                 means.append(mean)
                 parts.append([term])
         mean, (term,) = torch.cat(means), concatenate(parts)  # of (B, C)
-        mean = tangent.called.finite(mean.reshape(term.variance().shape))
+        mean = finite(mean.reshape(term.variance().shape), tangent.call.activation, tangent.call.looks)
         batches.check_outputs(mean, "these inputs")
         if not all(map(is_finite, term.rows)):
             raise LapwingError(
@@ -169,7 +170,7 @@ class Streamlined(Way):
             )
         mean = mean.to(tangent.dtype)
         latent = Latent(mean, (term.to(mean),))
-        if tangent.called.activation == "softmax":
+        if tangent.call.activation == "softmax":
             latent = latent.without_impossible()
         positions = tangent.places_of(inputs)
         return LatentAtPositions(latent, positions) if positions.sizes else latent

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...covariance import Covariance
 from ...data import batches
 from ...linalg import symmetric_eigen
+from ...network.call import Call
 from ...tangent import Tangent
 from ..weight_draws import latent_of_draws
 from .moments import FeatureCorrelation
@@ -44,7 +45,7 @@ def correlation_of(
         return graph.run(inputs)[source].reshape(batches.size(inputs), -1)
 
     width = features(tangent.model, batches.take(inputs, slice(0, 1))).shape[1]
-    trunk, rows = replace(tangent, forward=features, outputs=width), []
+    trunk, rows = replace(tangent, call=Call(tangent.model, features), outputs=width), []
     for seed, (_, some) in enumerate(batches.chunks(inputs, TOGETHER)):
         latent: Any = latent_of_draws(trunk, covariance, some, DRAWS, seed, False)
         if latent is None:

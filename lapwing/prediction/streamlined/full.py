@@ -33,7 +33,7 @@ Covariances = Mapping[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
-class Call:
+class FusedCall:
     """One step with inner steps, whose values have no covariances: tuples, and functions of weights."""
 
     step: Step
@@ -52,7 +52,7 @@ class Call:
         return evaluate(self.step, values, dtype)
 
 
-def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
+def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[FusedCall, ...]:
     """Groups steps: values without samples (names outside `samples`) and tuples go into the steps that read them."""
     inner: dict[str, Step] = {}
     calls = []
@@ -73,7 +73,7 @@ def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
         name, carries = step.node.name, bool(step.uncertain)
         if carries and name not in samples:
             inner[name], carries = step, False
-        calls.append(Call(step, tuple(inside.values()), tuple(leaves), (*leaves, *certain), carries))
+        calls.append(FusedCall(step, tuple(inside.values()), tuple(leaves), (*leaves, *certain), carries))
     return tuple(calls)
 
 
@@ -118,7 +118,7 @@ class FullProgram:
         return values[output], DenseTerm(matrix)
 
     def _run_call(
-        self, place: int, call: Call, values: dict[str, Any], known: dict[tuple[str, str], Tensor], samples: int
+        self, place: int, call: FusedCall, values: dict[str, Any], known: dict[tuple[str, str], Tensor], samples: int
     ) -> None:
         """Adds the mean and covariances of a call, and drops values that no later call needs."""
         program, name = self._program, call.step.node.name
@@ -138,7 +138,7 @@ class FullProgram:
             del known[pair]
 
     def _covariances(
-        self, call: Call, values: Mapping[str, Any], known: Covariances, targets: list[str], samples: int
+        self, call: FusedCall, values: Mapping[str, Any], known: Covariances, targets: list[str], samples: int
     ) -> dict[str, Tensor]:
         """Returns `Cov[y, z]` for the targets z and y itself: `Σ_i J_i Cov[x_i, z]`, `Σ_i J_i Cov[x_i, y]`."""
         program, name, axes = self._program, call.step.node.name, self._axes
@@ -206,7 +206,7 @@ class FullProgram:
 
 
 def _directions(
-    call: Call, treated: Treated, names: Mapping[str, str], read: Mapping[str, Tensor], dtype: torch.dtype
+    call: FusedCall, treated: Treated, names: Mapping[str, str], read: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Returns the unit directions of a block's weights as tangents of its parameters, by placeholder.
 

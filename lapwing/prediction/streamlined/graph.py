@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from ...covariance import Covariance
 from ...data import batches
 from ...errors import LapwingError
-from ...network.calling import call
-from ...network.functional import Called
+from ...network.call import CallModule
 from ...network.module_state import modules_of
 from ...tangent import Tangent
 from ..uncertain import leaves_of
@@ -122,7 +121,7 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
         example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
     with torch.no_grad():
         tangent.call_with({}, batches.copied(example))  # says what is wrong with inputs that the network refuses
-    wrapped = Called(tangent.model, replace(tangent.called, activation=None))
+    wrapped = CallModule(replace(tangent.call, activation=None))
     wrapped.training = tangent.model.training  # train() would reach into the network
     failure: BaseException | None = None
     for dynamic in (True, False):
@@ -246,7 +245,7 @@ def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
     """Whether the graph returns the network's outputs."""
     with torch.no_grad():
         copy = batches.copied(inputs)  # the network may write to its inputs
-        expected = call(tangent.model, copy, replace(tangent.called, activation=None))
+        expected = replace(tangent.call, activation=None).rows(copy)
         outputs = graph.run(inputs)[graph.output]
     size = expected.masked_fill(expected == -torch.inf, 0.0).abs().max().clamp_min(1.0)
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(size)

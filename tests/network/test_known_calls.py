@@ -1,0 +1,456 @@
+"""A call that repeats an earlier one is recorded from its last layer on, and its modules are not compared again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import lapwing as lw
+from lapwing.network.tracing import Recorder
+from tests.conformance import jacobian
+
+
+class Net(nn.Module):
+    """A trunk of three layers and a head, with a norm whose recorded form is the network's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
+def fitted(model: nn.Module, *shape: int, **options: Any) -> tuple[Any, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(6, *(shape or (4,)), dtype=torch.float64)
+    options = {"params": lw.last_layer, "prior_precision": 1.0, **options}
+    return lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), **options), x
+
+
+def network(kind: type[nn.Module] = Net) -> Any:
+    torch.manual_seed(0)
+    return kind().double().eval()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the functions that recorders have watched."""
+    names: list[str] = []
+    ours = Recorder.intercept
+
+    def intercept(self: Recorder, function: Callable, args: tuple, kwargs: dict) -> Any:
+        names.append(getattr(function, "__name__", ""))
+        return ours(self, function, args, kwargs)
+
+    monkeypatch.setattr(Recorder, "intercept", intercept)
+    return names
+
+
+def counted(watched: list[str], call: Callable[[], Any]) -> int:
+    watched.clear()
+    call()
+    return len(watched)
+
+
+def dense(posterior: Any, x: Tensor) -> Tensor:
+    rows = jacobian(posterior.model, x, posterior.tangent.blocks)
+    return rows @ posterior.covariance.to_dense() @ rows.mT
+
+
+def check(posterior: Any, x: Tensor) -> None:
+    latent = posterior.latent(x)
+    torch.testing.assert_close(latent.mean, posterior.model(x).detach())
+    torch.testing.assert_close(latent.covariance, dense(posterior, x))
+
+
+def test_only_the_head_of_a_repeated_call_is_watched(watched: list[str]) -> None:
+    posterior, x = fitted(network())
+    for part in (x, x[:1], x[:2]):
+        counts = [counted(watched, lambda part=part: posterior.predict(part)) for _ in range(3)]
+        assert counts[1:] == [1, 1]
+        check(posterior, part)
+    first = posterior.latent(x + 1)
+    again = copy.deepcopy(posterior).latent(x + 1)  # recorded in full, since a copy knows no calls
+    assert torch.equal(first.mean, again.mean)
+    assert torch.equal(first.covariance, again.covariance)
+
+
+def test_a_trunk_without_a_graph_keeps_no_activations() -> None:
+    posterior, x = fitted(network())
+    for _ in range(3):
+        graph = posterior.tangent.record(x).graph
+    seen, left = set(), [graph.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [branch for branch, _ in node.next_functions]
+    assert len(seen) <= 3
+
+
+def test_modules_are_compared_once_for_each_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lapwing.network import module_state
+
+    posterior, x = fitted(network())
+    for _ in range(3):
+        posterior.predict(x)
+    made: list[nn.Module] = []
+    ours = module_state.modules_of
+    monkeypatch.setattr(module_state, "modules_of", lambda model: made.append(model) or ours(model))
+    posterior.predict(x)
+    assert not made
+
+
+@pytest.mark.parametrize("how", ["dict", "tuple", "forward"])
+def test_inputs_in_containers(how: str, watched: list[str]) -> None:
+    class Pairs(Net):
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+            return super().forward(x if other is None else x * other)
+
+    torch.manual_seed(0)
+    model, x = network(Pairs), torch.randn(6, 4).double()
+    inputs: Any = {"x": x, "other": x} if how == "dict" else (x, x)
+    forward = (lambda net, pair: net(*pair)) if how == "forward" else None
+    posterior = lw.fit(
+        model, [(inputs, torch.arange(6) % 3)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0, forward=forward
+    )
+    counts = [counted(watched, lambda: posterior.predict(inputs)) for _ in range(3)]
+    assert counts[-1] == 1
+    if how == "dict":  # other names, although the shapes are the same
+        posterior.predict({"x": x})
+        posterior.predict({"x": x})
+        torch.testing.assert_close(posterior.latent({"x": x}).mean, model(x).detach())
+
+
+class Branching(Net):
+    """Uses the weight of the head before the head, for inputs whose first entry is positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        if bool(x[0, 0] > 0):
+            h = h + 0.1 * torch.tanh(h @ self.head.weight.T) @ torch.ones(3, 5, dtype=h.dtype)
+        return self.head(h)
+
+
+class Counting(Branching):
+    """The same by the number of positive entries, which a shape shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        if torch.where(x[:, 0] > 0)[0].numel():
+            h = h + 0.1 * torch.tanh(h @ self.head.weight.T) @ torch.ones(3, 5, dtype=h.dtype)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("kind", [Branching, Counting])
+def test_a_network_that_reads_values_is_watched_in_every_call(kind: type[nn.Module]) -> None:
+    model = network(kind)
+    torch.manual_seed(1)
+    x = torch.randn(6, 4).double()
+    x[:, 0] = -x[:, 0].abs()
+    posterior = lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
+    for _ in range(3):
+        check(posterior, x)
+    with pytest.raises(lw.LapwingError, match="unlike at the first|in another way"):
+        posterior.predict(x.abs())
+    check(posterior, x)
+
+
+class Flagged(Net):
+    """Uses the weight of the head twice if a flag is set."""
+
+    twice = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        return self.head(h + torch.tanh(h @ self.head.weight.T).sum(1, keepdim=True) if self.twice else h)
+
+
+def test_attributes_that_change_later_are_seen() -> None:
+    model = network(Flagged)
+    posterior, x = fitted(model)
+    for _ in range(3):
+        posterior.predict(x)
+    model.twice = True
+    with pytest.raises(lw.LapwingError, match="unlike at the first|in another way"):
+        posterior.predict(x)
+    model.twice = False
+    check(posterior, x)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(lw.LapwingError, match=r"head.weight of Flagged was written, replaced or added"):
+        posterior.predict(x)
+
+
+@pytest.mark.parametrize("change", ["train", "dropout", "buffer", "data", "written"])
+def test_changes_after_known_calls_are_refused(change: str) -> None:
+    model = network()
+    posterior, x = fitted(model)
+    for _ in range(4):
+        posterior.predict(x)
+    if change == "train":
+        model.trunk[1].train()
+    elif change == "dropout":
+        model.trunk[2] = nn.Dropout(0.5)
+    elif change == "buffer":
+        model.register_buffer("scale", torch.ones(3))
+    elif change == "data":
+        model.head.weight.data = model.head.weight.data + 1
+    else:
+        model.trunk[0].bias.data += 1
+    with pytest.raises(lw.LapwingError, match="training mode|was written, replaced or added"):
+        posterior.predict(x)
+
+
+def test_what_a_later_call_keeps_is_put_back() -> None:
+    """A list that the user adds after known calls, to which the network appends."""
+
+    class Collecting(Net):
+        maps: list[Tensor] | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.trunk(x)
+            if self.maps is not None:
+                self.maps.append(h)
+            return self.head(h)
+
+    model = network(Collecting)
+    posterior, x = fitted(model)
+    for _ in range(3):
+        posterior.predict(x)
+    model.maps = []
+    for _ in range(3):
+        posterior.predict(x)
+    assert not model.maps
+
+
+def test_hooks_that_the_user_adds_later_count() -> None:
+    model = network()
+    posterior, x = fitted(model)
+    for _ in range(3):
+        posterior.predict(x)
+    seen: list[Tensor] = []
+    handles = [
+        model.trunk.register_forward_hook(lambda module, args, out: seen.append(out)),
+        model.head.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+        model.head.register_forward_hook(lambda module, args, out: out.tanh()),
+    ]
+    for _ in range(3):
+        check(posterior, x)
+        seen.clear()
+        posterior.latent(x)
+        assert len(seen) == 1
+    for handle in handles:
+        handle.remove()
+    check(posterior, x)
+    assert not model.head._forward_pre_hooks
+
+
+def test_an_interrupted_call_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Passing(Net):
+        """Keeps an activation while it runs."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.trunk(x)
+            out = self.head(self.hidden)
+            del self.hidden
+            return out
+
+    model = network(Passing)
+    posterior, x = fitted(model)
+    for _ in range(3):
+        posterior.predict(x)
+    ours = F.linear
+
+    def interrupt(*args: Any) -> Tensor:
+        if len(args[1]) == 3:  # the head
+            raise KeyboardInterrupt
+        return ours(*args)
+
+    monkeypatch.setattr(F, "linear", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        posterior.predict(x)
+    monkeypatch.undo()
+    assert not hasattr(model, "hidden")
+    assert not model.head._forward_pre_hooks
+    assert torch._C._len_torch_function_stack() == 0
+    check(posterior, x)
+
+
+def test_other_threads_run_the_network_meanwhile(watched: list[str]) -> None:
+    """A call by the user in another thread, at the same time, is not recorded."""
+    model = network()
+    posterior, x = fitted(model)
+    for _ in range(3):
+        posterior.predict(x)
+    wanted = model(x).detach()
+    outputs: list[Tensor] = []
+
+    def other(*_: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: outputs.append(model(x)))
+            thread.start()
+            thread.join()
+
+    handle = model.trunk.register_forward_hook(other)
+    for _ in range(3):
+        watched.clear()
+        latent = posterior.latent(x)
+        assert torch.equal(latent.mean, wanted)
+    handle.remove()
+    assert all(torch.equal(out.detach(), wanted) for out in outputs)
+    assert all(out.grad_fn is not None for out in outputs)
+    errors: list[BaseException] = []
+
+    def predict(n: int) -> None:
+        try:
+            for _ in range(5):
+                assert torch.equal(posterior.latent(x[:n]).mean, wanted[:n])
+        except BaseException as error:
+            errors.append(error)
+
+    wanted = torch.cat([posterior.latent(x[:6]).mean])
+    threads = [threading.Thread(target=predict, args=(6,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+class Functional(Net):
+    """Uses the weights of the head without a call of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.trunk(x), self.head.weight, self.head.bias)
+
+
+class Within(Net):
+    """Calls the head where gradients are off, and on again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.trunk(x)
+            with torch.enable_grad():
+                out = self.head(h)
+        return out.tanh()
+
+
+class Attending(nn.Module):
+    """Attention, which a recording computes by plain products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.first(x)[:, None])[:, 0])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x[:, :, None])[0][:, -1])
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Moded(Net):
+    """Runs the head in a function mode of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        with Mode():
+            out = self.head(h)
+        return 2 * out
+
+
+class Followed(Net):
+    """Functions and a norm follow the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x)).log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", [Functional, Within, Attending, Recurrent, Moded, Followed])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_every_call_gives_the_same_bits(kind: type[nn.Module], frozen: bool) -> None:
+    model = network(kind).requires_grad_(not frozen)
+    posterior, x = fitted(model)
+    first, *others = [posterior.latent(x) for _ in range(4)]
+    for other in others:
+        assert torch.equal(other.mean, first.mean)
+        assert torch.equal(other.covariance, first.covariance)
+    check(posterior, x)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_inputs_that_require_gradients_have_them_after_known_calls() -> None:
+    posterior, x = fitted(network())
+    for _ in range(3):
+        posterior.predict(x)
+    slope = torch.autograd.grad(posterior.latent(x.requires_grad_()).variance.sum(), x)[0]
+    assert slope.abs().sum() > 0
+    with torch.no_grad():
+        x = x.detach() + 0
+        step = 1e-6 * torch.randn_like(x)
+        wanted = (posterior.latent(x + step).variance.sum() - posterior.latent(x - step).variance.sum()) / 2
+    torch.testing.assert_close((slope * step).sum(), wanted, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_its_own_modules(copied: Callable[[Any], Any]) -> None:
+    posterior, x = fitted(network())
+    for _ in range(4):
+        posterior.predict(x)
+    other = copied(posterior)
+    for _ in range(4):
+        other.predict(x)
+    with torch.no_grad():
+        other.model.head.weight.add_(1.0)
+    posterior.predict(x)
+    with pytest.raises(lw.LapwingError, match=r"head.weight of Net was written"):
+        other.predict(x)
+
+
+def test_pixels_of_a_head_are_known_too(watched: list[str]) -> None:
+    class Maps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.head = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU()), nn.Conv2d(4, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.trunk(x))
+
+    torch.manual_seed(0)
+    model, x = network(Maps), torch.randn(4, 2, 5, 5).double()
+    y = torch.randint(3, (4, 5, 5))
+    posterior = lw.fit(model, [(x, y)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
+    first = posterior.latent(x)
+    counts = [counted(watched, lambda: posterior.latent(x)) for _ in range(2)]
+    assert counts[-1] == 1
+    again = posterior.latent(x)
+    assert torch.equal(first.mean, again.mean)
+    assert torch.equal(first.variance, again.variance)
