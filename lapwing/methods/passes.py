@@ -80,8 +80,7 @@ class Batch:
             if cotangents is not None:
                 weights = self.curvature_weights(record.outputs, part, record.sizes, kept)
             if weights is not None:
-                record.weigh(weights.sqrt())
-                record.weights = weights
+                record = record.weighted(weights)
             sizes = record.sizes
             yield part, record
         if outputs:

@@ -103,7 +103,7 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
 
             record = tangent.record(chunk, score, dtype)
             if samples.weights is not None:
-                record.weigh(samples.weights[rows, None])
+                record = record.times(samples.weights[rows, None])
             count += record.samples
             for name in gradient:
                 gradient[name] = gradient[name] + posterior.scale.of_likelihood * record[name].sum_rows()[0]

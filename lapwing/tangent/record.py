@@ -13,6 +13,7 @@ Three cuts keep the memory budget:
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -138,17 +139,26 @@ class Record(Mapping[str, BlockJacobian]):
         u = u.flatten(1, 2)  # (B, T C, R)
         known = self.dtype, self._differentiable, self.sizes
         record = Record(self.tangent, self._inputs, graph, self.noted, self._uses, u, *known)
-        record.outputs = self.outputs[:, which * width : (which + 1) * width]
-        return record
+        return record._changed(outputs=self.outputs[:, which * width : (which + 1) * width])
 
-    def weigh(self, factors: Tensor) -> None:
-        """Multiplies the cotangents by factors per sample (B, 1) or output (B, C). Call it before the first block."""
-        if self._parts is not None:
-            diagonal, vector = self._parts
-            factors = factors.to(diagonal)
-            self._parts = FisherParts(diagonal * factors.square(), None if vector is None else vector * factors)
-            return
-        self._u = self.u * factors.to(self.u)[..., None]
+    def times(self, factors: Tensor) -> Record:
+        """Returns the record with its cotangents times factors per sample (B, 1) or output (B, C)."""
+        if self._parts is None:
+            return self._changed(_u=self.u * factors.to(self.u)[..., None])
+        diagonal, vector = self._parts
+        factors = factors.to(diagonal)
+        parts = FisherParts(diagonal * factors.square(), None if vector is None else vector * factors)
+        return self._changed(_parts=parts)
+
+    def weighted(self, weights: Tensor) -> Record:
+        """Returns the record with Λ times weights (B, 1) or (B, C): cotangents times √w."""
+        return self.times(weights.sqrt())._changed(weights=weights)
+
+    def _changed(self, **attributes: Any) -> Record:
+        """Returns a copy with other attributes, which has computed no block."""
+        record = copy.copy(self)
+        vars(record).update(attributes, _group=None, _taken={})
+        return record
 
     @property
     def u(self) -> Tensor:
