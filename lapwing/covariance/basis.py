@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files import prefixed, under
 from ..linalg import row_products, total
 from ..tangent import FLOATS, Anchors, Block, Record, Tangent, TensorSpec, Vectors
-from .base import Stored, same_ratios
+from .base import Stored, rows_spec, same_ratios
 
 
 class Basis(Stored):
@@ -86,7 +87,7 @@ class ExplicitBasis(Basis):
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {block.name: TensorSpec((extra["rank"], block.size), FLOATS) for block in tangent.blocks}
+        return rows_spec(tangent, extra["rank"])
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ExplicitBasis:
@@ -143,20 +144,19 @@ class ImplicitBasis(Basis):
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the anchors and their coefficients. The anchors include inputs of the training data."""
-        return {**{f"anchors/{k}": v for k, v in self.anchors.tensors().items()}, "coefficients": self.coefficients}
+        return {**prefixed("anchors", self.anchors.tensors()), "coefficients": self.coefficients}
 
     def extra(self) -> dict[str, Any]:
         return {**super().extra(), "scales": self.scales, "rows": len(self.anchors), "nests": self.anchors.nests()}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        parts = {f"anchors/{name}": spec for name, spec in Anchors.entries(extra["rows"], extra["nests"]).items()}
+        parts = prefixed("anchors", Anchors.entries(extra["rows"], extra["nests"]))
         return {**parts, "coefficients": TensorSpec((extra["rank"], extra["rows"]), (torch.float64,))}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ImplicitBasis:
-        parts = {k.removeprefix("anchors/"): v for k, v in tensors.items() if k.startswith("anchors/")}
-        anchors = Anchors.from_tensors(tangent, parts, extra["nests"])
+        anchors = Anchors.from_tensors(tangent, under("anchors", tensors), extra["nests"])
         return cls(anchors, tensors["coefficients"], extra["scales"])
 
 

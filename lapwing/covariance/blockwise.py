@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..files import prefixed
 from ..jacobian.jacobian import DiagonalWeights, Reads
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
@@ -17,11 +18,7 @@ from .base import PriorCovariance, precision_spec, register_covariance
 from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
-from .terms import Term, add_term, of_both, standard_normal
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
+from .terms import Terms, add_term, of_both, standard_normal
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
 """Kind -> class, to read files."""
@@ -105,9 +102,9 @@ class Blockwise(PriorCovariance):
     def diagonal(self) -> Vectors:
         return {name: structure.diagonal(self._weights[name]) for name, structure in self.structures.items()}
 
-    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Blockwise], reads: Reads) -> list[Terms]:
         """Contracts each block once for all candidates. A single candidate keeps its weights for the next record."""
-        terms: list[tuple[Term, ...]] = [() for _ in candidates]
+        terms: list[Terms] = [() for _ in candidates]
         for name, structure in self.structures.items():
             weightings: Iterable[DiagonalWeights] = (candidate._weighting(name) for candidate in candidates)
             if len(candidates) == 1:
@@ -126,20 +123,20 @@ class Blockwise(PriorCovariance):
         return self.structures[name].layer_block(self._weights[name], self.block(name).matrix_shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        parts = {f"{name}/{key}": value for name, s in self.structures.items() for key, value in s.tensors().items()}
+        parts = {}
+        for name, structure in self.structures.items():
+            parts |= prefixed(name, structure.tensors())
         return {**parts, "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
-        return {"scale": self.scale, "kinds": {name: s.kind for name, s in self.structures.items()}}
+        return {**super().extra(), "kinds": {name: s.kind for name, s in self.structures.items()}}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        parts = {
-            f"{block.name}/{key}": spec
-            for block in tangent.blocks
-            for key, spec in STRUCTURES[extra["kinds"][block.name]].entries(block, tangent.dtype).items()
-        }
-        return {**parts, "precision": precision_spec(tangent)}
+        entries = {"precision": precision_spec(tangent)}
+        for block in tangent.blocks:
+            entries |= prefixed(block.name, STRUCTURES[extra["kinds"][block.name]].entries(block, tangent.dtype))
+        return entries
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Blockwise:
@@ -149,7 +146,3 @@ class Blockwise(PriorCovariance):
             names = kind.entries(block, tangent.dtype)
             structures[block.name] = kind.from_tensors({name: tensors[f"{block.name}/{name}"] for name in names})
         return cls(tangent.blocks, structures, tensors["precision"], extra["scale"])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.structures.values())).eigenvalues.dtype

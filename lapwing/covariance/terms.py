@@ -84,6 +84,10 @@ class Term(ABC):
         return FactoredTerm(psd_root(self.dense())).sample(count, generator)
 
 
+Terms = tuple[Term, ...]
+"""A covariance as the sum of its terms."""
+
+
 @dataclass(frozen=True)
 class FactoredTerm(Term):
     """`F diag(s) Fᵀ` for a factor F (B, C, K) and s (B, K); None means ones."""
@@ -281,7 +285,7 @@ def selected(matrix: Tensor, outputs: Tensor) -> Tensor:
     return matrix[sample, outputs[:, :, None], outputs[:, None]]
 
 
-def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
+def add_term(terms: Terms, term: Term) -> Terms:
     """Returns the sum with one more term. Matrices, or variances, are added up: a sum ends with at most one of them."""
     if not terms or not isinstance(terms[-1], (DenseTerm, MarginalTerm, ScaleTerm)):
         return (*terms, term)
@@ -290,7 +294,7 @@ def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
     return (*factors, summed + term) if type(term) is type(last) else (*factors, term, last)
 
 
-def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:
+def multiplied_out(terms: Sequence[Term], times: int = 1) -> Terms:
     """Replaces the factors of a sum by one matrix (B, C, C) if they have more than `times * C` columns together."""
     factors = [term for term in terms if isinstance(term, FactoredTerm)]
     if not factors or sum(term.factor.shape[-1] for term in factors) <= times * factors[0].factor.shape[1]:
@@ -299,7 +303,7 @@ def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:
     return reduce(add_term, matrices, ())
 
 
-def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
+def concatenate(parts: Sequence[Sequence[Term]]) -> Terms:
     """Joins the terms of consecutive chunks of samples. If their kinds differ (shorter texts), returns one matrix."""
     if len({tuple(type(term) for term in terms) for terms in parts}) > 1:
         return (_as_matrix(parts),)
