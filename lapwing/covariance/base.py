@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self, TypeIs
 
 from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads
 from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
 from .layer_block import LayerBlock
 from .terms import Terms
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, TypeIs
-
 
 COVARIANCES: dict[str, type[Covariance]] = {}
 """Class name -> class, for all classes that a file may name. A file never causes an import."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..files import prefixed
-from ..jacobian.jacobian import DiagonalWeights, Reads
+from ..jacobian.jacobian import DiagonalWeights, Reads, Weightings
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, precision_spec, register_covariance
@@ -106,7 +106,7 @@ class Blockwise(PriorCovariance):
         """Contracts each block once for all candidates. A single candidate keeps its weights for the next record."""
         terms: list[Terms] = [() for _ in candidates]
         for name, structure in self.structures.items():
-            weightings: Iterable[DiagonalWeights] = (candidate._weighting(name) for candidate in candidates)
+            weightings: Weightings = (candidate._weighting(name) for candidate in candidates)
             if len(candidates) == 1:
                 weightings = [candidates[0]._weightings[name]]
             for i, term in enumerate(structure.output_covariances(record[name], weightings, reads)):

@@ -8,10 +8,11 @@ whitened weights: `V = W̃ Δ^(1/2)`. A new prior keeps the span and changes the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self, TypeIs
 
 from ..errors import LapwingError
 from ..files import prefixed, under
@@ -22,10 +23,6 @@ from .base import Covariance, PriorCovariance, precision_spec, register_covarian
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .terms import FactoredTerm, Terms, cross_covariance, of_both, standard_normal
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, TypeIs
-
 
 BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (CoordinateBasis, ExplicitBasis, ImplicitBasis)}
 """Class name -> class, to read files."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ..files import prefixed
 from ..jacobian.jacobian import Reads
@@ -18,9 +19,6 @@ from .basis import ExplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .low_rank import Subspace
 from .terms import DenseTerm, FactoredTerm, Terms, cross_covariance, of_both, standard_normal
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @register_covariance

@@ -6,18 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..linalg import SLICE_NUMBERS, psd_root, total
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Term(ABC):

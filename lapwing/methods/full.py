@@ -92,9 +92,6 @@ class DenseCurvature(CurvaturePass[DenseSum]):
 
     label = "dense GGN"
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-
     def init(self) -> DenseSum:
         size = self._problem.tangent.size
         return DenseSum(self._problem.zeros(size, size, dtype=torch.float64))

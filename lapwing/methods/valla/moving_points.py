@@ -87,8 +87,10 @@ class MovingSteps(IteratePass[Descent]):
         self.problem, self.anchors, self.steps, self.rate = problem, anchors, steps, rate
         self._noise = noise_variance
         self._leaves = [nesting.flatten(group)[0] for group in anchors.inputs] if movable(anchors) else []
-        dtype = problem.tangent.dtype
-        self._widths = [[_std_of_inputs(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
+        points = [[leaf.to(problem.tangent.dtype) for leaf in leaves] for leaves in self._leaves]
+        self._widths = [  # the standard deviation of each coordinate over samples, or 1 for a single sample
+            [x.std(0, correction=0) if len(x) > 1 else torch.ones_like(x[0]) for x in group] for group in points
+        ]
         ratios = problem.precision / problem.precision[0]
         self.weights = {b.name: 1 / r for b, r in zip(problem.tangent.blocks, ratios.tolist(), strict=True)}
         distances = [doubled(m - problem.prior.mean[n]).square().sum() for n, m in problem.tangent.mean().items()]
@@ -275,8 +277,3 @@ def divergence(factor: Tensor) -> Tensor:
     eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
     return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
-
-
-def _std_of_inputs(leaf: Tensor) -> Tensor:
-    """Returns the standard deviation of each coordinate over samples, or 1 for a single sample."""
-    return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])
