@@ -168,16 +168,13 @@ class CoordinateBasis(Basis):
         self._sizes = {block.name: block.size for block in blocks}
         stops = torch.tensor(list(self._sizes.values()), device=picked.device).cumsum(0)
         self._block = torch.searchsorted(stops, picked, right=True)  # (K,), number of the block of each weight
-        ascending, order = picked.sort()
         self._where: dict[str, Tensor] = {}  # block -> numbers of its directions, in the order of `_index`
         self._index: dict[str, Tensor] = {}  # block -> indices of its picked weights, ascending
-        first = 0
-        for name, stop in zip(self._sizes, stops.tolist(), strict=True):
-            end = int(torch.searchsorted(ascending, stop))
-            if end > first:
-                self._where[name] = order[first:end]
-                self._index[name] = ascending[first:end] - (stop - self._sizes[name])
-            first = end
+        for number, block in enumerate(blocks):
+            where = (self._block == number).nonzero()[:, 0]
+            if len(where):
+                index, order = (picked[where] - (stops[number] - block.size)).sort()
+                self._where[block.name], self._index[block.name] = where[order], index
         self._places = {name: index.tolist() for name, index in self._index.items()}
 
     @property

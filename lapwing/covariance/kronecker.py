@@ -140,10 +140,6 @@ class KroneckerLayer(LayerBlock):
     def __init__(self, inputs: Tensor | None, outputs: Tensor, weights: Tensor) -> None:
         self._inputs, self._outputs, self._weights = inputs, outputs, weights
 
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        term = self.covariances(mean, variance)
-        return term.dense() if full else term.variance()
-
     def covariances(self, mean: Tensor, variance: Tensor | None) -> EigenTerm:
         """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`, `M = m mᵀ + variance` (Streamlined, eq. 10)."""
         assert self._inputs is not None  # tokens have no moments

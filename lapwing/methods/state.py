@@ -63,6 +63,13 @@ class State:
 
 
 @dataclass
+class TensorSum(State):
+    """One sum."""
+
+    total: Tensor
+
+
+@dataclass
 class BlockSums(State):
     """One sum for each block, by block name."""
 

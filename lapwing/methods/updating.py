@@ -19,11 +19,11 @@ from ..covariance import (
 from ..covariance.base import join_blocks
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
-from .full import AllRows, DenseCurvature, DenseSum
+from .full import AllRows, DenseCurvature
 from .kfac import Factors, _FactorPass
 from .passes import CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
 from .problem import MemoryNeed, Problem
-from .state import State
+from .state import State, TensorSum
 from .subspace import ProjectedCurvature, ProjectionPass
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Update(Method):
             former, kinds = _former_factors(covariance)
             step = _FactorPass(problem, kinds, reduce)
         elif way == "matrix":
-            step, former = DenseCurvature(problem), DenseSum(covariance.curvature)
+            step, former = DenseCurvature(problem), TensorSum(covariance.curvature)
         elif way == "basis":
             step = ProjectionPass(problem, covariance.basis, "prior" if covariance.full_rank else None)
             former = ProjectedCurvature(covariance.curvature, covariance.traces)
@@ -71,10 +71,10 @@ class _MoreRows(AllRows):
         super().__init__(problem, count)
         self._former, self._former_curvature = rows, curvature
 
-    def finish(self, state: DenseSum) -> LowRankWithResidual:
+    def finish(self, state: TensorSum) -> LowRankWithResidual:
         values, vectors = symmetric_eigen(self._former_curvature)
         former = (vectors * values.sqrt()).T @ join_blocks(self._problem.tangent.blocks, self._former.vectors).double()
-        return super().finish(DenseSum(torch.cat([former, state.matrix])))
+        return super().finish(TensorSum(torch.cat([former, state.total])))
 
 
 def _former_factors(covariance: Blockwise) -> tuple[Factors, dict[str, str]]:
