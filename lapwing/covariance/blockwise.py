@@ -123,7 +123,7 @@ class Blockwise(PriorCovariance):
         return self.structures[name].layer_block(self._weights[name], self.block(name).matrix_shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        parts = {}
+        parts = dict[str, Tensor]()
         for name, structure in self.structures.items():
             parts |= prefixed(name, structure.tensors())
         return {**parts, "precision": self.precision}

@@ -99,6 +99,10 @@ class DataSummary(State):
             self.statistics[name] = self.statistics.get(name, 0) + value
 
 
+Values = Mapping[str, Tensor]
+"""Values that Adam optimises, by name."""
+
+
 @dataclass
 class Descent(State):
     """Values that Adam optimises.

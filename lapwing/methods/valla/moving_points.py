@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, cast
@@ -20,7 +20,7 @@ from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Passes, Step, with_seen
 from ..problem import FisherRoot, Problem
-from ..state import Descent
+from ..state import Descent, Values
 from . import ClosedForm, NaturalGradient, VallaFit
 from .inducing import kernel
 from .objective_rows import ObjectiveRows, rows_at_positions
@@ -112,9 +112,7 @@ class MovingSteps(IteratePass[Descent]):
         return Descent(values)
 
     @abstractmethod
-    def objective(
-        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
-    ) -> Tensor:
+    def objective(self, state: Descent, values: Values, batch: Batch, generator: torch.Generator) -> Tensor:
         """Returns the objective to minimise at the open values; may add to the state."""
 
     def rate_at(self, taken: int) -> float:
@@ -152,7 +150,7 @@ class MovingSteps(IteratePass[Descent]):
         kind, *place = name.split("/")
         return self._widths[int(place[0])][int(place[1])] if kind == "input" else 1.0
 
-    def anchors_at(self, values: Mapping[str, Tensor]) -> Anchors:
+    def anchors_at(self, values: Values) -> Anchors:
         """Returns the anchors at inducing inputs, in the dtype of the network's inputs."""
         groups = list(self.anchors.inputs)
         for i, leaves in enumerate(self._leaves):
@@ -160,11 +158,11 @@ class MovingSteps(IteratePass[Descent]):
             groups[i] = nesting.unflatten(moved, self.anchors.nests()[i])
         return replace(self.anchors, inputs=tuple(groups))
 
-    def precision_at(self, values: Mapping[str, Tensor]) -> Tensor:
+    def precision_at(self, values: Values) -> Tensor:
         """Returns δ of the first block, a scalar; the ratios to the other blocks are fixed."""
         return values["log_precision"].exp() if "log_precision" in values else self.problem.precision[0]
 
-    def noise_at(self, values: Mapping[str, Tensor]) -> Tensor | None:
+    def noise_at(self, values: Values) -> Tensor | None:
         """Returns σ² if it is open, else None; at least 1e-150, so that its square is above 0 in float64."""
         return values["log_noise"].clamp_min(-345.0).exp() if "log_noise" in values else None
 
@@ -196,9 +194,7 @@ class BoundSteps(MovingSteps):
 
     label, method = "variational bound", "VariationalBound"
 
-    def objective(
-        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
-    ) -> Tensor:
+    def objective(self, state: Descent, values: Values, batch: Batch, generator: torch.Generator) -> Tensor:
         likelihood = self.problem.likelihood
         rows = self._root_rows(values, batch, generator)
         blocks, targets = rows.blocks, rows.targets
@@ -235,7 +231,7 @@ class BoundSteps(MovingSteps):
         fit = (scale.of_likelihood * logs - scale.of_curvature * spread / precision / 2) / count
         return divergence(factor) + precision * self.distance / 2 - fit
 
-    def _root_rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> ObjectiveRows:
+    def _root_rows(self, values: Values, batch: Batch, generator: torch.Generator) -> ObjectiveRows:
         """Returns the blocks of the NTK at the columns of the Fisher root of a batch."""
         root = self.problem.root
         rows = self.rows(self.anchors_at(values), batch, generator, WeightedRoot(root, batch))
