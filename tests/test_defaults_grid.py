@@ -12,13 +12,7 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from benchmarks.defaults import links, measures, run, subspaces
-from benchmarks.defaults.networks import (
-    Cell,
-    Data,
-    TextCNN,
-    TextTransformer,
-    hashed,
-)
+from benchmarks.defaults.networks import Cell, Data, TextCNN, TextTransformer, hashed
 from lapwing.evaluation.metrics import auroc
 from papers.common.networks import mlp
 from papers.common.training import Recipe

@@ -33,29 +33,22 @@ networks they round at the same u, and more if the curvature is far above δ: 64
 
 
 # --- networks --------------------------------------------------------------------------------------------------------
-class Recurrent(nn.Module):
+def recurrent(kind: type[nn.RNNBase], outputs: int, every_step: bool) -> nn.Module:
     """A recurrent layer over tokens (B, T): outputs (B, T, C), or (B, C) of the final step."""
 
-    def __init__(self, kind: type[nn.RNNBase], outputs: int, every_step: bool) -> None:
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(6, 3), kind(3, 3, batch_first=True), nn.Linear(3, outputs)
-        self.every_step = every_step
+    def forward(net: nn.Module, tokens: Tensor) -> Tensor:
+        states = net.layer(net.embedding(tokens))[0]
+        return net.head(states if every_step else states[:, -1])
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        states = self.layer(self.embedding(tokens))[0]
-        return self.head(states if self.every_step else states[:, -1])
+    return zm.Net(forward, embedding=nn.Embedding(6, 3), layer=kind(3, 3, batch_first=True), head=nn.Linear(3, outputs))
 
 
-class TiedTagger(nn.Module):
+def tied_tagger(outputs: int) -> nn.Module:
     """Embedding and head share one weight."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.embedding, self.mix, self.head = nn.Embedding(outputs, 3), nn.Linear(3, 3), nn.Linear(3, outputs)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.mix(self.embedding(tokens))))
+    together = lambda net, tokens: net.head(torch.tanh(net.mix(net.embedding(tokens))))  # noqa: E731
+    layers = {"embedding": nn.Embedding(outputs, 3), "mix": nn.Linear(3, 3), "head": nn.Linear(3, outputs)}
+    layers["head"].weight = layers["embedding"].weight
+    return zm.Net(together, **layers)
 
 
 def tagger(*layers: nn.Module, outputs: int) -> nn.Module:
@@ -72,14 +65,14 @@ PLAIN: dict[str, tuple[Build, tuple[int, ...] | None]] = {
     "linear": (lambda c: nn.Linear(3, c), (3,)),
     "batch norm": (lambda c: zm.ResidualBlock(2, c), (2, 3, 3)),
     "attention": (lambda c: zm.SelfAttention(True, 4, 2, c), (3, 4)),
-    "lstm": (lambda c: Recurrent(nn.LSTM, c, False), None),
+    "lstm": (lambda c: recurrent(nn.LSTM, c, False), None),
     "tied": (lambda c: zm.TiedTokens(c, 3), None),
 }
 TOKENS: dict[str, Build] = {
     "tagger": lambda c: tagger(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), outputs=c),
-    "gru tagger": lambda c: Recurrent(nn.GRU, c, True),
+    "gru tagger": lambda c: recurrent(nn.GRU, c, True),
     "attention tagger": lambda c: tagger(nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True), outputs=c),
-    "tied tagger": TiedTagger,
+    "tied tagger": tied_tagger,
 }
 PIXELS: dict[str, Build] = {
     "maps": lambda c: segmenter(nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.Conv2d(3, c, 3, padding=1)),

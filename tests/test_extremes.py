@@ -15,6 +15,7 @@ import lapwing as lw
 from tests import oracle
 from tests.conformance import jacobian
 from tests.quick import others_slow
+from tests.refused import refused
 
 NOISE = 0.01
 DENSE = {"primal": lw.Full(form="primal"), "subset": lw.SubsetOfData(size=1000)}
@@ -230,15 +231,13 @@ def test_variances_that_overflow_are_refused_at_prediction(method: lw.Method) ->
         model[2].weight *= 1e30
     labels = torch.randint(2, (12, 3))
     posterior = lw.fit(model, [(x, labels)], method, likelihood="bernoulli", prior_precision=1e-3)
-    with pytest.raises(lw.LapwingError, match=r"not finite.*Scale the inputs"):
-        posterior.predict(x)
+    refused(lambda: posterior.predict(x), "not finite … Scale the inputs")
     for read in (
         lambda: posterior.latent(x).variance,
         lambda: posterior.latent([x[:7], x[7:]]).covariance,
         lambda: posterior.latent(x, joint=True),
     ):
-        with pytest.raises(lw.LapwingError, match="not finite"):
-            read()
+        refused(read, "not finite")
 
 
 @pytest.mark.parametrize("bad", [1e-300, 1e-44, 1e300])
@@ -253,8 +252,7 @@ def test_numbers_that_float32_cannot_express_are_refused(bad: float) -> None:
         lambda: posterior.with_prior(bad),
         lambda: posterior.with_prior(1.0, noise_variance=bad),
     ):
-        with pytest.raises(lw.LapwingError, match=r"0 or infinite in torch\.float32"):
-            ask()
+        refused(ask, "0 or infinite in torch.float32")
     double = lw.fit(network().double(), [(x.double(), y.double())], prior_precision=1e-44)
     assert double.predict(x.double()).variance.isfinite().all()
 

@@ -120,53 +120,10 @@ def test_jacobian_agrees_with_central_differences(case: Case) -> None:
     _close(oracle.flat_parameters(model), before, rtol=0, atol=0)
 
 
-def test_jacobian_follows_the_given_names_and_forward() -> None:
-    case = ZOO["mlp"]
-    model, x = case.build(), case.inputs(B, 0)
-    J, where = oracle.jacobian(model, x), oracle.parameter_slices(model)
-    chosen = torch.cat([J[..., where["4.bias"]], J[..., where["0.weight"]]], 2)
-    _close(oracle.jacobian(model, x, ["4.bias", "0.weight"]), chosen)
-    _close(oracle.jacobian(model, x, forward=lambda m, z: 2 * m(z)[:, :1]), 2 * J[:, :1])
-
-
-def test_names_count_tied_parameters_once_and_ignore_compilation() -> None:
-    tied = oracle.unique_parameter_names(ZOO["tied"].build())
-    assert tied == ["embedding.weight", "mix.weight", "mix.bias", "head.bias"]
-    assert oracle.unique_parameter_names(ZOO["compiled"].build()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert oracle.unique_parameter_names(ZOO["frozen_trunk"].build(), trainable_only=True) == ["2.weight", "2.bias"]
-    assert oracle.unique_parameter_names(ZOO["all_frozen"].build(), trainable_only=True) == []
-
-
-def test_fast_path_switch_is_restored_after_an_exception() -> None:
-    before = torch.backends.mha.get_fastpath_enabled()
-
-    def fail() -> None:
-        with oracle.reference_kernels():
-            assert not torch.backends.mha.get_fastpath_enabled()
-            raise RuntimeError("inside")
-
-    with pytest.raises(RuntimeError, match="inside"):
-        fail()
-    assert torch.backends.mha.get_fastpath_enabled() == before
-
-
 def test_softmax_fisher_is_the_hessian_of_the_cross_entropy() -> None:
     f = ZOO["mlp"].inputs(B, 0)
     for logits, block in zip(f, oracle.softmax_fisher(f), strict=True):
         _close(block, _hessian(lambda z: -torch.log_softmax(z, 0)[1], logits))
-
-
-def test_ggn_of_a_linear_model_is_the_hessian_of_its_loss() -> None:
-    model = nn.Linear(3, 2).double()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
-    y = torch.tensor([0, 1, 1, 0, 1])
-
-    def loss(theta: Tensor) -> Tensor:
-        return -oracle.categorical_log_likelihood(x @ theta[:6].view(2, 3).T + theta[6:], y)
-
-    G = oracle.ggn(oracle.jacobian(model, x), oracle.softmax_fisher(oracle.outputs(model, x)))
-    _close(G, _hessian(loss, oracle.flat_parameters(model)))
 
 
 def test_linear_regression_has_its_closed_form_evidence_and_predictive_covariance() -> None:
@@ -190,13 +147,3 @@ def test_linear_regression_has_its_closed_form_evidence_and_predictive_covarianc
     expected = kernel - kernel @ torch.linalg.solve(observed, kernel)  # Gaussian-process posterior
     _close(oracle.joint_output_covariance(J, Sigma)[:, 0, :, 0], expected)
     _close(oracle.output_covariance(J, Sigma)[:, 0, 0], expected.diag())
-
-
-def test_padding_row_is_used_but_has_no_gradient() -> None:
-    case = ZOO["embedding_bag_of_tokens"]
-    model, x = case.build(), case.inputs(B, 0)
-    assert (x == 0).any()
-    assert max(torch.bincount(x[0])) > 1  # a token repeats within a sample
-    J = oracle.jacobian(model, x)[..., oracle.parameter_slices(model)["embedding.weight"]].reshape(B, 3, -1, 5)
-    assert J[:, :, 0].abs().max() == 0
-    assert J[:, :, 1:].abs().max() > 0

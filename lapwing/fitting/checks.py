@@ -11,6 +11,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.inferred import check_logits
 from ..methods import KFAC, Diagonal, FitShape, Method
+from ..methods.passes import Batch
 from ..methods.prior import check_noise
 from ..tangent import Tangent
 from ..tuning import Tuning
@@ -37,13 +38,13 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
     if tune is not None:
         tune.check(method, shape)
     if likelihood.activation is not None:
-        rows = first_rows(tangent, likelihood, first)
+        rows = outputs_of_first_batch(tangent, likelihood, first)
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
 
 
-def first_rows(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:
+def outputs_of_first_batch(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:
     """Returns outputs (n, C) of the first samples and their targets; None if the likelihood refuses the targets."""
     try:
         return check_batch(tangent, likelihood, first.take(slice(0, FIRST)))
@@ -55,11 +56,9 @@ def check_batch(tangent: Tangent, likelihood: Likelihood, samples: Samples) -> t
     """Returns outputs (n, C) and targets by position; raises if the network or the likelihood does not accept them."""
     samples = samples.to(tangent.device)
     tangent.check(samples.inputs)
-    outputs, positions = tangent.outputs_of(samples.inputs), tangent.positions
-    places = positions.places(len(samples.targets), positions.sizes(outputs.shape))
-    rows, targets = positions.rows(outputs), places.targets(samples.targets, tangent.outputs)
-    likelihood.check(rows, targets)
-    return rows, targets
+    rows = Batch.of(tangent, samples).rows()
+    likelihood.check(rows["outputs"], rows["targets"])
+    return rows["outputs"], rows["targets"]
 
 
 def check_memory(method: Method, shape: FitShape) -> None:

@@ -26,12 +26,12 @@ from ..running.runner import Runner, Stop
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Training, Tuning
-from .checks import check_memory, first_rows
+from .checks import check_memory, outputs_of_first_batch
 from .choice import Choice, choose, classifies
 from .constructed import posteriors_of
+from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
-from .update import continued
 
 log = logging.getLogger("lapwing")
 
@@ -177,7 +177,7 @@ def _run_and_tune(options: FitOptions, method: Method, problem: Problem, data: F
         rule = "classes" if classifies(problem.likelihood, posterior.tangent) else "targets that are not classes"
         posterior = replace(posterior, method=replace(posterior.method, rule=rule))
     if "targets" in posterior.statistics:  # of Gaussian noise
-        rows = first_rows(posterior.tangent, posterior.likelihood, data.first)
+        rows = outputs_of_first_batch(posterior.tangent, posterior.likelihood, data.first)
         if rows is not None:
             warn_of_misfit(posterior.likelihood, *rows, posterior.statistics)
     own_prior = result.precision is not None or not has_prior(result.covariance)

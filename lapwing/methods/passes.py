@@ -44,7 +44,7 @@ class Batch:
     counted: Tensor | None = None  # mask of the targets that count, from `Likelihood.labelled`; None means all
     weights: Tensor | None = None  # sample weights w (B,); None means ones
     likelihood: Likelihood | None = None  # its weights of targets multiply the curvature; None ignores them
-    round: int = 0  # number of times that this pass has already read all data
+    epoch: int = 0  # number of times that this pass has read all data before
     _outputs: list[Tensor] = field(default_factory=list, init=False)  # rows (N, C) of the last pass, by chunk
     _kept: Tensor | None = field(default=None, init=False)  # mask (B, T) of the positions in them; None means all
     _sizes: tuple[int, ...] = field(default=(), init=False)  # sizes of their positions: (T,), (H, W), ...
@@ -215,6 +215,11 @@ Step = Pass | LabelsOfData | SamplesSeen
 def with_seen(problem: Problem) -> Generator[Step, Any, Problem]:
     """Returns the problem with what the passes have read so far, which its noise and its scale need."""
     return replace(problem, read=(yield SamplesSeen()))
+
+
+def with_size(problem: Problem) -> Generator[Step, Any, Problem]:
+    """Returns the problem with n, which `Problem.scale_of_means` needs unless N is given: a stream may have no end."""
+    return problem if problem.data_size else (yield from with_seen(problem))
 
 
 class LikelihoodPass(SumPass[DataSummary]):

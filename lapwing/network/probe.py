@@ -85,7 +85,7 @@ def probe(
     axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(noted, gradients, strict=True)]
 
     reasons = _reasons(names, truth.keys(), noted, axes, recording)
-    conditional = _conditional(noted, gradients, parameters) if recording.routed else []
+    conditional = _conditional(noted, gradients, axes, parameters, samples, inputs) if recording.routed else []
     unused = [name for name in names if reasons[name] == IDLE]
     if recording.chosen and (conditional or unused or idle) and samples < batches.size(inputs):
         return probe(model, parameters, inputs, params, forward, max_numbers, warn, batches.size(inputs))
@@ -160,17 +160,32 @@ def _reasons(
 
 
 def _conditional(
-    noted: Sequence[RecordedUse], gradients: Sequence[Tensor], parameters: Mapping[str, Tensor]
+    noted: Sequence[RecordedUse],
+    gradients: Sequence[Tensor],
+    axes: Sequence[BatchAxis | None],
+    parameters: Mapping[str, Tensor],
+    samples: int,
+    inputs: Any,
 ) -> list[str]:
-    """Returns the names in layers shaped like one that only some samples reach, such as an expert."""
-    partial: set[str] = set()
-    for use, (first, last, whole) in zip(noted, gradients, strict=True):
-        if whole.any() and not (first.any() and last.any()):
+    """Returns the names in layers shaped like one that not all samples reach, such as an expert.
+
+    A layer that none of them reaches counts only if they are a part of the inputs, the first batch.
+    """
+    partial, some = set[str](), samples < batches.size(inputs)
+    for use, g, axis in zip(noted, gradients, axes, strict=True):
+        if use.reached and (some or g[2].any()) and not _reaches_all(use, g, axis, samples):
             partial.update(use.names.values())
     shapes = {parameters[name].shape for name in partial if parameters[name].ndim > 1}
     used = {name for use in noted for name in use.names.values()}
     layers = {name.rpartition(".")[0] for name in used if parameters[name].shape in shapes}
     return [name for name in used if name.rpartition(".")[0] in layers]
+
+
+def _reaches_all(noted: RecordedUse, g: Tensor, axis: BatchAxis | None, samples: int) -> bool:
+    """Whether each sample has a gradient g at a use. Without an axis only sizes and the two end samples show it."""
+    if axis is not None:
+        return bool(axis.front(g[2:], samples, 1)[0].flatten(1).any(1).all())
+    return bool(g[0].any() and g[1].any()) and max(noted.out.shape[: noted.use.sample_dims]) >= samples
 
 
 def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:

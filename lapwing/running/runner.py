@@ -179,20 +179,20 @@ class Runner:
             self._check_size(at.start, f"to the pass '{step.label}'")
 
     def _iterate(self, step: IteratePass[Any], problem: Problem, advance: Advance) -> None:
-        at, state, done, rounds, collects = self._at, self._at.sums.state, 0, 0, self._collects(step)
+        at, state, done, epochs, collects = self._at, self._at.sums.state, 0, 0, self._collects(step)
         generator = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
         while done < step.steps and not step.converged(state):
             at.batches = at.start = 0
-            for batch in self._batches(step, problem, advance, rounds):
+            for batch in self._batches(step, problem, advance, epochs):
                 step.step(state, batch, generator)
                 done += 1
-                if collects and not rounds:
+                if collects and not epochs:
                     at.summary.add(problem.likelihood, **batch.rows())
                 if done == step.steps or step.converged(state):
                     advance()
                     return
             self._check_size(at.start, f"to the pass '{step.label}'")
-            at.whole, rounds = True, rounds + 1
+            at.whole, epochs = True, epochs + 1
 
     def _end(self, step: Pass, problem: Problem) -> None:
         """Joins the sums of all ranks, and saves the finished pass."""
@@ -219,7 +219,7 @@ class Runner:
         limit = step.limit if isinstance(step, SumPass) else None
         return None if limit is None else max(0, limit - self._before)
 
-    def _batches(self, step: Pass, problem: Problem, advance: Advance, rounds: int = 0) -> Iterator[Batch]:
+    def _batches(self, step: Pass, problem: Problem, advance: Advance, epochs: int = 0) -> Iterator[Batch]:
         """Yields the remaining batches that the pass needs."""
         at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
         if at.start == limit:
@@ -236,7 +236,7 @@ class Runner:
                 counted = problem.likelihood.labelled(samples.targets)
                 at.sums.counted = at.sums.counted or int(any_counts(samples.targets, counted))  # one read of a device
                 yield Batch.of(
-                    problem.tangent, replace(samples, start=before + at.start), counted, round=rounds,
+                    problem.tangent, replace(samples, start=before + at.start), counted, epoch=epochs,
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None,
                 )  # fmt: skip
             at.start, at.batches = stop, at.batches + 1

@@ -78,8 +78,8 @@ def best_of(
     Values that the user gave are kept. Each point of a grid over log10 δ uses the best second number: for classifiers T
     out of `temperatures` (() keeps T), for regressions the factor c of the covariance of y, see `width_scores`. The
     best point is refined by the parabola through its neighbours. `tolerance` is as in `Validation`; `trained` holds
-    δ and σ² by the training data, whose `λ = δσ²` is kept unless another λ is surely better. For another way than the
-    linearised one, the best δ of linearised predictions is the start of a search over nine δ.
+    δ and σ² by the training data: their `λ = δσ²` is kept unless another λ is surely better, and σ² is `_pulled`. For
+    another way than the linearised one, the best δ of linearised predictions is the start of a search over nine δ.
     """
     first = posteriors[0]
     open_prior = has_prior(first.covariance) and not first.prior.fixed
@@ -88,13 +88,14 @@ def best_of(
         start = best_of(posteriors, decades, points, loader, temperatures, tolerance, trained)
         exponents = [math.log10(float(start.prior.precision[0])) + step for step in STEPS] if open_prior else []
         if not first.noise_fixed:
-            return _best_pair(posteriors, exponents, float(start.noise_variance or 0.0), loader, aim)
+            return _best_pair(posteriors, exponents, float(start.noise_variance or 0.0), loader, aim, trained)
     if first.noise_fixed:
         return _best_point(posteriors, exponents, loader, temperatures, tolerance, aim=aim)
     noise = _residual(first, loader)
     posteriors = [posterior.with_noise(noise) for posterior in posteriors]
     if not open_prior:
-        return _best_point(posteriors, NOISES, loader, (), 0.0, lambda one, log10: one.with_noise(noise * 10**log10))
+        exponents, at_noise = [math.log10(noise) + step for step in NOISES], lambda one, k: one.with_noise(10**k)
+        return _best_point(posteriors, exponents, loader, (), 0.0, at_noise, trained=trained)
     if first.likelihood.has_closed_width:
         return _best_width(posteriors, exponents, noise, loader, trained)
     return _best_point(posteriors, exponents, loader, temperatures, tolerance)
@@ -108,6 +109,7 @@ def _best_point(
     tolerance: float,
     at_noise: Callable[[Posterior, float], Posterior] | None = None,
     aim: Aim = DEFAULT_AIM,
+    trained: tuple[float, float] | None = None,
 ) -> Posterior:
     """Returns the posterior at the best δ, or σ² with `at_noise`, if there are exponents, at the best T or heads."""
     moved = at_noise or (lambda posterior, exponent: at_precision(posterior, 10**exponent))
@@ -148,6 +150,7 @@ def _best_point(
         widest = widest_of_equals(chosen, at, tolerance)
         exponent = refined(exponents, row, at) if widest == at and not heads else exponents[widest]
         at = widest
+        exponent = exponent if at_noise is None else _pulled(exponent, trained, scores[which, at])
         spread = scores[which, at, places[which, at]] - scores[which, -1, places[which, at]]
         if best.logit_temperature is not None and float(spread.abs().mean()) < PLATEAU:
             _warn_of_no_spread(best, exponent)
@@ -165,8 +168,9 @@ def _best_point(
 
 
 def _best_pair(
-    posteriors: Sequence[Posterior], exponents: Sequence[float], noise: float, loader: Iterable[Any], aim: Aim
-) -> Posterior:
+    posteriors: Sequence[Posterior], exponents: Sequence[float], noise: float, loader: Iterable[Any], aim: Aim,
+    trained: tuple[float, float] | None,
+) -> Posterior:  # fmt: skip
     """Returns the posterior of a regression at the δ and σ² of the best predictions by a way.
 
     They are chosen in two steps, because σ² changes the covariance too: the best σ² of each δ at the covariance of one
@@ -183,7 +187,8 @@ def _best_pair(
     # 2. scores of these pairs with their own covariances
     exact = sample_scores(posteriors, lambda one: pairs[posteriors.index(one)], loader, aim=aim)
     which, at = _highest(exact.squeeze(2).mean(-1))
-    return pairs[which][at]
+    best = pairs[which][at]
+    return best.with_noise(10 ** _pulled(math.log10(best.noise_variance or noise), trained, exact[which, at]))
 
 
 def _best_width(
@@ -195,8 +200,7 @@ def _best_width(
 ) -> Posterior:
     """Returns the posterior at the best δ and σ² of a regression: a grid over δ at one σ², and c in closed form.
 
-    A few held-out samples may all have small residuals. So at the λ of the training data, log σ² is pulled towards its
-    value by the training data, with the weight of one sample.
+    At the λ of the training data, (δ/c, c σ²) is `_pulled`. There the best of several posteriors may be another one.
     """
     # 1. scores at the best c of each δ; last the δ with λ = δσ² of the training data at σ² = `noise`
     every = [*exponents] if trained is None else [*exponents, math.log10(trained[0] * trained[1] / noise)]
@@ -207,15 +211,24 @@ def _best_width(
     # 2. the best δ of the grid, and log10 c there
     exponent = refined(exponents, row, at)
     factor = _between(exponents, factors[which].tolist(), at, exponent)
-    if trained is not None and not surely_better(scores[which, at], scores[which, -1], SURE):
-        # 3. λ of the training data; log c is the mean of n times its held-out value and once that of the training data
-        samples = int(scores[which, -1].count_nonzero())  # of which some target is known
-        by_training = math.log10(trained[1] / noise)
-        exponent, factor = every[-1], (samples * float(factors[which, -1]) + by_training) / (samples + 1)
+    own, _ = _highest(scores[:, -1:].mean(-1))
+    if trained is not None and not surely_better(scores[which, at], scores[own, -1], SURE):
+        # 3. λ of the training data, with the best posterior there, and log c pulled to the noise of the training data
+        best, exponent, unit = posteriors[own], every[-1], math.log10(noise)
+        factor = _pulled(unit + float(factors[own, -1]), trained, scores[own, -1]) - unit
     elif at in (0, len(exponents) - 1):
         _warn_of_edge(best, exponents, row, at, exponent - factor)
     # 4. (δ, σ²) -> (δ/c, c σ²)
     return best.at(torch.full_like(best.prior.precision, 10 ** (exponent - factor)), noise * 10**factor)
+
+
+def _pulled(exponent: float, trained: tuple[float, float] | None, scores: Tensor) -> float:
+    """Returns log10 σ², pulled towards its value by the training data with the weight of one sample.
+
+    A few held-out samples, with these scores, may all have small residuals.
+    """
+    samples = int(scores.count_nonzero())  # of which some target is known
+    return exponent if trained is None else (samples * exponent + math.log10(trained[1])) / (samples + 1)
 
 
 def _highest(table: Tensor) -> tuple[int, int]:

@@ -135,13 +135,11 @@ def _checked_width(
     return width
 
 
-def trained_values(posterior: Posterior, training: Training) -> tuple[float, float] | None:
-    """Returns δ and σ² of a regression by the evidence of the exact linearised model; None without a prior.
+def trained_values(posterior: Posterior, training: Training) -> tuple[float, float]:
+    """Returns δ and σ² of a regression by the evidence of the exact linearised model.
 
     `λ = δσ²` determines how the widths of predictions differ between inputs; `(δ/c, c σ²)` has the same λ for every c.
     """
-    if not has_prior(posterior.covariance):
-        return None
     residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
     exact, *_ = _exact_model(posterior, residual, training, SAMPLES)
     return exact.precision, exact.noise_variance

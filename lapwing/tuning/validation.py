@@ -89,6 +89,14 @@ class _OnHeldOutData(Tuning):
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         return False
 
+    def training_samples(self, posterior: Posterior) -> int:
+        return 0 if posterior.noise_fixed else inputs_read(posterior, SAMPLES)
+
+    def _trained(self, posterior: Posterior, training: Training) -> tuple[float, float] | None:
+        """Returns δ and σ² by the training data, if σ² is open and these data are known."""
+        known = training.shown is not None and not posterior.noise_fixed
+        return trained_values(posterior, training) if known else None
+
 
 @dataclass(frozen=True)
 class Validation(_OnHeldOutData):
@@ -108,11 +116,11 @@ class Validation(_OnHeldOutData):
     Regression: for each `λ = δσ²`, the best factor c of the covariance of y, `(δ, σ²) -> (δ/c, c σ²)`, has a closed
     form, `mean r²/(σ² + v)` for one output. λ determines how widths differ between inputs, which few held-out samples
     cannot show. So it comes from the training data, as in `BoundedEvidence`, unless another λ is better by three
-    standard errors of the paired difference. At the λ of the training data log c is pulled, with the weight of one
-    sample, towards the noise variance that the training data show. Each of several outputs of `lw.Gaussian()` then gets
-    its own noise variance, as ratios to σ², if it is better by as much, and if the fit has not estimated ratios before
-    (see `Gaussian`). Outputs (B, T, C) get T C of them if T is fixed and T C at most 200, otherwise C. Give
-    `noise_ratios` to keep them.
+    standard errors of the paired difference. At this λ, at a given prior precision, and by another way, log σ² is
+    pulled, with the weight of one sample, towards the noise variance that the training data show. Each of several
+    outputs of `lw.Gaussian()` then gets its own noise variance, as ratios to σ², if it is better by as much, and if the
+    fit has not estimated ratios before (see `Gaussian`). Outputs (B, T, C) get T C of them if T is fixed and T C at
+    most 200, otherwise C. Give `noise_ratios` to keep them.
 
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 
@@ -187,12 +195,9 @@ class Validation(_OnHeldOutData):
         open_numbers = (self.tempered and posterior.logit_temperature == 1) or posterior.likelihood.head_numbers
         if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and not open_numbers:
             return posterior
-        trained = None
-        if self._reads_training(posterior) and training.shown is not None:
-            trained = trained_values(posterior, training)
         best = best_of(
             with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
-            TEMPERATURES if self.tempered else (), self.tolerance, trained, self._aim,
+            TEMPERATURES if self.tempered else (), self.tolerance, self._trained(posterior, training), self._aim,
         )  # fmt: skip
         best = _with_output_noise(best, held_out)
         if self.calibration == "temperature":
@@ -204,21 +209,14 @@ class Validation(_OnHeldOutData):
         open_noise = not posterior.noise_fixed and not has_prior(posterior.covariance)
         return open_noise or posterior.logit_temperature == 1 or bool(posterior.likelihood.head_numbers)
 
-    def training_samples(self, posterior: Posterior) -> int:
-        return inputs_read(posterior, SAMPLES) if self._reads_training(posterior) else 0
-
-    def _reads_training(self, posterior: Posterior) -> bool:
-        """Whether λ comes from the training data."""
-        return has_prior(posterior.covariance) and not posterior.noise_fixed and not posterior.prior.fixed
-
 
 @dataclass(frozen=True)
 class EarlyStopping(_OnHeldOutData):
     """Chooses n, the number of training points in the curvature, and δ by the held-out log likelihood.
 
     Deng et al. 2022, section 5.2. The covariance is `(S_n + δI)⁻¹`, where `S_n` sums over the first n points: a small n
-    is wider, if the posterior of all data is too narrow. All pairs (n, δ) are compared. Without validation data, pass
-    strongly augmented training images.
+    is wider, if the posterior of all data is too narrow. All pairs (n, δ) are compared. In a regression `λ = δσ²` and
+    the pull of log σ² are as in `Validation`. Without validation data, pass strongly augmented training images.
 
     Args:
         loader: held-out data in any form that `lw.fit` accepts.
@@ -239,8 +237,9 @@ class EarlyStopping(_OnHeldOutData):
 
     Cost: memory of `prefixes` curvatures (K x K for subspaces), and up to twice the last pass of the fit, which is
     repeated for the parts; with "first fall" up to twice a pass over the n at which it ends. One pass over the loader,
-    contracted once for subspaces and once per prefix for other methods; with "first fall", one more for each n. The
-    first samples of the training loader should be a random subset.
+    contracted once for subspaces and once per prefix for other methods; with "first fall", one more for each n. A
+    regression also needs the kernel of `BoundedEvidence`. The first samples of the training loader should be a random
+    subset.
 
     Example:
         >>> import torch, lapwing as lw
@@ -273,7 +272,8 @@ class EarlyStopping(_OnHeldOutData):
             raise _without_prefixes(str(posterior.method))
         parts = (*training.prefixes, posterior)
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
-        best = best_of(candidates, self.decades, self.points, Data.of(self.loader, posterior), aim=self._aim)
+        trained, held_out = self._trained(posterior, training), Data.of(self.loader, posterior)
+        best = best_of(candidates, self.decades, self.points, held_out, trained=trained, aim=self._aim)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         shown = training.shown or posterior.samples
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)), aim=self._aim)

@@ -106,6 +106,10 @@ class TestAuroc:
         assert wins / 12 == pytest.approx(roc_auc_score([0] * 4 + [1] * 3, torch.cat([inside, outside]).numpy()))
 
 
+COLUMN, ROW, BAD = torch.ones(4, 1), torch.ones(4), torch.tensor([1.0, math.nan, math.inf, 1.0])
+DIFFER = r"shapes differ: .*y \(4,( 1)?\).*nothing is broadcast"
+
+
 class TestRegression:
     def test_rmse_by_hand(self):
         value = metrics.rmse(torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 5.0]])).item()
@@ -130,24 +134,17 @@ class TestRegression:
         lower, upper = torch.tensor([0.0, 0.0, 0.0, -math.inf]), torch.tensor([1.0, 1.0, 1.0, math.inf])
         assert metrics.interval_coverage(lower, upper, y).item() == 0.75
 
-    def test_shapes_are_not_broadcast(self):
-        column, row = torch.ones(4, 1), torch.ones(4)
-        calls = (
-            lambda: metrics.rmse(column, row),
-            lambda: metrics.crps_gaussian(column, row, row),
-            lambda: metrics.interval_coverage(row, row, column),
-        )
-        for call in calls:
-            with pytest.raises(LapwingError, match=r"shapes differ: .*y \(4,( 1)?\).*nothing is broadcast"):
-                call()
-
-    def test_values_that_are_not_usable(self):
-        good, bad = torch.ones(3), torch.tensor([1.0, math.nan, math.inf])
-        with pytest.raises(LapwingError, match=r"^rmse needs finite values, and 2 of 3 values of y"):
-            metrics.rmse(good, bad)
-        with pytest.raises(LapwingError, match=r"needs a positive std, and 3 of 3.*predict\(x\).std"):
-            metrics.crps_gaussian(good, -good, good)
-        with pytest.raises(LapwingError, match=r"3 of 3 intervals"):
-            metrics.interval_coverage(good, -good, good)
-        with pytest.raises(LapwingError, match=r"1 of 3 intervals"):
-            metrics.interval_coverage(torch.tensor([math.nan, 0.0, 0.0]), good, good)
+    @pytest.mark.parametrize(
+        ("metric", "arguments", "message"),
+        [
+            (metrics.rmse, (COLUMN, ROW), DIFFER), (metrics.crps_gaussian, (COLUMN, ROW, ROW), DIFFER),
+            (metrics.interval_coverage, (ROW, ROW, COLUMN), DIFFER),
+            (metrics.rmse, (ROW, BAD), r"^rmse needs finite values, and 2 of 4 values of y"),
+            (metrics.crps_gaussian, (ROW, -ROW, ROW), r"needs a positive std, and 4 of 4.*predict\(x\).std"),
+            (metrics.interval_coverage, (ROW, -ROW, ROW), r"4 of 4 intervals"),
+            (metrics.interval_coverage, (torch.tensor([math.nan, 0.0, 0.0, 0.0]), ROW, ROW), r"1 of 4 intervals"),
+        ],
+    )  # fmt: skip
+    def test_shapes_are_not_broadcast_and_values_are_usable(self, metric, arguments, message):
+        with pytest.raises(LapwingError, match=message):
+            metric(*arguments)

@@ -148,9 +148,6 @@ def test_scores_of_predictions_are_those_of_the_table(score: str) -> None:
     assert ax.get_legend().get_title().get_text() == f"AUROC {expected:.3f}"
 
 
-# ---- risk
-
-
 def test_risk_is_the_mean_error_of_the_most_certain_and_ties_share_theirs() -> None:
     confidence, right = torch.tensor([0.9, 0.5, 0.7, 0.7]), torch.tensor([1, 0, 1, 0])
     ax = plots.risk_coverage(confidence, right)
@@ -248,8 +245,6 @@ def test_bars_are_mean_sensitivities_with_quartiles() -> None:
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
     np.testing.assert_allclose([line[:, 0] for line in ax.collections[0].get_segments()], [(0.3, 0.5), (0.7, 0.95)])
 
-
-# ---- what is refused
 
 X, Y, P = torch.rand(6), torch.arange(6) % 3, torch.full((6, 3), 1 / 3)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

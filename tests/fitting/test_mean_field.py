@@ -14,7 +14,7 @@ from lapwing.covariance.base import join_blocks
 from lapwing.fitting.mean_field.fine_tuning import divergence, drawn_outputs, per_sample_axes
 from lapwing.tangent import Tangent
 from tests import oracle
-from tests.conformance import EVERY, close, jacobian, pack, sampled_from
+from tests.conformance import EVERY, Setup, close, sampled_from
 from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 from tests.zoo_modules import Net
@@ -30,15 +30,10 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def loader_of(name: str, samples: int = 9) -> tuple[nn.Module, list[Any], Any]:
+def loader_of(name: str) -> tuple[nn.Module, list[Any], Any]:
     """A network of the zoo, its data in uneven batches, and test inputs."""
-    case = ZOO[name]
-    x, y = case.inputs(samples, 1), case.targets(samples, 1)
-    batches = [pack(oracle.take(x, rows), y[rows]) for rows in (slice(0, 5), slice(5, 8), slice(8, samples))]
-    return case.build(), batches, case.inputs(3, 2)
-
-
-# --- the pieces ------------------------------------------------------------------------------------------------------
+    problem = Setup(ZOO[name], EVERY)
+    return problem.model, problem.loader, problem.test
 
 
 def test_divergence_equals_torch_distributions():
@@ -247,39 +242,6 @@ def test_any_network_can_be_tuned(name):
     diagonal = join_blocks(posterior.tangent.blocks, posterior.covariance.diagonal())
     assert diagonal.shape == (posterior.tangent.size,)
     assert ((diagonal > 0.045**2) & (diagonal < 0.055**2)).all()
-
-
-def test_linearised_and_streamlined_predictions_equal_dense_ones():
-    model, batches, test = loader_of("mlp")
-    posterior = lw.fit(model, batches, SHORT, params=EVERY)
-    blocks = posterior.tangent.blocks
-    sigma = torch.diag(join_blocks(blocks, posterior.covariance.diagonal()))
-    close(posterior.latent(test).covariance, oracle.output_covariance(jacobian(posterior.model, test, blocks), sigma))
-    assert posterior.latent(test, via=lw.Streamlined()).variance.isfinite().all()
-    last = lw.fit(model, batches, SHORT, params=lw.last_layer)
-    close(last.latent(test, via=lw.Streamlined()).variance, last.latent(test).variance)
-
-
-def test_seeds():
-    model, batches, _ = loader_of("cnn_bn_inplace")
-    fits = [lw.fit(model, batches, SHORT, seed=seed) for seed in (1, 1, 2)]
-    weights = [torch.cat([p.flatten() for p in fit.model.parameters()]) for fit in fits]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-    state = torch.get_rng_state()
-    lw.fit(model, batches, SHORT)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_chunks_add_up(monkeypatch):
-    """Batches beyond the memory budget go in chunks, whose gradients and likelihoods add up."""
-    model, x, y = regression()
-    still = lw.MeanField(steps=1, learning_rate=1e-3, initial_std=1e-9)
-    whole = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
-    monkeypatch.setattr(Tangent, "chunk_length", lambda *arguments, **options: 7)
-    parts = lw.fit(model, [(x, y)], still, likelihood=lw.Gaussian(0.25))
-    close(parts.history["objective"], whole.history["objective"], 1e-6)
-    close(parts.model.weight.detach(), whole.model.weight.detach(), 1e-9)
 
 
 def test_steps_that_end_before_the_data_do():

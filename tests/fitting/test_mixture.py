@@ -13,6 +13,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
+from tests.trained import train
 
 SIZE = 40
 
@@ -36,12 +37,8 @@ LOSSES = {
 def trained(kind: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    optimiser, (x, y) = torch.optim.Adam(model.parameters(), 0.05), data(kind)
-    for _ in range(100):
-        optimiser.zero_grad()
-        LOSSES[kind](model(x), y.double() if kind == "bernoulli" else y).backward()
-        optimiser.step()
-    return model.eval()
+    x, y = data(kind)
+    return train(model, lambda: LOSSES[kind](model(x), y.double() if kind == "bernoulli" else y), 100, 0.05)
 
 
 @cache
@@ -192,18 +189,6 @@ def test_validation_chooses_the_factor_of_highest_likelihood(kind):
         )
 
 
-def test_plain_networks_are_members_without_spread():
-    x, y = data("categorical")
-    each = [lw.fit(trained("categorical", k), (x, y), lw.TemperatureScaling()) for k in range(4)]
-    prediction = lw.mixture(each, validation=(x, y)).predict(x)
-    assert float(prediction.within_members().abs().max()) < 1e-9
-    torch.testing.assert_close(prediction.mutual_information(), prediction.between_members())
-    real, target = data("gaussian")
-    certain = [lw.fit(trained("gaussian", k), (real, target), lw.Diagonal(), prior_precision=1e9) for k in range(4)]
-    prediction = lw.mixture(certain).predict(real)
-    assert bool((prediction.variance_within_members < 1e-3 * prediction.variance_between_members).all())
-
-
 def test_a_shuffled_loader_has_one_order_for_all_members():
     x, y = data("gaussian")
     mixture = lw.mixture(members("gaussian", 2))
@@ -275,29 +260,6 @@ def test_a_mixture_is_saved_to_a_folder_and_loaded(tmp_path):
         lw.load(files[0], models[1])
     with pytest.raises(lw.LapwingError, match="Pass the path of a new one"):
         mixture.save(tmp_path / "ensemble")
-
-
-def test_members_that_do_not_fit_together_are_refused():
-    x, y = data("categorical")
-    first = members("categorical", 1)[0]
-    others = {
-        "bernoulli likelihoods of 3": members("bernoulli", 1)[0],
-        "of 5 outputs": lw.fit(nn.Linear(4, 5).eval(), (x.float(), y), prior_precision=1.0),
-    }
-    for text, other in others.items():
-        with pytest.raises(lw.LapwingError, match=f"categorical likelihoods of 3 outputs .*{text}.*same data"):
-            lw.mixture([first, other])
-    for wrong in ([first], first, [first, nn.Linear(4, 3)], None, []):
-        with pytest.raises(
-            lw.LapwingError, match=r"must be a list of at least two posteriors. Write posteriors=\[lw.fit\("
-        ):
-            lw.mixture(wrong)
-    counts = lw.fit(trained("gaussian", 0), (x, y[:, None].expand(-1, 3)), likelihood="poisson", prior_precision=1.0)
-    with pytest.raises(lw.LapwingError, match=r"poisson likelihoods.*lw.Categorical\(\)"):
-        lw.mixture([counts, counts])
-    real = lw.mixture(members("gaussian", 2))
-    with pytest.raises(lw.LapwingError, match="may select different outputs"):
-        real.predict(x, via=lw.Linearized(outputs=2))
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])

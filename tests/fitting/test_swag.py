@@ -25,10 +25,7 @@ NETWORKS = (
 )  # fmt: skip
 
 
-# --- the structure ---------------------------------------------------------------------------------------------------
-
-
-class PlainConformance(StructureConformance):
+class TestLowRankPlusDiagonal(StructureConformance):
     """The checks of any covariance; there is no prior to change."""
 
     test_with_prior_equals_rebuilding = test_several_priors_at_once = test_evidence_gap = None
@@ -50,10 +47,6 @@ class PlainConformance(StructureConformance):
         covariance, sigma = built
         again = LowRankPlusDiagonal.from_tensors(problem.tangent, dict(covariance.tensors()), covariance.extra())
         close(again.to_dense(), sigma)
-
-
-class TestLowRankPlusDiagonal(PlainConformance):
-    pass
 
 
 # --- the moments -----------------------------------------------------------------------------------------------------
@@ -86,26 +79,6 @@ def dense_swag(states: list[dict[str, Tensor]], names: list[str], rank: int, sca
         D = (flat - running)[-rank:]
         sigma = sigma + D.T @ D / (len(D) - 1)
     return flat.mean(0), scale * sigma
-
-
-@pytest.mark.parametrize("rank", [2, 4, 9, 20])
-def test_moments_equal_numpy(rank):
-    model = ZOO["cnn_bn_inplace"].build()
-    states = wander(model, 9)
-    collector = SWAG.collector(model, rank=rank)
-    for state in states:
-        model.load_state_dict(state)
-        collector.snapshot()
-    assert collector.count == 9
-    assert len(collector.deviations) == min(rank, 9)
-    for name in collector.names:
-        values = np.stack([state[name].numpy() for state in states])
-        np.testing.assert_allclose(collector.mean[name], values.mean(0), rtol=1e-12)
-        np.testing.assert_allclose(collector.variance[name], values.var(0), rtol=1e-9)
-        running = np.cumsum(values, 0) / np.arange(1, 10).reshape(-1, *[1] * (values.ndim - 1))
-        wanted = (values - running)[-rank:]
-        found = np.stack([deviation[name].numpy() for deviation in collector.deviations])
-        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-14)
 
 
 def test_small_moves_of_large_weights_keep_their_digits():

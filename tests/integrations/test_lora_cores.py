@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.integrations.huggingface import lora_cores
+from tests.refused import each_row, refused
 
 
 class Adapter(nn.Module):
@@ -50,14 +53,20 @@ def test_the_copy_has_the_same_outputs_and_trains_only_its_cores(dicts: bool) ->
     assert posterior.tangent.size == 4
 
 
-def test_what_is_no_plain_adapter_is_refused() -> None:
-    with pytest.raises(lw.LapwingError, match="no modules with lora_A and lora_B"):
-        lora_cores(nn.Linear(2, 2))
-    merged = Adapter(dicts=True)
-    merged.merged = True
-    with pytest.raises(lw.LapwingError, match="unmerge_adapter"):
-        lora_cores(nn.Sequential(merged))
-    convolution = Adapter(dicts=False)
-    convolution.lora_A = nn.Conv1d(5, 2, 3)
-    with pytest.raises(lw.LapwingError, match="plain linear adapters"):
-        lora_cores(convolution)
+def changed(**parts: Any) -> nn.Module:
+    adapter = Adapter(dicts="merged" in parts)
+    for name, part in parts.items():
+        setattr(adapter, name, part)
+    return nn.Sequential(adapter)
+
+
+REFUSED = [
+    (lambda: lora_cores(nn.Linear(2, 2)), "no modules with lora_A and lora_B"),
+    (lambda: lora_cores(changed(merged=True)), "unmerge_adapter"),
+    (lambda: lora_cores(changed(lora_A=nn.Conv1d(5, 2, 3))), "plain linear adapters"),
+]
+
+
+@each_row(REFUSED)
+def test_a_call_is_refused_in_these_words(call, words):
+    refused(call, words)

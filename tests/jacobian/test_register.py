@@ -16,6 +16,7 @@ from lapwing.jacobian.layers import READERS, BatchAxis
 from lapwing.tangent import Block, Tangent
 from tests import oracle
 from tests.jacobian.test_contractions import kronecker_factors
+from tests.zoo_modules import Net
 
 EVERY = lw.matching("*")
 
@@ -68,20 +69,11 @@ class LowRankUse(Use):
         return Rows(rows.flatten(2).to(dtype))
 
 
-class Net(nn.Module):
+def forward(net: Net, x: Tensor) -> Tensor:
     """A quadratic layer used as often as asked, then a low-rank one."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.times = times
-        self.weight = nn.Parameter(0.5 * torch.randn(4, 4))
-        self.left, self.right = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.randn(2, 4))
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = torch.tanh(quadratic(x, self.weight))
-        return self.head(low_rank(x, self.left, self.right))
+    for _ in range(net.times):
+        x = torch.tanh(quadratic(x, net.weight))
+    return net.head(low_rank(x, net.left, net.right))
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +86,10 @@ def registered() -> Iterator[None]:
 
 def network(times: int = 1) -> tuple[Net, Tensor, Tensor]:
     torch.manual_seed(0)
-    return Net(times).double().eval(), torch.randn(7, 4).double(), torch.arange(7) % 3
+    shapes = {"weight": (4, 4), "left": (5, 2), "right": (2, 4)}
+    weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    model = Net(forward, **weights, head=nn.Linear(5, 3), times=times).double().eval()
+    return model, torch.randn(7, 4).double(), torch.arange(7) % 3
 
 
 @pytest.mark.parametrize("times", [1, 2])

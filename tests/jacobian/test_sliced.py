@@ -16,13 +16,7 @@ from lapwing import tangent as tn
 from lapwing.jacobian.jacobian import MatrixJacobian, Sliced
 from lapwing.tangent.record import grouped
 from tests.conformance import covering
-from tests.jacobian.test_contractions import (
-    check_contractions,
-    close,
-    dense,
-    kronecker_factors,
-    survey,
-)
+from tests.jacobian.test_contractions import check_contractions, close, dense, kronecker_factors, survey
 from tests.zoo import ZOO
 from tests.zoo_modules import Net
 
@@ -69,14 +63,14 @@ def test_contractions_with_a_tiny_budget(name: str, part: float) -> None:
             kinds.add(type(jacobian))
             check_contractions(jacobian, wanted, second[block.name], their_rows)
             if isinstance(jacobian, MatrixJacobian) and block.matrix is not None:
-                _check_kronecker(block, jacobian, whole[block.name])
+                check_kronecker(block, jacobian, whole[block.name])
         assert (Sliced in kinds) == (part < 1 and record.cotangents > 1)
         close(record.rows(), rows)
         vectors = {b.name: torch.randn(5, b.size, dtype=torch.float64) for b in tangent.blocks}
         close(record.jvp(vectors), rows @ torch.cat(list(vectors.values()), -1).T)
 
 
-def _check_kronecker(block: tn.Block, jacobian: MatrixJacobian, whole: Any) -> None:
+def check_kronecker(block: tn.Block, jacobian: MatrixJacobian, whole: Any) -> None:
     """Factors and rotations equal those of the whole block."""
     for reduce in (False, True):
         found, wanted = (kronecker_factors(block, one, reduce) for one in (jacobian, whole))
@@ -179,14 +173,14 @@ def test_fits_and_predictions_with_a_tiny_budget(name: str, method: lw.Method, m
         assert sliced
 
 
-class Tokens(nn.Module):
-    """Many positions and many outputs, with a layer of every family."""
+class Text(nn.Module):
+    """A long sequence through layers of every family."""
 
-    def __init__(self, outputs: int) -> None:
+    def __init__(self, outputs: int, width: int) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Embedding(100, 32), nn.LayerNorm(32)
-        self.conv, self.mix = nn.Conv1d(32, 32, 3, padding=1), nn.Linear(32, 48)
-        self.head = nn.Linear(48, outputs)
+        self.embed, self.norm = nn.Embedding(7, width, padding_idx=0), nn.LayerNorm(width)
+        self.conv, self.mix = nn.Conv1d(width, width, 3, padding=1), nn.Linear(width, 2 * width)
+        self.head = nn.Linear(2 * width, outputs)
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.norm(self.embed(tokens))
@@ -199,7 +193,7 @@ class Tokens(nn.Module):
 def test_the_peak_of_many_outputs_at_many_positions(power: int) -> None:
     """400 outputs at 1024 positions: one sample's gradients are 225 MiB, 14 times the smallest budget."""
     torch.manual_seed(0)
-    model, x = Tokens(400).eval(), torch.randint(100, (2, 1024))
+    model, x = Text(400, 32).eval(), torch.randint(7, (2, 1024))
     tangent = tn.Tangent.survey(model, x, EVERY, memory=2**power)
     assert tangent.bytes_per_sample() > 20 * tangent.memory
     found: dict[str, Tensor] = {}

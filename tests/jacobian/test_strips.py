@@ -24,14 +24,8 @@ from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips, at, boxes
 from lapwing.network.tracing import output_gradients
 from tests.conformance import covering
-from tests.jacobian.test_contractions import (
-    check_contractions,
-    close,
-    dense,
-    kronecker_factors,
-    survey,
-)
-from tests.jacobian.test_sliced import METHODS, _check_kronecker, check_small_records
+from tests.jacobian.test_contractions import check_contractions, close, dense, kronecker_factors, survey
+from tests.jacobian.test_sliced import METHODS, Text, check_kronecker, check_small_records
 from tests.zoo import ZOO
 
 EVERY, SLOW = lw.matching("*"), pytest.mark.slow
@@ -98,7 +92,7 @@ def test_contractions_by_strips(name: str, most: int, monkeypatch: pytest.Monkey
                 jacobian = record[block.name]
                 check_contractions(jacobian, wanted, second[block.name], their_rows)
                 if isinstance(jacobian, MatrixJacobian) and block.matrix is not None:
-                    _check_kronecker(block, jacobian, wholes[block.name])
+                    check_kronecker(block, jacobian, wholes[block.name])
                 cut += isinstance(jacobian, tn.SharedOuter) and len(jacobian.strips) > 1
     assert cut or name in NETWORKS[-3:]
 
@@ -130,21 +124,6 @@ def image_network() -> nn.Module:
         nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 3, 3, stride=3, padding=2), nn.LayerNorm(6), nn.Tanh(),
         nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 3),
     )  # fmt: skip
-
-
-class Text(nn.Module):
-    """A long sequence through layers of every family."""
-
-    def __init__(self, outputs: int, width: int) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(7, width, padding_idx=0), nn.LayerNorm(width)
-        self.conv, self.mix = nn.Conv1d(width, width, 3, padding=1), nn.Linear(width, 2 * width)
-        self.head = nn.Linear(2 * width, outputs)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.norm(self.embed(tokens))
-        h = h + torch.relu(self.conv(h.mT).mT)
-        return self.head(torch.tanh(self.mix(h)).mean(1))
 
 
 LARGE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

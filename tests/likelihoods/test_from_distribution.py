@@ -337,68 +337,6 @@ def test_several_positions():
     assert lw.compare({"mine": posterior}, [(x, y)])["mine"]["90 % interval"] > 0
 
 
-@pytest.mark.parametrize(
-    ("function", "match"),
-    [
-        (lambda f: dist.Gamma(f[:, 0].exp(), f[:, 1].exp()), r"fails at outputs.*f\[..., 0\]"),
-        (lambda f: dist.Normal(f[..., 0], -f[..., 1].exp()), r"parameter scale.*f\[..., 0\].exp\(\)"),
-        (lambda f: f, r"Return a torch.distributions object"),
-        (lambda f: dist.Normal(f.mean(0), 1.0), r"of shape \(1, 2\).*Return a torch"),
-        (lambda f: dist.Categorical(logits=f.unsqueeze(-1)), "not for a Categorical"),
-    ],
-)
-def test_functions_that_do_not_fit_are_refused(function, match):
-    with pytest.raises(lw.LapwingError, match=match):
-        fitted(lw.FromDistribution(function), torch.ones(20))
-
-
-def test_targets_and_options_that_do_not_fit_are_refused():
-    with pytest.raises(
-        lw.LapwingError, match=r"FromDistribution: 1 of 20 targets .* under Gamma, .* its support .*Move"
-    ):
-        fitted(GAMMA, torch.ones(20).index_fill(0, torch.tensor(3), -1.0))
-    with pytest.raises(lw.LapwingError, match="function must be a function from outputs to a"):
-        lw.FromDistribution(dist.Normal(0.0, 1.0))
-    with pytest.raises(lw.LapwingError, match="labels 0 to 1"):
-        fitted(lw.FromDistribution(EXACT["categorical"][0]), torch.arange(20) % 3)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda f: dist.Normal(f @ torch.eye(2), 1.0),
-        lambda f: dist.Normal(f @ torch.eye(2).double(), 1.0),
-        lambda f: dist.MultivariateNormal(f, torch.eye(2)),
-    ],
-)
-def test_tensors_of_one_dtype_are_explained(function):
-    with pytest.raises(lw.LapwingError, match=r"fails: expected.*torch.eye\(2\).to\(f\)"):
-        fitted(lw.FromDistribution(function), torch.zeros(20, 2))
-
-
-def test_targets_without_a_finite_density_are_refused():
-    likelihood = lw.FromDistribution(DRAWN["beta"][0])
-    with pytest.raises(lw.LapwingError, match="2 of 20 targets have no finite log density"):
-        fitted(likelihood, torch.linspace(0, 1, 20))
-
-
-@pytest.mark.parametrize(
-    ("likelihood", "y", "match"),
-    [
-        (lw.Ordinal(), torch.tensor([0.0, 1.7, 2.0]), "integer dtype"),
-        (lw.Ordinal(), torch.tensor([0, 3, 1]), "outputs, `torch.nn.Linear"),
-        (lw.Ordinal(), torch.tensor([0, -1, 1]), r"Drop those rows with `[^`]*`\.$"),
-        (lw.Ordinal(), torch.tensor([0, -100, 1]), r"Drop those rows with `[^`]*`\.$"),
-        (lw.Ordinal(), torch.tensor([0, 1]), "one label for each input"),
-        (GAMMA, torch.ones(2), "one target for each output and input"),
-        (GAMMA, torch.ones(3, 2), "of shape"),
-    ],
-)
-def test_the_training_loss_refuses_wrong_targets(likelihood, y, match):
-    with pytest.raises(lw.LapwingError, match=match):
-        likelihood.log_prob(torch.zeros(3, 2), y)
-
-
 # ---- ordered classes
 
 
@@ -420,16 +358,11 @@ def test_ordinal_probabilities_and_information():
     assert likelihood.log_prob(1000 * f, torch.tensor([3, 0])).isfinite().all()
 
 
-def test_ordinal_fits_predicts_and_is_saved(tmp_path):
+def test_an_ordinal_fit_predicts_probabilities():
     y = torch.arange(40) % 4
     posterior, x = fitted("ordinal", y, outputs=3, validation=None)
-    prediction = posterior.predict(x)
-    torch.testing.assert_close(prediction.probs.sum(1), torch.ones(40))
+    torch.testing.assert_close(posterior.predict(x).probs.sum(1), torch.ones(40))
     assert "ECE" in lw.compare({"mine": posterior}, [(x, y)]).columns
-    posterior.save(tmp_path / "ordinal.safetensors")
-    assert lw.load(tmp_path / "ordinal.safetensors", posterior.model).likelihood == lw.Ordinal()
-    with pytest.raises(lw.LapwingError, match="labels 0 to 3"):
-        fitted("ordinal", y + 1, outputs=3)
 
 
 # ---- functions of y
@@ -453,12 +386,10 @@ def test_exp_of_a_gaussian_is_a_lognormal():
                                prediction.scaled(1.0, 2.0).interval()[0].exp())  # fmt: skip
 
 
-def test_large_values_are_refused_or_finite():
-    """exp(100) is no float32; a function of some outputs, and one that is NaN only far from the mean, are fine."""
+def test_large_values_have_finite_moments():
+    """Of a function of some outputs, and of one that is NaN only far from the mean."""
     latent = FakeLatent(torch.tensor([[100.0, 1.0]]), 0.01 * torch.eye(2)[None])
     prediction = Gaussian(noise_variance=0.01).predict(latent)
-    with pytest.raises(lw.LapwingError, match=r"is NaN or infinite in torch.float32 .* or use draws"):
-        prediction.transformed(torch.exp)
     some = prediction.transformed(lambda y: torch.cat([y[..., :1], y[..., 1:].exp()], -1))
     low, high = some.interval(0.9)
     assert (high - low).isfinite().all()
@@ -488,28 +419,6 @@ def test_moments_under_weight_draws_are_those_of_samples():
     draws = moved.sample(20000)
     torch.testing.assert_close(moved.mean, draws.mean(0), rtol=0.02, atol=0.06)
     torch.testing.assert_close(moved.std, draws.std(0), rtol=0.06, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("function", "match"),
-    [
-        (torch.cos, "is not monotone"),
-        (lambda y: 0.0 * y, "is not monotone"),
-        (torch.log, "is NaN or infinite in torch.float64 at some values of y"),
-        (lambda y: (1000.0 * (y + 5.0)).exp(), "is NaN or infinite in torch.float64 at some values of y"),
-        (torch.sum, "tensor of the shape of y"),
-        (3, "tensor of the shape of y"),
-        (lambda y: y.cumsum(-1), "mixes outputs or inputs"),
-        (lambda y: (y - y.mean(0)) / y.std(0), "mixes outputs or inputs"),
-        (lambda y: y.flip(0), "mixes outputs or inputs"),
-    ],
-)
-def test_functions_that_do_not_map_each_entry_monotonically_are_refused(function, match):
-    prediction = Gaussian(noise_variance=0.2).predict(random_latent(batch=4, size=2))
-    with pytest.raises(lw.LapwingError, match=match):
-        prediction.transformed(function)
-    with pytest.raises(lw.LapwingError, match=r"function\(prediction.sample"):
-        lw.Poisson().predict(random_latent(size=1)).transformed(torch.exp)
 
 
 @pytest.mark.parametrize("function", [torch.round, torch.relu, lambda y: -torch.relu(y)])

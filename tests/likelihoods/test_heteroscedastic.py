@@ -10,9 +10,6 @@ from torch import distributions as dist
 from torch import nn
 
 import lapwing as lw
-from lapwing.errors import LapwingError
-from tests import oracle
-from tests.conformance import close
 from tests.likelihoods.fakes import FakeDraws, joint_latent, random_latent
 
 LIKELIHOOD = lw.HeteroscedasticGaussian()
@@ -60,52 +57,8 @@ def test_weight_draws_are_a_mixture():
     torch.testing.assert_close(family.cdf(high[:, 0]) - family.cdf(low[:, 0]), torch.full((3,), 0.8).double())
 
 
-def fitted(method=None, **options):
-    torch.manual_seed(0)
-    x = torch.rand(60, 2).double()
-    y = x.sum(1).sin() + (0.1 + x[:, 0]) * torch.randn(60).double()
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double().eval()
-    loader = [(x[:25], y[:25]), (x[25:50], y[25:50]), (x[50:], y[50:])]
-    return lw.fit(model, loader, method, likelihood=LIKELIHOOD, **options), model, x, y
-
-
-def test_the_curvature_and_the_evidence_are_the_dense_ones():
-    posterior, model, x, y = fitted(lw.Full(), prior_precision=2.0)
-    J, f = oracle.jacobian(model, x), oracle.outputs(model, x)
-    Lam = torch.diag_embed(torch.stack([(-f[:, 1]).exp(), torch.full_like(f[:, 1], 0.5)], -1))
-    G = oracle.ggn(J, Lam)
-    close(posterior.latent(x[:3]).covariance, oracle.output_covariance(J[:3], oracle.laplace_covariance(G, 2.0)))
-    logs = dist.Normal(f[:, 0], (0.5 * f[:, 1]).exp()).log_prob(y).sum()
-    theta = oracle.flat_parameters(model)
-    evidence = logs - theta.square().sum() - 0.5 * torch.logdet(torch.eye(len(G)).double() + G / 2.0)
-    assert posterior.log_marginal_likelihood() == pytest.approx(float(evidence))
-
-
-def test_from_fit_to_file_and_deployment(tmp_path):
-    posterior, model, x, y = fitted(params=lw.last_layer)
-    posterior.save(tmp_path / "it.safetensors")
-    again = lw.load(tmp_path / "it.safetensors", model)
-    assert again.likelihood == LIKELIHOOD
-    prediction = again.predict(x)
-    torch.testing.assert_close(prediction.log_prob(y), posterior.predict(x).log_prob(y))
-    assert prediction.mean.shape == (60, 1)
-    torch.testing.assert_close(lw.deploy(posterior, x)(x), (prediction.mean, prediction.variance))
-    streamlined = posterior.predict(x, via=lw.Streamlined())
-    torch.testing.assert_close(streamlined.variance, prediction.variance)  # of the last layer
-    assert bool(posterior.predict(x, via=lw.MonteCarlo(5)).log_prob(y).isfinite().all())
-    table = lw.compare({"it": posterior}, [(x, y)])
-    assert "it" in str(table)
-
-
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_a_network_of_an_odd_number_of_outputs_is_refused(outputs):
-    model, x = nn.Linear(4, outputs).eval(), torch.randn(5, 4)
-    with pytest.raises(LapwingError, match=rf"Linear\(features, {2 * outputs}\)"):
-        lw.fit(model, [(x, torch.zeros(5))], likelihood=LIKELIHOOD)
-
-
 def test_missing_targets_have_no_effect():
-    """Densities, curvature and evidence are those of the known targets."""
+    """Densities are those of the known targets; `test_fits.py` has the curvature and the evidence."""
     likelihood, generator = lw.HeteroscedasticGaussian(missing=True), torch.Generator().manual_seed(0)
     x = torch.randn(40, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(40, 2, generator=generator, dtype=torch.float64)
@@ -116,18 +69,9 @@ def test_missing_targets_have_no_effect():
     wanted = torch.where(known, dist.Normal(f[:, :2], (0.5 * f[:, 2:]).exp()).log_prob(y.nan_to_num()), 0.0).sum(-1)
     torch.testing.assert_close(likelihood.log_prob(f, y), wanted)
     fitted = lw.fit(model, (x, y), lw.Full(), likelihood=likelihood, prior_precision=1.0)
-    J = torch.stack([torch.kron(torch.eye(4).double(), torch.cat([row, row.new_ones(1)])[None]) for row in x])
-    J = J.reshape(40, 4, 4, 4)  # of output c: weights of output c and its bias
-    order = [*(J[:, :, c, :3] for c in range(4)), *(J[:, :, c, 3:] for c in range(4))]
-    J = torch.cat(order, -1)
-    precision = torch.cat([(-f[:, 2:]).exp(), torch.full((40, 2), 0.5).double()], -1) * torch.cat([known, known], -1)
-    covariance = torch.linalg.inv(torch.einsum("ncp,nc,ncq->pq", J, precision, J) + torch.eye(16))
-    close(fitted.latent(x).covariance, torch.einsum("ncp,pq,ndq->ncd", J, covariance, J), 1e-8)
     prediction = fitted.predict(x)
     alone = lw.HeteroscedasticGaussian().predict(prediction.latent).log_prob(y.nan_to_num())
     torch.testing.assert_close(prediction.log_prob(y)[known.all(1)], alone[known.all(1)])
     assert float(prediction.log_prob(y)[5]) == 0
     values = prediction.for_metrics(y)
     assert values["y"].shape == (int(known.sum()),)
-    with pytest.raises(LapwingError, match=r"lw\.HeteroscedasticGaussian\(missing=True\)"):
-        lw.fit(model, (x, y), likelihood="heteroscedastic")

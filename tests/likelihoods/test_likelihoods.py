@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,7 +29,7 @@ from lapwing.likelihoods import (
     resolve,
 )
 from lapwing.likelihoods.registry import REGISTERED
-from tests.likelihoods.fakes import random_latent
+from tests.test_drawn_conformance import hessian
 
 F64 = torch.float64
 
@@ -78,44 +76,14 @@ ALL = pytest.mark.parametrize(
 )
 
 
-def expected_hessian(likelihood, output):
-    """E_{y~p(y|f)}[-∂² log p(y|f)] at one output (C,), over every label or integers around the mean."""
-
-    def hessian(target):
-        return torch.autograd.functional.hessian(lambda f: -likelihood.log_prob(f[None], target)[0], output)
-
-    if likelihood.name == "categorical":
-        probs = output.softmax(-1)
-        return sum(p * hessian(torch.tensor([label])) for label, p in enumerate(probs))
-    if likelihood.name == "bernoulli":
-        answers = list(itertools.product([0, 1], repeat=len(output)))
-        return sum(
-            likelihood.log_prob(output[None], torch.tensor([y]))[0].exp() * hessian(torch.tensor([y])) for y in answers
-        )
-    if likelihood.name == "heteroscedastic":  # Gauss-Hermite nodes of y
-        nodes, mass = (torch.tensor(part) for part in np.polynomial.hermite_e.hermegauss(5))
-        mean, log_variance = output.chunk(2)
-        grid = itertools.product(range(5), repeat=len(mean))
-        picks = [list(pick) for pick in grid]
-        weights = [float((mass / mass.sum())[pick].prod()) for pick in picks]
-        drawn = [mean + (0.5 * log_variance).exp() * nodes[pick] for pick in picks]
-        return sum(weight * hessian(y[None]) for weight, y in zip(weights, drawn, strict=True))
-    centre = output.exp() if likelihood.name in ("counts", "poisson") else output
-    # these Hessians are affine in y, so their average over y is their value at its mean, reached here from integers
-    low, high = centre.floor(), centre.floor() + 1
-    result = torch.zeros(len(output), len(output), dtype=F64)
-    for c in range(len(output)):
-        weight = (centre - low)[c]
-        result[c] = (1 - weight) * hessian(low[None])[c] + weight * hessian(high[None])[c]
-    return result
-
-
 @ALL
 def test_fisher_root_is_a_root_of_the_expected_hessian(likelihood):
-    outputs, _ = outputs_and_targets(likelihood)
+    """The Hessian is affine in y, or does not depend on y, so that one or two targets give its average."""
+    outputs, targets = outputs_and_targets(likelihood)
     root = likelihood.fisher_root(outputs)
     fisher = root @ root.mT / (likelihood.noise_variance or 1.0)
-    torch.testing.assert_close(fisher, torch.stack([expected_hessian(likelihood, output) for output in outputs]))
+    expected = [hessian(likelihood, *pair) for pair in zip(outputs, targets, strict=True)]
+    torch.testing.assert_close(fisher, torch.stack(expected))
 
 
 @pytest.mark.parametrize(
@@ -251,25 +219,8 @@ def test_noise_variance():
     assert Gaussian(0.5).with_noise_variance(None) == Gaussian()
     assert Categorical().noise_variance is None
     assert Categorical().with_noise_variance(None) == Categorical()
-    with pytest.raises(LapwingError, match=r"categorical .* no noise variance. Leave out noise_variance=0.1"):
-        Categorical().with_noise_variance(0.1)
     assert Gaussian(np.float32(0.5)) == Gaussian(0.5)
     assert type(Gaussian(np.float32(0.5)).noise_variance) is float
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda g: g.log_prob(torch.zeros(1, 1), torch.zeros(1)),
-        lambda g: g.log_likelihood(g.statistics(torch.zeros(1, 1), torch.zeros(1))),
-        lambda g: g.predict(random_latent()),
-    ],
-)
-def test_functions_that_need_the_noise_variance_refuse_untuned_noise(use):
-    with pytest.raises(
-        LapwingError, match=r"noise_variance=None is still to be tuned. Write Gaussian\(noise_variance=0.1\)"
-    ):
-        use(Gaussian())
 
 
 def test_resolve():
@@ -278,12 +229,6 @@ def test_resolve():
     assert resolve("bernoulli") == Bernoulli()
     counts = Counts()
     assert resolve(counts) is counts
-    with pytest.raises(LapwingError, match=r"'softmax' is not a likelihood.*'categorical'.*'bernoulli'.*'gaussian'"):
-        resolve("softmax")
-    with pytest.raises(LapwingError, match=r"the class Gaussian\. .*likelihood=Gaussian\(\)"):
-        resolve(Gaussian)
-    with pytest.raises(LapwingError, match="3 is not a likelihood"):
-        resolve(3)
 
 
 def test_a_registered_likelihood_is_found_by_its_name(monkeypatch):
@@ -309,21 +254,6 @@ def test_a_class_that_extends_gaussian_stays_itself_when_its_noise_is_tuned():
     assert Measured(0.5).with_noise_variance(0.1) == Measured(0.1)
 
 
-def test_register_refuses_other_objects():
-    @dataclass(frozen=True)
-    class Other(Counts):
-        name: ClassVar[str] = "categorical"
-
-    for kind, message in (
-        (Other, "'categorical' of Other belongs to lapwing.likelihoods.categorical.Categorical"),
-        (Counts(), "a frozen dataclass that extends Likelihood"),
-        (int, "a frozen dataclass that extends Likelihood"),
-    ):
-        with pytest.raises(LapwingError, match=message):
-            register_likelihood(kind)
-    assert REGISTERED["categorical"] is lw.Categorical
-
-
 @pytest.mark.parametrize("method", [lw.Full("primal"), lw.Full("dual"), lw.KFAC(), lw.Diagonal()], ids=str)
 def test_a_root_may_have_any_number_of_columns(method):
     class Twice(Counts):
@@ -340,9 +270,34 @@ def test_a_root_may_have_any_number_of_columns(method):
     torch.testing.assert_close(once, twice)
 
 
-@pytest.mark.parametrize("shape", [(9,), (9, 1), (9, 2, 1)])
-def test_a_root_of_another_shape_is_refused(monkeypatch, shape):
-    monkeypatch.setattr(Counts, "fisher_root", lambda self, outputs: outputs.new_ones(shape))
-    x, message = torch.randn(9, 2), re.escape(f"fisher_root of Counts returned {shape} and must return (B, C, R)")
-    with pytest.raises(LapwingError, match=message):
-        lw.fit(torch.nn.Linear(2, 1).eval(), [(x, torch.ones(9, 1))], lw.Diagonal(), likelihood=Counts())
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_good_answers_pass_in_every_dtype(dtype, shape):
+    outputs, answers = torch.arange(-2.0, 2.0)[:, None], torch.tensor([0, 1, 1, 0])
+    targets = answers.to(dtype).reshape(shape)
+    Bernoulli().check(outputs, targets)
+    wanted = torch.where(answers == 1, outputs[:, 0].sigmoid(), (-outputs[:, 0]).sigmoid()).log()
+    torch.testing.assert_close(Bernoulli().log_prob(outputs, targets), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.int64, torch.uint64])
+def test_good_labels_pass_in_every_integer_dtype(dtype):
+    labels = torch.tensor([0, 2, 1], dtype=dtype)
+    Categorical().check(torch.zeros(3, 3), labels)
+    assert Categorical().log_prob(torch.zeros(3, 3), labels).shape == (3,)
+
+
+def test_targets_never_broadcast_against_outputs():
+    outputs, targets = torch.arange(4.0)[:, None], torch.arange(4.0)
+    assert Gaussian(1.0).statistics(outputs, targets)["squared_error"] == 0
+
+
+def test_empty_batches_pass():
+    cases = (
+        (Categorical(), 3, torch.zeros(0, dtype=torch.long)),
+        (Gaussian(1.0), 1, torch.zeros(0)),
+        (Bernoulli(), 1, torch.zeros(0)),
+    )
+    for likelihood, outputs, targets in cases:
+        likelihood.check(torch.zeros(0, outputs), targets)
+        assert likelihood.log_prob(torch.zeros(0, outputs), targets).shape == (0,)

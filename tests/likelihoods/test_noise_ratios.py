@@ -10,8 +10,6 @@ from torch import nn
 
 import lapwing as lw
 import lapwing.fitting.fit_data
-from lapwing.errors import LapwingError
-from tests import oracle
 from tests.conformance import close
 from tests.likelihoods.fakes import joint_latent, random_latent
 
@@ -42,32 +40,17 @@ class Divided(nn.Module):
         return self.model(x) / SCALE
 
 
-def test_everything_but_the_tuning_is_the_dense_one(tmp_path):
-    model, x, y = data()
-    likelihood = lw.Gaussian(noise_variance=NOISE)
-    assert likelihood == lw.Gaussian(np.array(NOISE)) == lw.Gaussian(torch.tensor(NOISE, dtype=F64))
-    posterior = lw.fit(model, [(x[:9], y[:9]), (x[9:], y[9:])], lw.Full(), likelihood=likelihood, prior_precision=2.0)
-    J, f = oracle.jacobian(model, x), oracle.outputs(model, x)
-    noise = torch.tensor(NOISE, dtype=F64).diag()
-    G = oracle.ggn(J, torch.linalg.inv(noise).expand(24, 2, 2))
-    covariance = oracle.output_covariance(J, oracle.laplace_covariance(G, 2.0))
-    close(posterior.latent(x).covariance, covariance)
-    logs = dist.Normal(f, SCALE).log_prob(y).sum()
-    evidence = logs - oracle.flat_parameters(model).square().sum()
-    evidence = evidence - 0.5 * torch.logdet(torch.eye(len(G), dtype=F64) + G / 2)
-    assert posterior.log_marginal_likelihood() == pytest.approx(float(evidence))
-    prediction = posterior.predict(x)
-    wanted = dist.MultivariateNormal(f, covariance + noise)
+def test_densities_are_those_of_correlated_outputs():
+    likelihood, latent, noise = lw.Gaussian(noise_variance=NOISE), random_latent(size=2), torch.tensor(NOISE, dtype=F64)
+    assert likelihood == lw.Gaussian(np.array(NOISE)) == lw.Gaussian(noise)
+    y = latent.mean + 1
+    wanted = dist.MultivariateNormal(latent.mean, latent.covariance + noise.diag())
+    prediction = likelihood.predict(latent)
     close(prediction.log_prob(y), wanted.log_prob(y), 1e-8)
     close(prediction.distribution().log_prob(y), wanted.log_prob(y), 1e-8)
-    close(likelihood.log_power_mean(f, covariance, y), wanted.log_prob(y), 1e-8)
+    close(likelihood.log_power_mean(latent.mean, latent.covariance, y), wanted.log_prob(y), 1e-8)
     close(prediction.variance, wanted.variance)
-    posterior.save(tmp_path / "it.safetensors")
-    again = lw.load(tmp_path / "it.safetensors", model)
-    close(again.predict(x).variance, prediction.variance, 1e-14)
-    close(again.likelihood.ratios(f) * again.noise_variance, torch.tensor(NOISE, dtype=F64), 1e-14)
-    torch.testing.assert_close(lw.deploy(posterior, x, via=lw.Streamlined())(x)[1],
-                               posterior.predict(x, via=lw.Streamlined()).variance)  # fmt: skip
+    close(likelihood.ratios(latent.mean) * likelihood.noise_variance, noise, 1e-14)
 
 
 @pytest.mark.parametrize("latent", [random_latent(size=2), joint_latent(batch=4, size=2)], ids=["batch", "joint"])
@@ -100,12 +83,6 @@ def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):
     assert given.noise_variance == pytest.approx(wanted.noise_variance, rel=1e-3)
 
 
-def test_a_fit_with_ratios_of_other_outputs_is_refused():
-    x = torch.randn(9, 3)
-    with pytest.raises(LapwingError, match="noise variances of 3 outputs, and the outputs have shape"):
-        lw.fit(nn.Linear(3, 2).eval(), [(x, x[:, :2])], likelihood=lw.Gaussian(noise_ratios=[1.0, 2.0, 3.0]))
-
-
 def test_selected_outputs_and_linearised_draws_have_the_noise_of_their_output():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
@@ -128,9 +105,6 @@ def test_selected_outputs_and_linearised_draws_have_the_noise_of_their_output():
         wanted = torch.distributions.MultivariateNormal(drawn.mean, drawn.latent.covariance + noise.diag()).log_prob(y)
         close(drawn.log_prob(y), wanted)
         close(drawn.distribution().log_prob(y), wanted)
-    joint = posterior.latent(x, joint=True, via=lw.Linearized(outputs=[0]))
-    with pytest.raises(LapwingError, match="noise variances of 3 outputs"):
-        posterior.likelihood.predict(joint)
 
 
 def in_other_units(factor=100.0):

@@ -11,7 +11,6 @@ from torch import distributions as dist
 from torch import nn
 
 import lapwing as lw
-from lapwing.errors import LapwingError
 from tests.likelihoods.fakes import FakeDraws, MarginalLatent
 
 MEANS, VARIANCES = (-2.0, 0.5, 3.0, 7.0), (1e-6, 0.01, 0.3, 4.0)
@@ -76,24 +75,3 @@ def test_weight_draws_are_a_mixture():
     mass = torch.stack([family.log_prob(torch.full((3, 2), float(k))).exp() for k in range(100)]).cumsum(0)
     assert bool((mass.gather(0, high.long()[None]) >= 0.9).all())
     assert bool((torch.where(low > 0, mass.gather(0, (low - 1).clamp_min(0).long()[None])[0], 0) < 0.1).all())
-
-
-def test_ways_and_deployment():
-    """`test_drawn_conformance` tests the curvature and the file."""
-    x = torch.randn(40, 3).double()
-    y = torch.poisson((1 + x[:, 0]).exp()).long()
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double().eval()
-    posterior = lw.fit(model, [(x[:25], y[:25]), (x[25:], y[25:])], lw.Full(), likelihood="poisson")
-    predictor = lw.deploy(posterior, x)
-    deployed = posterior.predict(x, via=predictor.via)
-    torch.testing.assert_close(predictor(x), (deployed.mean, deployed.variance))
-    for via in (lw.Linearized(), lw.Streamlined(), lw.MonteCarlo(5)):
-        assert bool(posterior.predict(x, via=via).log_prob(y).isfinite().all())
-    lw.compare({"it": posterior}, [(x, y)])
-    lw.Poisson().check(model(x), deployed.point)
-
-
-@pytest.mark.parametrize("y", [torch.tensor([1.5, 2.0]), torch.tensor([-1, 2]), torch.tensor([True, False])])
-def test_what_is_no_count_is_refused(y):
-    with pytest.raises(LapwingError, match=r"Poisson accepts (counts|targets of a real dtype)"):
-        lw.Poisson().check(torch.zeros(2, 1), y)

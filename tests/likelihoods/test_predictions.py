@@ -9,7 +9,6 @@ import torch
 from scipy.stats import multivariate_normal, norm
 from torch import distributions as dist
 
-from lapwing.errors import LapwingError
 from lapwing.likelihoods import (
     Bernoulli,
     Categorical,
@@ -24,14 +23,7 @@ from lapwing.likelihoods import (
     SampledLink,
 )
 from lapwing.likelihoods.mixtures import mixture_quantile
-from tests.likelihoods.fakes import (
-    FakeDraws,
-    FakeLatent,
-    MarginalLatent,
-    gauss_hermite,
-    joint_latent,
-    random_latent,
-)
+from tests.likelihoods.fakes import FakeDraws, FakeLatent, MarginalLatent, gauss_hermite, joint_latent, random_latent
 
 F64 = torch.float64
 
@@ -160,8 +152,6 @@ def test_mutual_information_limits_and_randomness():
     assert (Categorical().predict(certain).mutual_information() < 1e-12).all()
     assert (first >= 0).all()
     assert (first <= math.log(3)).all()
-    with pytest.raises(LapwingError, match="draws=0"):
-        prediction.mutual_information(draws=0)
 
 
 # ---- regression, Gaussian latent
@@ -326,14 +316,6 @@ def test_mixture_intervals_of_counts_come_from_draws():
     assert 11 <= high <= 14
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (3,), (1, 4), ()])
-def test_mixture_targets_of_another_shape_are_refused(shape):
-    with pytest.raises(LapwingError, match=r"shape \(4,\).*y.reshape"):
-        normals(False)[0].log_prob(torch.zeros(shape))
-    with pytest.raises(LapwingError, match="between 0 and 1"):
-        normals(False)[0].interval(90)
-
-
 @pytest.mark.parametrize(
     "family", [dist.LogNormal, dist.Gamma, dist.Uniform, dist.Cauchy, dist.Gumbel], ids=lambda f: f.__name__
 )
@@ -378,14 +360,6 @@ def test_scaled_predictions_are_those_of_the_scaled_gaussian(size):
     assert "ScaledPrediction(RegressionPrediction(4 inputs" in repr(scaled)
 
 
-@pytest.mark.parametrize("likelihood", [Poisson(), "mixture"])
-def test_counts_have_no_other_unit(likelihood):
-    counts = MixturePrediction(dist.Independent(dist.Poisson(torch.ones(4, 5, 2)), 1))
-    prediction = counts if likelihood == "mixture" else likelihood.predict(random_latent())
-    with pytest.raises(LapwingError, match=rf"{type(prediction).__name__} predicts counts"):
-        prediction.scaled(0, 2)
-
-
 READERS = {
     "array": lambda y: y.numpy(),
     "array of float32": lambda y: y.float().numpy() if y.is_floating_point() else y.to(torch.int16).numpy(),
@@ -426,20 +400,9 @@ def test_scaled_draws_flat_targets_and_joint_latents():
     torch.testing.assert_close(scaled.log_prob(10 + 2 * counts.mean), counts.log_prob(counts.mean) - math.log(2))
 
 
-def test_scaled_predictions_refuse_other_numbers():
-    prediction = Gaussian(noise_variance=0.3).predict(random_latent(batch=4, size=2))
-    for wrong in (torch.ones(3), "a", float("nan"), torch.ones(4, 2)):
-        with pytest.raises(LapwingError, match=r"The mean of scaled\(\) is .*of shape \(2,\)"):
-            prediction.scaled(wrong, 1.0)
-    with pytest.raises(LapwingError, match="not positive"):
-        prediction.scaled(0.0, [1.0, 0.0])
-
-
 def test_a_mixture_of_labels_has_probabilities():
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(50, 6, 3, generator=generator, dtype=F64).softmax(-1)
-    with pytest.raises(LapwingError, match="ClassPrediction.mixture"):
-        MixturePrediction(dist.Categorical(draws))
     prediction, y = ClassPrediction.mixture(draws), torch.arange(50) % 3
     probs = draws.mean(1)
     torch.testing.assert_close(prediction.log_prob(y), probs[torch.arange(50), y].log())

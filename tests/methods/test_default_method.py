@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass
-from functools import cache
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -17,6 +15,7 @@ import lapwing as lw
 from lapwing.fitting.choice import default_method
 from lapwing.likelihoods import NoiselessLikelihood
 from lapwing.posterior import MethodInfo
+from tests.trained import made_once, train
 from tests.zoo_modules import Net
 
 
@@ -93,23 +92,14 @@ def test_a_regression_is_treated_as_a_whole_where_that_is_cheap(made, samples, e
     assert default_method(made, lw.Bernoulli(), samples) == (expected if one_answer else None)
 
 
+@made_once
 def trained():
     """A small network that overfits, its data in an uneven last batch, and other data."""
-    return copy.deepcopy(trained_once())
-
-
-@cache
-def trained_once(width=20, rows=60):
-    torch.manual_seed(0)
-    x = torch.randn(rows + 200, 3)
+    x = torch.randn(260, 3)
     y = (x[:, :1] * x[:, 1:2]).sin() + 0.3 * torch.randn(len(x), 1)
-    model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(500):
-        optimiser.zero_grad()
-        (model(x[:rows]) - y[:rows]).square().mean().backward()
-        optimiser.step()
-    return model.eval(), list(zip(x[:rows].split(40), y[:rows].split(40), strict=True)), (x[rows:], y[rows:])
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1))
+    train(model, lambda: (model(x[:60]) - y[:60]).square().mean(), 500, 0.01)
+    return model, list(zip(x[:60].split(40), y[:60].split(40), strict=True)), (x[60:], y[60:])
 
 
 def test_the_default_is_logged_and_covers(caplog):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -273,14 +272,6 @@ class TestElla(EllaConformance):
     method = lw.ELLA(rank=5, rows=8)
 
 
-class TestEllaByGram(OnFewNetworks, EllaConformance):
-    method = lw.ELLA(rank=5, rows=8)
-
-    @pytest.fixture(autouse=True)
-    def _small(self, monkeypatch):
-        monkeypatch.setattr(subspace, "SVD_NUMBERS", 0)
-
-
 class TestEllaWithResidual(OnFewNetworks, EllaConformance):
     method = lw.ELLA(rank=5, rows=8, residual="prior")
     residual = True
@@ -433,58 +424,8 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     assert curvature.isfinite().all()
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("name", [*FEW, "attention"])
-def test_ekfac_is_never_further_from_the_ggn_than_kfac(name, sharing):
-    problem = setup(name)
-    check = TestKfacExpand()
-    kfac, ekfac = (problem.fit(m(weight_sharing=sharing)) for m in (lw.KFAC, lw.EKFAC))
-    for block in kfac.covariance.structures:
-        wanted = problem.G[problem.slices[block], problem.slices[block]]
-        far, near = ((check.precision_block(p, block) - wanted).norm() for p in (kfac, ekfac))
-        assert near <= far + 1e-9 * wanted.norm()
-
-
 def test_one_hot_inputs_are_in_their_eigenbasis():
     assert setup("embedding_bag_of_tokens").fit(lw.KFAC()).covariance.structures["embedding"].inputs is None
-
-
-# --- orders ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("name", "delta"), [("mlp", 0.01), ("attention", 2.0), ("conv1d", 0.01), ("tied", 2.0), ("mlp_scalar", 2.0)]
-)
-def test_orders(name, delta):
-    """`0 ≼ ELLA(K) ≼ ELLA(K + 1) ≼ Full ≼ prior`, at fixed rows."""
-    problem = setup(name)
-    full = problem.fit(lw.Full(), prior_precision=delta).covariance.to_dense().cpu()
-    chain = [torch.zeros_like(full)]
-    chain += [
-        problem.fit(lw.ELLA(rank=k, rows=12), prior_precision=delta).covariance.to_dense().cpu()
-        for k in (1, 2, 4, 7, 12)
-    ]
-    chain += [full, torch.eye(len(full)).double() / delta]
-    for lower, upper in pairwise(chain):
-        assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
-
-
-@pytest.mark.parametrize("name", others_slow(["mlp", "conv1d"], ["mlp"]))
-def test_residual_only_adds_and_shrinks_to_full(name):
-    """With the residual: `Full ≼ ELLA(K + 1) ≼ ELLA(K) ≼ prior` in trace, and in order against the prior."""
-    problem = setup(name)
-    full = problem.fit(lw.Full()).covariance.to_dense().cpu()
-    last = None
-    for rank in (1, 4, 12):
-        sigma = problem.fit(lw.ELLA(rank=rank, rows=12, residual="prior")).covariance.to_dense().cpu()
-        assert torch.linalg.eigvalsh(torch.eye(len(full)).double() / 2 - sigma).min() > -1e-10
-        bare = problem.fit(lw.ELLA(rank=rank, rows=12)).covariance.to_dense().cpu()
-        assert torch.linalg.eigvalsh(sigma - bare).min() > -1e-10
-        assert last is None or sigma.trace() <= last.trace() + 1e-10
-        last = sigma
-    assert full.trace() <= last.trace() + 1e-10
 
 
 # --- sampled Fisher, in expectation ----------------------------------------------------------------------------------

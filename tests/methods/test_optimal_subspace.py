@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 import lapwing as lw
-from tests.conformance import close, psd, setup
-from tests.tangent.test_anchors import narrow as chunked
+from tests.conformance import close, setup
+from tests.methods.test_subspace_theorems import wide_problem
 
 NETWORKS = ("mlp", "mlp_scalar", "cnn_bn_inplace", "tied", "gpt2")
 CURVATURES = [lw.KFAC(), lw.EKFAC(), lw.Diagonal(), lw.Full("primal"), lw.Full("dual"), "prior"]
@@ -58,19 +56,6 @@ def test_theorem_1_gives_the_eckart_young_truncation(name):
         close(found, (vectors[:, -rank:] * values[-rank:]) @ vectors[:, -rank:].T, 1e-8)
 
 
-@pytest.mark.parametrize("curvature", [lw.KFAC(), "prior"], ids=repr)
-def test_orders(curvature):
-    problem = setup("cnn_bn_inplace")
-    J, full = problem.J_test.flatten(0, 1), torch.linalg.inv(full_precision(problem))
-    before = torch.zeros_like(full)
-    for rank in (1, 3, 8):
-        covariance = problem.fit(lw.OptimalSubspace(rank, curvature, "all")).covariance.to_dense()
-        assert psd(full - covariance, 1e-9)
-        assert psd(covariance - before, 1e-9)  # directions nest
-        assert (J @ covariance @ J.T).trace() <= (J @ full @ J.T).trace() + 1e-9
-        before = covariance
-
-
 def test_prior_directions_are_those_of_ella():
     problem = setup("mlp")
     mine = problem.fit(lw.OptimalSubspace(4, "prior", "all")).covariance.to_dense()
@@ -91,19 +76,11 @@ def oracle_span(covariance: Tensor) -> Tensor:
     return vectors[:, values > 1e-11 * values[-1]].T
 
 
-def test_rows_in_chunks_equal_rows_together(monkeypatch):
-    problem = setup("cnn_bn_inplace")
+def test_rows_in_chunks_equal_rows_together():
+    model, loader, test = wide_problem()
     method = lw.OptimalSubspace(4, lw.KFAC(), "all")
-    together = problem.fit(method).covariance.to_dense()
-    original = lw.OptimalSubspace.directions
-
-    def narrow(self, given, anchors, approximate):
-        memory = max(4 * given.tangent.size * 8, 16 * len(anchors) ** 2)
-        tangent = chunked(replace(given.tangent, memory=memory))
-        return original(self, replace(given, tangent=tangent), replace(anchors, tangent=tangent), approximate)
-
-    monkeypatch.setattr(lw.OptimalSubspace, "directions", narrow)
-    close(problem.fit(method).covariance.to_dense(), together)
+    chunks, whole = (lw.fit(model, loader, method, prior_precision=1.0, memory=memory) for memory in (2**24, 2**30))
+    close(chunks.latent(test).covariance, whole.latent(test).covariance, 1e-6)
 
 
 def test_per_layer_prior_noise_and_data_size():

@@ -117,37 +117,6 @@ def test_more_draws_than_weights():
     close(draws_of(fitted), solved(problem, 50), 1e-8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "mlp_scalar"])
-def test_covariance_is_fulls_within_monte_carlo_error(name):
-    """`E‖Σ - Ψ‖² = (tr(Ψ)² + ‖Ψ‖²)/S` for S exact draws; second moments each within 5.5 standard errors."""
-    problem, count = setup(name), 600
-    fitted = problem.fit(lw.SampledLLA(count, lw.ConjugateGradients(tolerance=1e-8)), tune=None)
-    full = oracle.laplace_covariance(problem.G, 2.0)
-    sampled_from(draws_of(fitted), full)
-    expected = ((full.trace() ** 2 + full.square().sum()) / count).sqrt()
-    assert 0.6 < float((fitted.covariance.to_dense() - full).norm() / expected) < 1.5
-
-
-@pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "tied"])
-def test_batches_and_chunks_do_not_matter(name, monkeypatch):
-    problem, method = setup(name), lw.SampledLLA(4, EXACTLY)
-    whole = draws_of(problem.fit(method, tune=None))
-    for lengths in ((4, 4, 1), (2, 3, 4), (9,)):
-        other = problem.fit(method, tune=None, loader=cut(problem.x, problem.y, lengths))
-        close(draws_of(other), whole, 1e-8)
-    monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
-    close(draws_of(problem.fit(method, tune=None)), whole, 1e-8)
-
-
-def test_seeds():
-    problem, method = setup("mlp"), lw.SampledLLA(4, EXACTLY)
-    first, again, other = (draws_of(problem.fit(method, tune=None, seed=seed)) for seed in (3, 3, 4))
-    assert torch.equal(first, again)
-    assert (first - other).abs().max() > 0.1 * first.abs().max()
-    close(other, solved(problem, 4, seed=4), 1e-8)
-
-
 def test_bfloat16_network():
     problem = setup("cnn_bn_inplace")
     model = problem.case.build().bfloat16()
@@ -247,9 +216,6 @@ def test_directions_without_data_keep_the_prior(per_block, preconditioner):
     assert unseen.shape[1] > 5
     wanted = right_hand_sides(problem, 5, delta, 1.0) @ unseen
     close((draws_of(fitted) * delta) @ unseen, wanted, 1e-7)
-
-
-# --- what is made of them --------------------------------------------------------------------------------------------
 
 
 def test_latent_and_sample():
@@ -366,9 +332,6 @@ def test_em_at_the_linearised_mode(name):
     assert len(draws_of(fitted)) == 300
 
 
-# --- the g-prior -----------------------------------------------------------------------------------------------------
-
-
 def features(problem: Setup) -> Tensor:
     """g (P,), with mean 1 over weights that have curvature and those that have none."""
     ratio = problem.G.diagonal() / problem.G.diagonal().mean()
@@ -388,9 +351,6 @@ def test_g_prior_is_isotropic_over_scaled_features(name):
     sigma = oracle.laplace_covariance(oracle.ggn(whitened, problem.fisher), 2.0) / torch.outer(g, g).sqrt()
     many = draws_of(problem.fit(lw.SampledLLA(600, lw.ConjugateGradients(tolerance=1e-8), prior="g"), tune=None))
     sampled_from(many, sigma)
-
-
-# --- refusals and warnings -------------------------------------------------------------------------------------------
 
 
 def test_validation_of_a_spread_that_is_too_wide_names_the_method(caplog):

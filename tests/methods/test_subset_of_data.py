@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.covariance import ExplicitBasis, ImplicitBasis
@@ -15,7 +13,7 @@ from lapwing.methods.subset_of_data import chosen_places
 from tests import oracle
 from tests.conformance import EVERY, Setup, close, cut, psd, setup
 from tests.methods.test_methods import FEW, MethodConformance, OnFewNetworks
-from tests.tangent.test_anchors import narrow
+from tests.methods.test_subspace_theorems import wide_problem
 
 
 def places_of(method: lw.SubsetOfData, samples: int, seed: int = 0) -> Tensor:
@@ -32,17 +30,6 @@ def alone(problem: Setup, places: Tensor, method: lw.Method | None = None, **opt
     """A method fitted to these points only."""
     loader = cut(oracle.take(problem.x, places), problem.y[places], (len(places),))
     return problem.fit(method or lw.Full(), loader=loader, **options)
-
-
-def within(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives subsets of data another memory budget; chunks stay as they are."""
-    original = lw.SubsetOfData.passes
-
-    def passes(self, problem):
-        tangent = narrow(replace(problem.tangent, memory=budget))
-        return original(self, replace(problem, tangent=tangent))
-
-    monkeypatch.setattr(lw.SubsetOfData, "passes", passes)
 
 
 class SubsetConformance(MethodConformance):
@@ -105,36 +92,21 @@ def test_data_size_of_a_subset_is_that_of_all_its_data(name):
         assert mine.log_marginal_likelihood() == pytest.approx(theirs.log_marginal_likelihood(), rel=1e-8)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
-@pytest.mark.parametrize("delta", [0.01, 2.0])
-def test_orders(name, delta):
-    """`Full ≼ SubsetOfData(n + 1) ≼ SubsetOfData(n) ≼ prior`: one seed takes nested subsets."""
-    problem = setup(name)
-    chain = [problem.fit(lw.Full(), prior_precision=delta).covariance.to_dense()]
-    chain += [problem.fit(lw.SubsetOfData(n), prior_precision=delta).covariance.to_dense() for n in (8, 5, 2, 1)]
-    chain.append(torch.eye(len(chain[0])).double() / delta)
-    for lower, upper in pairwise(chain):
-        assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
-
-
-@pytest.mark.parametrize(("name", "ratios"), [("mlp", True), ("mlp_scalar", False)])
-def test_implicit_directions(name, ratios, monkeypatch):
-    """A budget for the rows' Gram matrix but not for the rows: the same posterior, to the implicit basis's 1e-5."""
-    problem, method = setup(name), lw.SubsetOfData(3)
-    precision = {b.name: 2.0 + i for i, b in enumerate(problem.blocks)} if ratios else 2.0
-    explicit = problem.fit(method, prior_precision=precision)
-    rows = 3 * problem.case.outputs
-    assert 16 * rows**2 < 8 * rows * len(problem.theta)
-    within(16 * rows**2, monkeypatch)
-    implicit = problem.fit(method, prior_precision=precision)
+def test_directions_that_exceed_the_memory_are_implicit():
+    """The same posterior, to the implicit basis's 1e-5."""
+    model, loader, test = wide_problem()
+    options = {"prior_precision": {"0": 2.0, "2": 3.0, "4": 4.0}}
+    implicit, explicit = (
+        lw.fit(model, loader, lw.SubsetOfData(10), memory=memory, **options) for memory in (2**24, 2**30)
+    )
     assert isinstance(explicit.covariance.basis, ExplicitBasis)
     assert isinstance(implicit.covariance.basis, ImplicitBasis)
-    close(implicit.covariance.to_dense(), explicit.covariance.to_dense(), 1e-5)
-    close(implicit.latent(problem.test).covariance, explicit.latent(problem.test).covariance, 1e-5)
-    assert implicit.samples == 3
-    evidence = [p.log_marginal_likelihood() for p in (implicit, explicit)]
-    assert evidence[0] == pytest.approx(evidence[1], rel=1e-5)
+    close(implicit.latent(test).covariance, explicit.latent(test).covariance, 1e-5)
+    assert implicit.samples == 10
+    assert implicit.log_marginal_likelihood() == pytest.approx(explicit.log_marginal_likelihood(), rel=1e-5)
+    shuffled = DataLoader(TensorDataset(*map(torch.cat, zip(*loader, strict=True))), 5, shuffle=True)
+    with pytest.raises(lw.LapwingError, match="shuffle=False"):
+        lw.fit(model, shuffled, lw.SubsetOfData(10), memory=2**24, **options)
 
 
 class TestChoice:
@@ -163,33 +135,29 @@ class TestChoice:
         assert problem.y[places].bincount().max() - problem.y[places].bincount().min() <= 1
         close(fitted.covariance.to_dense(), alone(problem, places).covariance.to_dense(), 1e-8)
 
-    @pytest.mark.parametrize("method", [lw.SubsetOfData(6, "balanced"), lw.SubsetOfData(6)])
-    def test_a_shuffling_loader(self, method, monkeypatch):
+    def test_a_shuffling_loader(self):
         """One pass over a uniform subset is right in any order; the rest needs one order, and says so."""
         problem = setup("cnn_bn_inplace", samples=30)
-        loader = torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(problem.x, problem.y), batch_size=7, shuffle=True
-        )
-        if method.sampling == "uniform":
-            assert psd(problem.fit(method, loader=loader).covariance.to_dense())
-            within(16 * (6 * problem.case.outputs) ** 2, monkeypatch)
+        loader = DataLoader(TensorDataset(problem.x, problem.y), batch_size=7, shuffle=True)
+        assert psd(problem.fit(lw.SubsetOfData(6), loader=loader).covariance.to_dense())
         with pytest.raises(lw.LapwingError, match="shuffle=False"):
-            problem.fit(method, loader=loader)
+            problem.fit(lw.SubsetOfData(6, "balanced"), loader=loader)
 
 
-def test_only_the_chosen_points_are_run(monkeypatch):
+def test_only_the_chosen_points_are_run():
     """No forward pass of the others: the loader is read, as far as the last chosen point, and no more."""
     problem = setup("mlp", samples=9)
-    seen = []
-    handle = problem.model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-    try:
-        problem.fit(lw.SubsetOfData(2), loader=cut(problem.x, problem.y, (3, 3, 3)), tune=None)
-    finally:
-        handle.remove()
-    survey = []
-    handle = problem.model.register_forward_pre_hook(lambda module, args: survey.append(len(args[0])))
-    try:
-        lw.tangent.Tangent.survey(problem.model, problem.x[:3], EVERY)
-    finally:
-        handle.remove()
-    assert sum(seen) - sum(survey) == 3 + 2  # the first batch, to see that its outputs are logits
+
+    def rows_in(run) -> int:
+        seen = []
+        handle = problem.model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        try:
+            run()
+        finally:
+            handle.remove()
+        return sum(seen)
+
+    batches = cut(problem.x, problem.y, (3, 3, 3))
+    fit = rows_in(lambda: problem.fit(lw.SubsetOfData(2), loader=batches, tune=None))
+    survey = rows_in(lambda: lw.tangent.Tangent.survey(problem.model, problem.x[:3], EVERY))
+    assert fit - survey == 3 + 2  # the first batch, to see that its outputs are logits

@@ -87,46 +87,44 @@ def test_ella_theorem_2_and_corollary_1(name):
     assert all(fewer > more for fewer, more in pairwise(means))  # "decreases along with the growing of M"
 
 
-# --- orders of predictive covariances ---------------------------------------------------------------------------------
+# --- orders -----------------------------------------------------------------------------------------------------------
 
-FAMILIES = {
-    "ELLA": lambda size, residual: lw.ELLA(size, 14, residual),
-    "OptimalSubspace, KFAC": lambda size, residual: lw.OptimalSubspace(size, lw.KFAC(), 15, residual),
-    "OptimalSubspace, prior": lambda size, residual: lw.OptimalSubspace(size, "prior", 15, residual),
-    "SubsetOfWeights": lambda size, residual: lw.SubsetOfWeights(size, "magnitude", residual),
+CHAINS: dict[str, list[lw.Method]] = {
+    "ELLA": [*(lw.ELLA(rank, 12) for rank in (1, 2, 4, 12)), lw.Full()],
+    "ELLA with the residual": [lw.ELLA(4, 12), lw.ELLA(4, 12, "prior")],
+    "OptimalSubspace by KFAC": [*(lw.OptimalSubspace(rank, lw.KFAC(), 15) for rank in (1, 3, 8)), lw.Full()],
+    "OptimalSubspace by the prior": [*(lw.OptimalSubspace(rank, "prior", 15) for rank in (1, 3, 8)), lw.Full()],
+    "OptimalSubspace with the residual": [lw.OptimalSubspace(3, lw.KFAC(), 15, each) for each in (None, "prior")],
+    "SubsetOfWeights": [*(lw.SubsetOfWeights(size) for size in (1, 5, 11)), lw.Full()],
+    "SubsetOfWeights with the residual": [lw.SubsetOfWeights(7, "magnitude", each) for each in (None, "prior")],
+    "SubsetOfData": [lw.Full(), *(lw.SubsetOfData(size) for size in (8, 5, 2, 1))],
+    "VaLLA": [lw.VaLLA(6, lw.ClosedForm(), "data")],
 }
+"""Methods whose covariances grow: with nested directions or weights, with the residual, and with fewer points."""
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(11)
+@pytest.mark.parametrize("delta", [0.01, 2.0])
 @pytest.mark.parametrize(
-    ("name", "family"), [*(("mlp", family) for family in FAMILIES), ("cnn_bn_inplace", "ELLA"), ("tied", "ELLA")]
+    ("name", "chain"), [*(("mlp", chain) for chain in CHAINS), *((name, "ELLA") for name in ("conv1d", "tied"))]
 )
-def test_predictive_orders(name, family):
-    """`0 ≼ Σ_P,X ≼ Σ_X` growing with nested sizes, and `Σ_P,X ≼ with residual ≼ prior`, at test inputs jointly.
-
-    Faller and Martin, appendix C, of which equation 25's order of traces is a part.
-    """
+def test_covariances_grow_along_a_chain_from_zero_to_the_prior(name, chain, delta):
+    """`0 ≼ Σ_1 ≼ Σ_2 ... ≼ I/δ`; for predictions too, which includes Faller and Martin's order of traces."""
     problem = setup(name)
-
-    def joint(posterior: lw.Posterior) -> Tensor:
-        return posterior.latent(problem.test, joint=True).covariance.flatten(2).flatten(0, 1)
-
-    J = problem.J_test.flatten(0, 1)
-    full, prior = J @ oracle.laplace_covariance(problem.G, 2.0) @ J.T, J @ J.T / 2
-    slack = 1e-9 * float(prior.diagonal().max())
-    last = torch.zeros_like(full)
-    for size in (1, 3, 8):
-        inside = joint(problem.fit(FAMILIES[family](size, None)))
-        outside = joint(problem.fit(FAMILIES[family](size, "prior")))
-        chains = ((last, inside, full), (inside, outside, prior))
-        for lower, upper in (pair for chain in chains for pair in pairwise(chain)):
-            assert torch.linalg.eigvalsh(upper - lower).min() >= -slack
-        assert 0 <= inside.trace() <= full.trace() + slack
-        last = inside
-    assert (full - last).trace() > slack  # the orders are strict here
+    inside = [problem.fit(method, prior_precision=delta).covariance.to_dense() for method in CHAINS[chain]]
+    prior = torch.eye(len(problem.theta)).double() / delta
+    for lower, upper in pairwise([torch.zeros_like(prior), *inside, prior]):
+        assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
 
 
-# --- limits of implicit bases -----------------------------------------------------------------------------------------
+def test_more_directions_with_the_residual_leave_less_of_the_prior():
+    """Traces fall to that of Full, and more inducing points do the same."""
+    problem = setup("mlp")
+    full = problem.fit(lw.Full()).covariance.to_dense().trace()
+    every = lw.VaLLA(10_000, lw.ClosedForm(), "data")
+    for methods in ([lw.ELLA(rank, 12, "prior") for rank in (1, 4, 12)], [lw.VaLLA(1, lw.ClosedForm(), "data"), every]):
+        traces = [problem.fit(method).covariance.to_dense().trace() for method in methods]
+        assert all(fewer >= more - 1e-10 for fewer, more in pairwise([*traces, full]))
 
 
 def wide_problem(outputs: int = 3) -> tuple[nn.Module, list, Tensor]:
@@ -156,9 +154,6 @@ def test_every_row_implicit_with_residual_is_full(delta):
     assert implicit.log_marginal_likelihood(lower_bound=True) == pytest.approx(evidence, rel=1e-5)
     moved = implicit.with_prior(7.0).latent(test).covariance
     close(moved, full.with_prior(7.0).latent(test).covariance, 1e-5)
-
-
-# --- a thousand outputs -----------------------------------------------------------------------------------------------
 
 
 def test_a_thousand_outputs_go_by_forward_mode(monkeypatch):
@@ -212,9 +207,6 @@ def row(model: nn.Module, sample: Tensor, output: int) -> Tensor:
     """The gradient of one output at one sample (P,)."""
     gradients = torch.autograd.grad(model(sample[None])[0, output], list(model.parameters()))
     return torch.cat([gradient.flatten() for gradient in gradients])
-
-
-# --- early stopping on strongly augmented images ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

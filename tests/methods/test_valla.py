@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lapwing as lw
 from lapwing.data.samples import Samples
@@ -136,26 +135,6 @@ def test_titsias():
     assert fitted.log_marginal_likelihood(lower_bound=True) == pytest.approx(float(bound), rel=1e-9)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["mlp", "mlp_scalar", "conv1d", "tied", "prelu"])
-def test_between_ella_and_the_prior(name):
-    """`ELLA ≼ VaLLA ≼ prior` on the same rows, and nested points bring VaLLA closer to Full in trace."""
-    problem = setup(name)
-    identity = torch.eye(len(problem.theta)).double()
-    traces = []
-    for count in (1, 3, 6, 10_000):
-        method = lw.VaLLA(count, initial="data", fit=lw.ClosedForm())
-        sigma = problem.fit(method).covariance.to_dense()
-        ella = subspace_covariance(
-            span_of(rows_at(problem, points_of(problem, method))), problem.G, 2.0 * identity.diagonal(), False
-        )
-        for lower, upper in pairwise((ella, sigma, identity / 2)):
-            assert torch.linalg.eigvalsh(upper - lower).min() > -1e-9
-        traces.append(float(sigma.trace()))
-    assert traces[-1] == pytest.approx(float(problem.fit(lw.Full()).covariance.to_dense().trace()), rel=1e-8)
-    assert traces[-1] <= min(traces[:-1]) + 1e-9
-
-
 # --- natural gradients -----------------------------------------------------------------------------------------------
 
 
@@ -198,32 +177,6 @@ def test_a_constant_rate_is_the_running_mean_that_it_says():
     rows = jacobian(problem.model, given.inputs, problem.blocks)[:, 0]
     wanted = subspace_covariance(span_of(rows), G, torch.full_like(rows[0], 2.0), True)
     close(found.covariance.to_dense(), wanted, 1e-8)
-
-
-# --- numbers and data ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fit", [lw.ClosedForm(), lw.NaturalGradient(4)])
-def test_bfloat16(fit):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3)).eval()
-    x, y = torch.randn(40, 4), torch.randint(3, (40,))
-    exact = lw.fit(model, [(x, y)], lw.VaLLA(10, fit=fit), prior_precision=1.0).latent(x[:5]).variance
-    half = model.to(torch.bfloat16)
-    found = lw.fit(half, [(x.bfloat16(), y)], lw.VaLLA(10, fit=fit), prior_precision=1.0)
-    variance = found.latent(x[:5].bfloat16()).variance
-    assert variance.dtype == torch.float32
-    assert (variance > 0).all()
-    torch.testing.assert_close(variance, exact, rtol=0.3, atol=0.1)
-
-
-@pytest.mark.parametrize("fit", [lw.ClosedForm(), lw.NaturalGradient(3)])
-def test_the_seed_repeats(fit):
-    problem = setup("mlp")
-    method = lw.VaLLA(4, fit=fit, initial="data")
-    first, again, other = (problem.fit(method, seed=seed).covariance.to_dense() for seed in (3, 3, 4))
-    assert torch.equal(first, again)
-    assert not torch.allclose(first, other, rtol=1e-3)
 
 
 # --- the points ------------------------------------------------------------------------------------------------------

@@ -282,9 +282,6 @@ def test_a_constant_learning_rate_does_not_depend_on_the_number_of_steps():
     assert torch.equal(found["constant", 4][:2], found["linear", 4][:2])  # the first step has the full rate
 
 
-# --- divergence ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fit", [lw.AlphaDivergence, lw.VariationalBound])
 def test_divergence_raises(fit):
     model, x, y = toy()
@@ -305,8 +302,8 @@ def test_divergence_raises(fit):
         *(pytest.param(name, MOVING[1], marks=pytest.mark.slow) for name in ("gpt2", "vit")),
     ],
 )  # fmt: skip
-def test_networks(name, fit, tmp_path):
-    """Every fit runs on every kind of network, is repeatable, a covariance below the prior's, and comes back."""
+def test_networks(name, fit):
+    """Every fit runs on every kind of network and gives a covariance below the prior's."""
     case = setup(name)
     for options in ({}, {"prior_precision": None}):
         fitted = case.fit(lw.VaLLA(4, fit=fit), **options)
@@ -315,21 +312,6 @@ def test_networks(name, fit, tmp_path):
         prior = torch.diag(1 / case.expand(fitted.prior.precision))
         assert torch.linalg.eigvalsh(prior - sigma).min() > -1e-9 * prior.max()
         close(fitted.latent(case.test).covariance, oracle.output_covariance(case.J_test, sigma), 1e-7)
-    again = case.fit(lw.VaLLA(4, fit=fit), **options)
-    assert torch.equal(again.covariance.to_dense(), sigma)
-    fitted.save(tmp_path / "p.safetensors")
-    loaded = lw.load(tmp_path / "p.safetensors", case.model)
-    close(loaded.covariance.to_dense(), sigma, 1e-10)
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("fit", MOVING[:2], ids=str)
-def test_a_small_budget_gives_the_same(fit, monkeypatch):
-    """Chunks of two samples: the same points, gradient by gradient."""
-    case = setup("mlp")
-    whole = case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense()
-    monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
-    close(case.fit(lw.VaLLA(4, fit=fit)).covariance.to_dense(), whole, 1e-6)
 
 
 @pytest.mark.parametrize("fit", [lw.AlphaDivergence(steps=2), lw.VariationalBound(steps=2)], ids=str)

@@ -39,17 +39,9 @@ def test_gradients_that_are_nothing_but_rounding(seed: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_generic_parameters_that_reach_no_output(trained: bool) -> None:
-    class Aside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head, self.scale, self.unused = nn.Linear(4, 3), nn.Parameter(torch.ones(3)), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                scale = self.scale.exp()
-            return self.head(x) * scale
-
-    model, x = Aside().double().eval().requires_grad_(trained), torch.randn(6, 4).double()
+    scaled = lambda net, x: net.head(x) * net.scale.exp().detach()  # noqa: E731
+    parts = {"head": nn.Linear(4, 3), "scale": nn.Parameter(torch.ones(3)), "unused": nn.Linear(2, 2)}
+    model, x = Net(scaled, **parts).double().eval().requires_grad_(trained), torch.randn(6, 4).double()
     posterior = lw.fit(model, [(x, torch.arange(6) % 3)], lw.Full(), params=EVERY, prior_precision=1.0)
     record = posterior.tangent.record(x)
     for name in ("scale", "unused"):

@@ -366,12 +366,6 @@ def test_inputs_that_bypass_torch_are_data(name: str, frozen: bool) -> None:
     assert treated(model.requires_grad_(not frozen), ROWS) == names
 
 
-def test_labels_read_inside_the_forward_multiply_a_tower() -> None:
-    model = built(lambda: Net(lambda net, x: net.a(x) @ texts(net.b, ROWS).T, a=tower(), b=encoder()))
-    with pytest.raises(lw.LapwingError, match=r"write params=lw.matching\('a.2.\*', 'b.a.2.\*'\)"):
-        treated(model)
-
-
 def encoder() -> nn.Module:
     return Net(texts, a=tower(), table=nn.Embedding(12, 6))
 
@@ -392,10 +386,7 @@ class Tripled(torch.autograd.Function):
 def test_a_layer_within_a_function_of_its_own_is_not_part_of_the_head() -> None:
     assert treated(
         built(lambda: Net(lambda net, x: net.b(Tripled.apply(x, net.a.weight)), a=hidden(), b=nn.Linear(8, 5)))
-    ) == [
-        "b.weight",
-        "b.bias",
-    ]
+    ) == ["b.weight", "b.bias"]
 
 
 def test_the_log_and_the_posterior_name_what_is_treated(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,42 +43,28 @@ class Head(nn.Module):
         return self.head(torch.tanh(y.mean(1 if batch_first else 0)))
 
 
-class Cells(nn.Module):
+def in_steps(net, x):
     """A cell called step by step."""
-
-    def __init__(self, kind: type[nn.RNNCellBase]) -> None:
-        super().__init__()
-        self.cell, self.head = kind(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        states = None
-        for step in x.unbind(1):
-            states = self.cell(step, states)
-        return self.head(states[0] if isinstance(states, tuple) else states)
+    states = None
+    for step in x.unbind(1):
+        states = net.cell(step, states)
+    return net.head(states[0] if isinstance(states, tuple) else states)
 
 
-class Final(nn.Module):
+def of_cell(kind: type[nn.RNNCellBase]) -> nn.Module:
+    return Net(in_steps, cell=kind(3, 4), head=nn.Linear(4, 2))
+
+
+def final() -> nn.Module:
     """The final state of a layer called twice, and before it a layer with a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer, self.head = nn.Linear(3, 3), nn.GRU(3, 3, batch_first=True), nn.Linear(3, 2)
-
-    def forward(self, x):
-        y, _ = self.layer(torch.tanh(self.embed(x)))
-        return self.head(self.layer(y)[1][-1])
+    together = lambda net, x: net.head(net.layer(net.layer(torch.tanh(net.embed(x)))[0])[1][-1])  # noqa: E731
+    return Net(together, embed=nn.Linear(3, 3), layer=nn.GRU(3, 3, batch_first=True), head=nn.Linear(3, 2))
 
 
-class Packed(nn.Module):
+def of_unequal_length(net, x, lengths):
     """Sequences of unequal length, packed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x, lengths):
-        packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        return self.head(self.layer(packed)[1][0][-1])
+    packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    return net.head(net.layer(packed)[1][0][-1])
 
 
 def double(model: nn.Module) -> nn.Module:
@@ -97,10 +83,10 @@ NETWORKS = {
     "gru-no-bias": lambda: Head(nn.GRU, bias=False),
     "tanh": lambda: Head(nn.RNN, bidirectional=True, starts=True),
     "relu": lambda: Head(nn.RNN, nonlinearity="relu", num_layers=2, bias=False),
-    "lstm-cell": lambda: Cells(nn.LSTMCell),
-    "gru-cell": lambda: Cells(nn.GRUCell),
-    "rnn-cell": lambda: Cells(nn.RNNCell),
-    "used-twice": Final,
+    "lstm-cell": lambda: of_cell(nn.LSTMCell),
+    "gru-cell": lambda: of_cell(nn.GRUCell),
+    "rnn-cell": lambda: of_cell(nn.RNNCell),
+    "used-twice": final,
 }
 
 
@@ -148,7 +134,8 @@ def test_weights_that_are_computed_stay_generic():
 
 def test_packed_sequences_stay_generic_and_exact():
     torch.manual_seed(0)
-    model, x, lengths = double(Packed()), data(5), torch.tensor([3, 5, 1, 4, 2])
+    model = double(Net(of_unequal_length, layer=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, 2)))
+    x, lengths = data(5), torch.tensor([3, 5, 1, 4, 2])
     tangent = Tangent.survey(model, (x, lengths))
     families = {block.name: block.family for block in tangent.blocks}
     assert set(families.values()) == {"linear", "generic"}

@@ -14,114 +14,78 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import lapwing as lw
 from lapwing.network.sample_axis import SampleAxisMoved
 from lapwing.tangent import Tangent
-from tests import oracle, zoo_modules
+from tests import oracle
 from tests.conformance import covering
+from tests.zoo_modules import Net
 
 EVERY = lw.matching("*")
 
 
-class Net(nn.Module):
-    """A layer in question and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
-
-
-class Unpadded(Net):
+def unpadded(net: Any, x: Tensor, mask: Tensor) -> Tensor:
     """Only the positions of a mask go through the layer."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        out = x.new_zeros(*x.shape[:2], 6)
-        out[mask] = torch.tanh(self.a(x[mask]))
-        return self.head(out.sum(1))
+    out = x.new_zeros(*x.shape[:2], 6)
+    out[mask] = torch.tanh(net.a(x[mask]))
+    return net.head(out.sum(1))
 
 
-class Sliced(Net):
+def sliced(net: Any, x: Tensor, mask: Tensor) -> Tensor:
     """The same by Python's numbers, without a tensor that indexes."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        lengths = mask.sum(1).tolist()
-        parts = torch.tanh(self.a(torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]))).split(lengths)
-        return self.head(torch.stack([part.sum(0) for part in parts]))
+    lengths = mask.sum(1).tolist()
+    parts = torch.tanh(net.a(torch.cat([row[:n] for row, n in zip(x, lengths, strict=True)]))).split(lengths)
+    return net.head(torch.stack([part.sum(0) for part in parts]))
 
 
-class Sorted(Net):
+def in_order(net: Any, x: Tensor) -> Tensor:
     """Samples are grouped by a key, as before an expert."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        order = (x[:, 0] > 0).long().argsort(stable=True)
-        return self.head(torch.tanh(self.a(x[order]))[order.argsort()])
+    order = (x[:, 0] > 0).long().argsort(stable=True)
+    return net.head(torch.tanh(net.a(x[order]))[order.argsort()])
 
 
-class Packed(nn.Module):
+def packed(net: Any, x: Tensor, mask: Tensor) -> Tensor:
     """A layer on the data of a packed sequence, then a recurrent one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.cell, self.head = nn.Linear(4, 5), nn.GRU(5, 6, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
-        data = torch.tanh(self.a(packed.data))
-        again = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-        return self.head(self.cell(again)[1][0])
+    packed = pack_padded_sequence(x, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+    data = torch.tanh(net.a(packed.data))
+    again = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+    return net.head(net.cell(again)[1][0])
 
 
-def distinct() -> nn.Module:
+def distinct(net: Any, tokens: Tensor) -> Tensor:
     """Tokens that repeat in a batch are looked up once."""
-
-    def forward(net: Any, tokens: Tensor) -> Tensor:
-        found, where = tokens.unique(return_inverse=True)
-        return torch.tanh(net.a(net.table(found)))[where]
-
-    return zoo_modules.Net(forward, table=nn.Embedding(20, 4), a=nn.Linear(4, 3))
+    found, where = tokens.unique(return_inverse=True)
+    return torch.tanh(net.a(net.table(found)))[where]
 
 
-class Experts(nn.Module):
-    """Samples go to one of two layers, called without samples where none do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.head = nn.ModuleList(nn.Linear(4, 6) for _ in range(2)), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        choice, out = (x[:, 0] > 0).long(), x.new_zeros(len(x), 6)
-        for i, expert in enumerate(self.experts):
-            out[choice == i] = torch.tanh(expert(x[choice == i]))
-        return self.head(out)
+def experts(net: Any, x: Tensor) -> Tensor:
+    """Samples go to one of two layers, called without samples if none do."""
+    choice, out = (x[:, 0] > 0).long(), x.new_zeros(len(x), 6)
+    for i, expert in enumerate(net.experts):
+        out[choice == i] = torch.tanh(expert(x[choice == i]))
+    return net.head(out)
 
 
-class TimeMajor(Net):
-    """Positions before samples: the same as samples alone where there is one position."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.tanh(self.a(x.transpose(0, 1).flatten(0, 1))).unflatten(0, (x.shape[1], x.shape[0]))
-        return self.head(z.mean(0))
+def time_major(net: Any, x: Tensor) -> Tensor:
+    """Positions before samples: the same as samples alone if there is one position."""
+    z = torch.tanh(net.a(x.transpose(0, 1).flatten(0, 1))).unflatten(0, (x.shape[1], x.shape[0]))
+    return net.head(z.mean(0))
 
 
-def gated() -> nn.Module:
+def gated(net: Any, x: Tensor, gate: Tensor) -> Tensor:
     """A branch with the positions first, without gradient where its gate is 0."""
-
-    def forward(net: Any, x: Tensor, gate: Tensor) -> Tensor:
-        z = torch.tanh(net.a(x.transpose(0, 1))).mean(0)
-        return net.head(torch.tanh(net.b(x)).mean(1) + z * gate[:, None])
-
-    return zoo_modules.Net(forward, a=nn.Linear(4, 6), b=nn.Linear(4, 6), head=nn.Linear(6, 3))
+    z = torch.tanh(net.a(x.transpose(0, 1))).mean(0)
+    return net.head(torch.tanh(net.b(x)).mean(1) + z * gate[:, None])
 
 
-class Steps(nn.Module):
+def steps(net: Any, x: Tensor) -> Tensor:
     """A recurrence written by hand: as many uses as there are positions."""
+    h = x.new_zeros(len(x), 6)
+    for step in x.unbind(1):
+        h = torch.tanh(net.w(step) + net.u(h))
+    return net.head(h)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.u, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(len(x), 6)
-        for step in x.unbind(1):
-            h = torch.tanh(self.w(step) + self.u(h))
-        return self.head(h)
+def two_layers(together: Callable[..., Tensor], outputs: int = 3) -> nn.Module:
+    """The layer in question and a head."""
+    return Net(together, a=nn.Linear(4, 6), head=nn.Linear(6, outputs))
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -134,23 +98,38 @@ def one_sided() -> Tensor:
     return x
 
 
+def two_experts() -> nn.Module:
+    return Net(experts, experts=nn.ModuleList(nn.Linear(4, 6) for _ in range(2)), head=nn.Linear(6, 3))
+
+
+def branches() -> nn.Module:
+    return Net(gated, a=nn.Linear(4, 6), b=nn.Linear(4, 6), head=nn.Linear(6, 3))
+
+
+GATES = torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])
 FULL, SEQUENCES = torch.ones(8, 4, dtype=torch.bool), normal(8, 4, 4)
 EVEN, UNEVEN = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]).bool(), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]).bool()
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
-    "unpadded, divisible": (Unpadded, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
-    "unpadded": (Unpadded, (SEQUENCES, FULL), (SEQUENCES[:2], UNEVEN)),
-    "sliced": (Sliced, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
-    "sorted": (Sorted, one_sided(), normal(6, 4, seed=1)),
-    "packed": (Packed, (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
-    "distinct": (distinct, torch.arange(8), torch.tensor([3, 1, 1, 7])),
-    "experts, first to one": (Experts, one_sided(), normal(6, 4, seed=1)),
-    "experts": (Experts, normal(8, 4), normal(6, 4, seed=1)),
-    "time-major": (TimeMajor, normal(8, 1, 4), normal(4, 3, 4, seed=1)),
-    "gated": (gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:3], torch.tensor([0, 1.0, 1]))),
-    "gated, divisible": (
-        gated, (SEQUENCES, torch.tensor([0, 0, 0, 0, 1.0, 1, 0, 1])), (SEQUENCES[:4], torch.tensor([0, 1.0, 1, 0]))
+    "unpadded, divisible": (lambda: two_layers(unpadded), (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
+    "unpadded": (lambda: two_layers(unpadded), (SEQUENCES, FULL), (SEQUENCES[:2], UNEVEN)),
+    "sliced": (lambda: two_layers(sliced), (SEQUENCES, FULL), (SEQUENCES[:2], EVEN)),
+    "sorted": (lambda: two_layers(in_order), one_sided(), normal(6, 4, seed=1)),
+    "packed": (
+        lambda: Net(packed, a=nn.Linear(4, 5), cell=nn.GRU(5, 6, batch_first=True), head=nn.Linear(6, 3)),
+        (SEQUENCES, FULL), (SEQUENCES[:2], EVEN),
     ),
-    "steps": (Steps, normal(8, 5, 4), normal(4, 3, 4, seed=1)),
+    "distinct": (
+        lambda: Net(distinct, table=nn.Embedding(20, 4), a=nn.Linear(4, 3)), torch.arange(8), torch.tensor([3, 1, 1, 7])
+    ),
+    "experts, first to one": (two_experts, one_sided(), normal(6, 4, seed=1)),
+    "experts": (two_experts, normal(8, 4), normal(6, 4, seed=1)),
+    "time-major": (lambda: two_layers(time_major), normal(8, 1, 4), normal(4, 3, 4, seed=1)),
+    "gated": (branches, (SEQUENCES, GATES), (SEQUENCES[:3], torch.tensor([0, 1.0, 1]))),
+    "gated, divisible": (branches, (SEQUENCES, GATES), (SEQUENCES[:4], torch.tensor([0, 1.0, 1, 0]))),
+    "steps": (
+        lambda: Net(steps, w=nn.Linear(4, 6), u=nn.Linear(6, 6), head=nn.Linear(6, 3)),
+        normal(8, 5, 4), normal(4, 3, 4, seed=1),
+    ),
 }  # fmt: skip
 
 
@@ -216,38 +195,21 @@ def test_posteriors_do_not_depend_on_how_samples_come(name: str, method: lw.Meth
     torch.testing.assert_close(one.latent(then).variance, torch.cat(variances), rtol=1e-8, atol=1e-10)
 
 
-def test_what_needs_samples_together_is_one_sentence() -> None:
-    model, first, then = made("unpadded")
-    tangent = Tangent.survey(model, first, EVERY, called)
-    with pytest.raises(SampleAxisMoved, match=r"at 2 samples: .* a.weight does not hold .* ask for single samples"):
-        tangent.record(then)
-    torch.testing.assert_close(tangent.record(part(then, 1)).rows(), truth(model, tangent, part(then, 1)))
-
-
-class Empty(nn.Module):
+def empty(net: Any, tokens: Tensor) -> Tensor:
     """A table that is also averaged, for samples without tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        empty = (tokens == 0).all(1)
-        mean = self.table(tokens).mean(1)
-        if empty.any():
-            mean = torch.where(empty[:, None], self.table.weight.mean(0), mean)
-        return self.head(mean)
+    none, mean = (tokens == 0).all(1), net.table(tokens).mean(1)
+    return net.head(torch.where(none[:, None], net.table.weight.mean(0), mean) if none.any() else mean)
 
 
-def test_a_use_that_the_first_batch_did_not_show_is_refused() -> None:
-    model, tokens = Empty().double().eval(), torch.arange(1, 7).reshape(3, 2)
-    tangent = Tangent.survey(model, tokens, EVERY)
-    assert all(line.family != "generic" for line in tangent.coverage.lines)
-    with pytest.raises(lw.LapwingError, match="also uses table.weight in another way, which it did not do"):
-        tangent.record(torch.cat([tokens, torch.zeros(1, 2, dtype=torch.long)]))
-    other = Tangent.survey(model, torch.cat([torch.zeros(1, 2, dtype=torch.long), tokens]), EVERY)
-    assert {line.block: line.family for line in other.coverage.lines}["table.weight"] == "generic"
-    torch.testing.assert_close(other.record(tokens).rows(), truth(model, other, tokens))
+TABLE = Net(empty, table=nn.Embedding(7, 4), head=nn.Linear(4, 3)).double().eval()
+WITH_TOKENS, WITHOUT = torch.arange(1, 7).reshape(3, 2), torch.zeros(1, 2, dtype=torch.long)
+
+
+def test_a_use_that_the_first_batch_shows_is_generic() -> None:
+    """`test_refusals.py` has the one that it does not show."""
+    tangent = Tangent.survey(TABLE, torch.cat([WITHOUT, WITH_TOKENS]), EVERY)
+    assert {line.block: line.family for line in tangent.coverage.lines}["table.weight"] == "generic"
+    torch.testing.assert_close(tangent.record(WITH_TOKENS).rows(), truth(TABLE, tangent, WITH_TOKENS))
 
 
 def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,21 +236,19 @@ def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPa
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("samples", [2, 16, 17, 70])
 def test_any_two_samples_that_change_places_are_seen(samples: int) -> None:
-    class Swapped(Net):
-        swap: tuple[int, int] | None = None
+    swap: list[int] = []
 
-        def forward(self, x: Tensor) -> Tensor:
-            order = torch.arange(len(x))
-            if self.swap is not None:
-                order[list(self.swap)] = order[list(reversed(self.swap))]
-            return self.head(torch.tanh(self.a(x.index_select(0, order))).index_select(0, order))
+    def swapped(net: Any, x: Tensor) -> Tensor:
+        order = torch.arange(len(x))
+        order[swap] = order[swap[::-1]]
+        return net.head(torch.tanh(net.a(x.index_select(0, order))).index_select(0, order))
 
-    model, x = Swapped().double().eval(), normal(samples, 4)
+    model, x = two_layers(swapped).double().eval(), normal(samples, 4)
     tangent = Tangent.survey(model, x, EVERY)
     tangent.record(x)
     pairs = [(i, j) for i in range(samples) for j in range(i)]
     for pair in pairs[:: max(1, len(pairs) // 150)]:
-        model.swap = pair
+        swap[:] = pair
         with pytest.raises(SampleAxisMoved):
             tangent.record(x)
 
@@ -353,32 +313,26 @@ def test_one_warning_that_samples_are_taken_one_by_one(caplog: pytest.LogCapture
     assert caplog.text.count("They are taken one by one, which is slow") == 1
 
 
-class Twice(Net):
-    """The layer in question is called on what the mask keeps and on what it leaves out, with 200 outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(6, 200)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        out = x.new_zeros(*x.shape[:2], 6)
-        out[mask] = torch.tanh(self.a(x[mask]))
-        out[~mask] = torch.sin(self.a(x[~mask]))
-        return self.head(out.sum(1))
+def twice(net: Any, x: Tensor, mask: Tensor) -> Tensor:
+    """The layer in question is called on what the mask keeps and on what it leaves out."""
+    out = x.new_zeros(*x.shape[:2], 6)
+    out[mask] = torch.tanh(net.a(x[mask]))
+    out[~mask] = torch.sin(net.a(x[~mask]))
+    return net.head(out.sum(1))
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("kind", [Unpadded, Twice])
+@pytest.mark.parametrize(("together", "outputs"), [(unpadded, 3), (twice, 200)])
 @pytest.mark.parametrize("case", ["float64", "bfloat16", "frozen layer", "frozen head"])
-def test_edges_of_samples_taken_one_by_one(kind: type[Net], case: str) -> None:
+def test_edges_of_samples_taken_one_by_one(together: Callable[..., Tensor], outputs: int, case: str) -> None:
     """Many outputs, a module called twice, half precision and frozen layers: the rows are those of samples alone."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float64
-    model = kind().to(dtype).eval()
+    model = two_layers(together, outputs).to(dtype).eval()
     if "frozen" in case:
         (model.a if case == "frozen layer" else model.head).requires_grad_(False)
     first, then = (SEQUENCES.to(dtype), FULL), (SEQUENCES[:2].to(dtype), UNEVEN)
-    if kind is Twice:
+    if together is twice:
         first = (first[0], FULL.index_fill(1, torch.tensor(3), False))
     for params in (EVERY, lw.everything):
         tangent = Tangent.survey(model, first, params, called)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from tests import conformance, oracle
 from tests.zoo import ZOO, Case
+from tests.zoo_modules import Net
 
 CASES = [
     "mlp", "mlp_relu_inplace", "cnn_bn_inplace", "mha", "encoder_layer", "gpt2", "lstm", "tied", "custom_parameter",
@@ -296,22 +297,16 @@ def test_what_a_network_keeps_is_put_back(ran: bool) -> None:
 
 
 def test_gradients_of_our_passes_are_not_shown_to_hooks_of_the_network() -> None:
-    class Mapped(nn.Module):
+    def mapped(net: Any, x: Tensor) -> Tensor:
         """Keeps what a class activation map needs."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.head, self.gradients = nn.Conv2d(1, 2, 3), nn.Linear(8, 3), []
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.conv(x)
-            if hidden.requires_grad:
-                hidden.register_hook(self.gradients.append).remove()
-                hidden.register_hook(self.gradients.append)
-            return self.head(torch.relu(hidden).flatten(1))
+        hidden = net.conv(x)
+        if hidden.requires_grad:
+            hidden.register_hook(net.gradients.append).remove()
+            hidden.register_hook(net.gradients.append)
+        return net.head(torch.relu(hidden).flatten(1))
 
     torch.manual_seed(0)
-    model, x = Mapped().eval(), torch.randn(6, 1, 4, 4)
+    model, x = Net(mapped, conv=nn.Conv2d(1, 2, 3), head=nn.Linear(8, 3), gradients=[]).eval(), torch.randn(6, 1, 4, 4)
     posterior = lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), params=EVERY, prior_precision=1.0)
     posterior.latent(x)
     assert not model.gradients

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lapwing as lw
 from lapwing.posterior import Explanation
 from tests.conformance import close
+from tests.trained import minimised
 
 F64 = torch.float64
 METHODS = [
@@ -29,12 +30,12 @@ def data(count: int = 24, features: int = 3, outputs: int = 2) -> tuple[Tensor, 
     return x, y
 
 
-def ridge(x: Tensor, y: Tensor) -> nn.Linear:
-    """Returns the linear network at the optimum of `|y - f|²/(2σ²) + δ/2 |θ|²`."""
-    ones = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-    eye = torch.eye(ones.shape[1], dtype=F64)
-    weights = torch.linalg.solve(ones.T @ ones / NOISE + PRECISION * eye, ones.T @ y / NOISE)
-    model = nn.Linear(x.shape[1], y.shape[1]).double().eval()
+def ridge(x: Tensor, y: Tensor, w: Tensor | None = None) -> nn.Linear:
+    """Returns the linear network at the optimum of `w |y - f|²/(2σ²) + δ/2 |θ|²`."""
+    model, root = nn.Linear(x.shape[1], y.shape[1]).double().eval(), 1.0 if w is None else w.sqrt()[:, None]
+    ones = root * torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    precision = ones.T @ ones / NOISE + PRECISION * torch.eye(ones.shape[1], dtype=F64)
+    weights = torch.linalg.solve(precision, ones.T @ (root * y) / NOISE)
     model.weight.data, model.bias.data = weights[:-1].T.contiguous(), weights[-1].clone()
     return model
 
@@ -74,19 +75,11 @@ def test_influence_takes_the_sample_weights_of_the_fit(tmp_path: Any) -> None:
     w = 2 * torch.rand(len(x), generator=torch.Generator().manual_seed(0), dtype=F64)
     w[3] = 0
 
-    def optimum(w: Tensor) -> nn.Linear:
-        model, root = nn.Linear(3, 2).double().eval(), w.sqrt()[:, None]
-        ones = root * torch.cat([x, torch.ones_like(x[:, :1])], 1)
-        precision = ones.T @ ones / NOISE + PRECISION * torch.eye(4, dtype=F64)
-        weights = torch.linalg.solve(precision, ones.T @ (root * y) / NOISE)
-        model.weight.data, model.bias.data = weights[:-1].T.contiguous(), weights[-1].clone()
-        return model
-
-    model = optimum(w)
+    model = ridge(x, y, w)
     options: Any = {"likelihood": lw.Gaussian(NOISE), "prior_precision": PRECISION, "sample_weights": True}
     posterior = lw.fit(model, [(x, y, w)], lw.Full(), **options)
     without = (torch.where(torch.arange(len(x)) == row, 0.0, w) for row in range(len(x)))
-    again = torch.stack([(optimum(rest)(test) - model(test)).detach() for rest in without], -1)
+    again = torch.stack([(ridge(x, y, rest)(test) - model(test)).detach() for rest in without], -1)
     close(posterior.influence([(x[:9], y[:9], w[:9]), (x[9:], y[9:], w[9:])], test), again)
     assert not posterior.influence((x, y, w), test)[..., 3].any()
     assert 3 not in posterior.explain(test, [(x, y, w)]).rows
@@ -109,17 +102,12 @@ def test_a_row_is_removed_with_all_its_copies() -> None:
 def trained(x: Tensor, labels: Tensor) -> nn.Module:
     """Returns the optimum of the cross entropy of a linear classifier, with weight decay 1."""
     model = nn.Linear(3, 3).double()
-    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=100, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
 
-    def closure() -> Tensor:
-        optimiser.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), labels, reduction="sum")
-        loss = loss + sum(p.square().sum() for p in model.parameters()) / 2
-        loss.backward()
-        return loss
+    def loss() -> Tensor:
+        decay = sum(p.square().sum() for p in model.parameters()) / 2
+        return nn.functional.cross_entropy(model(x), labels, reduction="sum") + decay
 
-    optimiser.step(closure)
-    return model.eval()
+    return minimised(model, loss)
 
 
 def test_influence_of_labels_is_close_to_training_again() -> None:

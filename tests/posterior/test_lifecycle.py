@@ -335,7 +335,6 @@ def test_a_method_without_passes_still_gets_the_likelihood() -> None:
     assert torch.equal(posterior.covariance.to_dense(), torch.eye(posterior.tangent.size).double() / 4)
 
 
-# --- parameters that the forward pass does not use -------------------------------------------------------------------
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> None:

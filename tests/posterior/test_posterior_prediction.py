@@ -10,12 +10,7 @@ import lapwing as lw
 from lapwing.covariance import JointLatent
 from tests import oracle
 from tests.conformance import EVERY, close, covering, cut, psd, sampled_from, setup
-
-METHODS = {
-    "full": lw.Full(form="primal"), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
-    "ekfac": lw.EKFAC(), "ella": lw.ELLA(rank=5, rows=8), "ella_residual": lw.ELLA(rank=5, rows=8, residual="prior"),
-}  # fmt: skip
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+from tests.tuning.test_evidence import METHODS, every
 
 
 @pytest.mark.quick(3)
@@ -131,7 +126,7 @@ def test_loaders_predict_as_tensors_do(name, method):
 
 
 @pytest.mark.quick(2)
-@every_method
+@every(METHODS)
 def test_texts_of_other_lengths_share_a_loader(method):
     """One batch of single tokens beside longer ones: other positions, other factors."""
     problem = setup("attention")

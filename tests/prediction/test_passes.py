@@ -8,38 +8,29 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lapwing as lw
+from tests.zoo_modules import Net, SpatialMean
 
 
 def mlp(*tail):
     return nn.Sequential(nn.Linear(64, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 10), *tail)
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.first, self.second = mlp()[:-1], nn.Linear(60, 4), nn.Linear(60, 6)
-
-    def forward(self, x):
-        h = self.body(x)
-        return torch.cat([self.first(h), self.second(h)], 1)
+def two_heads():
+    together = lambda net, x: torch.cat([net.first(h := net.body(x)), net.second(h)], 1)  # noqa: E731
+    return Net(together, body=mlp()[:-1], first=nn.Linear(60, 4), second=nn.Linear(60, 6))
 
 
-class PooledHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU())
-        self.head = nn.Conv2d(16, 10, 1)
-
-    def forward(self, x):
-        return self.head(self.body(x.unflatten(1, (1, 8, 8)))).mean((2, 3))
+def pooled_head():
+    body = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *body, nn.Conv2d(16, 10, 1), SpatialMean())
 
 
 FORMS = {
     "plain": (mlp, lw.last_layer, 1.5),
     "log_softmax": (lambda: mlp(nn.LogSoftmax(1)), lw.last_layer, 1.5),
     "softplus": (lambda: mlp(nn.Softplus()), lw.last_layer, 1.5),
-    "cat": (TwoHeads, lw.last_layer, 1.5),
-    "pooling": (PooledHead, lw.last_layer, 1.5),
+    "cat": (two_heads, lw.last_layer, 1.5),
+    "pooling": (pooled_head, lw.last_layer, 1.5),
     "two layers": (lambda: mlp(nn.LogSoftmax(1)), lw.matching("2.*", "4.*"), 1.5),
     "all": (lambda: mlp(nn.LogSoftmax(1)), lw.everything, 1.6),
 }

@@ -97,16 +97,6 @@ def test_regressions_and_answers_are_of_the_selected_outputs():
     )
 
 
-def test_other_likelihoods_refuse():
-    class Poisson(lw.Gaussian):
-        selects_outputs = False
-
-    setup, posterior = fitted("diagonal", "deep_linear")
-    latent = posterior.latent(setup.test, via=lw.Linearized(outputs=1))
-    with pytest.raises(lw.LapwingError, match=r"needs all outputs of an input in their order.* Leave outputs="):
-        Poisson(0.3).predict(latent)
-
-
 def test_joint_scaled_compact_and_uncertain():
     setup, posterior = fitted("kfac")
     way = lw.Linearized(outputs=[2, 1])
@@ -137,9 +127,3 @@ def test_gradients_in_the_inputs():
     (gradient,) = torch.autograd.grad((latent.variance + latent.mean).sum(), x)
     (wanted,) = torch.autograd.grad((whole.variance + whole.mean).gather(1, latent.outputs).sum(), z)
     close(gradient, wanted)
-
-
-@pytest.mark.parametrize("outputs", [0, -1, True, 2.5, [], [1, 1], [-1], "ab", [0.5], {1, 2}])
-def test_what_is_no_number_or_list_of_outputs(outputs):
-    with pytest.raises(lw.LapwingError, match=r"needs a number of outputs, at least 1, or a list of different outputs"):
-        lw.Linearized(outputs=outputs)

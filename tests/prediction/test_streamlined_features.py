@@ -12,20 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.prediction.streamlined import features
 from tests.quick import others_slow
-
-
-class MeanOfConvolution(nn.Module):
-    """The mean over the positions of a convolution with positive kernels."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        for weight in layer.parameters():
-            weight.data.abs_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).mean((2, 3))
-
+from tests.zoo_modules import SpatialMean
 
 LAYERS = {
     "plain": nn.Conv2d(2, 3, 3, padding=1), "strided": nn.Conv2d(2, 3, 3, stride=2, padding=1),
@@ -36,7 +23,9 @@ LAYERS = {
 @pytest.mark.parametrize("kind", others_slow(LAYERS, ("strided", "transposed")))
 def test_the_mean_over_positions_counts_the_inputs_that_patches_share(kind: str) -> None:
     """Independent noise of one variance at every pixel: the exact variance of the mean is that of the linear map."""
-    model = MeanOfConvolution(LAYERS[kind]).double().eval()
+    model = nn.Sequential(LAYERS[kind], SpatialMean()).double().eval()
+    for weight in model.parameters():
+        weight.data.abs_()
     x = lw.Uncertain(torch.randn(2, 2, 7, 6).double(), 0.3)
     found, exact = (lw.propagate(model, x, via=via).variance for via in (lw.Streamlined(), lw.Linearized()))
     torch.testing.assert_close(found, exact)
@@ -45,15 +34,8 @@ def test_the_mean_over_positions_counts_the_inputs_that_patches_share(kind: str)
 @pytest.fixture
 def fitted() -> tuple[lw.Posterior, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.ReLU(),
-        nn.Conv2d(4, 5, 3),
-        nn.Tanh(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(5, 3),
-    )
+    convolutions = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.Tanh()
+    model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3))
     x = torch.randn(8, 1, 7, 7).double()
     return lw.fit(model.double().eval(), [(x, torch.arange(8) % 3)], lw.Diagonal(), prior_precision=20.0), x
 

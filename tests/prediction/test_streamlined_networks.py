@@ -14,9 +14,11 @@ from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
+from tests import oracle
 from tests.prediction.streamlined_oracle import F64, KINDS, build, surveyed
 from tests.quick import others_slow
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 SHARED = ("tied", "shared_module", "functional_reuse")
 NAMES = [n for n in ZOO if n not in SHARED]
@@ -33,18 +35,6 @@ def covariance_of(tangent, scale=1.0, precision=50.0):
     return Blockwise(tangent.blocks, structures, torch.full((len(tangent.blocks),), precision, dtype=F64), scale)
 
 
-def call(model, x):
-    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
-    out = getattr(out, "logits", out)
-    return out[:, None] if out.ndim == 1 else out
-
-
-def cut(x, rows):
-    if isinstance(x, dict):
-        return {key: value[rows] for key, value in x.items()}
-    return tuple(value[rows] for value in x) if isinstance(x, tuple) else x[rows]
-
-
 FEATURES = [f"{name}, features" for name in ("gpt2", "mha", "mha_seq_first")]
 
 
@@ -57,13 +47,13 @@ def test_zoo_keeps_means_and_does_not_depend_on_the_batch(label):
     before = copy.deepcopy(getattr(model, "_orig_mod", model).state_dict())
     covariance = covariance_of(tangent)
     latent = way.latent(tangent, covariance, x)
-    torch.testing.assert_close(latent.mean, call(model, x).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(latent.mean, oracle.call(model, x).detach(), rtol=1e-12, atol=1e-12)
     assert (latent.variance > 0).all()
     for rows in (slice(0, 1), slice(1, 4)):
-        part = way.latent(tangent, covariance, cut(x, rows))
+        part = way.latent(tangent, covariance, oracle.take(x, rows))
         torch.testing.assert_close(part.covariance, latent.covariance[rows], rtol=1e-9, atol=1e-12)
     other = way.latent(tangent, covariance, case.inputs(3, 7))
-    torch.testing.assert_close(other.mean, call(model, case.inputs(3, 7)).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(other.mean, oracle.call(model, case.inputs(3, 7)).detach(), rtol=1e-12, atol=1e-12)
     after = getattr(model, "_orig_mod", model).state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
@@ -129,32 +119,27 @@ def test_batches_of_another_length_need_no_other_reading(make):
     tangent = tn.Tangent.survey(model, {**x, "attention_mask": torch.ones_like(x["attention_mask"])}, tn.matching("*"))
     covariance = covariance_of(tangent)
     first = Streamlined().latent(tangent, covariance, x)
-    torch.testing.assert_close(first.mean, call(model, x).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(first.mean, oracle.call(model, x).detach(), rtol=1e-12, atol=1e-12)
     other = tokens(3, 8, seed=3)
     second = Streamlined().latent(tangent, covariance, other)
-    torch.testing.assert_close(second.mean, call(model, other).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(second.mean, oracle.call(model, other).detach(), rtol=1e-12, atol=1e-12)
     assert read(tangent, x) is read(tangent, other)
     one = Streamlined().latent(tangent, covariance, tokens(1, 5))
-    torch.testing.assert_close(one.mean, call(model, tokens(1, 5)).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(one.mean, oracle.call(model, tokens(1, 5)).detach(), rtol=1e-12, atol=1e-12)
 
 
 # ---- ways of calling
 
 
 def test_own_forward_with_functional_operations():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 6)
-            self.weight = nn.Parameter(torch.randn(6, 2))
-
-        def forward(self, x, scale):
-            h = F.silu(self.a(x)) * scale
-            h = h + F.relu(self.b(h)).clamp(max=2.0)
-            return F.normalize(h, dim=-1) @ self.weight
+    def own(net, x, scale):
+        h = F.silu(net.a(x)) * scale
+        h = h + F.relu(net.b(h)).clamp(max=2.0)
+        return F.normalize(h, dim=-1) @ net.weight
 
     torch.manual_seed(0)
-    model = Own().double().eval()
+    parts = {"a": nn.Linear(4, 6), "b": nn.Linear(6, 6), "weight": nn.Parameter(torch.randn(6, 2))}
+    model = Net(own, **parts).double().eval()
     x = (torch.randn(5, 4, dtype=F64), torch.rand(5, 1, dtype=F64))
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = covariance_of(tangent)
@@ -169,17 +154,10 @@ def test_own_forward_with_functional_operations():
     torch.testing.assert_close(again.covariance, latent.covariance)
 
 
-class Steered(nn.Module):
+def steered(net, x, scale):
     """A convolution and a linear layer whose weights are scaled by a second input."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(1, 2, 3)
-        self.kernel, self.matrix = nn.Parameter(torch.randn(2, 2, 3, 3)), nn.Parameter(torch.randn(3, 8))
-
-    def forward(self, x, scale):
-        x = F.conv2d(self.first(x), self.kernel * scale.mean())
-        return F.linear(x.flatten(1), self.matrix * scale.mean())
+    x = F.conv2d(net.first(x), net.kernel * scale.mean())
+    return F.linear(x.flatten(1), net.matrix * scale.mean())
 
 
 @pytest.mark.quick(2)
@@ -187,7 +165,9 @@ class Steered(nn.Module):
 def test_weights_that_the_inputs_scale(positions):
     """The variances of a first batch's weights were kept for later batches."""
     torch.manual_seed(0)
-    model, x, scale = Steered().double().eval(), torch.randn(4, 1, 6, 6, dtype=F64), torch.ones(4, dtype=F64)
+    weights = {"kernel": nn.Parameter(torch.randn(2, 2, 3, 3)), "matrix": nn.Parameter(torch.randn(3, 8))}
+    model = Net(steered, first=nn.Conv2d(1, 2, 3), **weights).double().eval()
+    x, scale = torch.randn(4, 1, 6, 6, dtype=F64), torch.ones(4, dtype=F64)
     shown = [((x, scale), torch.tensor([0, 1, 2, 0]))]
     posterior = lw.fit(model, shown, lw.Diagonal(), params=lw.matching("first.*"), prior_precision=1.0)
     once, twice = (posterior.latent((x, s), via=Streamlined(positions=positions)).variance for s in (scale, 2 * scale))

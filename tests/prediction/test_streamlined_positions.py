@@ -21,6 +21,7 @@ from tests.prediction.streamlined_oracle import F64, Function, build, surveyed
 from tests.prediction.test_streamlined_networks import NAMES, QUICK, covariance_of
 from tests.quick import others_slow
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 SURE = {"scale": 1e7, "precision": 1e8}  # products of weights with uncertain inputs do not count
 
@@ -142,26 +143,14 @@ def test_correlations_are_between_zero_and_one(name):
 # ---- where positions are
 
 
-class Merged(nn.Module):
-    """Tokens merged with samples, as Hugging Face's Conv1D does, and samples second."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.a, self.b = kind, nn.Linear(4, 5), nn.Linear(5, 2)
-
-    def forward(self, x):
-        samples, tokens, _ = x.shape
-        if self.kind == "merged":
-            h = torch.relu(self.a(x.reshape(-1, 4))).reshape(samples, tokens, 5)
-        elif self.kind == "second":
-            h = torch.relu(self.a(x.transpose(0, 1))).transpose(0, 1)
-        elif self.kind == "merged fastest":
-            h = torch.relu(self.a(x.transpose(0, 1).reshape(-1, 4))).reshape(tokens, samples, 5).transpose(0, 1)
-        elif self.kind == "fixed":
-            h = torch.relu(self.a(x)) + torch.zeros(len(x), 1, 1, dtype=x.dtype)
-        else:
-            h = torch.relu(self.a(x))
-        return self.b(h.mean(1))
+HELD = {
+    "plain": lambda layer, x: layer(x),
+    "merged": lambda layer, x: layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
+    "second": lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1),
+    "merged fastest": lambda layer, x: layer(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (6, -1)).transpose(0, 1),
+    "fixed": lambda layer, x: layer(x) + torch.zeros(len(x), 1, 1, dtype=x.dtype),
+}
+"""Tokens merged with samples, as Hugging Face's Conv1D does, and samples second."""
 
 
 @pytest.mark.parametrize("kind", others_slow(["merged", "second", "merged fastest", "fixed"], ["merged fastest"]))
@@ -170,7 +159,8 @@ def test_samples_anywhere_give_the_same(kind):
     results = []
     for label in ("plain", kind):
         torch.manual_seed(0)
-        model = Merged(label).double().eval()
+        together = lambda net, x, label=label: net.b(HELD[label](net.a, x).mean(1))  # noqa: E731
+        model = Net(together, a=nn.Sequential(nn.Linear(4, 5), nn.ReLU()), b=nn.Linear(5, 2)).double().eval()
         tangent = tn.Tangent.survey(model, x, tn.matching("*"))
         torch.manual_seed(1)
         results.append(Streamlined().latent(tangent, covariance_of(tangent), x).covariance)
@@ -194,26 +184,20 @@ BY_HAND = {
 }
 
 
-class Cross(nn.Module):
+def crossed(net, x):
     """Three learned queries; values of another width than the keys."""
-
-    def __init__(self, attention, groups=1):
-        super().__init__()
-        self.attention = attention
-        self.query = nn.Parameter(torch.randn(1, 2 * groups, 3, 2))
-        self.key, self.value, self.out = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6 * groups, 2)
-
-    def forward(self, x):
-        k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.key, self.value))
-        found = self.attention(self.query.expand(x.shape[0], -1, -1, -1), k, v)
-        return self.out(found.transpose(1, 2).flatten(2)).mean(1)
+    k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (net.key, net.value))
+    found = net.attention(net.query.expand(x.shape[0], -1, -1, -1), k, v)
+    return net.out(found.transpose(1, 2).flatten(2)).mean(1)
 
 
 @cache
 def cross(function, groups):
     """The network with this attention, surveyed once for all tests, and its inputs."""
     torch.manual_seed(0)
-    model, x = Cross(function, groups).double().eval(), torch.rand(3, 5, 4, dtype=F64)
+    layers = {"key": nn.Linear(4, 4), "value": nn.Linear(4, 6), "out": nn.Linear(6 * groups, 2)}
+    model = Net(crossed, attention=function, query=nn.Parameter(torch.randn(1, 2 * groups, 3, 2)), **layers)
+    model, x = model.double().eval(), torch.rand(3, 5, 4, dtype=F64)
     return tn.Tangent.survey(model, x, tn.matching("key.*", "value.*", "out.*")), x
 
 
@@ -259,15 +243,8 @@ def test_heads_that_share_values_equal_repeated_ones(attention, positions):
     ids=["gate", "gate of rows", "quotient", "denominator"],
 )
 def test_equal_positions_stay_one_in_gates_and_quotients(function):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 4), nn.Linear(3, 4)
-
-        def forward(self, x):
-            return function(self.a(x), self.b(x)).mean(1)
-
-    one_equals_several(Two().double().eval(), torch.randn(4, 1, 3, dtype=F64), (4, 6, 3))
+    model = Net(lambda net, x: function(net.a(x), net.b(x)).mean(1), a=nn.Linear(3, 4), b=nn.Linear(3, 4))
+    one_equals_several(model.double().eval(), torch.randn(4, 1, 3, dtype=F64), (4, 6, 3))
 
 
 def test_differentiable_in_inputs_where_variances_are_zero():
@@ -288,19 +265,13 @@ def test_differentiable_in_inputs_where_variances_are_zero():
 # ---- the order of images in memory
 
 
-class Images(nn.Module):
+def images():
     """Convolutions with and without groups, a transposed one, and images of one channel."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.narrow, self.wide = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 1), nn.Conv2d(1, 4, 3)
-        self.groups, self.norm = nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4)
-        self.up, self.head = nn.ConvTranspose2d(4, 2, 3, stride=2), nn.Linear(2 * 9 * 9, 3)
-
-    def forward(self, x):
-        x = F.max_pool2d(self.narrow(self.first(x).relu()), 2)
-        x = self.norm(self.groups(self.wide(x))).relu()
-        return self.head(self.up(x).flatten(1))
+    first = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 1), nn.MaxPool2d(2)]
+    groups = [nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(
+        *first, *groups, nn.ConvTranspose2d(4, 2, 3, stride=2), nn.Flatten(), nn.Linear(2 * 9 * 9, 3)
+    ).eval()
 
 
 @pytest.mark.quick(2)
@@ -308,7 +279,7 @@ class Images(nn.Module):
 def test_order_of_images_in_memory_does_not_matter(samples):
     """Convolutions in float32 on a CPU put the channels last; those in float64 do not."""
     torch.manual_seed(0)
-    model, x, latents = Images().eval(), torch.randn(3, 1, 16, 16), []
+    model, x, latents = images(), torch.randn(3, 1, 16, 16), []
     for dtype in (torch.float32, F64):
         model, x = model.to(dtype), x.to(dtype)
         shown = [(x, torch.arange(3))]
@@ -319,23 +290,18 @@ def test_order_of_images_in_memory_does_not_matter(samples):
     torch.testing.assert_close(narrow.variance.double(), precise.variance.double(), rtol=1e-4, atol=0)
 
 
-class Texts(nn.Module):
+def over_tokens(net, tokens):
     """Two convolutions over tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(9, 3), nn.Linear(4, 3)
-        self.first, self.second = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)
-
-    def forward(self, tokens):
-        return self.head(self.second(self.first(self.table(tokens).mT).relu()).mean(2))
+    return net.head(net.second(net.first(net.table(tokens).mT).relu()).mean(2))
 
 
 @pytest.mark.quick(2)
 def test_texts_of_another_length_have_their_own_means_over_positions():
     """The means over positions of a first batch's length were kept for other lengths."""
     torch.manual_seed(0)
-    model, long, short = Texts().double().eval(), torch.randint(9, (4, 7)), torch.randint(9, (4, 3))
+    first, second = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)
+    model = Net(over_tokens, table=nn.Embedding(9, 3), first=first, second=second, head=nn.Linear(4, 3)).double().eval()
+    long, short = torch.randint(9, (4, 7)), torch.randint(9, (4, 3))
     shown = [(long, torch.tensor([0, 1, 2, 0]))]
     some = lw.matching("first.*", "second.*")
     found = []

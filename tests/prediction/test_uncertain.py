@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.errors import LapwingError
 from lapwing.prediction.propagation import certain_latent, untreated
 from tests.prediction.streamlined_oracle import (
     assert_within_monte_carlo_error,
@@ -17,6 +16,8 @@ from tests.prediction.streamlined_oracle import (
     mlp_by_loops,
     weight_covariances,
 )
+from tests.refused import refused
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 WAYS = [lw.Linearized(), lw.Streamlined(), lw.Streamlined("full"), lw.MonteCarlo(20)]
@@ -31,17 +32,15 @@ NETWORKS = {
 }  # fmt: skip
 
 
-class Two(nn.Module):
+def two_inputs() -> nn.Module:
     """A network of two named inputs, and optional tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 3), nn.Linear(2, 3, bias=False)
-        self.table = nn.Embedding(6, 3)
+    def forward(net: nn.Module, a: Tensor, b: Tensor, tokens: Tensor | None = None) -> Tensor:
+        out = torch.tanh(net.first(a)) + net.second(b)
+        return out if tokens is None else out + net.table(tokens).mean(1)
 
-    def forward(self, a: Tensor, b: Tensor, tokens: Tensor | None = None) -> Tensor:
-        out = torch.tanh(self.first(a)) + self.second(b)
-        return out if tokens is None else out + self.table(tokens).mean(1)
+    layers = {"first": nn.Linear(4, 3), "second": nn.Linear(2, 3, bias=False), "table": nn.Embedding(6, 3)}
+    return Net(forward, **layers).double().eval()
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
@@ -69,20 +68,17 @@ def certain(model: nn.Module):
 
 @pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined("full")], ids=["linearized", "full"])
 @pytest.mark.parametrize("name", NETWORKS)
-class TestCertainWeights:
-    @pytest.mark.quick(2)
-    def test_covariances(self, name, via):
-        model, x = made(name)
-        v, s = torch.rand_like(x), psd(3, x[0].numel())
-        j = jacobians(model, x)
-        for options, given in (
-            ({"variance": v}, v.flatten(1).diag_embed()),
-            *(({"covariance": c}, c) for c in (s, s[0])),
-        ):
-            found = lw.propagate(model, lw.Uncertain(x, **options), via)
-            torch.testing.assert_close(found.covariance, j @ given @ j.mT)
-        torch.testing.assert_close(found.mean, model(x).detach())
-        assert not found.covariance.requires_grad
+@pytest.mark.quick(2)
+def test_covariances_with_certain_weights(name, via):
+    model, x = made(name)
+    v, s = torch.rand_like(x), psd(3, x[0].numel())
+    j = jacobians(model, x)
+    given = [({"variance": v}, v.flatten(1).diag_embed()), ({"covariance": s}, s), ({"covariance": s[0]}, s[0])]
+    for options, covariance in given:
+        found = lw.propagate(model, lw.Uncertain(x, **options), via)
+        torch.testing.assert_close(found.covariance, j @ covariance @ j.mT)
+    torch.testing.assert_close(found.mean, model(x).detach())
+    assert not found.covariance.requires_grad
 
 
 @pytest.mark.parametrize("name", ["mlp", "one output", "convolution"])
@@ -148,7 +144,7 @@ class TestEveryWay:
 
     @pytest.mark.quick(2)
     def test_nested_inputs(self, via):
-        model = Two().double().eval()
+        model = two_inputs()
         a, b, tokens = torch.randn(3, 4, dtype=F64), torch.randn(3, 2, dtype=F64), torch.randint(6, (3, 5))
         u = lw.Uncertain(b, 0.2)
         w = model.second.weight.detach()
@@ -170,7 +166,7 @@ class TestEveryWay:
 
     @pytest.mark.quick(2)
     def test_posterior_with_nested_inputs(self, via):
-        model = Two().double().eval()
+        model = two_inputs()
         batch = {
             "tokens": torch.randint(6, (8, 5)),
             "a": torch.randn(8, 4, dtype=F64),
@@ -240,42 +236,18 @@ def test_derivatives_in_covariances_and_for_draws():
     assert bool(torch.isfinite(torch.autograd.grad(latent.mean.sum(), v)[0]).all())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "neither a variance nor a covariance"),
-        ({"variance": 0.1, "covariance": torch.eye(4)}, "a variance and a covariance"),
-        ({"variance": torch.tensor([0.1, -1.0, torch.nan, 0.0])}, "2 of 4 variances of lw.Uncertain are negative"),
-        ({"variance": torch.ones(3)}, r"has shape \(3,\)"),
-        ({"covariance": torch.ones(3, 4)}, r"of shape \(3, 4, 4\) or \(4, 4\)"),
-        ({"covariance": torch.eye(4) + torch.ones(4, 4).triu(1)}, "not symmetric"),
-        ({"covariance": -torch.eye(4)}, "negative"),
-    ],
-)
-def test_wrong_variances_and_covariances_are_refused(options, message):
-    with pytest.raises(LapwingError, match=message):
-        lw.Uncertain(torch.randn(3, 4), **options)
-
-
 def test_a_network_that_detaches_its_inputs_is_refused():
-    class Detaching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.layer(x.detach())
-
-    model, noisy = Detaching().double().eval(), lw.Uncertain(torch.randn(4, 3, dtype=F64), 0.1)
-    with pytest.raises(lw.LapwingError, match=r"No gradient leads .* of Detaching to its uncertain inputs.*detach\(\)"):
-        lw.propagate(model, noisy)
+    """Draws need no gradient."""
+    model = Net(lambda net, x: net.layer(x.detach()), layer=nn.Linear(3, 2)).double().eval()
+    noisy = lw.Uncertain(torch.randn(4, 3, dtype=F64), 0.1)
+    refused(lambda: lw.propagate(model, noisy), "No gradient leads … of Net to its uncertain inputs … detach()")
     drawn = lw.propagate(model, noisy, lw.MonteCarlo(draws=1000)).variance
     wanted = 0.1 * model.layer.weight.square().sum(1).detach()
     torch.testing.assert_close(drawn, wanted.expand(4, 2), rtol=0.2, atol=0.0)
 
 
 def test_an_input_that_no_output_depends_on_adds_nothing():
-    model = Two().double().eval()
+    model = two_inputs()
     x, z = (torch.randn(3, 4, dtype=F64) for _ in range(2))
     forward = lambda model, inputs: model(inputs[0], inputs[0][:, :2])  # noqa: E731
     both = lw.propagate(model, (lw.Uncertain(x, 0.1), lw.Uncertain(z, 0.1)), forward=forward)

@@ -88,25 +88,19 @@ def interrupted(model: nn.Module, batches: list[Any], path: Path, *after: int, *
     return lw.fit(model, Loader(batches), checkpoint=path, **{"every": 1, **options})
 
 
+OFTEN = [(count, count) for count in range(3, 26, 3)]
+
+
 @pytest.mark.quick(3)
+@pytest.mark.parametrize("times", [[(5, 8, 12)], pytest.param(OFTEN, marks=pytest.mark.slow)], ids=["few", "often"])
 @pytest.mark.parametrize("method", [*METHODS, *STEPS], ids=str)
-def test_every_method_goes_on_to_the_same_posterior(method: lw.Method, tmp_path: Path) -> None:
+def test_every_method_goes_on_to_the_same_posterior(method: Any, times: Any, tmp_path: Path) -> None:
     model, every = pieces()
     options = {"method": method, "params": EVERY}
     expected = lw.fit(model, every, **options)
-    check_same(interrupted(model, every, tmp_path / "fit", 5, 8, 12, **options), expected)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [*METHODS, *STEPS], ids=str)
-def test_wherever_it_is_interrupted(method: lw.Method, tmp_path: Path) -> None:
-    model, every = pieces()
-    options = {"method": method, "params": EVERY}
-    expected = lw.fit(model, every, **options)
-    for count in range(3, 26, 3):
-        check_same(interrupted(model, every, tmp_path / "fit", count, count, **options), expected)
-        check_same(interrupted(model, every, tmp_path / "fit", count, every=2, **options), expected)
+    for after in times:
+        check_same(interrupted(model, every, tmp_path / "fit", *after, **options), expected)
+        check_same(interrupted(model, every, tmp_path / "fit", *after[:1], every=2, **options), expected)
         assert not list(tmp_path.iterdir())
 
 
@@ -218,33 +212,41 @@ def begun(path: Path, **options: Any) -> tuple[nn.Module, list[Any]]:
     return model, every
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "method": {"method": lw.KFAC("reduce")}, "seed": {"seed": SEED + 1}, "data_size": {"data_size": 100},
-    "temperature": {"temperature": 2.0}, "prior_precision": {"prior_precision": 2.0}, "memory": {"memory": 2**28},
-    "the parameters": {"params": lw.matching("0.*")}, "tune": {"tune": lw.EarlyStopping(HELD_OUT)},
-    "likelihood": {"likelihood": lw.Categorical(label_smoothing=0.1)},
-}  # fmt: skip
+def scaled(factor: Any) -> Callable[..., Tensor]:
+    return lambda model, x: model(x * factor)
 
 
-@pytest.mark.parametrize(("what", "options"), OTHERS.items(), ids=OTHERS.keys())
-def test_a_checkpoint_of_another_fit_is_refused(what: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model, every = begun(tmp_path / "fit")
-    before = (tmp_path / "fit").read_bytes()
-    with pytest.raises(
-        lw.LapwingError, match=rf"is of another fit, which differs in (.*, )?{what}(, .*)?\. Pass what was"
-    ):
-        lw.fit(model, every, **{"method": lw.KFAC(), "seed": SEED, **options}, checkpoint=tmp_path / "fit")
-    assert (tmp_path / "fit").read_bytes() == before
-
-
-def test_a_checkpoint_of_another_network_or_other_data_is_refused(tmp_path: Path) -> None:
-    model, every = begun(tmp_path / "fit")
-    with pytest.raises(lw.LapwingError, match="which differs in the first batch"):
-        lw.fit(model, every[1:], lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
+def moved(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         next(model.parameters())[0, 0] += 1e-3
-    with pytest.raises(lw.LapwingError, match="which differs in the network"):
-        lw.fit(model, every, lw.KFAC(), seed=SEED, checkpoint=tmp_path / "fit")
+    return model
+
+
+OTHERS: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
+    ("method", lambda call: {"method": lw.KFAC("reduce")}), ("seed", lambda call: {"seed": SEED + 1}),
+    ("data_size", lambda call: {"data_size": 100}), ("temperature", lambda call: {"temperature": 2.0}),
+    ("prior_precision", lambda call: {"prior_precision": 2.0}), ("memory", lambda call: {"memory": 2**28}),
+    ("the parameters", lambda call: {"params": lw.matching("0.*")}),
+    ("tune", lambda call: {"tune": lw.EarlyStopping(HELD_OUT)}),
+    ("likelihood", lambda call: {"likelihood": lw.Categorical(label_smoothing=0.1)}),
+    ("forward", lambda call: {"forward": scaled(3.0)}), ("forward", lambda call: {"forward": None}),
+    ("the first batch", lambda call: {"loader": call["loader"][1:]}),
+    ("the network", lambda call: {"model": moved(call["model"])}),
+]  # fmt: skip
+"""What differs, and what is given in place of the arguments of the first fit."""
+
+
+@pytest.mark.parametrize(("what", "change"), OTHERS, ids=[what for what, _ in OTHERS])
+def test_a_checkpoint_of_another_fit_is_refused(what: str, change: Any, tmp_path: Path) -> None:
+    model, every = begun(tmp_path / "fit", forward=scaled(1.0))
+    before = (tmp_path / "fit").read_bytes()
+    call = {"model": model, "loader": every, "method": lw.KFAC(), "seed": SEED, "forward": scaled(1.0)}
+    words = rf"is of another fit, which differs in (.*, )?{what}(, .*)?\. Pass what was"
+    with pytest.raises(lw.LapwingError, match=words):
+        lw.fit(**call | change(call), checkpoint=tmp_path / "fit")
+    assert (tmp_path / "fit").read_bytes() == before
+    if what == "forward":  # the same function continues the fit
+        check_same(lw.fit(**call, checkpoint=tmp_path / "fit"), lw.fit(**call))
 
 
 def test_a_checkpoint_of_another_number_of_samples_is_refused(tmp_path: Path) -> None:
@@ -260,20 +262,6 @@ def test_a_checkpoint_of_another_number_of_samples_is_refused(tmp_path: Path) ->
         with pytest.raises(lw.LapwingError, match="another fit, which differs in the number of samples. Pass"):
             lw.fit(model, other, **options)
     check_same(lw.fit(model, Loader(every), **options), lw.fit(model, every, lw.KFAC()))  # of unknown size
-
-
-def scaled(factor: Any) -> Callable[..., Tensor]:
-    return lambda model, x: model(x * factor)
-
-
-def test_a_checkpoint_of_another_function_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    model, every = begun(tmp_path / "fit", forward=scaled(1.0))
-    options: dict[str, Any] = {"method": lw.KFAC(), "seed": SEED}
-    for other in (scaled(3.0), None):
-        with pytest.raises(lw.LapwingError, match="another fit, which differs in forward. Pass"):
-            lw.fit(model, every, **options, forward=other, checkpoint=tmp_path / "fit")
-    again = lw.fit(model, every, **options, forward=scaled(1.0), checkpoint=tmp_path / "fit")
-    check_same(again, lw.fit(model, every, **options, forward=scaled(1.0)))
 
 
 class Step:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.errors import LapwingError
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.prediction import Aim
 from lapwing.tuning.held_out import at_precision, sample_scores
+from tests.trained import train
 
 DRAWS = lw.MonteCarlo(draws=8)
 
@@ -29,16 +29,12 @@ def trained(kind, outputs, seed=0):
     elif kind == "bernoulli":
         y = (y > 0).double()
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, outputs)).double()
-    optimiser = torch.optim.Adam(model.parameters(), 0.02)
     losses = {
         "categorical": nn.functional.cross_entropy, "gaussian": nn.functional.mse_loss,
         "bernoulli": nn.functional.binary_cross_entropy_with_logits,
     }  # fmt: skip
-    for _ in range(200):
-        optimiser.zero_grad()
-        losses[kind](model(x[:80]), y[:80]).backward()
-        optimiser.step()
-    return model.eval(), (x[:80], y[:80]), (x[80:160], y[80:160]), (x[160:], y[160:])
+    train(model, lambda: losses[kind](model(x[:80]), y[:80]), 200)
+    return model, (x[:80], y[:80]), (x[80:160], y[80:160]), (x[160:], y[160:])
 
 
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian"])
@@ -99,7 +95,9 @@ def test_a_given_noise_variance_and_methods_without_a_prior_are_kept():
     assert prior.prior_precision == 50.0
     assert prior.noise_variance != lw.fit(model, train, lw.KFAC(), prior_precision=50.0).noise_variance
     sampled = lw.fit(model, train, lw.SampledLLA(draws=4), tune=tune)
-    assert sampled.predict(x).latent.draws is not None
+    closed = lw.fit(model, train, lw.KFAC(), likelihood=lw.Gaussian(0.1), prior_precision=1.0, tune=tune)
+    for posterior in (sampled, closed):  # the way is kept if nothing is open too
+        assert posterior.predict(x).latent.draws is not None
 
 
 def test_a_link_is_scored_as_it_predicts():
@@ -153,35 +151,6 @@ def test_another_way_or_link_warns_once_with_the_line(caplog):
     assert caplog.text.count("tune=lw.Validation(held_out, link=lw.Quadrature(nodes=48))") == 1
 
 
-def test_what_cannot_be_tuned_for_is_refused():
-    model, train, held_out, (x, _) = trained("categorical", 3)
-    way = lw.scale_factor(lw.fit(model, train, lw.KFAC()), x, lw.Streamlined(), to=lw.Linearized())
-    with pytest.raises(LapwingError, match="a way of all outputs that was not fitted to a posterior"):
-        lw.Validation(held_out, via=way)
-    with pytest.raises(LapwingError, match=r"Leave via= and link= out.*calibration='matrix'"):
-        lw.fit(model, train, lw.KFAC(), tune=lw.Validation(held_out, calibration="matrix", via=DRAWS))
-    with pytest.raises(LapwingError, match="via must be a way .* or None. Write lw.Validation"):
-        lw.Validation(held_out, via="draws")
-    joint = lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, {"a": slice(0, 2), "b": [2]})
-    targets = {"a": train[1] % 2, "b": train[0][:, 0]}
-    with pytest.raises(LapwingError, match="The heads of lw.Joint are tuned for linearised predictions"):
-        lw.fit(
-            model, (train[0], targets), lw.KFAC(), likelihood=joint, tune=lw.Validation((train[0], targets), via=DRAWS)
-        )
-
-
-def test_a_way_that_selects_outputs_is_refused():
-    with pytest.raises(LapwingError, match="a way of all outputs"):
-        lw.Validation([(torch.zeros(2, 3), torch.zeros(2, 2))], via=lw.Linearized(outputs=(1, 0)))
-
-
-def test_the_way_is_kept_if_nothing_is_open():
-    model, train, held_out, (x, _) = trained("gaussian", 1)
-    tune = lw.Validation(held_out, via=DRAWS)
-    given = lw.fit(model, train, lw.KFAC(), likelihood=lw.Gaussian(0.1), prior_precision=1.0, tune=tune)
-    assert given.predict(x).latent.draws is not None
-
-
 def test_candidates_whose_draws_overflow_do_not_stop_the_fit():
     """At the widest prior precisions the parameters of the distribution are infinite or 0."""
     likelihood = lw.FromDistribution(lambda f: torch.distributions.Gamma(f[..., 0].exp(), f[..., 1].exp()))
@@ -190,13 +159,9 @@ def test_candidates_whose_draws_overflow_do_not_stop_the_fit():
         x = torch.randn(160, 3)
         y = torch.distributions.Gamma(2.0, (0.3 * x[:, 0]).exp()).sample()
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-        optimiser = torch.optim.Adam(model.parameters(), 0.02)
-        for _ in range(150):
-            optimiser.zero_grad()
-            (-likelihood.log_prob(model(x[:80]), y[:80]).mean()).backward()
-            optimiser.step()
+        train(model, lambda m=model, x=x, y=y: -likelihood.log_prob(m(x[:80]), y[:80]).mean())
         tune = lw.Validation((x[80:], y[80:]), via=lw.MonteCarlo(draws=20))
-        posterior = lw.fit(model.eval(), (x[:80], y[:80]), likelihood=likelihood, tune=tune)
+        posterior = lw.fit(model, (x[:80], y[:80]), likelihood=likelihood, tune=tune)
         with torch.no_grad():
             network = likelihood.log_prob(model(x[80:]), y[80:]).mean()
         assert posterior.predict(x[80:]).log_prob(y[80:]).mean() > network - 0.2

@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -27,26 +26,10 @@ from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
 from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
-from tests.tuning.test_scale_factor import train
+from tests.trained import made_once, train
 from tests.zoo import ZOO
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
-
-
-def made_once(make):
-    """The function, whose results are made once for all tests and copied for each."""
-
-    @cache
-    def made(**options):
-        torch.manual_seed(0)
-        return make(**options)
-
-    def copied(**options):
-        found = copy.deepcopy(made(**options))
-        torch.manual_seed(0)
-        return found
-
-    return copied
 
 
 @made_once
@@ -414,11 +397,7 @@ def test_error_of_a_fresh_copy(scale, positions):
     model = nn.Sequential(nn.Linear(3, 10), nn.Linear(10, 2)).eval()
     y = y[..., None] if positions else y
     model = nn.Sequential(model, nn.Unflatten(1, (2, 1))).eval() if positions else model
-    optimiser = torch.optim.Adam(model.parameters(), 0.03 if scale == 1 else 30.0)
-    for _ in range(300):
-        optimiser.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimiser.step()
+    train(model, lambda: nn.functional.mse_loss(model(x), y), 300, 0.03 if scale == 1 else 30.0)
     loader, before = list(zip(x.split(90), y.split(90), strict=True)), copy.deepcopy(model.state_dict())
     posterior = lw.fit(model, loader, lw.Diagonal(), likelihood="gaussian", tune=lw.Evidence())
     drawn = torch.random.get_rng_state()
@@ -475,8 +454,6 @@ def test_a_copy_is_fresh_but_for_frozen_layers_or_is_not_trained(caplog):
     widths = [lw.fit(*maps, tune=tune).noise_variance for tune in (lw.Refit(), lw.BoundedEvidence())]
     assert "its inputs are not a table (B, D) of floats" in caplog.text
     assert widths[0] == widths[1]
-    with pytest.raises(lw.LapwingError, match=r"lw.Refit chooses the width of a regression.*Leave tune out"):
-        lw.fit(nn.Linear(3, 2).eval(), (torch.randn(9, 3), torch.arange(9) % 2), tune=lw.Refit())
 
 
 @pytest.mark.parametrize("y", [torch.tensor([[2.0]]), torch.full((6, 1), 1e6), torch.zeros(6, 1)], ids=str)

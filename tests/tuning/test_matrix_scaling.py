@@ -229,23 +229,6 @@ def test_each_sigmoid_has_an_affine_map_of_its_own_logit(outputs: int) -> None:
     assert torch.allclose(posterior.predict(X[:9]).probs, wanted.probs, atol=1e-10)
 
 
-def test_refusals(posterior: lw.Posterior, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(action: Any, text: str) -> None:
-        with pytest.raises(lw.LapwingError, match=text):
-            action()
-
-    tune = lw.Validation((X, X[:, :1]), calibration="matrix")
-    refused(lambda: lw.fit(nn.Linear(4, 1).double().eval(), (X, X[:, :1]), tune=tune), "is for classifiers")
-    monkeypatch.setattr("lapwing.tuning.validation.MOST_OUTPUTS", 2)
-    tune = lw.Validation((X, Y), calibration="matrix")
-    refused(lambda: lw.fit(nn.Linear(4, 3).double().eval(), (X, Y), tune=tune), "at most 2 outputs")
-    refused(lambda: lw.Validation((X, Y), calibration="vector"), "calibration='temperature'")  # type: ignore[arg-type]
-    refused(lambda: lw.Categorical(logit_map=(1.0, 2.0, 3.0)), r"C rows of C \+ 1 finite numbers")
-    refused(lambda: mapped(posterior).predict(X, via=lw.Linearized(outputs=2)), "Leave outputs= out")
-    wrong = replace(posterior, likelihood=lw.Categorical(logit_map=(1.0, 0.0)))
-    refused(lambda: wrong.predict(X), "is for 1 outputs, and there are 3")
-
-
 def test_positions_are_mapped_one_by_one() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(4, 3).double().eval(), X[:40].reshape(10, 4, 4)

@@ -16,7 +16,7 @@ from ...data.data import Data
 from ...errors import LapwingError
 from ...likelihoods import Likelihood
 from ...methods.footprint import FitShape, Footprint
-from ...methods.passes import FitResult, LikelihoodPass, Method, Passes, SamplesSeen, with_seen
+from ...methods.passes import FitResult, LikelihoodPass, Method, Passes, SamplesSeen, with_size
 from ...methods.problem import Problem, Seen
 from ...network.eager import parameters_of, uncompiled
 from ...network.entry import outside_modes
@@ -80,7 +80,7 @@ class MeanField(Method):
     initial_std: float = option(1e-2, positive())
 
     def passes(self, problem: Problem) -> Passes:
-        problem, tangent = (yield from with_seen(problem)), problem.tangent
+        problem, tangent = (yield from with_size(problem)), problem.tangent
         network = copied(tangent.model, "MeanField")
         tuning = FineTuning(problem, self.steps, self.learning_rate, self.std_rate, self.initial_std)
         state = yield tuning

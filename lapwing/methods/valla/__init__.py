@@ -169,7 +169,7 @@ class _NaturalSteps(IteratePass[NaturalState]):
     @torch.no_grad()
     def step(self, state: NaturalState, batch: Batch, generator: torch.Generator) -> None:
         problem, count = self._problem, batch.count
-        if self._rate is None and batch.round:
+        if self._rate is None and batch.epoch:
             state.done = True
             return
         # with ρ_t = B_t/(B_1 + ... + B_t), H is the mean over all samples so far

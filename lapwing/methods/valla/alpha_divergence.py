@@ -18,7 +18,7 @@ from ...likelihoods import Link
 from ...linalg import cholesky, generator_on
 from ...options import at_least, instance_of, number, option, positive
 from ...tangent import Anchors
-from ..passes import Batch, FitResult, Passes, SamplesSeen, with_seen
+from ..passes import Batch, FitResult, Passes, SamplesSeen, with_size
 from ..problem import MemoryNeed, Problem, Seen
 from ..state import Descent, Values
 from ..subspace import span_of_anchors
@@ -88,7 +88,7 @@ class AlphaDivergence(VallaFit):
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        problem = yield from with_seen(problem)
+        problem = yield from with_size(problem)
         steps = AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
         state = yield steps
         return steps.finish(state, (yield SamplesSeen()))

@@ -18,7 +18,7 @@ from ...likelihoods import curvature_weights
 from ...linalg import cholesky, doubled
 from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
-from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Passes, Step, with_seen
+from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Passes, Step, with_size
 from ..problem import FisherRoot, Problem
 from ..state import Descent, Values
 from . import ClosedForm, NaturalGradient, VallaFit
@@ -64,7 +64,7 @@ class VariationalBound(VallaFit):
     )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
-        problem = yield from with_seen(problem)
+        problem = yield from with_size(problem)
         steps = BoundSteps(problem, anchors, self.steps, self.learning_rate, (yield from initial_noise(problem)))
         if not steps.init().values:  # nothing is open
             return (yield from self.then.passes(problem, anchors))

@@ -1,0 +1,53 @@
+"""Training of the small networks of tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def train(model: nn.Module, loss: Callable[[], Tensor], steps: int = 150, rate: float = 0.02) -> nn.Module:
+    """Takes steps of Adam down a loss; returns the network in eval mode."""
+    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss().backward()
+        optimiser.step()
+    return model.eval()
+
+
+def minimised(model: nn.Module, loss: Callable[[], Tensor]) -> nn.Module:
+    """Takes a network in float64 to the minimum of a convex loss, up to rounding; returns it in eval mode."""
+    options = {"max_iter": 200, "tolerance_grad": 1e-14, "tolerance_change": 0.0, "history_size": 50}
+    ways = [torch.optim.LBFGS(model.parameters(), line_search_fn=way, **options) for way in ("strong_wolfe", None)]
+
+    def closure() -> Tensor:
+        model.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    for optimiser in ways:  # a line search ends where losses differ by rounding
+        optimiser.step(closure)
+    return model.eval()
+
+
+def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose results are made once for all tests and copied for each."""
+
+    @cache
+    def made(**options: Any) -> Any:
+        torch.manual_seed(0)
+        return make(**options)
+
+    def copied(**options: Any) -> Any:
+        found = copy.deepcopy(made(**options))
+        torch.manual_seed(0)
+        return found
+
+    return copied

@@ -1,0 +1,86 @@
+"""What tunings and scale factors refuse: each row is a call and words of its message."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import lapwing as lw
+
+X, Y = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+HELD_OUT, HEADS = (X + 1, Y), {"a": slice(0, 2), "b": [2]}
+TARGETS, DRAWS = {"a": Y % 2, "b": X[:, 0]}, lw.MonteCarlo(draws=8)
+ALL = lw.Linearized()
+
+
+def network(outputs=3):
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs)).eval()
+
+
+def fit(method=None, targets=Y, **options):
+    return lw.fit(network(), (X, targets), method or lw.KFAC(), **options)
+
+
+def factor(via=None, data=HELD_OUT, method=None, **options):
+    """A scale factor of a classifier."""
+    return lw.scale_factor(fit(method, prior_precision=1.0), data, via or lw.Streamlined(), **options)
+
+
+def with_map(*numbers):
+    """A classifier whose likelihood has a map of its logits."""
+    return replace(fit(prior_precision=1.0), likelihood=lw.Categorical(logit_map=numbers))
+
+
+def flat():
+    """A posterior without a prior."""
+    return lw.MeanField.from_variances(network(), {"2.weight": torch.full((3, 5), 0.1)}, [(X, Y)])
+
+
+MANY = (X, torch.arange(40) + 61)  # 101 classes
+REFUSED = [
+    (lambda: lw.Validation(HELD_OUT, via=factor(data=X, to=ALL)), "a way of all outputs that was not fitted to a post"),
+    (lambda: lw.Validation(HELD_OUT, via=lw.Linearized(outputs=(1, 0))), "a way of all outputs"),
+    (lambda: lw.Validation(HELD_OUT, via="draws"), "via must be a way .* or None. Write lw.Validation"),
+    (lambda: lw.Validation(HELD_OUT, calibration="vector"), "calibration='temperature'"),
+    (
+        lambda: fit(tune=lw.Validation(HELD_OUT, calibration="matrix", via=DRAWS)),
+        r"Leave via= and link= out.*calibration='matrix'",
+    ),
+    (
+        lambda: fit(targets=TARGETS, likelihood=lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, HEADS),
+                    tune=lw.Validation((X, TARGETS), via=DRAWS)),
+        "The heads of lw.Joint are tuned for linearised predictions",
+    ),
+    (lambda: fit(targets=X, tune=lw.Validation((X, X), calibration="matrix")), "is for classifiers"),
+    (lambda: lw.fit(network(101), MANY, tune=lw.Validation(MANY, calibration="matrix")), "at most 100 outputs"),
+    (lambda: lw.Categorical(logit_map=(1.0, 2.0, 3.0)), r"C rows of C \+ 1 finite numbers"),
+    (lambda: with_map(*range(12)).predict(X, via=lw.Linearized(outputs=2)), "Leave outputs= out"),
+    (lambda: with_map(1.0, 0.0).predict(X), "is for 1 outputs, and there are 3"),
+    (lambda: lw.Gaussian().with_logit_temperature(2.0), "The gaussian likelihood has no logit temperature."),
+    (lambda: fit(tune=lw.Refit()), "lw.Refit chooses the width of a regression.*Leave tune out"),
+    (lambda: fit(validation=(X, Y + 5)), "held-out data do not fit. Categorical accepts labels 0 to 2"),
+    (lambda: fit(validation=(X[:, :1], Y)), "held-out data do not fit. .* shapes cannot be multiplied"),
+    (lambda: fit(validation=(X / 0, Y)), "held-out data do not fit. .* NaN or infinite values in 40 samples"),
+    (lambda: factor(data=X, to=ALL, by="evidence"), "have no effect"),
+    (lambda: factor(data=X, to=lw.Linearized(outputs=2)), "variances of all outputs"),
+    (lambda: factor(to=ALL), "Pass what this call takes, without targets"),
+    (lambda: factor(ALL, link=lw.LaplaceBridge()), "stay as they are"),
+    (lambda: factor(ALL, method=lw.ELLA(5, 12), by="evidence"), "Write by='validation'"),
+    (lambda: factor(ALL, method=lw.SampledLLA(4), by="evidence"), "Write by='validation'"),
+    (lambda: lw.scale_factor(flat(), HELD_OUT, by="evidence"), "no prior or has directions of variance 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), [pytest.param(*row, id=row[1]) for row in REFUSED])
+def test_what_is_refused_is_said(call, words):
+    with pytest.raises(lw.LapwingError, match=words):
+        call()
+
+
+def test_held_out_data_are_looked_at_before_the_fit(monkeypatch):
+    monkeypatch.setattr(lw.KFAC, "passes", None)
+    with pytest.raises(lw.LapwingError, match="held-out data do not fit"):
+        fit(validation=(X, Y + 5))
