@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import prefixed
 from ..jacobian.jacobian import DiagonalWeights, Reads, Weightings
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
@@ -123,9 +122,7 @@ class Blockwise(PriorCovariance):
         return self.structures[name].layer_block(self._weights[name], self.block(name).matrix_shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        parts = dict[str, Tensor]()
-        for name, structure in self.structures.items():
-            parts |= prefixed(name, structure.tensors())
+        parts = {f"{name}/{key}": value for name, s in self.structures.items() for key, value in s.tensors().items()}
         return {**parts, "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
@@ -133,10 +130,12 @@ class Blockwise(PriorCovariance):
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        entries = {"precision": precision_spec(tangent)}
-        for block in tangent.blocks:
-            entries |= prefixed(block.name, STRUCTURES[extra["kinds"][block.name]].entries(block, tangent.dtype))
-        return entries
+        parts = {
+            f"{block.name}/{key}": spec
+            for block in tangent.blocks
+            for key, spec in STRUCTURES[extra["kinds"][block.name]].entries(block, tangent.dtype).items()
+        }
+        return {**parts, "precision": precision_spec(tangent)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Blockwise:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..files import prefixed, under
 from ..likelihoods import Likelihood
 
 S = TypeVar("S", bound="State")
@@ -30,7 +29,7 @@ class State:
             value = getattr(self, each.name)
             if isinstance(value, (State, dict)):
                 parts = value.tensors() if isinstance(value, State) else value
-                flat |= prefixed(each.name, parts)
+                flat |= {f"{each.name}/{path}": part for path, part in parts.items()}
             elif value is not None:
                 double = torch.float64 if isinstance(value, float) else None
                 flat[each.name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=double)
@@ -40,7 +39,8 @@ class State:
         """Returns a state of this class with other tensors, under the paths of `tensors`."""
         values: dict[str, Any] = {}
         for each in fields(self):
-            old, parts = getattr(self, each.name), under(each.name, flat)
+            old, prefix = getattr(self, each.name), f"{each.name}/"
+            parts = {path.removeprefix(prefix): part for path, part in flat.items() if path.startswith(prefix)}
             if isinstance(old, State):
                 values[each.name] = old.with_tensors(parts)
             elif isinstance(old, dict):
