@@ -16,7 +16,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,8 @@ from .errors import LapwingError, shown
 FORMAT = 6  # the format that is written: see docs/file-format.md
 OLDEST = 5  # the first format that every later version reads
 KEY = "lapwing"  # of the JSON header in the metadata of the safetensors file
+
+T = TypeVar("T")
 
 
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
@@ -54,6 +56,17 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor
     finally:
         with contextlib.suppress(OSError):  # after `os.replace` the temporary file is gone
             temporary.unlink()
+
+
+def prefixed(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Returns values under the names "prefix/name"."""
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Returns the values under names "prefix/name", by name: the inverse of `prefixed`."""
+    start = f"{prefix}/"
+    return {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self, TypeIs
 
 from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads
-from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
+from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
 from .layer_block import LayerBlock
-from .terms import Term
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, TypeIs
-
+from .terms import Terms
 
 COVARIANCES: dict[str, type[Covariance]] = {}
 """Class name -> class, for all classes that a file may name. A file never causes an import."""
@@ -50,6 +47,11 @@ def register_covariance(kind: Registered) -> Registered:
         )
     COVARIANCES[kind.__name__] = kind
     return kind
+
+
+def rows_spec(tangent: Tangent, count: int) -> dict[str, TensorSpec]:
+    """Returns the shape and dtypes of rows (count, P_block) by block in a file."""
+    return {block.name: TensorSpec((count, block.size), FLOATS) for block in tangent.blocks}
 
 
 def precision_spec(tangent: Tangent) -> TensorSpec:
@@ -134,7 +136,7 @@ class Covariance(Stored):
         """Returns the marginal variances: block name -> (P_block,)."""
 
     @abstractmethod
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+    def output_covariance(self, record: Record) -> Terms:
         """Returns `J Σ Jᵀ` of each sample as a sum of terms."""
 
     @abstractmethod
@@ -185,6 +187,9 @@ class PriorCovariance(Covariance):
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
 
+    def extra(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
     def precision_mv(self, vectors: Vectors) -> Vectors | None:
         """Returns `Σ⁻¹ v`, without a factorisation, or None if some directions have variance 0."""
         return None
@@ -194,15 +199,13 @@ class PriorCovariance(Covariance):
         """Whether both multiply J by the same matrices, so that one `output_covariances` can serve both."""
 
     @abstractmethod
-    def output_covariances(
-        self, record: Record, candidates: Sequence[Self], reads: Reads
-    ) -> Iterable[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> Iterable[Terms]:
         """Returns `J Σ_i Jᵀ` for several priors of this curvature that are contracted with it, sharing products with J.
 
         "variances" gives one `MarginalTerm`, "scale" one `ScaleTerm`.
         """
 
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+    def output_covariance(self, record: Record) -> Terms:
         (terms,) = self.output_covariances(record, [self], "covariances")
         return terms
 

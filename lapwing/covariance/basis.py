@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files import prefixed, under
 from ..linalg import row_products, total
 from ..tangent import FLOATS, Anchors, Block, Record, Tangent, TensorSpec, Vectors
-from .base import Stored, same_ratios
+from .base import Stored, rows_spec, same_ratios
 
 
 class Basis(Stored):
@@ -86,7 +87,7 @@ class ExplicitBasis(Basis):
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {block.name: TensorSpec((extra["rank"], block.size), FLOATS) for block in tangent.blocks}
+        return rows_spec(tangent, extra["rank"])
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ExplicitBasis:
@@ -143,20 +144,19 @@ class ImplicitBasis(Basis):
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the anchors and their coefficients. The anchors include inputs of the training data."""
-        return {**{f"anchors/{k}": v for k, v in self.anchors.tensors().items()}, "coefficients": self.coefficients}
+        return {**prefixed("anchors", self.anchors.tensors()), "coefficients": self.coefficients}
 
     def extra(self) -> dict[str, Any]:
         return {**super().extra(), "scales": self.scales, "rows": len(self.anchors), "nests": self.anchors.nests()}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        parts = {f"anchors/{name}": spec for name, spec in Anchors.entries(extra["rows"], extra["nests"]).items()}
+        parts = prefixed("anchors", Anchors.entries(extra["rows"], extra["nests"]))
         return {**parts, "coefficients": TensorSpec((extra["rank"], extra["rows"]), (torch.float64,))}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> ImplicitBasis:
-        parts = {k.removeprefix("anchors/"): v for k, v in tensors.items() if k.startswith("anchors/")}
-        anchors = Anchors.from_tensors(tangent, parts, extra["nests"])
+        anchors = Anchors.from_tensors(tangent, under("anchors", tensors), extra["nests"])
         return cls(anchors, tensors["coefficients"], extra["scales"])
 
 
@@ -168,16 +168,13 @@ class CoordinateBasis(Basis):
         self._sizes = {block.name: block.size for block in blocks}
         stops = torch.tensor(list(self._sizes.values()), device=picked.device).cumsum(0)
         self._block = torch.searchsorted(stops, picked, right=True)  # (K,), number of the block of each weight
-        ascending, order = picked.sort()
         self._where: dict[str, Tensor] = {}  # block -> numbers of its directions, in the order of `_index`
         self._index: dict[str, Tensor] = {}  # block -> indices of its picked weights, ascending
-        first = 0
-        for name, stop in zip(self._sizes, stops.tolist(), strict=True):
-            end = int(torch.searchsorted(ascending, stop))
-            if end > first:
-                self._where[name] = order[first:end]
-                self._index[name] = ascending[first:end] - (stop - self._sizes[name])
-            first = end
+        for number, block in enumerate(blocks):
+            where = (self._block == number).nonzero()[:, 0]
+            if len(where):
+                index, order = (picked[where] - (stops[number] - block.size)).sort()
+                self._where[block.name], self._index[block.name] = where[order], index
         self._places = {name: index.tolist() for name, index in self._index.items()}
 
     @property

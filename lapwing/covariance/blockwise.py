@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..jacobian.jacobian import DiagonalWeights, Reads
+from ..jacobian.jacobian import DiagonalWeights, Reads, Weightings
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, precision_spec, register_covariance
 from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
-from .terms import Term, add_term, of_both, standard_normal
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
+from .terms import Terms, add_term, of_both, standard_normal
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
 """Kind -> class, to read files."""
@@ -105,11 +101,11 @@ class Blockwise(PriorCovariance):
     def diagonal(self) -> Vectors:
         return {name: structure.diagonal(self._weights[name]) for name, structure in self.structures.items()}
 
-    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Blockwise], reads: Reads) -> list[Terms]:
         """Contracts each block once for all candidates. A single candidate keeps its weights for the next record."""
-        terms: list[tuple[Term, ...]] = [() for _ in candidates]
+        terms: list[Terms] = [() for _ in candidates]
         for name, structure in self.structures.items():
-            weightings: Iterable[DiagonalWeights] = (candidate._weighting(name) for candidate in candidates)
+            weightings: Weightings = (candidate._weighting(name) for candidate in candidates)
             if len(candidates) == 1:
                 weightings = [candidates[0]._weightings[name]]
             for i, term in enumerate(structure.output_covariances(record[name], weightings, reads)):
@@ -130,7 +126,7 @@ class Blockwise(PriorCovariance):
         return {**parts, "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
-        return {"scale": self.scale, "kinds": {name: s.kind for name, s in self.structures.items()}}
+        return {**super().extra(), "kinds": {name: s.kind for name, s in self.structures.items()}}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
@@ -149,7 +145,3 @@ class Blockwise(PriorCovariance):
             names = kind.entries(block, tangent.dtype)
             structures[block.name] = kind.from_tensors({name: tensors[f"{block.name}/{name}"] for name in names})
         return cls(tangent.blocks, structures, tensors["precision"], extra["scale"])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.structures.values())).eigenvalues.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,7 @@ from ..linalg import RESOLVED, cholesky, eigen_in_place
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, join_blocks, precision_spec, register_covariance, same_ratios, split_blocks
 from .layer_block import FactorLayer, LayerBlock
-from .terms import Term, cross_covariance, factored_or_dense, of_both, standard_normal
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .terms import Terms, cross_covariance, factored_or_dense, of_both, standard_normal
 
 
 def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
@@ -99,8 +96,8 @@ class DenseCovariance(PriorCovariance):
         return split_blocks(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
 
     def output_covariances(
-        self, record: Record, candidates: Sequence[Self], reads: Reads
-    ) -> Iterable[tuple[Term, ...]]:
+        self, record: Record, candidates: Sequence[DenseCovariance], reads: Reads
+    ) -> Iterable[Terms]:
         """Rotates J once for consecutive candidates whose priors have the same ratios between blocks."""
         eigen, rotated, prior_root = None, record.outputs, self._prior_root
         for candidate in candidates:
@@ -124,9 +121,6 @@ class DenseCovariance(PriorCovariance):
         values, vectors, at = self._eigen
         eigen = {"values": values, "vectors": vectors, "at": at}
         return {"curvature": self.curvature, "precision": self.precision, **eigen}
-
-    def extra(self) -> dict[str, Any]:
-        return {"scale": self.scale}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..jacobian.jacobian import DiagonalWeights, Reads, as_matrix
+from ..jacobian.jacobian import DiagonalWeights, Reads, Weightings, as_matrix
 from ..linalg import SLICE_NUMBERS
 from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import LayerBlock
@@ -75,9 +75,7 @@ class KroneckerBlock(Structure):
         spread = self.outputs.square() @ weights
         return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
 
-    def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
-    ) -> Iterable[Term]:
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Term]:
         """Rotates a and g, then weights them. An output layer keeps `U_out diag(s) U_outᵀ` as factors.
 
         If the null space of A is large, J is rotated only to the range of A (`rotate_inputs`). Then one weight stands
@@ -141,10 +139,6 @@ class KroneckerLayer(LayerBlock):
 
     def __init__(self, inputs: Tensor | None, outputs: Tensor, weights: Tensor) -> None:
         self._inputs, self._outputs, self._weights = inputs, outputs, weights
-
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        term = self.covariances(mean, variance)
-        return term.dense() if full else term.variance()
 
     def covariances(self, mean: Tensor, variance: Tensor | None) -> EigenTerm:
         """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`, `M = m mᵀ + variance` (Streamlined, eq. 10)."""

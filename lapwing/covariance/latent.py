@@ -26,6 +26,7 @@ from .terms import (
     MarginalTerm,
     SelectedTerm,
     Term,
+    Terms,
     concatenate,
     multiplied_out,
     standard_deviation,
@@ -96,7 +97,7 @@ class Latent(BaseLatent):
     """`f(x) ~ N(mean, Σ terms)` independently for each of B inputs: mean (B, C), terms (B, C, C)."""
 
     mean: Tensor  # the network's outputs
-    terms: tuple[Term, ...]  # covariances whose sum is the covariance
+    terms: Terms  # covariances whose sum is the covariance
     checked: bool = False  # whether moments that are not finite raise an error; tuning skips such candidates
     joint = False
     draws = None

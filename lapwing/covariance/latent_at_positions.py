@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from ..errors import LapwingError
 from ..network.positions import Places
 from .latent import BaseLatent, JointLatent, Latent, SelectedLatent
 from .latent_draws import LatentDraws, LinearDraws
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 
 def _in_shape(name: str) -> Any:

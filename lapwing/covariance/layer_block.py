@@ -18,17 +18,18 @@ MATRIX_SIDE = 4096
 class LayerBlock(ABC):
     """The covariance of one layer's matrix weight (O, I), including the bias column."""
 
-    @abstractmethod
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         """Returns `Σ_ii' M_ii' Cov[W_ji, W_j'i']` with `M = E[a aᵀ]`, the (co)variance that the weights add to outputs.
 
         The input has the mean m (B, I), with a one appended for the bias. Its variances (B, I) or covariances (B, I, I)
         are added to `m mᵀ`. With `full`, returns covariances (B, O, O) instead of variances (B, O).
         """
+        term = self.covariances(mean, variance)
+        return term.dense() if full else term.variance()
 
+    @abstractmethod
     def covariances(self, mean: Tensor, variance: Tensor | None) -> Term:
         """Returns `push` with covariances as a term, whose centred variances are as precise as possible."""
-        return DenseTerm(self.push(mean, variance, True))
 
     def rotation(self) -> tuple[Tensor | None, Tensor] | None:
         """Returns V (G, I, Q) and s (G, O, Q) with `Var[W a]_j = Σ_q (Vᵀ a)_q² s_jq` for certain a, or None.
@@ -44,12 +45,9 @@ class DiagonalLayer(LayerBlock):
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
 
-    def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
-        (weights,) = self._weights
-        return push_diagonal(weights, mean, variance, full)
-
     def covariances(self, mean: Tensor, variance: Tensor | None) -> EigenTerm:
-        return EigenTerm(None, self.push(mean, variance, False))  # the outputs are independent
+        (weights,) = self._weights
+        return EigenTerm(None, push_diagonal(weights, mean, variance, False))  # the outputs are independent
 
     def rotation(self) -> tuple[None, Tensor]:
         return None, self._weights

@@ -8,23 +8,21 @@ whitened weights: `V = W̃ Δ^(1/2)`. A new prior keeps the span and changes the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self, TypeIs
 
 from ..errors import LapwingError
+from ..files import prefixed, under
 from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, symmetric_eigen
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import Covariance, PriorCovariance, precision_spec, register_covariance, same_ratios
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .layer_block import FactorLayer, LayerBlock
-from .terms import FactoredTerm, Term, cross_covariance, of_both, standard_normal
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, TypeIs
-
+from .terms import FactoredTerm, Terms, cross_covariance, of_both, standard_normal
 
 BASES: dict[str, type[Basis]] = {cls.__name__: cls for cls in (CoordinateBasis, ExplicitBasis, ImplicitBasis)}
 """Class name -> class, to read files."""
@@ -157,24 +155,24 @@ class Subspace(PriorCovariance):
         return scale * ((self.traces / precision).sum() - inside).clamp_min(0)
 
     def tensors(self) -> dict[str, Tensor]:
-        basis = {f"basis/{name}": tensor for name, tensor in self.basis.tensors().items()}
-        return {**basis, "curvature": self.curvature, "traces": self.traces, "precision": self.precision}
+        own = {"curvature": self.curvature, "traces": self.traces, "precision": self.precision}
+        return {**prefixed("basis", self.basis.tensors()), **own}
 
     def extra(self) -> dict[str, Any]:
         basis = {"class": type(self.basis).__name__, "extra": self.basis.extra()}
-        return {"scale": self.scale, "rank": self.rank, "basis": basis}
+        return {**super().extra(), "rank": self.rank, "basis": basis}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
         kind, inner = BASES[extra["basis"]["class"]], extra["basis"]["extra"]
-        parts = {f"basis/{name}": spec for name, spec in kind.entries(tangent, inner).items()}
+        parts = prefixed("basis", kind.entries(tangent, inner))
         curvature, per_block = TensorSpec((inner["rank"], inner["rank"]), (torch.float64,)), precision_spec(tangent)
         return {**parts, "curvature": curvature, "traces": per_block, "precision": per_block}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Self:
-        parts = {k.removeprefix("basis/"): v for k, v in tensors.items() if k.startswith("basis/")}
-        basis = BASES[extra["basis"]["class"]].from_tensors(tangent, parts, extra["basis"]["extra"])
+        kind, inner = BASES[extra["basis"]["class"]], extra["basis"]["extra"]
+        basis = kind.from_tensors(tangent, under("basis", tensors), inner)
         numbers = (tensors[name] for name in ("curvature", "traces", "precision"))
         return cls._built(extra, tangent.blocks, basis, *numbers, extra["scale"], extra["rank"])
 
@@ -207,9 +205,7 @@ class LowRank(Subspace):
     def diagonal(self) -> Vectors:
         return self._squares(self._weights)
 
-    def output_covariances(
-        self, record: Record, candidates: Sequence[Self], reads: Reads
-    ) -> Iterable[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> Iterable[Terms]:
         """Returns the thin factor `J W̃ᵀ √w` (B, R, K) of each candidate. J is projected once."""
         projected = self.basis.project(record)
         return ((FactoredTerm(candidate.factor(projected)).read(reads),) for candidate in candidates)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files import prefixed, under
 from ..jacobian.jacobian import DiagonalWeights
 from ..linalg import total
 from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
-from .base import Covariance, precision_spec, register_covariance
+from .base import Covariance, precision_spec, register_covariance, rows_spec
 from .layer_block import FactorLayer, LayerBlock
 from .structures import weighted_terms
-from .terms import FactoredTerm, Term, add_term, cross_covariance, of_both, standard_normal
+from .terms import FactoredTerm, Terms, add_term, cross_covariance, of_both, standard_normal
 
 
 @register_covariance
@@ -53,9 +54,9 @@ class LowRankPlusDiagonal(Covariance):
     def diagonal(self) -> Vectors:
         return {name: self.variances[name] + rows.square().sum(0) for name, rows in self.factor.items()}
 
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+    def output_covariance(self, record: Record) -> Terms:
         """Returns the terms of `J D Jᵀ`, and the thin factor `J Fᵀ` (B, R, K)."""
-        terms: tuple[Term, ...] = ()
+        terms: Terms = ()
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
             (term,) = weighted_terms(record[name], [DiagonalWeights(weights)], "covariances")
@@ -79,23 +80,21 @@ class LowRankPlusDiagonal(Covariance):
         return FactorLayer(self.factor[name].reshape(-1, *shape), self.variances[name].reshape(shape))
 
     def tensors(self) -> dict[str, Tensor]:
-        variances = {f"variances/{name}": value for name, value in self.variances.items()}
         prior = {} if self.precision is None else {"precision": self.precision}
-        return {**variances, **{f"factor/{name}": rows for name, rows in self.factor.items()}, **prior}
+        return {**prefixed("variances", self.variances), **prefixed("factor", self.factor), **prior}
 
     def extra(self) -> dict[str, Any]:
         return {"rank": self.rank, "prior": self.precision is not None}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        parts = {f"variances/{b.name}": TensorSpec((b.size,), FLOATS) for b in tangent.blocks}
-        parts |= {f"factor/{b.name}": TensorSpec((extra["rank"], b.size), FLOATS) for b in tangent.blocks}
-        return {**parts, **({"precision": precision_spec(tangent)} if extra["prior"] else {})}
+        variances = {block.name: TensorSpec((block.size,), FLOATS) for block in tangent.blocks}
+        prior = {"precision": precision_spec(tangent)} if extra["prior"] else {}
+        return {**prefixed("variances", variances), **prefixed("factor", rows_spec(tangent, extra["rank"])), **prior}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> LowRankPlusDiagonal:
-        names = [block.name for block in tangent.blocks]
-        variances, factor = ({name: tensors[f"{part}/{name}"] for name in names} for part in ("variances", "factor"))
+        variances, factor = under("variances", tensors), under("factor", tensors)
         return cls(tangent.blocks, variances, factor, tensors.get("precision"))
 
 
@@ -130,7 +129,7 @@ class Draws(Covariance):
     def diagonal(self) -> Vectors:
         return {name: z.square().mean(0) for name, z in self.draws.items()}
 
-    def output_covariance(self, record: Record) -> tuple[Term, ...]:
+    def output_covariance(self, record: Record) -> Terms:
         """Returns the thin factor `J Zᵀ/√S` (B, R, S)."""
         return (FactoredTerm(record.jvp(self.draws) / self.distinct_draws**0.5),)
 
@@ -143,17 +142,15 @@ class Draws(Covariance):
 
     def tensors(self) -> dict[str, Tensor]:
         assert self.precision is not None
-        return {**{f"draws/{name}": z for name, z in self.draws.items()}, "precision": self.precision}
+        return {**prefixed("draws", self.draws), "precision": self.precision}
 
     def extra(self) -> dict[str, Any]:
         return {"count": self.distinct_draws}
 
     @classmethod
     def entries(cls, tangent: Tangent, extra: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        draws = {f"draws/{b.name}": TensorSpec((extra["count"], b.size), FLOATS) for b in tangent.blocks}
-        return {**draws, "precision": precision_spec(tangent)}
+        return {**prefixed("draws", rows_spec(tangent, extra["count"])), "precision": precision_spec(tangent)}
 
     @classmethod
     def from_tensors(cls, tangent: Tangent, tensors: dict[str, Tensor], extra: dict[str, Any]) -> Draws:
-        draws = {block.name: tensors[f"draws/{block.name}"] for block in tangent.blocks}
-        return cls(tangent.blocks, draws, tensors["precision"])
+        return cls(tangent.blocks, under("draws", tensors), tensors["precision"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
+from ..files import prefixed
 from ..jacobian.jacobian import Reads
 from ..linalg import RESOLVED, cholesky
 from ..tangent import Block, Record, Vectors
@@ -16,10 +18,7 @@ from .base import register_covariance, same_ratios
 from .basis import ExplicitBasis
 from .layer_block import FactorLayer, LayerBlock
 from .low_rank import Subspace
-from .terms import DenseTerm, FactoredTerm, Term, cross_covariance, of_both, standard_normal
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .terms import DenseTerm, FactoredTerm, Terms, cross_covariance, of_both, standard_normal
 
 
 @register_covariance
@@ -116,7 +115,7 @@ class LowRankWithResidual(Subspace):
     def diagonal(self) -> Vectors:
         return {name: 1 / self._delta[name] - removed for name, removed in self._squares(self._removed).items()}
 
-    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[tuple[Term, ...]]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> list[Terms]:
         """Returns `J Δ⁻¹ Jᵀ - φ diag(s h/(s h + 1)) φᵀ` with `φ = J W̃ᵀ`, and forms `J Jᵀ` of each block once."""
         totals: list[Any] = []
         # 1. minus φ diag(s h/(s h + 1)) φᵀ of each candidate
@@ -156,7 +155,7 @@ class LowRankWithResidual(Subspace):
         if self.rows is None:
             return super().tensors()
         rows, curvature = self.rows
-        return {**super().tensors(), **{f"basis/{n}": u for n, u in rows.tensors().items()}, "curvature": curvature}
+        return {**super().tensors(), **prefixed("basis", rows.tensors()), "curvature": curvature}
 
     def extra(self) -> dict[str, Any]:
         return {**super().extra(), "rows": self.rows is not None}

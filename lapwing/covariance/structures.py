@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..jacobian.jacobian import DiagonalWeights, Reads, reflect_
+from ..jacobian.jacobian import Reads, Weightings, reflect_
 from ..linalg import SLICE_NUMBERS, doubled, nonnegative
 from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import DiagonalLayer, FactorLayer, LayerBlock
@@ -52,9 +52,7 @@ class Structure(ABC):
         """Returns the diagonal of `U diag(w) Uᵀ` (P,)."""
 
     @abstractmethod
-    def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
-    ) -> Iterable[Term]:
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Term]:
         """Returns `J U diag(w) Uᵀ Jᵀ` of each sample for several weights w. J is rotated only once."""
 
     @abstractmethod
@@ -85,7 +83,7 @@ class Structure(ABC):
 
 
 def weighted_terms(
-    jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads, basis: Tensor | None = None
+    jacobian: BlockJacobian, candidates: Weightings, reads: Reads, basis: Tensor | None = None
 ) -> Iterable[Term]:
     """Returns the part of `J diag(w) Jᵀ` in `reads` for several w: factors if the layer has one position, or matrices.
 
@@ -134,9 +132,7 @@ class DiagonalBlock(Structure):
     def diagonal(self, weights: Tensor) -> Tensor:
         return weights
 
-    def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
-    ) -> Iterable[Term]:
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Term]:
         return weighted_terms(jacobian, candidates, reads)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
@@ -164,9 +160,7 @@ class DenseBlock(Structure):
     def diagonal(self, weights: Tensor) -> Tensor:
         return self.basis.square() @ weights
 
-    def output_covariances(
-        self, jacobian: BlockJacobian, candidates: Iterable[DiagonalWeights], reads: Reads
-    ) -> Iterable[Term]:
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Term]:
         rows = jacobian.rows() @ self.basis
         return (factored_or_dense(rows * weighting.flat.sqrt()).read(reads) for weighting in candidates)
 

@@ -6,18 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..linalg import SLICE_NUMBERS, psd_root, total
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Term(ABC):
@@ -82,6 +80,10 @@ class Term(ABC):
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Returns draws (n, B, C), by default from an eigendecomposition, which works for singular matrices."""
         return FactoredTerm(psd_root(self.dense())).sample(count, generator)
+
+
+Terms = tuple[Term, ...]
+"""A covariance as the sum of its terms."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ def selected(matrix: Tensor, outputs: Tensor) -> Tensor:
     return matrix[sample, outputs[:, :, None], outputs[:, None]]
 
 
-def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
+def add_term(terms: Terms, term: Term) -> Terms:
     """Returns the sum with one more term. Matrices, or variances, are added up: a sum ends with at most one of them."""
     if not terms or not isinstance(terms[-1], (DenseTerm, MarginalTerm, ScaleTerm)):
         return (*terms, term)
@@ -290,7 +292,7 @@ def add_term(terms: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
     return (*factors, summed + term) if type(term) is type(last) else (*factors, term, last)
 
 
-def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:
+def multiplied_out(terms: Sequence[Term], times: int = 1) -> Terms:
     """Replaces the factors of a sum by one matrix (B, C, C) if they have more than `times * C` columns together."""
     factors = [term for term in terms if isinstance(term, FactoredTerm)]
     if not factors or sum(term.factor.shape[-1] for term in factors) <= times * factors[0].factor.shape[1]:
@@ -299,7 +301,7 @@ def multiplied_out(terms: Sequence[Term], times: int = 1) -> tuple[Term, ...]:
     return reduce(add_term, matrices, ())
 
 
-def concatenate(parts: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
+def concatenate(parts: Sequence[Sequence[Term]]) -> Terms:
     """Joins the terms of consecutive chunks of samples. If their kinds differ (shorter texts), returns one matrix."""
     if len({tuple(type(term) for term in terms) for terms in parts}) > 1:
         return (_as_matrix(parts),)

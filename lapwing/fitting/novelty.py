@@ -19,7 +19,7 @@ from ..data.data import Data
 from ..data.frames import as_inputs
 from ..data.samples import Samples, checked
 from ..errors import LapwingError, check_choice
-from ..files import read_safetensors, write_safetensors
+from ..files import prefixed, read_safetensors, under, write_safetensors
 from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..network.refusals import check_layers
@@ -82,8 +82,8 @@ class Novelty:
         state, tangent = self.tangent.state(), self.tangent
         dtypes = {name: str(value.dtype) for name, value in state.items()}
         header = {"tangent": to_json(tangent), "forward": tangent.call.forward is not None, "dtypes": dtypes}
-        tensors = {f"novelty/{name}": value for name, value in self.tensors.items()}
-        tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
+        prints = {name: fingerprint(value) for name, value in state.items()}
+        tensors = prefixed("novelty", self.tensors) | prefixed("weights", prints)
         write_safetensors(path, tensors, {"novelty": self.by, **header})
 
     @classmethod
@@ -94,9 +94,8 @@ class Novelty:
             line = f"lw.Novelty.load(path, model{', forward=forward' if header.get('forward') else ''})"
             raise LapwingError(f"The file {path} holds no detector, or one of another forward=. Write {line}.")
         tangent, device = from_json(header["tangent"], model, forward, None), next(model.parameters()).device
-        parts = {name.removeprefix("weights/"): value for name, value in tensors.items() if "weights/" in name[:8]}
-        check_same(path, tangent, parts, header["dtypes"])
-        kept = {name[8:]: value.to(device) for name, value in tensors.items() if name.startswith("novelty/")}
+        check_same(path, tangent, under("weights", tensors), header["dtypes"])
+        kept = {name: value.to(device) for name, value in under("novelty", tensors).items()}
         return cls(header["novelty"], tangent, kept, Stamp.of(tangent.state()))
 
 

@@ -18,7 +18,7 @@ from ..data.progress import tracked, with_progress
 from ..data.samples import checked
 from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
 from ..likelihoods import Likelihood
-from ..linalg import accumulation_dtype
+from ..linalg import accumulation_dtype, seeded_torch
 from ..network.call import Call
 from ..network.eager import parameters_of, real, uncompiled, without_compiled
 from ..network.entry import outside_modes
@@ -294,11 +294,6 @@ def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) ->
 def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:
     """Computes batch norm statistics again, as the mean over batches; leaves the network in training mode."""
     device = next(network.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), without_compiled():
-        torch.default_generator.manual_seed(seed)
-        for each in devices:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
+    with seeded_torch(seed, device), without_compiled():
         wrapped = ([samples.inputs] for samples in checked(loader, device))  # update_bn takes the first of a list
         update_bn(wrapped, _OnInputs(network, forward))

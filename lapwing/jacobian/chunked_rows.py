@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import nonnegative
-from .jacobian import BlockJacobian, DiagonalWeights, Reads, materialised, reflect_
+from .jacobian import BlockJacobian, DiagonalWeights, Reads, Weightings, materialised, reflect_
 
 
 class ChunkedRows(BlockJacobian):
@@ -31,7 +31,7 @@ class ChunkedRows(BlockJacobian):
         """Returns weights (P, ...) as (G, O, I, ...)."""
         return weights.reshape(self.groups, self.outputs, self.inputs, *weights.shape[1:])
 
-    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
         several = materialised(candidates)
         if reads == "covariances":
             roots, grams = [self._matrices(weighting.flat.sqrt()) for weighting in several], list[Tensor]()

@@ -12,18 +12,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from ..linalg import total
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from .strips import Strips
+from .strips import Strips
 
 SLICE_BYTES = 16 * 2**20
 """Target size of one slice of rows: large enough for fast products, small compared with the usual memory budget."""
@@ -62,6 +59,10 @@ class DiagonalWeights:
         return self._layouts[layout]
 
 
+Weightings = Iterable[DiagonalWeights]
+"""Several weights w of one block, for example for several priors."""
+
+
 def _squares(rows: Tensor, weights: Tensor, reads: Reads) -> Tensor:
     """Returns squares of J and H J times w (p, n): (2, B, R, n), or squares of H J summed over cotangents (B, n)."""
     centred = rows - rows.mean(1, keepdim=True)
@@ -84,7 +85,7 @@ def reflect_(values: Tensor, dim: int) -> Tensor:
     return values
 
 
-def materialised(candidates: Iterable[DiagonalWeights]) -> list[DiagonalWeights]:
+def materialised(candidates: Weightings) -> list[DiagonalWeights]:
     """Returns weightings, a single one with all of its w: the next chunk of samples meets it again."""
     several = list(candidates)
     if len(several) == 1:
@@ -132,14 +133,14 @@ class BlockJacobian(ABC):
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
         return reflect_(reflect_(self.weighted([DiagonalWeights(weights)], "covariances")[0], 1), 2)
 
-    def weighted_factors(self, candidates: Iterable[DiagonalWeights]) -> tuple[Tensor | None, Iterator[Tensor]] | None:
+    def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]] | None:
         """Returns g (B, R, O) and scales s (B, O), with `J diag(w) Jᵀ = g diag(s) gᵀ` for several weights w.
 
         g is None if it is the identity. Returns None if the rows of J have no such factors.
         """
         return None
 
-    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
         """Returns the part of `J diag(w) Jᵀ` that is read, one tensor for each of several weights w.
 
         - "covariances": the matrix `Q J diag(w) Jᵀ Q` (B, R, R) with the Q of `reflect_`.

@@ -5,7 +5,7 @@ Weights (P,) and vectors (K, P) are laid out as (O, I), the bias as the last inp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..linalg import add_squares
-from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, reflect_
+from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, reflect_
 from .shared_outer import SharedOuter
 from .strips import Strips
 
@@ -102,11 +102,11 @@ class Outer(MatrixJacobian):
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), through which a diagonal weighting depends on the inputs."""
         return F.linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
 
-    def weighted_factors(self, candidates: Iterable[DiagonalWeights]) -> tuple[Tensor | None, Iterator[Tensor]]:
+    def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]]:
         """Returns g, None if the layer is the output, and the scales of the inputs."""
         return self._g, map(self.input_scale, candidates)
 
-    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
         """Returns `Q g diag(s) gᵀ Q` (B, R, R), `Σ_j g² s_j` for g and H g (2, B, R), or `Σ_j s_j Σ_r (H g)²_j` (B,).
 
         Time for n weights: O(n B R² O), O(n B R O), or O(n B O).

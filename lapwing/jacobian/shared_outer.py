@@ -6,7 +6,7 @@ strip of positions at a time. Weights (P,) are laid out as (G, O, I), the bias a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import isqrt
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .chunked_rows import ChunkedRows, RotatedOuter
-from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, materialised, reflect_
+from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, materialised, reflect_
 from .strips import Strip, Strips
 
 REDUCTION = 40
@@ -134,7 +134,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in pairs)
         return total(outputs @ inputs for inputs, outputs in parts).flatten().clamp_min(0.0)
 
-    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
         """Uses rows, or pairs of positions if they need fewer products."""
         several = materialised(candidates)
         if reads == "covariances" and self.pairs_are_cheaper(len(several)):

@@ -33,9 +33,6 @@ class SquaredSums(CurvaturePass[BlockSums]):
 
     label = "diagonal of the GGN"
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-
     def init(self) -> BlockSums:
         return BlockSums(self._problem.block_zeros())
 

@@ -70,13 +70,12 @@ class FitShape:
         return length * self.activations + min(length * each, tangent.memory)
 
     def stored(self, kind: type[Covariance], extra: Mapping[str, Any], dtype: torch.dtype | None = None) -> int:
-        """Returns the bytes of a covariance's tensors, with the settings `extra` of `Covariance.entries`.
+        """Returns the bytes of a covariance's tensors, with the settings `extra` that `Covariance.entries` reads.
 
         `dtype` is the dtype of tensors whose dtype may vary; None means the network's.
         """
-        scale = {"scale": 1.0} if kind.has_prior else {}
         dtype, total = dtype or self.tangent.dtype, 0
-        for entry in kind.entries(self.tangent, {**scale, **extra}).values():
+        for entry in kind.entries(self.tangent, extra).values():
             assert entry.shape is not None
             stored = dtype if not entry.dtypes or dtype in entry.dtypes else entry.dtypes[0]
             total += math.prod(entry.shape) * stored.itemsize

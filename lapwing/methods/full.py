@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ..covariance import DenseCovariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.base import split_blocks
@@ -17,8 +16,8 @@ from ..tangent import Tangent
 from .footprint import FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
 from .problem import MemoryNeed, Problem
-from .state import State
-from .subspace import orthonormal_span
+from .state import TensorSum
+from .subspace import orthonormal_span, stored_on_basis
 
 
 @dataclass(frozen=True)
@@ -74,45 +73,34 @@ class Full(Method):
             peak = 8 * size**2 + max(32 * size**2, chunk)  # the sum; its copies and LAPACK's workspace
             return Footprint(shape.stored(DenseCovariance, {}), peak, shape.pass_length, needs=needs)
         rank = min(rows, size)
-        basis = {"rank": rank, "rows": True, "basis": {"class": "ExplicitBasis", "extra": {"rank": rank}}}
-        kept = shape.stored(LowRankWithResidual, basis, torch.float64)
+        kept, _ = stored_on_basis(shape, "ExplicitBasis", {"rank": rank}, "prior")
         peak = kept + 20 * rows * size + 80 * rank**2 + shape.chunk(torch.float64)
         return Footprint(kept, peak, shape.pass_length, rank, needs)
 
 
-@dataclass
-class DenseSum(State):
-    """G (P, P), or the rows of `RᵀJ` (N R, P)."""
-
-    matrix: Tensor
-
-
-class DenseCurvature(CurvaturePass[DenseSum]):
+class DenseCurvature(CurvaturePass[TensorSum]):
     """Sums the lower triangle of `G = Σ (RᵀJ)ᵀ(RᵀJ)` (P, P)."""
 
     label = "dense GGN"
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-
-    def init(self) -> DenseSum:
+    def init(self) -> TensorSum:
         size = self._problem.tangent.size
-        return DenseSum(self._problem.zeros(size, size, dtype=torch.float64))
+        return TensorSum(self._problem.zeros(size, size, dtype=torch.float64))
 
-    def update(self, state: DenseSum, batch: Batch) -> None:
+    def update(self, state: TensorSum, batch: Batch) -> None:
         scratch = 2 * self._problem.root.columns * self._problem.tangent.size
         for _, record in batch.records(self._problem.root, torch.float64, scratch):
             rows = record.rows().flatten(0, 1)
-            add_squares(state.matrix[None], rows[None])
+            add_squares(state.total[None], rows[None])
 
-    def finish(self, state: DenseSum) -> DenseCovariance:
+    def finish(self, state: TensorSum) -> DenseCovariance:
         problem = self._problem
         return DenseCovariance(
-            problem.tangent.blocks, mirrored(state.matrix), problem.precision, problem.scale.of_curvature
+            problem.tangent.blocks, mirrored(state.total), problem.precision, problem.scale.of_curvature
         )
 
 
-class AllRows(CurvaturePass[DenseSum]):
+class AllRows(CurvaturePass[TensorSum]):
     """Collects every row of `RᵀJ`, (N R, P)."""
 
     label = "rows of the Jacobian"
@@ -120,21 +108,21 @@ class AllRows(CurvaturePass[DenseSum]):
     def __init__(self, problem: Problem, rows: int) -> None:
         self._problem, self._rows = problem, rows
 
-    def init(self) -> DenseSum:
-        return DenseSum(self._problem.zeros(self._rows, self._problem.tangent.size, dtype=torch.float64))
+    def init(self) -> TensorSum:
+        return TensorSum(self._problem.zeros(self._rows, self._problem.tangent.size, dtype=torch.float64))
 
-    def update(self, state: DenseSum, batch: Batch) -> None:
+    def update(self, state: TensorSum, batch: Batch) -> None:
         columns = self._problem.root.columns
         scratch = 2 * columns * self._problem.tangent.size
         for part, record in batch.records(self._problem.root, torch.float64, scratch):
             first = (batch.start + part.start) * columns
             rows = record.rows().flatten(0, 1)
-            state.matrix[first : first + len(rows)] += rows
+            state.total[first : first + len(rows)] += rows
 
-    def finish(self, state: DenseSum) -> LowRankWithResidual:
+    def finish(self, state: TensorSum) -> LowRankWithResidual:
         problem, blocks = self._problem, self._problem.tangent.blocks
-        basis = ExplicitBasis(split_blocks(blocks, orthonormal_span(state.matrix, problem.tangent.memory)))
-        parts = split_blocks(blocks, state.matrix)
+        basis = ExplicitBasis(split_blocks(blocks, orthonormal_span(state.total, problem.tangent.memory)))
+        parts = split_blocks(blocks, state.total)
         projected = basis.inner(parts)  # (NC, K)
         traces = torch.stack([part.square().sum() for part in parts.values()])
         curvature = projected.T @ projected  # G = Uᵀ M U exactly, no second pass

@@ -60,9 +60,6 @@ class KFAC(Method):
     def passes(self, problem: Problem) -> Passes:
         return (yield from run_curvature_pass(self._factor_pass(problem)))
 
-    def _with_fisher(self, problem: Problem) -> Problem:
-        return problem.with_drawn_root() if self.fisher == "sampled" else problem
-
     def _kinds(self, tangent: Tangent) -> dict[str, str]:
         """Returns block name -> "kronecker", "diagonal" or "dense"."""
         return {block.name: "kronecker" if block.matrix is not None else self.uncovered for block in tangent.blocks}
@@ -75,7 +72,8 @@ class KFAC(Method):
 
     def _factor_pass(self, problem: Problem) -> _FactorPass:
         problem.require(self._need(problem.tangent))
-        return _FactorPass(self._with_fisher(problem), self._kinds(problem.tangent), self.weight_sharing == "reduce")
+        problem = problem.with_drawn_root() if self.fisher == "sampled" else problem
+        return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
 
     def footprint(self, shape: FitShape) -> Footprint:
         shape = shape.with_drawn_root() if self.fisher == "sampled" else shape
@@ -106,7 +104,7 @@ class EKFAC(KFAC):
     def passes(self, problem: Problem) -> Passes:
         factors = self._factor_pass(problem)
         structures = factors.finish((yield factors)).structures
-        return (yield from run_curvature_pass(_SecondMoments(self._with_fisher(problem), structures)))
+        return (yield from run_curvature_pass(_SecondMoments(factors.problem, structures)))
 
     def footprint(self, shape: FitShape) -> Footprint:
         factors, tangent = super().footprint(shape), shape.tangent
@@ -132,11 +130,11 @@ class _FactorPass(CurvaturePass[Factors]):
     label = "Kronecker factors"
 
     def __init__(self, problem: Problem, kinds: dict[str, str], reduce: bool) -> None:
-        self._problem, self._kinds, self._reduce = problem, kinds, reduce
+        self.problem, self._kinds, self._reduce = problem, kinds, reduce
 
     def init(self) -> Factors:
-        zeros, state = self._problem.zeros, Factors()
-        for block in self._problem.tangent.blocks:
+        zeros, state = self.problem.zeros, Factors()
+        for block in self.problem.tangent.blocks:
             name, kind = block.name, self._kinds[block.name]
             if kind == "diagonal":
                 state.diagonal[name] = zeros(block.size)
@@ -151,7 +149,7 @@ class _FactorPass(CurvaturePass[Factors]):
         return state
 
     def update(self, state: Factors, batch: Batch) -> None:
-        for _, record in batch.records(self._problem.summed_root):
+        for _, record in batch.records(self.problem.summed_root):
             weights = None if record.weights is None else doubled(record.weights).mean(1)  # one per sample, for A
             for name, kind in self._kinds.items():
                 if kind == "diagonal":
@@ -168,7 +166,7 @@ class _FactorPass(CurvaturePass[Factors]):
                     state.count[name] += count
 
     def finish(self, state: Factors) -> Blockwise:
-        problem, structures = self._problem, dict[str, Structure]()
+        problem, structures = self.problem, dict[str, Structure]()
         softmax, tangent = problem.likelihood.activation == "softmax", problem.tangent
         logits = {block.name for block in tangent.blocks if softmax and tangent.gives_outputs(block)}
         work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}

@@ -167,6 +167,9 @@ class CurvaturePass(SumPass[S]):
     Early stopping repeats it for the first n samples, with several n.
     """
 
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
     @abstractmethod
     def finish(self, state: S) -> Covariance:
         """Returns the covariance of a state, which may be overwritten."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import inf
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,18 +89,14 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
     return values
 
 
-def _is_mean_of(value: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
-    same = isinstance(value, Tensor) and value.shape == parameter.shape
-    return same and bool(value.to(dtype).isfinite().all())
-
-
 def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
     parameters, dtype = tangent.parameters, tangent.dtype
     if isinstance(mean, Mapping):
         mean = {name: real(value) if isinstance(value, Tensor) else value for name, value in mean.items()}
         wrong = [
             str(name) for name, value in mean.items()
-            if name not in parameters or not _is_mean_of(value, parameters[name], dtype)
+            if name not in parameters or not isinstance(value, Tensor) or value.shape != parameters[name].shape
+            or not value.to(dtype).isfinite().all()
         ]  # fmt: skip
         if wrong:
             accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(parameters.items())[:4])

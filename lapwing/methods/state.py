@@ -63,6 +63,13 @@ class State:
 
 
 @dataclass
+class TensorSum(State):
+    """One sum."""
+
+    total: Tensor
+
+
+@dataclass
 class BlockSums(State):
     """One sum for each block, by block name."""
 
@@ -90,6 +97,10 @@ class DataSummary(State):
         more = {} if weights is None else {"weights": weights}  # a user's likelihood may not accept weights
         for name, value in likelihood.statistics(outputs.detach(), targets, **more).items():
             self.statistics[name] = self.statistics.get(name, 0) + value
+
+
+Values = Mapping[str, Tensor]
+"""Values that Adam optimises, by name."""
 
 
 @dataclass

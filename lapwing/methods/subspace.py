@@ -155,10 +155,7 @@ def stored_on_basis(
 ) -> tuple[int, torch.dtype]:
     """Returns the bytes of a covariance on a basis of this class with these settings, and the dtype of directions."""
     dtype = record_dtype(shape.tangent, residual)
-    settings = {"rank": extra["rank"], "basis": {"class": kind, "extra": extra}}
-    if residual is None:
-        return shape.stored(LowRank, settings, dtype), dtype
-    return shape.stored(LowRankWithResidual, {**settings, "rows": False}, dtype), dtype
+    return shape.stored(LowRank, {"basis": {"class": kind, "extra": extra}}, dtype), dtype
 
 
 def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual) -> Footprint:
@@ -175,8 +172,7 @@ def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual
     passes += 2 * count / shape.samples * count / tangent.chunk_length(1, dtype)  # again for each pair of chunks
     if rank * size * dtype.itemsize > tangent.memory:  # and for each chunk of data
         passes += 2 * count / min(shape.batch, tangent.chunk_length(shape.columns, dtype))
-        extra = {"rank": rank, "scales": {block.name: 1.0 for block in tangent.blocks}, "rows": count, "nests": []}
-        kept, _ = stored_on_basis(shape, "ImplicitBasis", extra, residual)
+        kept, _ = stored_on_basis(shape, "ImplicitBasis", {"rank": rank, "rows": count, "nests": []}, residual)
         kept += min(count, shape.samples) * shape.sample_bytes
     gram = DECOMPOSITION_BYTES * count**2 + min(tangent.memory, 2 * count * tangent.bytes_per_sample(1, dtype))
     return Footprint(kept, kept + max(gram, chunk), passes, rank, (_need(count),))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,11 +19,11 @@ from ..covariance import (
 from ..covariance.base import join_blocks
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
-from .full import AllRows, DenseCurvature, DenseSum
+from .full import AllRows, DenseCurvature
 from .kfac import Factors, _FactorPass
-from .passes import Batch, CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
+from .passes import CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
 from .problem import MemoryNeed, Problem
-from .state import S
+from .state import State, TensorSum
 from .subspace import ProjectedCurvature, ProjectionPass
 
 if TYPE_CHECKING:
@@ -41,41 +40,24 @@ class Update(Method):
     def passes(self, problem: Problem) -> Passes:
         covariance: Any = self.covariance
         way = covariance.continued_by if self.made_by.accepts_further_data else None
+        step: CurvaturePass[Any]
+        former: State  # sums of the former data
         if way == "blocks":
             reduce = self.made_by.options.get("weight_sharing") == "reduce"
             problem = problem.with_drawn_root() if self.made_by.options.get("fisher") == "sampled" else problem
-            step: CurvaturePass[Any] = _with_factors(covariance, problem, reduce)
+            former, kinds = _former_factors(covariance)
+            step = _FactorPass(problem, kinds, reduce)
         elif way == "matrix":
-            step = Onward(DenseCurvature(problem), DenseSum(covariance.curvature))
-        elif way == "rows":
-            step = _MoreRows(problem, (yield SamplesSeen()).count, *covariance.rows)
+            step, former = DenseCurvature(problem), TensorSum(covariance.curvature)
         elif way == "basis":
-            inner = ProjectionPass(problem, covariance.basis, "prior" if covariance.full_rank else None)
-            step = Onward(inner, ProjectedCurvature(covariance.curvature, covariance.traces))
-            summed: Any = yield from run_curvature_pass(step)
-            return summed.with_rank(covariance.rank)
+            step = ProjectionPass(problem, covariance.basis, "prior" if covariance.full_rank else None)
+            former = ProjectedCurvature(covariance.curvature, covariance.traces)
+        elif way == "rows":
+            return (yield from run_curvature_pass(_MoreRows(problem, (yield SamplesSeen()).count, *covariance.rows)))
         else:
             raise _refusal(self.made_by.name)
-        return (yield from run_curvature_pass(step))
-
-
-class Onward(CurvaturePass[S], Generic[S]):
-    """Another pass, plus the sums of earlier data."""
-
-    def __init__(self, inner: CurvaturePass[S], before: S) -> None:
-        self._inner, self._before, self.label = inner, before, inner.label
-
-    def basis_tensors(self) -> Iterable[torch.Tensor]:
-        return self._inner.basis_tensors()
-
-    def init(self) -> S:
-        return self._inner.init()
-
-    def update(self, state: S, batch: Batch) -> None:
-        self._inner.update(state, batch)
-
-    def finish(self, state: S) -> Covariance:
-        return self._inner.finish(state.added(self._before))
+        whole: Any = step.finish((yield step).added(former))
+        return whole.with_rank(covariance.rank) if way == "basis" else whole
 
 
 class _MoreRows(AllRows):
@@ -89,39 +71,39 @@ class _MoreRows(AllRows):
         super().__init__(problem, count)
         self._former, self._former_curvature = rows, curvature
 
-    def finish(self, state: DenseSum) -> LowRankWithResidual:
+    def finish(self, state: TensorSum) -> LowRankWithResidual:
         values, vectors = symmetric_eigen(self._former_curvature)
         former = (vectors * values.sqrt()).T @ join_blocks(self._problem.tangent.blocks, self._former.vectors).double()
-        return super().finish(DenseSum(torch.cat([former, state.matrix])))
+        return super().finish(TensorSum(torch.cat([former, state.total])))
 
 
-def _with_factors(covariance: Blockwise, problem: Problem, reduce: bool) -> Onward[Factors]:
-    """Returns KFAC's pass plus the sums of earlier data, which it computes from the structures."""
-    before, kinds = Factors(), dict[str, str]()
+def _former_factors(covariance: Blockwise) -> tuple[Factors, dict[str, str]]:
+    """Returns the sums of KFAC's pass over the former data, computed from the structures, and the kind of each."""
+    former, kinds = Factors(), dict[str, str]()
     structure: Any
     for name, structure in covariance.structures.items():
         if structure.kind == KroneckerBlock.kind:
             factors, kinds[name] = structure.factors, structure.kind
             alpha, gamma, outputs = factors.input_eigenvalues, factors.output_eigenvalues, doubled(factors.outputs)
             like = structure.eigenvalues
-            before.Gamma[name] = ((outputs * gamma[:, None]) @ outputs.mT).to(like)
+            former.Gamma[name] = ((outputs * gamma[:, None]) @ outputs.mT).to(like)
             if factors.inputs is None:
-                before.A[name] = alpha.to(like)
+                former.A[name] = alpha.to(like)
             else:
                 inputs = doubled(factors.inputs)
-                before.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(like)
-            before.count[name] = factors.count
+                former.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(like)
+            former.count[name] = factors.count
             if factors.count.is_floating_point():  # Σ w; the rank of A is a lower bound of the number of positions
-                before.count[name] = (alpha > 0).sum(-1).amax(keepdim=True).to(torch.int64)
-                before.excess[name] = factors.count - before.count[name]
+                former.count[name] = (alpha > 0).sum(-1).amax(keepdim=True).to(torch.int64)
+                former.excess[name] = factors.count - former.count[name]
         elif structure.kind == DiagonalBlock.kind:
-            before.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
+            former.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
         elif structure.kind == DenseBlock.kind:
             basis = doubled(structure.basis)
-            before.dense[name], kinds[name] = (basis * doubled(structure.eigenvalues)) @ basis.T, "dense"
+            former.dense[name], kinds[name] = (basis * doubled(structure.eigenvalues)) @ basis.T, "dense"
         else:
             raise _refusal(type(structure).__name__)
-    return Onward(_FactorPass(problem, kinds, reduce), before)
+    return former, kinds
 
 
 def _refusal(name: str) -> LapwingError:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..covariance import COVARIANCES
 from ..data.batches import Forward
 from ..errors import LapwingError, is_out_of_memory, shown
-from ..files import read_safetensors, reason
+from ..files import read_safetensors, reason, under
 from ..likelihoods import Likelihood, P, resolve
 from ..likelihoods.registry import REGISTERED
 from ..linalg import double_device, placed
@@ -99,10 +99,6 @@ def _rebuilt(
     memory: int | None,
 ) -> Posterior:
     """Returns the posterior from the tensors and the header of a file."""
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
     if header["forward"] != (forward is not None):
         raise LapwingError(
             f"The fit of {path} was made {'with' if forward is None else 'without'} forward=, and the network must be "
@@ -115,23 +111,23 @@ def _rebuilt(
             "defines it before lw.load, or install a newer version of lapwing-torch."
         )
     tangent = from_json(header["tangent"], model, forward, memory)
-    check_same(path, tangent, part("weights/"), header["dtypes"])
+    check_same(path, tangent, under("weights", tensors), header["dtypes"])
     check_contents(tangent, tensors, header)
     device = tangent.device
     covariance = COVARIANCES[kind].from_tensors(
-        tangent, {k: placed(v, device) for k, v in part("covariance/").items()}, header["covariance"]["extra"]
+        tangent, {k: placed(v, device) for k, v in under("covariance", tensors).items()}, header["covariance"]["extra"]
     )
     given = header["given"]
-    means = part("prior_mean/")
+    means = under("prior_mean", tensors)
     mean = {block.name: means[block.name].to(device) for block in tangent.blocks}
     none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=double_device(device))
     prior = Prior(none if covariance.precision is None else covariance.precision, mean, given["prior_precision"])
-    statistics = {name: placed(value, device) for name, value in part("statistics/").items()}
+    statistics = {name: placed(value, device) for name, value in under("statistics", tensors).items()}
     likelihood = _likelihood(path, header["likelihood"], likelihood)
     return Posterior(
         tangent.of_logits(likelihood.activation), covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], MethodInfo.from_json(header["method"]),
-        given["noise_variance"], Stamp.of(tangent.state()), part("history/"),
+        given["noise_variance"], Stamp.of(tangent.state()), under("history", tensors),
         tuple(map(tuple, header.get("columns", ()))), Aim.from_json(header.get("aim")),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..covariance import COVARIANCES
 from ..errors import LapwingError
-from ..files import write_safetensors
+from ..files import prefixed, write_safetensors
 from ..likelihoods.registry import REGISTERED, options_of
 from ..linalg import is_finite
 from ..network.stamp import fingerprint
@@ -35,11 +35,9 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     options = options_of(likelihood)
     if REGISTERED.get(likelihood.name) is not type(likelihood):  # `load` gets an instance of another class
         options = {name: value for name, value in options.items() if name == "logit_map"}
-    tensors = {f"covariance/{name}": tensor for name, tensor in posterior.covariance.tensors().items()}
-    tensors |= {f"prior_mean/{name}": tensor for name, tensor in posterior.prior.mean.items()}
-    tensors |= {f"statistics/{name}": tensor for name, tensor in posterior.statistics.items()}
-    tensors |= {f"history/{name}": tensor for name, tensor in posterior.history.items()}
-    tensors |= {f"weights/{name}": fingerprint(value) for name, value in state.items()}
+    tensors = prefixed("covariance", posterior.covariance.tensors()) | prefixed("prior_mean", posterior.prior.mean)
+    tensors |= prefixed("statistics", posterior.statistics) | prefixed("history", posterior.history)
+    tensors |= prefixed("weights", {name: fingerprint(value) for name, value in state.items()})
     header = {
         "tangent": to_json(tangent),
         "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},

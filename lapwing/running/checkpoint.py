@@ -16,10 +16,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .. import ranks
 from ..data.data import Data

@@ -144,17 +144,14 @@ class ConvUse(Use):
         """Unfolds the input one strip of positions at a time, because patches at all positions may not fit."""
         assert g is not None  # outputs are not feature maps
         layout, space = self.matrix(), self.inputs.ndim - 2
-        kernel = tuple(self.parameters["weight"].shape[2:])
         x = axis.front(self.images(), samples)  # (B, [k,] channels, *space)
         x = x if x.ndim > space + 2 else x.unsqueeze(1)
         g = axis.front(g.unflatten(2, (self.groups, layout.outputs)), samples, 1)  # (R, B, [k,] G, O, *space)
         gradients = g if g.ndim > space + 4 else g.unsqueeze(2)
 
         def part(box: Box) -> Strip:
-            images = x[:, box[0]].flatten(0, 1)
-            images, padding = window(images, box[1:], kernel, self.stride, self.padding, self.dilation)
-            patches = self.ordered(unfold(images, kernel, self.stride, padding, self.dilation))
-            a = patches.reshape(samples, -1, self.groups, layout.inputs)
+            strip = self._within(x[:, box[0]].flatten(0, 1), box[1:])
+            a = strip.patches().reshape(samples, -1, self.groups, layout.inputs)
             there = at(gradients[:, :, box[0]], box[1:], 5).flatten(5)  # (R, B, k, G, O, L)
             there = there.movedim(-1, 3).reshape(len(there), samples, -1, self.groups, layout.outputs)
             return a, there.transpose(0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, reflect_
+from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, reflect_
 from .use import BatchAxis, Use, Watched, by_name, register_reader
 
 
@@ -51,7 +51,7 @@ class OneHot(MatrixJacobian):
         picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
         return (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)
 
-    def weighted(self, candidates: Iterable[DiagonalWeights], reads: Reads) -> Sequence[Tensor] | Tensor:
+    def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
         """Uses Gram matrices, squared row norms, or squared Frobenius norms of `_factor`."""
         found = []
         for factor in map(self._factor, candidates):

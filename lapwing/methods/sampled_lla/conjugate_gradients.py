@@ -75,8 +75,7 @@ class ConjugateGradients(Options):
         """Yields passes; returns the solution. Overwrites the tensors of the initial Z and of its `products` G Z."""
         solution, ended, began, before = start, None, 0, 0.0
         while True:
-            residual, norms = _residual(system, solution, products)
-            relative, bound = inner(residual, residual).sqrt() / norms, _bound(system, residual)
+            residual, relative, bound = _residual(system, solution, products)
             _check_finite(relative)
             worst = float(relative.max())
             if ended is not None:
@@ -141,23 +140,21 @@ class _Ended(NamedTuple):
     """The end of a recurrence."""
 
     moved: Tensor  # length `√(stepᵀ A step)` of the latest step of each draw (S,); infinite without a step
-    bound: Tensor  # `_bound` of the residual of the recurrence (S,)
+    bound: Tensor  # `√(rᵀ Δ⁻¹ r)` of the residual r of the recurrence (S,)
     taken: int  # number of iterations since the start of the solve
 
 
-def _residual(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor]:
-    """Returns `b - A Z` and `‖b‖` (S,), or 1 if b is 0."""
+def _residual(system: LinearSystem, solution: Vectors, products: Vectors) -> tuple[Vectors, Tensor, Tensor]:
+    """Returns `r = b - A Z`, `‖r‖/‖b‖` (S,), or `‖r‖` if b is 0, and `√(rᵀ Δ⁻¹ r)` (S,).
+
+    The latter is an upper bound of the length `√(eᵀ A e)` of the errors `e = A⁻¹ r`.
+    """
     residual = system.right_hand_sides()
     norms, prior = inner(residual, residual).sqrt(), system.prior()
     for name, b in residual.items():
         b.add_(products[name], alpha=-system.scale).addcmul_(solution[name], prior[name], value=-1)
-    return residual, torch.where(norms > 0, norms, 1.0)
-
-
-def _bound(system: LinearSystem, residual: Vectors) -> Tensor:
-    """Returns `√(rᵀ Δ⁻¹ r)` (S,), an upper bound of the length `√(eᵀ A e)` of the errors `e = A⁻¹ r`."""
-    prior = system.prior()
-    return inner(residual, {name: r / prior[name] for name, r in residual.items()}).sqrt()
+    relative = inner(residual, residual).sqrt() / torch.where(norms > 0, norms, 1.0)
+    return residual, relative, inner(residual, {name: r / prior[name] for name, r in residual.items()}).sqrt()
 
 
 def _lengths(mixing: Tensor, matrix: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ mode. Otherwise G approximates the Hessian, and a line search keeps the log join
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ...linalg import doubled
 from ...tangent import Record, Vectors
 from ..passes import Batch, Step, SumPass
 from ..problem import Problem
-from ..state import BlockSums, State
+from ..state import BlockSums, TensorSum
 from .system import LinearSystem, inner_by_block
 
 LENGTHS = tuple(0.5**i for i in range(9))  # fractions of a Newton step that the line search compares
@@ -51,10 +50,10 @@ class LinearisedMode:
         state = yield _Along(self._problem, likelihood, self.offset, step)
         factor, prior, apart = system.scale * (likelihood.noise_variance or 1.0), system.prior(), self._apart()
         # log joint at m + t step: k Σ log p(y|f + J(m + t step)) - t stepᵀΔ(θ - μ0) - t²/2 stepᵀΔ step, t (10,)
-        length = torch.tensor((0.0, *LENGTHS), dtype=torch.float64, device=state.log_likelihood.device)
+        length = torch.tensor((0.0, *LENGTHS), dtype=torch.float64, device=state.total.device)
         weighted = {name: prior[name] * value for name, value in step.items()}
         slope, curve = inner_by_block(apart, weighted).sum(), inner_by_block(step, weighted).sum()
-        joint = factor * state.log_likelihood - length * slope - length.square() * curve / 2
+        joint = factor * state.total - length * slope - length.square() * curve / 2
         best = float(length[joint.nan_to_num(-torch.inf).argmax()])
         for name, value in self.offset.items():
             value.add_(step[name], alpha=best)
@@ -87,14 +86,7 @@ class _Score(SumPass[BlockSums]):
                 total += record[name].vjp(score)
 
 
-@dataclass
-class AlongState(State):
-    """`Σ_n log p(y_n | f_n + J_n (m + t step))` for each t."""
-
-    log_likelihood: Tensor
-
-
-class _Along(SumPass[AlongState]):
+class _Along(SumPass[TensorSum]):
     """Sums `Σ_n log p(y_n | f_n + J_n (m + t step))` for t = 0 and each of `LENGTHS`."""
 
     label = "search along a step of the linearised model"
@@ -103,16 +95,16 @@ class _Along(SumPass[AlongState]):
         self._problem, self._likelihood = problem, likelihood
         self._both = {name: torch.cat([value, step[name].to(value)]) for name, value in offset.items()}
 
-    def init(self) -> AlongState:
-        return AlongState(self._problem.zeros(1 + len(LENGTHS), dtype=torch.float64))
+    def init(self) -> TensorSum:
+        return TensorSum(self._problem.zeros(1 + len(LENGTHS), dtype=torch.float64))
 
-    def update(self, state: AlongState, batch: Batch) -> None:
+    def update(self, state: TensorSum, batch: Batch) -> None:
         for part, record in _records(batch):
             moved = record.jvp(self._both)  # (B, C, 2)
             for i, length in enumerate((0.0, *LENGTHS)):
                 outputs = record.outputs + moved[..., 0] + length * moved[..., 1]
                 log_prob = _of_rows(batch, part, record, outputs, self._likelihood.log_prob)
-                state.log_likelihood[i] += doubled(log_prob).sum()
+                state.total[i] += doubled(log_prob).sum()
 
 
 def _records(batch: Batch) -> Iterator[tuple[slice, Record]]:

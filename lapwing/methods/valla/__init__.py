@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from ...covariance import Basis, LowRankWithResidual
+from ...covariance import Basis
 from ...data import batches
 from ...likelihoods import Likelihood
 from ...options import Options, at_least, instance_of, option, positive
@@ -21,7 +21,7 @@ from ..footprint import FitShape, Footprint
 from ..passes import Batch, IteratePass, Method, Passes, SamplesSeen
 from ..problem import Problem
 from ..state import State
-from ..subspace import ProjectedCurvature, footprint_on_rows, on_basis, span_of_anchors
+from ..subspace import ProjectedCurvature, ProjectionPass, footprint_on_rows, on_basis, span_of_anchors
 from .points import POOL, InducingPoints, Initial, anchors_of, inducing_points
 
 
@@ -72,9 +72,9 @@ class NaturalGradient(VallaFit):
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
         basis = span_of_anchors(problem, anchors, len(anchors), "prior")
-        steps = _NaturalSteps(problem, basis, self)
-        state = yield steps
-        return steps.finish(state, (yield SamplesSeen()).summary.samples)
+        state = yield _NaturalSteps(problem, basis, self)
+        samples = (yield SamplesSeen()).summary.samples  # the posterior scales the curvature of n samples to N
+        return ProjectionPass(problem, basis, "prior").finish(state.mean.mapped(lambda mean: samples * mean))
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,3 @@ class _NaturalSteps(IteratePass[NaturalState]):
         more = ProjectedCurvature.zeros(problem, self._basis.rank)
         more.add(problem, self._basis, batch, rate / count)
         state.mean = state.mean.mapped(lambda mean: (1 - rate) * mean).added(more)
-
-    def finish(self, state: NaturalState, samples: int) -> LowRankWithResidual:
-        """Returns the covariance of the curvature per sample, times n; the posterior scales it to N."""
-        problem = self._problem
-        return LowRankWithResidual(
-            problem.tangent.blocks, self._basis, samples * state.mean.H, samples * state.mean.traces,
-            problem.precision, problem.scale.of_curvature,
-        )  # fmt: skip

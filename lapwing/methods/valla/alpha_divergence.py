@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +20,7 @@ from ...options import at_least, instance_of, number, option, positive
 from ...tangent import Anchors
 from ..passes import Batch, FitResult, Passes, SamplesSeen, with_size
 from ..problem import MemoryNeed, Problem, Seen
-from ..state import Descent
+from ..state import Descent, Values
 from ..subspace import span_of_anchors
 from . import VallaFit
 from .inducing import Kernel
@@ -137,9 +136,7 @@ class AlphaSteps(MovingSteps):
         if state.taken % self._fit.every == 0 or state.taken == self.steps:
             self._evaluate(state)
 
-    def objective(
-        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
-    ) -> Tensor:
+    def objective(self, state: Descent, values: Values, batch: Batch, generator: torch.Generator) -> Tensor:
         problem = self.problem
         # 1. K_Z, K_xZ, K_x with the prior, and F Fᵀ = I + LᵀK_Z L
         rows, factor = self._rows(state, values, batch, generator)
@@ -156,7 +153,7 @@ class AlphaSteps(MovingSteps):
         return divergence(factor) - fit
 
     def _rows(
-        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
+        self, state: Descent, values: Values, batch: Batch, generator: torch.Generator
     ) -> tuple[ObjectiveRows, Tensor]:
         """Returns the blocks of the NTK with the prior, and the Cholesky factor of `I + LᵀK_Z L`."""
         rows, delta = self.rows(self.anchors_at(values), batch, generator), self.precision_at(values)

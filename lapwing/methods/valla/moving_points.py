@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, cast
@@ -20,7 +20,7 @@ from ...options import at_least, instance_of, option, positive
 from ...tangent import Anchors
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Passes, Step, with_size
 from ..problem import FisherRoot, Problem
-from ..state import Descent
+from ..state import Descent, Values
 from . import ClosedForm, NaturalGradient, VallaFit
 from .inducing import kernel
 from .objective_rows import ObjectiveRows, rows_at_positions
@@ -87,8 +87,10 @@ class MovingSteps(IteratePass[Descent]):
         self.problem, self.anchors, self.steps, self.rate = problem, anchors, steps, rate
         self._noise = noise_variance
         self._leaves = [nesting.flatten(group)[0] for group in anchors.inputs] if movable(anchors) else []
-        dtype = problem.tangent.dtype
-        self._widths = [[_std_of_inputs(leaf.to(dtype)) for leaf in leaves] for leaves in self._leaves]
+        points = [[leaf.to(problem.tangent.dtype) for leaf in leaves] for leaves in self._leaves]
+        self._widths = [  # the standard deviation of each coordinate over samples, or 1 for a single sample
+            [x.std(0, correction=0) if len(x) > 1 else torch.ones_like(x[0]) for x in group] for group in points
+        ]
         ratios = problem.precision / problem.precision[0]
         self.weights = {b.name: 1 / r for b, r in zip(problem.tangent.blocks, ratios.tolist(), strict=True)}
         distances = [doubled(m - problem.prior.mean[n]).square().sum() for n, m in problem.tangent.mean().items()]
@@ -110,9 +112,7 @@ class MovingSteps(IteratePass[Descent]):
         return Descent(values)
 
     @abstractmethod
-    def objective(
-        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
-    ) -> Tensor:
+    def objective(self, state: Descent, values: Values, batch: Batch, generator: torch.Generator) -> Tensor:
         """Returns the objective to minimise at the open values; may add to the state."""
 
     def rate_at(self, taken: int) -> float:
@@ -150,7 +150,7 @@ class MovingSteps(IteratePass[Descent]):
         kind, *place = name.split("/")
         return self._widths[int(place[0])][int(place[1])] if kind == "input" else 1.0
 
-    def anchors_at(self, values: Mapping[str, Tensor]) -> Anchors:
+    def anchors_at(self, values: Values) -> Anchors:
         """Returns the anchors at inducing inputs, in the dtype of the network's inputs."""
         groups = list(self.anchors.inputs)
         for i, leaves in enumerate(self._leaves):
@@ -158,11 +158,11 @@ class MovingSteps(IteratePass[Descent]):
             groups[i] = nesting.unflatten(moved, self.anchors.nests()[i])
         return replace(self.anchors, inputs=tuple(groups))
 
-    def precision_at(self, values: Mapping[str, Tensor]) -> Tensor:
+    def precision_at(self, values: Values) -> Tensor:
         """Returns δ of the first block, a scalar; the ratios to the other blocks are fixed."""
         return values["log_precision"].exp() if "log_precision" in values else self.problem.precision[0]
 
-    def noise_at(self, values: Mapping[str, Tensor]) -> Tensor | None:
+    def noise_at(self, values: Values) -> Tensor | None:
         """Returns σ² if it is open, else None; at least 1e-150, so that its square is above 0 in float64."""
         return values["log_noise"].clamp_min(-345.0).exp() if "log_noise" in values else None
 
@@ -194,9 +194,7 @@ class BoundSteps(MovingSteps):
 
     label, method = "variational bound", "VariationalBound"
 
-    def objective(
-        self, state: Descent, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator
-    ) -> Tensor:
+    def objective(self, state: Descent, values: Values, batch: Batch, generator: torch.Generator) -> Tensor:
         likelihood = self.problem.likelihood
         rows = self._root_rows(values, batch, generator)
         blocks, targets = rows.blocks, rows.targets
@@ -233,7 +231,7 @@ class BoundSteps(MovingSteps):
         fit = (scale.of_likelihood * logs - scale.of_curvature * spread / precision / 2) / count
         return divergence(factor) + precision * self.distance / 2 - fit
 
-    def _root_rows(self, values: Mapping[str, Tensor], batch: Batch, generator: torch.Generator) -> ObjectiveRows:
+    def _root_rows(self, values: Values, batch: Batch, generator: torch.Generator) -> ObjectiveRows:
         """Returns the blocks of the NTK at the columns of the Fisher root of a batch."""
         root = self.problem.root
         rows = self.rows(self.anchors_at(values), batch, generator, WeightedRoot(root, batch))
@@ -275,8 +273,3 @@ def divergence(factor: Tensor) -> Tensor:
     eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
     return factor.diagonal().log().sum() + (inverse.square().sum() - len(factor)) / 2
-
-
-def _std_of_inputs(leaf: Tensor) -> Tensor:
-    """Returns the standard deviation of each coordinate over samples, or 1 for a single sample."""
-    return leaf.std(0, correction=0) if len(leaf) > 1 else torch.ones_like(leaf[0])
