@@ -165,13 +165,8 @@ class Run(nn.Module):
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        self.program, self.observe, self.kinds, self.dtype, self.called = (
-            program,
-            observe,
-            kinds,
-            tangent.dtype,
-            tangent.called,
-        )
+        self.program, self.observe, self.kinds = program, observe, kinds
+        self.dtype, self.called = tangent.dtype, tangent.called
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
         self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
         self.complete = head is not None or values[program.graph.output].covariance is not None
@@ -272,8 +267,7 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
             if spec.kind == InputKind.USER_INPUT:
                 new[node] = graph.placeholder(node.name)
             else:
-                value = {**exported.state_dict, **exported.constants}[spec.target or ""]
-                constants[node] = value
+                constants[node] = {**exported.state_dict, **exported.constants}[spec.target or ""]
         elif node.op == "output":
             places = [s.kind for s in signature.output_specs]
             outs = [out for out, kind in zip(node.args[0], places, strict=True) if kind == OutputKind.USER_OUTPUT]
@@ -292,12 +286,7 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
                     new[source] = keep(value, name) if isinstance(value, Tensor) else value
             new[node] = graph.node_copy(node, lambda n: new[n])
     graph.eliminate_dead_code()
-    root = nn.Module()
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
-    for name, value in attributes.items():
-        if name in used:
-            root.register_buffer(name, value)
-    return fx.GraphModule(root, graph)
+    return fx.GraphModule(attributes, graph)  # tensors that the graph reads become buffers
 
 
 _CHECKS = frozenset(

@@ -21,10 +21,9 @@ from ..network.gate import Checked
 from ..network.tracing import wants_gradient
 from ..options import INT64_LIMIT, SEED, at_least, option
 from ..tangent import Record, Tangent
-from .linearized_positions import at_positions
 from .uncertain import carried, separate
 from .way import Way
-from .weight_draws import latent_of_draws
+from .weight_draws import latent_of_draws, refused_joint
 
 log = logging.getLogger("lapwing")
 
@@ -108,7 +107,9 @@ class Linearized(Way):
                     "The outputs have positions, and uncertain inputs are not supported for them. Pass "
                     "via=lw.MonteCarlo(draws=50), which draws the inputs too."
                 )
-            return at_positions(tangent, covariance, tangent.check(values), joint)
+            if joint:
+                raise refused_joint()
+            return _at_positions(tangent, covariance, tangent.check(values))
         selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)
         if selection is not None and selection.listed is None and joint:
             raise LapwingError(
@@ -176,7 +177,7 @@ class DefaultWay(Way):
             if latent is not None:
                 _log_draws(outputs, not tangent.positions.several)
                 return latent
-        return Linearized().latent(tangent, covariance, inputs, joint)
+        return EXACT.latent(tangent, covariance, inputs, joint)
 
     def passes(self, tangent: Tangent) -> int:
         """Estimates the forward passes of a prediction: one per backward pass of an output, and one to contract it.
@@ -189,6 +190,9 @@ class DefaultWay(Way):
         if tangent.width > MANY_OUTPUTS:
             return 1 + PASSES_PER_DRAW * DEFAULT_DRAWS
         return max(2, round(1 + 2 * tangent.width * tangent.plan.share))
+
+
+EXACT, DEFAULT_WAY = Linearized(), DefaultWay()
 
 
 @cache
@@ -247,16 +251,35 @@ def _of_weights(
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
 
-    def part(record: Record) -> Latent:
-        terms = tuple(term.to(record.outputs) for term in covariance.output_covariance(record))
-        if selection is None:
-            return Latent(record.outputs, terms)
-        return _selected(record.outputs, terms, selection, late)
-
     scratch = rows * covariance.scratch_per_row
     records = tangent.records(checked, cotangents, dtype=dtype, scratch_per_sample=scratch)
-    parts = (part(record) for _, record in records)
+    parts = (_latent(covariance, record) for _, record in records)
+    if selection is not None:
+        parts = (_selected(part.mean, part.terms, selection, late) for part in parts)
     return Latent.gather(parts, checked.samples)
+
+
+def _at_positions(tangent: Tangent, covariance: Covariance, checked: Checked) -> LatentAtPositions:
+    """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
+
+    It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
+    """
+    parts: list[tuple[slice, Latent]] = []
+    sizes: tuple[int, ...] = ()
+    scratch = tangent.outputs * covariance.scratch_per_row
+    for rows, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
+        parts.append((rows, _latent(covariance, record)))
+        sizes = record.sizes
+    latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
+    if any(rows.step is not None for rows, _ in parts):
+        order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
+        latent = latent.taken(order.argsort().to(latent.mean.device))
+    return LatentAtPositions(latent, tangent.positions.places(checked.samples, sizes))
+
+
+def _latent(covariance: Covariance, record: Record) -> Latent:
+    """Returns the latent of one record, in its dtype."""
+    return Latent(record.outputs, tuple(term.to(record.outputs) for term in covariance.output_covariance(record)))
 
 
 def _joint(

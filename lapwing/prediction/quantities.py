@@ -107,7 +107,7 @@ def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Check
     inputs = as_inputs(ordered(x, columns), tangent.model)
     if batches.is_loader(inputs):
         raise LapwingError(f"One batch of inputs is needed here, not {shown(x)}. {instead}")
-    _, values, spreads = prepared(batches.inputs_of(inputs) if isinstance(inputs, Mapping) else inputs, tangent.device)
+    _, values, spreads = prepared(inputs, tangent.device)
     if spreads:
         raise LapwingError("lw.Uncertain inputs are not supported here. Pass their values.")
     return tangent.check(values)

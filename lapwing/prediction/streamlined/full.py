@@ -217,7 +217,7 @@ def _directions(
     directions = {placeholder: parts[parameter] for placeholder, parameter in names.items()}
     if not is_a(call.step.node, Kind.EMBEDDING):
         return directions
-    padding = named(call.step.node, call.step.node.args, call.step.node.kwargs)["padding_idx"]
+    padding = named(call.step.node)["padding_idx"]
     if isinstance(padding, int) and padding >= 0:
         for name in directions:
             directions[name] = directions[name].clone()
@@ -239,7 +239,7 @@ def _treated_layer(site: Site | None) -> tuple[Treated, str] | None:
     treated = site.weights
     if treated is None or treated.block.matrix_shape[0] > 1:  # groups use the derivative
         return None
-    arguments = named(site.node, site.node.args, site.node.kwargs)
+    arguments = named(site.node)
     source = arguments.get("input", arguments.get("mat1", arguments.get("self")))
     assert isinstance(source, fx.Node)
     return treated, source.name
@@ -275,7 +275,7 @@ def _added(
 
 def _patches(site: Site, x: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns the patches (B, T, I) of an input (B, channels, *space), and their covariances (B, T, I, T, I)."""
-    arguments = named(site.node, site.node.args, site.node.kwargs)
+    arguments = named(site.node)
     arguments["weight"] = arguments["weight"].meta["val"]
     cut = partial(patches_of, site, arguments)
     mean = cut(x)

@@ -99,7 +99,7 @@ class Fused:
                 continue
             arguments = arguments_of(node, values, dtype)
             total: dict[str, Slope] = {}
-            for name, argument in named(node, node.args, node.kwargs).items():
+            for name, argument in named(node).items():
                 if not isinstance(argument, fx.Node) or argument.name not in slopes:
                     continue
                 slope = _partial(node, arguments, values[node.name], name)

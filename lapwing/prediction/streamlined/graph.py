@@ -199,6 +199,9 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
             tensors[name] = program.constants[spec.target or ""]
     _pick_first(program.graph)
     nodes = list(program.graph.nodes)
+    for node in nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # moments and labels may have other strides than in the network
     kinds = [spec.kind for spec in program.graph_signature.output_specs]  # inputs written in place are outputs too
     output: Any = nodes[-1].args[0][kinds.index(OutputKind.USER_OUTPUT)]
     kept, needed = [], {output}

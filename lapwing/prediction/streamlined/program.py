@@ -16,7 +16,7 @@ from ...covariance.terms import DenseTerm, EigenTerm, Term
 from ...data import batches
 from ...errors import LapwingError
 from ...network.stamp import fingerprint
-from ...tangent import Block, Tangent
+from ...tangent import Tangent
 from . import rules  # noqa: F401 (fills the table)
 from .axes import SampleAxes, read_axes, read_layouts
 from .forward_mode import linearised
@@ -105,21 +105,13 @@ def _treated(
     tangent: Tangent, covariance: Covariance, graph: Graph, dtype: torch.dtype, decompose: Any
 ) -> dict[str, tuple[Treated, str]]:
     """Returns placeholder -> treated parameter, matched by tensors because tied parameters have several names."""
-    diagonal = covariance.diagonal()
-    owners: dict[int, tuple[Block, str]] = {
-        id(tangent.parameters[name]): (block, name) for block in covariance.blocks for name in block.parameters
-    }
-    blocks: dict[str, Treated] = {}
-    treated = {}
-    for placeholder in graph.parameters:
-        owner = owners.get(id(graph.tensors[placeholder]))
-        if owner is not None:
-            block, name = owner
-            if block.name not in blocks:
-                marginals = block.split(diagonal[block.name].to(dtype))
-                blocks[block.name] = Treated(block, covariance.layer_block(block.name), marginals, decompose)
-            treated[placeholder] = blocks[block.name], name
-    return treated
+    diagonal, owners = covariance.diagonal(), dict[int, tuple[Treated, str]]()
+    for block in covariance.blocks:
+        marginals = block.split(diagonal[block.name].to(dtype))
+        treated = Treated(block, covariance.layer_block(block.name), marginals, decompose)
+        owners.update((id(tangent.parameters[name]), (treated, name)) for name in block.parameters)
+    ids = {placeholder: id(graph.tensors[placeholder]) for placeholder in graph.parameters}
+    return {placeholder: owners[key] for placeholder, key in ids.items() if key in owners}
 
 
 def _check_uses(network: str, graph: Graph, steps: Schedule, treated: Mapping[str, tuple[Treated, str]]) -> None:
@@ -170,9 +162,7 @@ class Program:
         steps = self.schedule.steps
         self.joint_steps = _joint_steps(self.schedule)
         self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize  # estimated for the largest step
-        last_reads: dict[str, int] = {}
-        for place, step in enumerate(steps):
-            last_reads.update(dict.fromkeys(step.sources, place))
+        last_reads = {name: place for place, step in enumerate(steps) for name in step.sources}
         self._frees: list[list[str]] = [[] for _ in steps]
         for name, place in last_reads.items():
             if name != self.graph.output and name not in self.graph.tensors:

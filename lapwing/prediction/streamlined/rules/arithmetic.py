@@ -44,14 +44,12 @@ def _combined(site: Site, function: Any, slope_of: Any, arguments: dict[str, Any
     return Moments(mean, total, sum_correlation(total, parts, positions))
 
 
-def _correlation_in(site: Site, x: Value) -> Tensor | float | None:
+def _correlation_in(site: Site, x: Moments) -> Tensor | float | None:
     """Returns ρ of an argument in a sum or product; 1 if it is constant over the positions of the result."""
-    layout = site.layout
-    if not isinstance(x, Moments) or layout is None:
+    if site.layout is None:
         return None
-    if is_constant(x.variance, len(site.node.meta["val"].shape), layout.positions):
-        return 1.0
-    return x.correlation
+    constant = is_constant(x.variance, len(site.node.meta["val"].shape), site.layout.positions)
+    return 1.0 if constant else x.correlation
 
 
 def product(x: Value, y: Value, bilinear: Bilinear) -> Moments:
@@ -169,7 +167,7 @@ def summed(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def _summed_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    arguments = named(node, node.args, node.kwargs)
+    arguments = named(node)
     label = next(iter(labels.values()), None)
     return None if label is None else label.amax(arguments.get("dim") or [], keepdim=arguments["keepdim"])
 
@@ -177,15 +175,14 @@ def _summed_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 def gated(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the moments of a gated linear unit, `x σ(y)` of two halves, with σ linearised."""
     source, dim = arguments["self"], arguments["dim"]
-    (x, y), (v, w) = (part.chunk(2, dim) for part in (source.mean, source.variance))
-    rho = (None, None) if source.correlation is None else source.full_correlation.chunk(2, dim)
-    gate = y.sigmoid()
-    sides = {"self": Moments(x, v, rho[0]), "other": Moments(gate, (gate * (1 - gate)).square() * w, rho[1])}
-    return _combined(site, aten.mul.Tensor, elementwise.multiplied, sides)
+    x, y = source.moved(lambda part: part.chunk(2, dim)[0]), source.moved(lambda part: part.chunk(2, dim)[1])
+    gate = y.mean.sigmoid()
+    y = Moments(gate, (gate * (1 - gate)).square() * y.variance, y.correlation)
+    return _combined(site, aten.mul.Tensor, elementwise.multiplied, {"self": x, "other": y})
 
 
 def _gated_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    dim = named(node, node.args, node.kwargs)["dim"]
+    dim = named(node)["dim"]
     label = next(iter(labels.values()), None)
     return None if label is None else label.narrow(dim, 0, label.shape[dim] // 2)
 

@@ -72,8 +72,6 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
         pooled.append(_pooled(treated, patches, spreads, shared, groups))
     if shift is not None:
         pooled.append(shift.expand(h.shape[0], -1))
-    if not pooled:
-        return Moments(h, total)
     rho = layer_correlation(total, total_of(pooled), layout, site.samples, 1)  # (B, O)
     return Moments(h, total, layout.expanded(rho, total, 1))
 
