@@ -77,6 +77,11 @@ def _inputs_of(batch: Any, tangent: Tangent) -> Any:
 @outside_modes
 def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
     """Returns the latent distribution of the outputs for one batch, which need not be finite."""
+    if joint and tangent.positions.several:
+        raise LapwingError(
+            "The outputs have positions, and a joint latent of all positions is not supported. Leave out joint=True: "
+            "the latent has a covariance for each position."
+        )
     inputs, values, spreads = prepared(inputs, tangent.device)
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))

@@ -23,7 +23,7 @@ from ..options import INT64_LIMIT, SEED, at_least, option
 from ..tangent import Record, Tangent
 from .uncertain import carried, separate
 from .way import Way
-from .weight_draws import latent_of_draws, refused_joint
+from .weight_draws import latent_of_draws
 
 log = logging.getLogger("lapwing")
 
@@ -107,8 +107,6 @@ class Linearized(Way):
                     "The outputs have positions, and uncertain inputs are not supported for them. Pass "
                     "via=lw.MonteCarlo(draws=50), which draws the inputs too."
                 )
-            if joint:
-                raise refused_joint()
             return _at_positions(tangent, covariance, tangent.check(values))
         selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)
         if selection is not None and selection.listed is None and joint:

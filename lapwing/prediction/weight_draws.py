@@ -13,7 +13,6 @@ from torch import Tensor
 from ..covariance import Covariance, LatentDraws, LinearDraws
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..data import batches
-from ..errors import LapwingError
 from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network.gate import Checked
@@ -48,21 +47,11 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDr
     places = tangent.places_of(inputs)
     if not places.sizes:
         return latent
-    if latent.joint:
-        raise refused_joint()
     tensors = {f.name: getattr(latent, f.name) for f in fields(latent)}
     for name, value in tensors.items():
         if isinstance(value, Tensor):
             tensors[name] = value.unflatten(-1, (places.count, -1)).flatten(-3, -2)
     return LatentAtPositions(replace(latent, **tensors), places)
-
-
-def refused_joint() -> LapwingError:
-    """Returns the error for a joint latent of outputs with positions."""
-    return LapwingError(
-        "The outputs have positions, and a joint latent of all positions is not supported. Leave out joint=True: the "
-        "latent has a covariance for each position."
-    )
 
 
 def _products(

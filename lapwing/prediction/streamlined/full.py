@@ -19,14 +19,13 @@ from torch.nn import functional as F
 from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, Term
 from ...data import batches
-from .axes import read_axes
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of
 from .operations import Kind, is_a, named
 from .program import Program
 from .rules.conv import patches_of
 from .schedule import Schedule, Step
-from .sites import Site, Treated, refusal
+from .sites import INPUTS, Site, Treated, refusal
 
 Covariances = Mapping[tuple[str, str], Tensor]
 """Two names -> the covariances (B, n_a, n_b) of their values; each pair is stored in one order."""
@@ -80,8 +79,9 @@ def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[Call, ...]:
 class FullProgram:
     """One pass through a network with means, and covariances (B, n_a, n_b) by pairs of names."""
 
-    def __init__(self, program: Program, covariance: Covariance, inputs: Any) -> None:
-        self._program, self._axes = program, read_axes(program.graph, inputs, program.network)
+    def __init__(self, program: Program, covariance: Covariance) -> None:
+        assert program.axes is not None
+        self._program, self._axes = program, program.axes
         self._correlated = program.way.residual != "independent"  # the two sides of a sum
         self._calls = calls_of(program.schedule, self._axes.dims)
         self._last_reads = {
@@ -146,7 +146,7 @@ class FullProgram:
         read = {n: program.cast(n, values[n]) for n in call.reads}
         layer = _treated_layer(program.sites.get(name))
         leaves = [n for n in call.leaves if n not in program.treated]
-        refuse = partial(refusal, program.network, node)
+        refuse = partial(refusal, program.graph.network, node)
 
         def carried(tangents: Mapping[str, Tensor]) -> Tensor:
             """Returns the tangents of y (B, n, K) for tangents (K, *shape) of some leaves."""
@@ -240,7 +240,7 @@ def _treated_layer(site: Site | None) -> tuple[Treated, str] | None:
     if treated is None or treated.block.matrix_shape[0] > 1:  # groups use the derivative
         return None
     arguments = named(site.node)
-    source = arguments.get("input", arguments.get("mat1", arguments.get("self")))
+    source = arguments[next(name for name in INPUTS if name in arguments)]
     assert isinstance(source, fx.Node)
     return treated, source.name
 

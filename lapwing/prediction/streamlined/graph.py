@@ -37,6 +37,7 @@ class Graph:
     """The calls of one network, in order, for inputs of one structure.
 
     Attributes:
+        network: name of the class of the network, for messages.
         tensors: name of a placeholder -> the model's parameter or buffer, or a constant.
         parameters: name of a placeholder -> name of the parameter.
         leaves: placeholders of the leaves of the inputs; None for a leaf that is not a tensor.
@@ -44,6 +45,7 @@ class Graph:
         programs: covariance -> its programs for this graph, a cache of `Streamlined`.
     """
 
+    network: str
     nodes: tuple[fx.Node, ...]
     output: str
     tensors: dict[str, Tensor]
@@ -182,6 +184,7 @@ def quiet() -> Iterator[None]:
 
 
 def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
+    network = type(tangent.model).__name__
     parameters_by_name = dict(tangent.model.named_parameters(remove_duplicate=False))
     buffers = dict(tangent.model.named_buffers(remove_duplicate=False))
     tensors: dict[str, Tensor] = {}
@@ -209,7 +212,7 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         if node in needed and node.op != "placeholder":
             if node.op != "call_function":
                 raise LapwingError(
-                    f"The graph of {type(tangent.model).__name__} contains {node.target}, and streamlined prediction "
+                    f"The graph of {network} contains {node.target}, and streamlined prediction "
                     "supports only plain calls. Predict with via=lw.Linearized()."
                 )
             kept.append(node)
@@ -234,7 +237,7 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         known = isinstance(leaf, Tensor) and isinstance(value, Tensor)
         shapes.append(tuple(map(length_of, value.shape)) if known else ())  # type: ignore[union-attr]
     return Graph(
-        tuple(reversed(kept)), output.name, tensors, parameters, tuple(leaves), tuple(shapes), max_lengths,
+        network, tuple(reversed(kept)), output.name, tensors, parameters, tuple(leaves), tuple(shapes), max_lengths,
         _structure(inputs),
     )  # fmt: skip
 

@@ -20,6 +20,9 @@ from .operations import Kind, aten, is_a, named
 TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 """Convolutions whose weights are stored with their inputs first."""
 
+INPUTS, WEIGHTS = ("input", "mat1", "self"), ("weight", "mat2", "other")
+"""Names of the input and of the weights of a layer; the first that is an argument of the call counts."""
+
 
 @dataclass(frozen=True)
 class Treated:
@@ -97,7 +100,7 @@ class Site:
     @property
     def weights(self) -> Treated | None:
         """The treated weights of a layer, or None if this call does not read them in the layout that the block has."""
-        treated = self.treated("weight", "mat2", "other")
+        treated = self.treated(*WEIGHTS)
         matrix = None if treated is None else treated.block.matrix
         transposed = "weight" not in self.roles or self.node.target in TRANSPOSED
         fits = matrix is not None and not matrix.one_hot and matrix.transposed == transposed
@@ -126,7 +129,7 @@ def roles_of(node: fx.Node, treated: Mapping[str, Any]) -> dict[str, Any]:
 def weights_of(node: fx.Node) -> str | None:
     """Returns the name of the matrix weights among the arguments of a call, or None."""
     arguments = named(node)
-    weights = [arguments[name] for name in ("weight", "mat2", "other") if name in arguments]
+    weights = [arguments[name] for name in WEIGHTS if name in arguments]
     return weights[0].name if weights and isinstance(weights[0], fx.Node) else None
 
 

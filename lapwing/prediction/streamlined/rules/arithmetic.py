@@ -69,21 +69,20 @@ def contracted(site: Site, x: Value, y: Value, bilinear: Bilinear) -> Moments:
 
     If one side is certain and the other is summed only over positions, the map acts on `√(ρ v)` as on a mean.
     """
-    result = product(x, y, bilinear)
-    for place, (value, other) in enumerate(((x, y), (y, x))):
-        if not isinstance(value, Moments) or isinstance(other, Moments) or value.correlation is None:
-            continue
-        layout, dims = site.layouts.get(operands(site.node)[place].name), _summed_dims(site.node)
-        if layout is None or dims is None or not set(dims[place]) <= set(layout.positions):
-            continue
+    result, place = product(x, y, bilinear), int(not isinstance(x, Moments))
+    value, other = (y, x) if place else (x, y)
+    layout, dims = site.layouts.get(operands(site.node)[place].name), _summed_dims(site.node)
+    if isinstance(other, Moments) or value.correlation is None or layout is None or dims is None:
+        return result
+    if not set(dims[place]) <= set(layout.positions):
+        return result
 
-        def apply(x: Tensor, y: Tensor, place: int = place) -> Tensor:
-            return bilinear(x, y) if place == 0 else bilinear(y, x)
+    def apply(value: Tensor, other: Tensor) -> Tensor:
+        return bilinear(other, value) if place else bilinear(value, other)
 
-        common = apply(value.common, other).square()
-        variance = common + apply(value.individual, other.square())
-        return Moments(result.mean, variance, sum_correlation(variance, [(common, 1.0)]))
-    return result
+    common = apply(value.common, other).square()
+    variance = common + apply(value.individual, other.square())
+    return Moments(result.mean, variance, sum_correlation(variance, [(common, 1.0)]))
 
 
 def contracted_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:

@@ -31,7 +31,7 @@ def _of_output(function: Callable[[Tensor], Tensor]) -> Partial:
 
 def _backward(pull: Callable[..., Tensor], *options: str) -> Partial:
     """Returns the slope as a call's backward of ones."""
-    return lambda a, y, name: pull(torch.ones_like(y), a["self"], *(a[option] for option in options))
+    return lambda a, y, name: pull(torch.ones_like(y), a["self"], **{option: a[option] for option in options})
 
 
 def _inside(x: Tensor, low: Any, high: Any, ends: bool) -> Tensor:
@@ -172,10 +172,7 @@ _elementwise(_of_output(lambda y: 1 - y.square()), "tanh.default")
 _elementwise(_of_input(torch.cos), "sin.default")
 _elementwise(_of_input(lambda x: -torch.sin(x)), "cos.default")
 _elementwise(_of_input(lambda x: 2 / math.sqrt(math.pi) * (-x.square()).exp()), "erf.default")
-_elementwise(
-    lambda a, y, name: aten.gelu_backward.default(torch.ones_like(y), a["self"], approximate=a["approximate"]),
-    "gelu.default",
-)
+_elementwise(_backward(aten.gelu_backward.default, "approximate"), "gelu.default")
 _elementwise(_backward(aten.silu_backward.default), "silu.default")
 _elementwise(_backward(aten.mish_backward.default), "mish.default")
 _elementwise(_backward(aten.hardswish_backward.default), "hardswish.default")
