@@ -133,7 +133,6 @@ class Linearized(Way):
     def _of_draws(
         self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any, joint: bool
     ) -> LinearDraws | LatentAtPositions:
-        """Returns the Gaussian of draws."""
         if spreads:
             raise LapwingError(
                 f"{self} does not take lw.Uncertain inputs. Write via=lw.Linearized(), or via=lw.MonteCarlo(draws=50)."
@@ -238,19 +237,19 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
 
 
 def _of_weights(
-    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool, selection: Selection | None = None
+    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool, selection: Selection | None
 ) -> Latent | JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
-    dtype, checked = covariance.record_dtype, tangent.check(inputs)
+    checked = tangent.check(inputs)
     if joint:
-        return _joint(tangent, covariance, checked, dtype, selection)
+        return _joint(tangent, covariance, checked, selection)
     # a last layer computes all outputs at once in its eigenbasis
     late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
 
     scratch = rows * covariance.scratch_per_row
-    records = tangent.records(checked, cotangents, dtype=dtype, scratch_per_sample=scratch)
+    records = tangent.records(checked, cotangents, dtype=covariance.record_dtype, scratch_per_sample=scratch)
     parts = (_latent(covariance, record) for _, record in records)
     if selection is not None:
         parts = (_selected(part.mean, part.terms, selection, late) for part in parts)
@@ -280,11 +279,10 @@ def _latent(covariance: Covariance, record: Record) -> Latent:
     return Latent(record.outputs, tuple(term.to(record.outputs) for term in covariance.output_covariance(record)))
 
 
-def _joint(
-    tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: torch.dtype | None, selection: Selection | None
-) -> JointLatent:
+def _joint(tangent: Tangent, covariance: Covariance, inputs: Checked, selection: Selection | None) -> JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, computed for pairs of chunks that fit the memory budget."""
-    count, outputs = inputs.samples, tangent.outputs if selection is None else selection.columns
+    dtype, count = covariance.record_dtype, inputs.samples
+    outputs = tangent.outputs if selection is None else selection.columns
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # entries of a pair's covariances; a sum holds a few
     length = tangent.chunk_length(selection, dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row)
     length = max(1, min(length // 2, isqrt(block) // outputs))  # two records are in memory

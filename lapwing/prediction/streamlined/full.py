@@ -45,7 +45,6 @@ class Call:
     """Whether the value has covariances."""
 
     def __call__(self, values: dict[str, Any], dtype: torch.dtype) -> Any:
-        """Returns the step's value."""
         for step in self.inside:
             values[step.node.name] = evaluate(step, values, dtype)
         return evaluate(self.step, values, dtype)

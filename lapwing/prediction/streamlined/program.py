@@ -214,9 +214,9 @@ class Program:
         if not step.in_moment_dtype:
             return execute(node, values)
         read = {name: self.cast(name, values[name]) for name in step.sources}
-        if not step.uncertain:
-            return run(node, {name: mean_of(value) for name, value in read.items()}, self.dtype)
         read = {name: value if name in step.uncertain else mean_of(value) for name, value in read.items()}
+        if not step.uncertain:
+            return run(node, read, self.dtype)
         if node.name in self.joint_steps:
             result = self._with_covariances(step, read, samples)
             if result is not None:

@@ -186,7 +186,6 @@ def _fused(node: fx.Node, source: str, members: Mapping[str, list[fx.Node]]) -> 
 
 
 def _needed(steps: list[Step], output: str) -> list[Step]:
-    """Returns the steps that the output needs."""
     needed, kept = {output}, []
     for step in reversed(steps):
         if step.node.name in needed:

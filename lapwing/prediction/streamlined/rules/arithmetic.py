@@ -54,14 +54,12 @@ def _correlation_in(site: Site, x: Moments) -> Tensor | float | None:
 
 def product(x: Value, y: Value, bilinear: Bilinear) -> Moments:
     """Returns the moments of a bilinear map with coefficients 0 and 1, for independent entries."""
-    mean = bilinear(mean_of(x), mean_of(y))
-    v, w = variance_of(x), variance_of(y)
-    if w is None:
-        assert v is not None
-        return Moments(mean, bilinear(v, mean_of(y).square()))
-    if v is None:
-        return Moments(mean, bilinear(mean_of(x).square(), w))
-    return Moments(mean, bilinear(v, y.mean.square() + w) + bilinear(x.mean.square(), w))
+    parts, v, w = [], variance_of(x), variance_of(y)
+    if v is not None:
+        parts.append(bilinear(v, total_of([mean_of(y).square(), w])))
+    if w is not None:
+        parts.append(bilinear(mean_of(x).square(), w))
+    return Moments(bilinear(mean_of(x), mean_of(y)), total_of(parts))
 
 
 def contracted(site: Site, x: Value, y: Value, bilinear: Bilinear) -> Moments:

@@ -36,11 +36,8 @@ def _backward(pull: Callable[..., Tensor], *options: str) -> Partial:
 
 def _inside(x: Tensor, low: Any, high: Any, ends: bool) -> Tensor:
     """Returns 1 for entries between two bounds, else 0. A bound may be None."""
-    inside = torch.ones_like(x, dtype=torch.bool)
-    if low is not None:
-        inside = (x >= low) if ends else (x > low)
-    if high is not None:
-        inside = inside & ((x <= high) if ends else (x < high))
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    inside = (x >= low) & (x <= high) if ends else (x > low) & (x < high)
     return inside.to(x.dtype)
 
 
