@@ -214,13 +214,10 @@ def _directions(
     device = read[next(iter(names))].device
     parts = treated.block.split(torch.eye(treated.block.size, dtype=dtype, device=device))
     directions = {placeholder: parts[parameter] for placeholder, parameter in names.items()}
-    if not is_a(call.step.node, Kind.EMBEDDING):
-        return directions
-    padding = named(call.step.node)["padding_idx"]
-    if isinstance(padding, int) and padding >= 0:
-        for name in directions:
-            directions[name] = directions[name].clone()
-            directions[name][:, padding] = 0
+    padding = named(call.step.node)["padding_idx"] if is_a(call.step.node, Kind.EMBEDDING) else -1
+    if padding >= 0:
+        row = torch.tensor([padding], device=device)
+        directions = {placeholder: part.index_fill(1, row, 0.0) for placeholder, part in directions.items()}
     return directions
 
 

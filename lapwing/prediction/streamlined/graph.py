@@ -25,6 +25,7 @@ from ...network.functional import Called
 from ...network.module_state import modules_of
 from ...tangent import Tangent
 from ..uncertain import leaves_of
+from .operations import named
 
 aten = torch.ops.aten
 
@@ -293,16 +294,16 @@ def _moves(graph: fx.Graph, layer: fx.Node) -> bool:
 
 def _keeps_features(reader: fx.Node, layer: fx.Node, ndim: int) -> bool:
     """Whether a call picks or averages entries of the layer along dimensions other than the last."""
-    if not reader.args or reader.args[0] is not layer:
+    arguments = named(reader)
+    if arguments.get("self") is not layer:
         return False
-    arguments: Any = reader.args
     if reader.target in (aten.select.int, aten.slice.Tensor):
-        return (arguments[1] if len(arguments) > 1 else 0) % ndim != ndim - 1
+        return arguments["dim"] % ndim != ndim - 1
     if reader.target is aten.index.Tensor:
-        return len(arguments[1]) < ndim and all(isinstance(index, fx.Node) for index in arguments[1])
+        return len(arguments["indices"]) < ndim and all(isinstance(index, fx.Node) for index in arguments["indices"])
     if reader.target is aten.mean.dim:
-        dims: Any = arguments[1] if len(arguments) > 1 else reader.kwargs.get("dim")
-        return bool(dims) and all(dim % ndim != ndim - 1 for dim in dims) and "dtype" not in reader.kwargs
+        dims = arguments["dim"]
+        return bool(dims) and all(dim % ndim != ndim - 1 for dim in dims) and arguments["dtype"] is None
     return False
 
 

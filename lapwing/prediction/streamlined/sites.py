@@ -51,6 +51,15 @@ class Treated:
         basis, variances = rotation
         return (None if basis is None else basis.to(dtype)), variances.to(dtype)
 
+    def push(self, rows: Tensor) -> Tensor:
+        """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` (N, G O) for inputs a (N, G, I), if the weights are correlated."""
+        if self.rotation is None:
+            return self.covariance.push(rows[:, 0], None, False)
+        basis, variances = self.rotation
+        assert basis is not None
+        rotated = torch.einsum("ngi,giq->ngq", rows, basis)
+        return torch.einsum("ngq,goq->ngo", rotated.square(), variances).flatten(1)
+
     @property
     def is_diagonal(self) -> bool:
         """Whether the weights are independent of each other."""

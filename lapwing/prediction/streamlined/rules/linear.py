@@ -58,15 +58,8 @@ class Layer:
         """Returns the variances (..., O) from uncertain weights and biases, `Σ_ii' a_i a_i' Cov[W_ji, W_ji']`."""
         parts, shared = [], False
         if self.treated is not None and not self.treated.is_diagonal:
-            rows, rotation, shared = self.rows(mean), self.treated.rotation, self.bias_is_shared
-            flat = rows.reshape(-1, rows.shape[-1])  # (N, I)
-            if rotation is None:
-                variance = self.treated.covariance.push(flat, None, False)
-            else:
-                basis, spread = rotation
-                assert basis is not None
-                variance = (flat @ basis[0]).square() @ spread[0].mT
-            parts.append(variance.reshape(*rows.shape[:-1], -1))
+            rows, shared = self.rows(mean), self.bias_is_shared
+            parts.append(self.treated.push(rows.reshape(-1, 1, rows.shape[-1])).reshape(*rows.shape[:-1], -1))
         elif isinstance(self.weight, Moments):
             parts.append(mean.square() @ self._inputs_first(self.weight.variance))
         if isinstance(self.bias, Moments) and not shared:
