@@ -119,9 +119,9 @@ def _check_uses(graph: Graph, steps: Schedule, treated: Mapping[str, tuple[Treat
     """Refuses parameters that several calls share: variances cannot represent the correlation of their outputs."""
     uses: dict[str, list[fx.Node]] = {}
     for placeholder, (_, name) in treated.items():
-        uses.setdefault(name, []).extend(node for node in graph.nodes if placeholder in map(str, node.all_input_nodes))
-    for name, nodes in uses.items():
-        carrying = [node for node in nodes if node.name in steps.uncertain]
+        readers = (node for node in graph.nodes if placeholder in map(str, node.all_input_nodes))
+        uses.setdefault(name, []).extend(node for node in readers if node.name in steps.uncertain)
+    for name, carrying in uses.items():
         if len(carrying) > 1:
             raise LapwingError(
                 f"{len(carrying)} calls of {graph.network} share the treated parameter {name}, so their outputs are "
