@@ -70,7 +70,12 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
         else:
             fused = _fused(node, root[node.name], members)
             steps.append(Step(node, fused, (fused.source,), True))
-    return Schedule(tuple(_needed(steps, output)), frozenset(uncertain))
+    needed, kept = {output}, []
+    for step in reversed(steps):
+        if step.node.name in needed:
+            kept.append(step)
+            needed.update(step.sources)
+    return Schedule(tuple(reversed(kept)), frozenset(uncertain))
 
 
 def _carriers(node: fx.Node, attention: str) -> list[fx.Node]:
@@ -175,12 +180,3 @@ def _fused(node: fx.Node, source: str, members: Mapping[str, list[fx.Node]]) -> 
             body.append(member)
             needed.update(member.all_input_nodes)
     return Fused(source, tuple(reversed(body)))
-
-
-def _needed(steps: list[Step], output: str) -> list[Step]:
-    needed, kept = {output}, []
-    for step in reversed(steps):
-        if step.node.name in needed:
-            kept.append(step)
-            needed.update(step.sources)
-    return kept[::-1]
