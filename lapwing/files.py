@@ -147,7 +147,6 @@ def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
 
 
 def _check_format(path: str | os.PathLike[str], version: Any) -> None:
-    """Raises for a file of another format."""
     if type(version) is not int or version < 1:
         raise ValueError("its format is unknown")
     if not OLDEST <= version <= FORMAT:

@@ -129,7 +129,6 @@ class Options:
 
 
 def _refusal_of(options: Any, item: Field[Any], value: Any) -> LapwingError:
-    """Returns the error for one option."""
     kind, rule, labels = type(options), item.metadata.get("rule"), labels_of(type(options), item.name)  # type: ignore[arg-type]
     none = (None,) if item.default is None and None not in labels else ()
     accepted = [*([rule.text] if rule else []), *map(repr, (*labels, *none))]

@@ -100,7 +100,10 @@ def check_data(data: Any, purpose: str) -> None:
 
 
 def as_inputs(x: Any, network: Any) -> Any:
-    """Returns inputs for prediction, or a loader of them, with tensors instead of arrays and frames."""
+    """Returns inputs for prediction, without labels of a dict, or a loader of them; tensors instead of arrays."""
+    if isinstance(x, Tensor):
+        return x
+    x = batches.inputs_of(x) if isinstance(x, Mapping) else x
     if isinstance(x, (tuple, Mapping)):
         return _tensors(x, _dtype(network), column=False)
     return with_tensors(x, network) if is_array(x) else as_loader(x, network)

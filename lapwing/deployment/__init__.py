@@ -7,7 +7,6 @@ It uses posteriors and the programs of `prediction/streamlined`. Only the packag
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from ..covariance import Latent
 from ..covariance.terms import DenseTerm, MarginalTerm
 from ..data import batches
 from ..data.data import Data
-from ..data.frames import with_tensors
+from ..data.frames import as_inputs
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
 from ..fitting import Novelty
@@ -99,7 +98,7 @@ def deploy(
     check_choice("lw.deploy", "outputs", outputs, ("prediction", "scores", "latent"))
     rule = instance_of("a detector", Novelty, type(None))
     check_argument("lw.deploy", "novelty", novelty, rule, "lw.novelty(model, loader)")
-    x = with_tensors(batches.inputs_of(x) if isinstance(x, Mapping) else x, posterior.tangent.model)
+    x = as_inputs(x, posterior.tangent.model)
     names, keys = _named(x)
     via = _default_way(posterior, x, data) if via is None else via
     streamlined, factor, linearised = _exported_way(via)
@@ -152,13 +151,13 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
     if isinstance(x, Tensor):
         return (), False
     keys = hasattr(x, "keys")
-    leaves = list(dict(x).values()) if keys else list(x) if isinstance(x, tuple) else [None]
-    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+    leaves = dict(x) if keys else {f"x{place}": leaf for place, leaf in enumerate(x if isinstance(x, tuple) else ())}
+    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves.values()):
         raise LapwingError(
             f"The inputs {batches.describe(x)} are neither a tensor nor a flat tuple or dict of tensors. Pass such an "
             "example to lw.deploy, with forward=lambda model, inputs: model(...) in lw.fit."
         )
-    return (tuple(dict(x)) if keys else tuple(f"x{place}" for place in range(len(leaves)))), keys
+    return tuple(leaves), keys
 
 
 def _observing(

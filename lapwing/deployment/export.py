@@ -80,30 +80,29 @@ def _with_distinct_lengths(inputs: Any) -> Any:
 
 
 def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Streamlined, inputs: Any) -> Program:
-    network = type(tangent.model).__name__
     program = build(tangent, covariance, graph, via, inputs, decompose=squares_of_weights)
     copies = {name: value.detach().clone() for name, value in graph.tensors.items()}
     program.graph = dataclasses.replace(graph, tensors=copies)
     for step in program.schedule.steps:
         node, fused = step.node, step.fused
+        place = f"{name_of(node)} in {where(node)} of {graph.network}"
         unruled = step.uncertain and fused is None and operation_of(node).rule is None
         if unruled and operation_of(node).slope is not None:
             raise LapwingError(
-                f"A deployed network supports element-wise functions of samples only, and {name_of(node)} in "
-                f"{where(node)} of {network} is applied to a tensor that all samples share. Leave out the weights "
-                "before it with params=lw.matching(...). Or predict with posterior.predict(x, via=lw.Streamlined())."
+                f"A deployed network supports element-wise functions of samples only, and {place} is applied to a "
+                "tensor that all samples share. Leave out the weights before it with params=lw.matching(...). Or "
+                "predict with posterior.predict(x, via=lw.Streamlined())."
             )
         if unruled:
             raise LapwingError(
-                f"A deployed network needs moment rules, and {name_of(node)} in {where(node)} of {network} has no "
-                "moment rule. Give it one (lapwing.prediction.streamlined.register_operation), or leave out the "
-                "weights before it with params=lw.matching(...). Or predict with "
-                "posterior.predict(x, via=lw.Streamlined())."
+                f"A deployed network needs moment rules, and {place} has no moment rule. Give it one "
+                "(lapwing.prediction.streamlined.register_operation), or leave out the weights before it with "
+                "params=lw.matching(...). Or predict with posterior.predict(x, via=lw.Streamlined())."
             )
         if fused is not None and via.activations == "linear" and not fused.closed:
             names = sorted({name_of(node) for node in fused.body if operation_of(node).slope is None})
             raise LapwingError(
-                f"A deployed network needs slopes in closed form, and a function of {network} has none: "
+                f"A deployed network needs slopes in closed form, and a function of {graph.network} has none: "
                 f"{', '.join(names) or 'statistics over several dimensions'}. Give it one "
                 "(lapwing.prediction.streamlined.register_operation). Or predict with "
                 "posterior.predict(x, via=lw.Streamlined())."
@@ -239,8 +238,7 @@ def _free(exported: ExportedProgram) -> tuple[dict[int, str], ...]:
         value = placeholders[str(name)].meta["val"]
         for dim, length in enumerate(value.shape):
             if not isinstance(length, int):
-                label = "batch" if dim == 0 else f"length{len(names) if 'batch' in names.values() else len(names) + 1}"
-                labels[dim] = names.setdefault(str(length), label)
+                labels[dim] = names.setdefault(str(length), f"length{len(names)}" if dim else "batch")
         free.append(labels)
     return tuple(free)
 
@@ -267,8 +265,7 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
             if spec.kind == InputKind.USER_INPUT:
                 new[node] = graph.placeholder(node.name)
             else:
-                value = {**exported.state_dict, **exported.constants}[spec.target or ""]
-                constants[node] = value
+                constants[node] = {**exported.state_dict, **exported.constants}[spec.target or ""]
         elif node.op == "output":
             places = [s.kind for s in signature.output_specs]
             outs = [out for out, kind in zip(node.args[0], places, strict=True) if kind == OutputKind.USER_OUTPUT]
@@ -287,12 +284,7 @@ def _flat(exported: ExportedProgram) -> fx.GraphModule:
                     new[source] = keep(value, name) if isinstance(value, Tensor) else value
             new[node] = graph.node_copy(node, lambda n: new[n])
     graph.eliminate_dead_code()
-    root = nn.Module()
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
-    for name, value in attributes.items():
-        if name in used:
-            root.register_buffer(name, value)
-    return fx.GraphModule(root, graph)
+    return fx.GraphModule(attributes, graph)  # tensors that the graph reads become buffers
 
 
 _CHECKS = frozenset(

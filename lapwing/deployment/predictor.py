@@ -75,7 +75,6 @@ class Predictor(nn.Module):
             )
 
     def _accepted(self) -> str:
-        """Describes the accepted inputs."""
         parts = []
         for dtype, shape, free in zip(self._dtypes, self._fixed, self._free, strict=True):
             lengths = ", ".join(free[dim] if n is None else str(n) for dim, n in enumerate(shape))

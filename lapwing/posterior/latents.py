@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from ..data.progress import show_progress, tracked
 from ..errors import LapwingError, shown
 from ..network.entry import outside_modes
 from ..network.tracing import wants_gradient
-from ..prediction import DefaultWay, Uncertain, Way
+from ..prediction import Uncertain, Way
+from ..prediction.linearized import DEFAULT_WAY
 from ..prediction.uncertain import prepared
 from ..prediction.way import check_way
 from ..tangent import Tangent
@@ -27,13 +28,11 @@ def latent_of(
     tangent: Tangent, covariance: Covariance, x: Any, via: Way | None, joint: bool, progress: bool | None = None
 ) -> AnyLatent:
     """Returns the latent distribution of the outputs for a batch of inputs or a loader: see `Posterior.latent`."""
-    via = DefaultWay() if via is None else via
+    via = DEFAULT_WAY if via is None else via
     check_way(via)
-    if not isinstance(x, Tensor):
-        x = as_inputs(x, tangent.model)
+    x = as_inputs(x, tangent.model)
     if not batches.is_loader(x):
-        inputs = batches.inputs_of(x) if isinstance(x, Mapping) else x
-        return latent_of_batch(tangent, covariance, inputs, via, joint).with_checks()
+        return latent_of_batch(tangent, covariance, x, via, joint).with_checks()
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
@@ -51,12 +50,9 @@ def latent_of(
 
 def first_inputs(tangent: Tangent, x: Any) -> Any:
     """Returns the values of a batch of inputs, or of the first batch of a loader, as tensors on the device."""
-    x = x if isinstance(x, Tensor) else as_inputs(x, tangent.model)
-    if batches.is_loader(x):
-        batch = _inputs_of(next(iter(x)), tangent)
-    else:
-        batch = batches.inputs_of(x) if isinstance(x, Mapping) else x
-    return prepared(batch, tangent.device)[1]
+    x = as_inputs(x, tangent.model)
+    x = _inputs_of(next(iter(x)), tangent) if batches.is_loader(x) else x
+    return prepared(x, tangent.device)[1]
 
 
 @contextlib.contextmanager
@@ -81,6 +77,11 @@ def _inputs_of(batch: Any, tangent: Tangent) -> Any:
 @outside_modes
 def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
     """Returns the latent distribution of the outputs for one batch, which need not be finite."""
+    if joint and tangent.positions.several:
+        raise LapwingError(
+            "The outputs have positions, and a joint latent of all positions is not supported. Leave out joint=True: "
+            "the latent has a covariance for each position."
+        )
     inputs, values, spreads = prepared(inputs, tangent.device)
     with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))

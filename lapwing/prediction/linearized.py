@@ -21,7 +21,6 @@ from ..network.gate import Checked
 from ..network.tracing import wants_gradient
 from ..options import INT64_LIMIT, SEED, at_least, option
 from ..tangent import Record, Tangent
-from .linearized_positions import at_positions
 from .uncertain import carried, separate
 from .way import Way
 from .weight_draws import latent_of_draws
@@ -108,7 +107,7 @@ class Linearized(Way):
                     "The outputs have positions, and uncertain inputs are not supported for them. Pass "
                     "via=lw.MonteCarlo(draws=50), which draws the inputs too."
                 )
-            return at_positions(tangent, covariance, tangent.check(values), joint)
+            return _at_positions(tangent, covariance, tangent.check(values))
         selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)
         if selection is not None and selection.listed is None and joint:
             raise LapwingError(
@@ -134,7 +133,6 @@ class Linearized(Way):
     def _of_draws(
         self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any, joint: bool
     ) -> LinearDraws | LatentAtPositions:
-        """Returns the Gaussian of draws."""
         if spreads:
             raise LapwingError(
                 f"{self} does not take lw.Uncertain inputs. Write via=lw.Linearized(), or via=lw.MonteCarlo(draws=50)."
@@ -176,7 +174,7 @@ class DefaultWay(Way):
             if latent is not None:
                 _log_draws(outputs, not tangent.positions.several)
                 return latent
-        return Linearized().latent(tangent, covariance, inputs, joint)
+        return EXACT.latent(tangent, covariance, inputs, joint)
 
     def passes(self, tangent: Tangent) -> int:
         """Estimates the forward passes of a prediction: one per backward pass of an output, and one to contract it.
@@ -189,6 +187,9 @@ class DefaultWay(Way):
         if tangent.width > MANY_OUTPUTS:
             return 1 + PASSES_PER_DRAW * DEFAULT_DRAWS
         return max(2, round(1 + 2 * tangent.width * tangent.plan.share))
+
+
+EXACT, DEFAULT_WAY = Linearized(), DefaultWay()
 
 
 @cache
@@ -236,34 +237,52 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
 
 
 def _of_weights(
-    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool, selection: Selection | None = None
+    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool, selection: Selection | None
 ) -> Latent | JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
-    dtype, checked = covariance.record_dtype, tangent.check(inputs)
+    checked = tangent.check(inputs)
     if joint:
-        return _joint(tangent, covariance, checked, dtype, selection)
+        return _joint(tangent, covariance, checked, selection)
     # a last layer computes all outputs at once in its eigenbasis
     late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
 
-    def part(record: Record) -> Latent:
-        terms = tuple(term.to(record.outputs) for term in covariance.output_covariance(record))
-        if selection is None:
-            return Latent(record.outputs, terms)
-        return _selected(record.outputs, terms, selection, late)
-
     scratch = rows * covariance.scratch_per_row
-    records = tangent.records(checked, cotangents, dtype=dtype, scratch_per_sample=scratch)
-    parts = (part(record) for _, record in records)
+    records = tangent.records(checked, cotangents, dtype=covariance.record_dtype, scratch_per_sample=scratch)
+    parts = (_latent(covariance, record) for _, record in records)
+    if selection is not None:
+        parts = (_selected(part.mean, part.terms, selection, late) for part in parts)
     return Latent.gather(parts, checked.samples)
 
 
-def _joint(
-    tangent: Tangent, covariance: Covariance, inputs: Checked, dtype: torch.dtype | None, selection: Selection | None
-) -> JointLatent:
+def _at_positions(tangent: Tangent, covariance: Covariance, checked: Checked) -> LatentAtPositions:
+    """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
+
+    It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
+    """
+    parts: list[tuple[slice, Latent]] = []
+    sizes: tuple[int, ...] = ()
+    scratch = tangent.outputs * covariance.scratch_per_row
+    for rows, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
+        parts.append((rows, _latent(covariance, record)))
+        sizes = record.sizes
+    latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
+    if any(rows.step is not None for rows, _ in parts):
+        order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
+        latent = latent.taken(order.argsort().to(latent.mean.device))
+    return LatentAtPositions(latent, tangent.positions.places(checked.samples, sizes))
+
+
+def _latent(covariance: Covariance, record: Record) -> Latent:
+    """Returns the latent of one record, in its dtype."""
+    return Latent(record.outputs, tuple(term.to(record.outputs) for term in covariance.output_covariance(record)))
+
+
+def _joint(tangent: Tangent, covariance: Covariance, inputs: Checked, selection: Selection | None) -> JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, computed for pairs of chunks that fit the memory budget."""
-    count, outputs = inputs.samples, tangent.outputs if selection is None else selection.columns
+    dtype, count = covariance.record_dtype, inputs.samples
+    outputs = tangent.outputs if selection is None else selection.columns
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # entries of a pair's covariances; a sum holds a few
     length = tangent.chunk_length(selection, dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row)
     length = max(1, min(length // 2, isqrt(block) // outputs))  # two records are in memory

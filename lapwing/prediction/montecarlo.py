@@ -15,9 +15,9 @@ from ..data import batches
 from ..linalg import check_memory
 from ..options import SEED, at_least, option
 from ..tangent import Tangent, split
-from .linearized_positions import draws_at_positions
 from .uncertain import drawn, separate
 from .way import Way
+from .weight_draws import draws_at_positions
 
 _INPUT_SEED = 0x9E3779B97F4A7C15
 """Added to the seed for draws of inputs, so that uncertain inputs leave the draws of the weights unchanged."""

@@ -26,7 +26,7 @@ from ..network.eager import native, own_parameters, parameters_of
 from ..network.gate import Checked
 from ..network.positions import Places
 from ..tangent import Tangent, join
-from .uncertain import prepared
+from .uncertain import gradients, prepared
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -107,7 +107,7 @@ def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Check
     inputs = as_inputs(ordered(x, columns), tangent.model)
     if batches.is_loader(inputs):
         raise LapwingError(f"One batch of inputs is needed here, not {shown(x)}. {instead}")
-    _, values, spreads = prepared(batches.inputs_of(inputs) if isinstance(inputs, Mapping) else inputs, tangent.device)
+    _, values, spreads = prepared(inputs, tangent.device)
     if spreads:
         raise LapwingError("lw.Uncertain inputs are not supported here. Pass their values.")
     return tangent.check(values)
@@ -235,14 +235,11 @@ def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
 
 def _gradients(numbers: Tensor, wanted: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """Returns the gradients (q, *shape) of q numbers by some tensors. Raises unless they depend on f and are finite."""
-    every = [*wanted, *others]
-    found = [torch.autograd.grad(number, every, retain_graph=True, allow_unused=True) for number in numbers]
-    if all(part is None for row in found for part in row):
+    slopes = gradients(numbers, wanted, others)
+    if slopes is None:
         raise LapwingError(
             "The result of the function of posterior.of does not depend on f. Call f(x) instead of the network itself."
         )
-    columns = zip(wanted, zip(*found, strict=True), strict=False)
-    slopes = [torch.stack([x.new_zeros(x.shape) if g is None else g for g in parts]) for x, parts in columns]
     if not all(map(is_finite, [numbers.detach(), *slopes])):
         raise LapwingError(
             "The function of posterior.of returned numbers that are NaN or infinite, or have such a gradient, as the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -173,7 +173,7 @@ def separate(inputs: Any) -> tuple[Any, Spreads]:
     """Returns inputs with uncertain tensors replaced by their values, and the spreads of these tensors."""
     uncertain = _uncertain(inputs)
     if not uncertain:
-        return inputs, {}
+        return batches.plain(inputs), {}
     values = batches.plain(with_leaves(inputs, {place: x.value for place, x in uncertain.items()}))
     samples = batches.size(values)
     for x in uncertain.values():
@@ -243,20 +243,27 @@ def _jacobians(tangent: Tangent, values: Any, places: list[int], differentiable:
         at = {place: x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for place, x in at.items()}
         with eager_math():
             outputs = tangent.call.rows(with_leaves(values, at))
-        options: Any = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
         columns = outputs.unbind(1) if outputs.requires_grad else ()
-        rows = [torch.autograd.grad(column.sum(), list(at.values()), **options) for column in columns]
-    if all(part is None for row in rows for part in row):
+        jacobians = gradients([column.sum() for column in columns], list(at.values()), create_graph=differentiable)
+    if jacobians is None:
         raise LapwingError(
             f"No gradient leads from the outputs of {type(tangent.model).__name__} to its uncertain inputs. Take "
             "detach(), no_grad() and NumPy out of its forward, or pass via=lw.MonteCarlo(draws=50), which draws the "
             "inputs."
         )
-    parts = zip(at.values(), zip(*rows, strict=True), strict=True)
-    jacobians = [
-        torch.stack([x.new_zeros(x.shape) if g is None else g for g in grads], 1).flatten(2) for x, grads in parts
-    ]  # (B, C, n)
-    return outputs if differentiable else outputs.detach(), jacobians
+    return outputs if differentiable else outputs.detach(), [j.movedim(0, 1).flatten(2) for j in jacobians]
+
+
+def gradients(
+    numbers: Iterable[Tensor], wanted: Sequence[Tensor], others: Sequence[Tensor] = (), create_graph: bool = False
+) -> list[Tensor] | None:
+    """Returns the gradients (q, *shape) of q numbers by some tensors; None if they depend on none, nor on `others`."""
+    options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
+    found = [torch.autograd.grad(number, [*wanted, *others], **options) for number in numbers]
+    if all(part is None for row in found for part in row):
+        return None
+    columns = zip(wanted, zip(*found, strict=True), strict=False)
+    return [torch.stack([x.new_zeros(x.shape) if g is None else g for g in parts]) for x, parts in columns]
 
 
 def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:

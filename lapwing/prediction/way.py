@@ -78,6 +78,7 @@ class Scaled(Way):
 
     via: Way = field(metadata=required(Rule(lambda value: isinstance(value, Way), "a way"), "lw.Streamlined()"))
     factor: float = field(metadata=required(positive(), "0.5"))
+    tuned_as = None
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
         return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)
@@ -87,7 +88,3 @@ class Scaled(Way):
 
     def width(self, outputs: int) -> int:
         return self.via.width(outputs)
-
-    @property
-    def tuned_as(self) -> None:
-        return None

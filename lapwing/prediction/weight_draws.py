@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance, LinearDraws
+from ..covariance import Covariance, LatentDraws, LinearDraws
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..data import batches
 from ..jacobian.jacobian import SLICE_BYTES
@@ -17,7 +18,8 @@ from ..linalg import check_memory
 from ..network.gate import Checked
 from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_groups
 from ..tangent import Tangent, split
-from .linearized_positions import draws_at_positions
+
+AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
 
 
 def latent_of_draws(
@@ -38,6 +40,18 @@ def latent_of_draws(
     if deviations is None:
         return None
     return draws_at_positions(tangent, LinearDraws(mean, deviations, joint), checked.inputs)
+
+
+def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDraws | LatentAtPositions:
+    """Returns a latent of draws (S, B, T C), with one row per position if the outputs have positions."""
+    places = tangent.places_of(inputs)
+    if not places.sizes:
+        return latent
+    tensors = {f.name: getattr(latent, f.name) for f in fields(latent)}
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.unflatten(-1, (places.count, -1)).flatten(-3, -2)
+    return LatentAtPositions(replace(latent, **tensors), places)
 
 
 def _products(

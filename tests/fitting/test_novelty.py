@@ -135,6 +135,22 @@ def test_files(by: Any, tmp_path: Path) -> None:
         detector(FAR)
 
 
+class Named(nn.Module):
+    """A network that is called as model(**inputs)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_labels_of_a_dict_are_left_out() -> None:
+    detector = lw.novelty(Named().eval(), [{"x": X, "labels": Y}])
+    assert torch.equal(detector({"x": FAR, "labels": Y[:17]}), detector({"x": FAR}))
+
+
 def test_a_network_in_training_mode_is_refused_and_an_empty_batch_is_skipped() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(), nn.Linear(7, 3)).double().eval()
     detector, mean = lw.novelty(model, (X, Y)), model[1].running_mean.clone()

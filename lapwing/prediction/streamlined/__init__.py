@@ -143,13 +143,12 @@ class Streamlined(Way):
         inputs, variances = separate(inputs)
         check_layers(tangent.model)
         tangent.check(inputs)
-        leaves = leaves_of(inputs) if variances else []
+        leaves = leaves_of(inputs)
         if self.covariance != "full" and any(v.shape != leaves[place].shape for place, v in variances.items()):
             raise LapwingError(
                 "lw.Streamlined() keeps only the variances of hidden tensors, so it cannot use lw.Uncertain(x, "
                 "covariance=...). Pass variances, or via=lw.Streamlined('full')."
             )
-        inputs = batches.plain(inputs)
         # the lock of without_compiled keeps other threads from swapping parameters
         with torch.set_grad_enabled(wants_gradient((inputs, variances))), without_compiled():
             places = tuple(sorted(variances))
@@ -216,7 +215,7 @@ class Streamlined(Way):
 
             program = build(tangent, covariance, graph, self, inputs, places)
             full = self.covariance == "full"
-            programs[self, places] = FullProgram(program, covariance, inputs) if full else program
+            programs[self, places] = FullProgram(program, covariance) if full else program
         return programs[self, places]
 
 

@@ -53,13 +53,13 @@ class SampleAxes:
         return x.movedim(1, dim + 1 + place).flatten(dim + 1, dim + 2)
 
 
-def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
+def read_axes(graph: Graph, inputs: Any) -> SampleAxes:
     """Returns the dimension of the samples in every value, found by the symbolic length of the batch."""
     symbol = _batch_length(graph)
     if not isinstance(symbol, str):
         raise LapwingError(
-            f"The forward of {network} accepts batches of one size only, but covariances, and calls without a moment "
-            "rule, need to tell the samples apart. Write a forward for batches of any size. Or predict with "
+            f"The forward of {graph.network} accepts batches of one size only, but covariances, and calls without a "
+            "moment rule, need to tell the samples apart. Write a forward for batches of any size. Or predict with "
             "via=lw.Linearized()."
         )
     dims: dict[str, int] = {}
@@ -71,7 +71,7 @@ def read_axes(graph: Graph, inputs: Any, network: str) -> SampleAxes:
                 if str(length.node.expr) != symbol:
                     shared.append(node.name)
                 break
-    return _ordered(graph, inputs, dims, shared, network) if shared else SampleAxes(dims)
+    return _ordered(graph, inputs, dims, shared) if shared else SampleAxes(dims)
 
 
 def _nodes(graph: Graph) -> list[fx.Node]:
@@ -85,7 +85,7 @@ def _batch_length(graph: Graph) -> int | str:
     return next(shape[0] for shape in graph.shapes if shape)
 
 
-def _ordered(graph: Graph, inputs: Any, dims: dict[str, int], shared: list[str], network: str) -> SampleAxes:
+def _ordered(graph: Graph, inputs: Any, dims: dict[str, int], shared: list[str]) -> SampleAxes:
     """Finds the order of samples in shared dimensions, in which the first of two samples has no NaN of the second."""
     pair = torch.tensor((0, batches.size(inputs) - 1), device=batches.tensors(inputs)[0].device)
     values = _with_nan(graph, batches.take(inputs, pair), {n: dim for n, dim in dims.items() if n not in shared})
@@ -97,7 +97,7 @@ def _ordered(graph: Graph, inputs: Any, dims: dict[str, int], shared: list[str],
                 break
         else:
             raise LapwingError(
-                f"{network} merges its samples between other dimensions, in the value {name}, so streamlined "
+                f"{graph.network} merges its samples between other dimensions, in the value {name}, so streamlined "
                 "prediction cannot tell them apart. Merge the batch first or last. Or predict with "
                 "via=lw.Linearized()."
             )
@@ -135,11 +135,11 @@ def _with_nan(graph: Graph, inputs: Any, dims: Mapping[str, int]) -> dict[str, A
     return values
 
 
-def read_layouts(schedule: Schedule, graph: Graph, inputs: Any, network: str) -> dict[str, Layout]:
+def read_layouts(schedule: Schedule, graph: Graph, inputs: Any) -> dict[str, Layout]:
     """Returns the dimensions of every uncertain value by its labels, if samples are not merged between dimensions."""
     symbol = _batch_length(graph)
     try:
-        axes = read_axes(graph, inputs, network) if isinstance(symbol, str) else _axes_of_fixed_batch(graph, inputs)
+        axes = read_axes(graph, inputs) if isinstance(symbol, str) else _axes_of_fixed_batch(graph, inputs)
     except LapwingError:
         return {}
     labels: dict[str, Any] = {}

@@ -19,14 +19,13 @@ from torch.nn import functional as F
 from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, Term
 from ...data import batches
-from .axes import read_axes
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of
 from .operations import Kind, is_a, named
 from .program import Program
 from .rules.conv import patches_of
 from .schedule import Schedule, Step
-from .sites import Site, Treated, refusal
+from .sites import INPUTS, Site, Treated, refusal
 
 Covariances = Mapping[tuple[str, str], Tensor]
 """Two names -> the covariances (B, n_a, n_b) of their values; each pair is stored in one order."""
@@ -46,7 +45,6 @@ class FusedCall:
     """Whether the value has covariances."""
 
     def __call__(self, values: dict[str, Any], dtype: torch.dtype) -> Any:
-        """Returns the step's value."""
         for step in self.inside:
             values[step.node.name] = evaluate(step, values, dtype)
         return evaluate(self.step, values, dtype)
@@ -80,8 +78,9 @@ def calls_of(schedule: Schedule, samples: Collection[str]) -> tuple[FusedCall, .
 class FullProgram:
     """One pass through a network with means, and covariances (B, n_a, n_b) by pairs of names."""
 
-    def __init__(self, program: Program, covariance: Covariance, inputs: Any) -> None:
-        self._program, self._axes = program, read_axes(program.graph, inputs, program.network)
+    def __init__(self, program: Program, covariance: Covariance) -> None:
+        assert program.axes is not None
+        self._program, self._axes = program, program.axes
         self._correlated = program.way.residual != "independent"  # the two sides of a sum
         self._calls = calls_of(program.schedule, self._axes.dims)
         self._last_reads = {
@@ -146,7 +145,7 @@ class FullProgram:
         read = {n: program.cast(n, values[n]) for n in call.reads}
         layer = _treated_layer(program.sites.get(name))
         leaves = [n for n in call.leaves if n not in program.treated]
-        refuse = partial(refusal, program.network, node)
+        refuse = partial(refusal, program.graph.network, node)
 
         def carried(tangents: Mapping[str, Tensor]) -> Tensor:
             """Returns the tangents of y (B, n, K) for tangents (K, *shape) of some leaves."""
@@ -215,13 +214,10 @@ def _directions(
     device = read[next(iter(names))].device
     parts = treated.block.split(torch.eye(treated.block.size, dtype=dtype, device=device))
     directions = {placeholder: parts[parameter] for placeholder, parameter in names.items()}
-    if not is_a(call.step.node, Kind.EMBEDDING):
-        return directions
-    padding = named(call.step.node, call.step.node.args, call.step.node.kwargs)["padding_idx"]
-    if isinstance(padding, int) and padding >= 0:
-        for name in directions:
-            directions[name] = directions[name].clone()
-            directions[name][:, padding] = 0
+    padding = named(call.step.node)["padding_idx"] if is_a(call.step.node, Kind.EMBEDDING) else -1
+    if padding >= 0:
+        row = torch.tensor([padding], device=device)
+        directions = {placeholder: part.index_fill(1, row, 0.0) for placeholder, part in directions.items()}
     return directions
 
 
@@ -239,8 +235,8 @@ def _treated_layer(site: Site | None) -> tuple[Treated, str] | None:
     treated = site.weights
     if treated is None or treated.block.matrix_shape[0] > 1:  # groups use the derivative
         return None
-    arguments = named(site.node, site.node.args, site.node.kwargs)
-    source = arguments.get("input", arguments.get("mat1", arguments.get("self")))
+    arguments = named(site.node)
+    source = arguments[next(name for name in INPUTS if name in arguments)]
     assert isinstance(source, fx.Node)
     return treated, source.name
 
@@ -275,7 +271,7 @@ def _added(
 
 def _patches(site: Site, x: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns the patches (B, T, I) of an input (B, channels, *space), and their covariances (B, T, I, T, I)."""
-    arguments = named(site.node, site.node.args, site.node.kwargs)
+    arguments = named(site.node)
     arguments["weight"] = arguments["weight"].meta["val"]
     cut = partial(patches_of, site, arguments)
     mean = cut(x)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.func import vjp
@@ -99,7 +100,7 @@ class Fused:
                 continue
             arguments = arguments_of(node, values, dtype)
             total: dict[str, Slope] = {}
-            for name, argument in named(node, node.args, node.kwargs).items():
+            for name, argument in named(node).items():
                 if not isinstance(argument, fx.Node) or argument.name not in slopes:
                     continue
                 slope = _partial(node, arguments, values[node.name], name)
@@ -204,15 +205,9 @@ def quadrature(function: Callable[[Tensor], Tensor], h: Moments) -> Moments:
     s = h.variance.sqrt()
     centre = function(h.mean)
     first, second = torch.zeros_like(centre), torch.zeros_like(centre)
-    for point, weight in zip(*_quadrature_rule(), strict=True):
+    points, weights = np.polynomial.hermite_e.hermegauss(FUNCTION_NODES)
+    weights = weights / math.sqrt(2 * math.pi)
+    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
         shifted = function(h.mean + point * s) - centre
         first, second = first + weight * shifted, second + weight * shifted.square()
     return Moments(centre + first, (second - first.square()).clamp_min(0))
-
-
-@lru_cache
-def _quadrature_rule() -> tuple[list[float], list[float]]:
-    """Returns points and weights for the standard normal, from the eigenvalues of its Jacobi matrix."""
-    off = torch.arange(1, FUNCTION_NODES, dtype=torch.float64).sqrt()
-    points, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
-    return points.tolist(), vectors[0].square().tolist()

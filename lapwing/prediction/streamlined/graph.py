@@ -24,6 +24,7 @@ from ...network.call import CallModule
 from ...network.module_state import modules_of
 from ...tangent import Tangent
 from ..uncertain import leaves_of
+from .operations import named
 
 aten = torch.ops.aten
 
@@ -36,6 +37,7 @@ class Graph:
     """The calls of one network, in order, for inputs of one structure.
 
     Attributes:
+        network: name of the class of the network, for messages.
         tensors: name of a placeholder -> the model's parameter or buffer, or a constant.
         parameters: name of a placeholder -> name of the parameter.
         leaves: placeholders of the leaves of the inputs; None for a leaf that is not a tensor.
@@ -43,6 +45,7 @@ class Graph:
         programs: covariance -> its programs for this graph, a cache of `Streamlined`.
     """
 
+    network: str
     nodes: tuple[fx.Node, ...]
     output: str
     tensors: dict[str, Tensor]
@@ -181,6 +184,7 @@ def quiet() -> Iterator[None]:
 
 
 def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
+    network = type(tangent.model).__name__
     parameters_by_name = dict(tangent.model.named_parameters(remove_duplicate=False))
     buffers = dict(tangent.model.named_buffers(remove_duplicate=False))
     tensors: dict[str, Tensor] = {}
@@ -198,6 +202,9 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
             tensors[name] = program.constants[spec.target or ""]
     _pick_first(program.graph)
     nodes = list(program.graph.nodes)
+    for node in nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # moments and labels may have other strides than in the network
     kinds = [spec.kind for spec in program.graph_signature.output_specs]  # inputs written in place are outputs too
     output: Any = nodes[-1].args[0][kinds.index(OutputKind.USER_OUTPUT)]
     kept, needed = [], {output}
@@ -205,7 +212,7 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         if node in needed and node.op != "placeholder":
             if node.op != "call_function":
                 raise LapwingError(
-                    f"The graph of {type(tangent.model).__name__} contains {node.target}, and streamlined prediction "
+                    f"The graph of {network} contains {node.target}, and streamlined prediction "
                     "supports only plain calls. Predict with via=lw.Linearized()."
                 )
             kept.append(node)
@@ -230,7 +237,7 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         known = isinstance(leaf, Tensor) and isinstance(value, Tensor)
         shapes.append(tuple(map(length_of, value.shape)) if known else ())  # type: ignore[union-attr]
     return Graph(
-        tuple(reversed(kept)), output.name, tensors, parameters, tuple(leaves), tuple(shapes), max_lengths,
+        network, tuple(reversed(kept)), output.name, tensors, parameters, tuple(leaves), tuple(shapes), max_lengths,
         _structure(inputs),
     )  # fmt: skip
 
@@ -286,16 +293,16 @@ def _moves(graph: fx.Graph, layer: fx.Node) -> bool:
 
 def _keeps_features(reader: fx.Node, layer: fx.Node, ndim: int) -> bool:
     """Whether a call picks or averages entries of the layer along dimensions other than the last."""
-    if not reader.args or reader.args[0] is not layer:
+    arguments = named(reader)
+    if arguments.get("self") is not layer:
         return False
-    arguments: Any = reader.args
     if reader.target in (aten.select.int, aten.slice.Tensor):
-        return (arguments[1] if len(arguments) > 1 else 0) % ndim != ndim - 1
+        return arguments["dim"] % ndim != ndim - 1
     if reader.target is aten.index.Tensor:
-        return len(arguments[1]) < ndim and all(isinstance(index, fx.Node) for index in arguments[1])
+        return len(arguments["indices"]) < ndim and all(isinstance(index, fx.Node) for index in arguments["indices"])
     if reader.target is aten.mean.dim:
-        dims: Any = arguments[1] if len(arguments) > 1 else reader.kwargs.get("dim")
-        return bool(dims) and all(dim % ndim != ndim - 1 for dim in dims) and "dtype" not in reader.kwargs
+        dims = arguments["dim"]
+        return bool(dims) and all(dim % ndim != ndim - 1 for dim in dims) and arguments["dtype"] is None
     return False
 
 

@@ -15,7 +15,7 @@ attention act on `√(ρ v)` as on a mean, and on e as on independent entries.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,10 +114,10 @@ class Moments:
         rho, average = layout.mean(rho, samples, channel), layout.mean(self.variance, samples, channel)
         return root(rho) * layout.mean(root(self.variance), samples, channel), (1 - rho) * average
 
-    @property
-    def full_correlation(self) -> Tensor | None:
-        """ρ in the shape of the variances."""
-        return None if self.correlation is None else self.correlation.expand_as(self.variance)
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Moments:
+        """Returns the moments of moved, picked or repeated entries."""
+        rho = None if self.correlation is None else move(self.correlation.expand_as(self.variance))
+        return Moments(move(self.mean), move(self.variance), rho)
 
 
 @dataclass(frozen=True, eq=False)

@@ -152,7 +152,7 @@ def is_statistic(node: fx.Node) -> bool:
     """Whether a call is a statistic with its dimensions kept."""
     if not is_a(node, Kind.STATISTIC):
         return False
-    arguments = named(node, node.args, node.kwargs)
+    arguments = named(node)
     return bool(arguments.get("keepdim", False)) and arguments.get("dim") not in (None, [])
 
 
@@ -169,13 +169,13 @@ def has_schema(node: fx.Node) -> bool:
     return hasattr(node.target, "_schema")
 
 
-def named(node: fx.Node, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def named(node: fx.Node) -> dict[str, Any]:
     """Returns a call's arguments by name, with defaults; arguments of a Python function by their index."""
     if not has_schema(node):
-        return {str(place): value for place, value in enumerate(args)}
+        return {str(place): value for place, value in enumerate(node.args)}
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return {**defaults, **{a.name: value for a, value in zip(schema, args, strict=False)}, **kwargs}
+    return {**defaults, **{a.name: value for a, value in zip(schema, node.args, strict=False)}, **node.kwargs}
 
 
 # ---- labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -16,7 +17,7 @@ from ...covariance.terms import DenseTerm, EigenTerm, Term
 from ...data import batches
 from ...errors import LapwingError
 from ...network.stamp import fingerprint
-from ...tangent import Block, Tangent
+from ...tangent import Tangent
 from . import rules  # noqa: F401 (fills the table)
 from .axes import SampleAxes, read_axes, read_layouts
 from .forward_mode import linearised
@@ -46,7 +47,7 @@ def build(
     decompose: Callable[[Treated], tuple[Tensor, Tensor]] | None = None,
 ) -> Program:
     """Builds the program of a network, with example inputs and the indices of uncertain inputs among the leaves."""
-    dtype, network = covariance.record_dtype or tangent.dtype, type(tangent.model).__name__
+    dtype = covariance.record_dtype or tangent.dtype
     if dtype == torch.float64 and tangent.contraction_dtype != dtype:
         raise LapwingError(
             f"The moments of this {type(covariance).__name__} need float64, which {tangent.device.type} does not "
@@ -56,30 +57,30 @@ def build(
     treated = _treated(tangent, covariance, graph, dtype, decompose)
     inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
     steps = schedule(graph, frozenset(treated), inputs, way.attention)
-    _check_uses(network, graph, steps, treated)
-    _check_forward_mode(network, steps, full)
+    _check_uses(graph, steps, treated)
+    _check_forward_mode(graph.network, steps, full)
     calls = [step.node for step in steps.steps if step.uncertain and step.fused is None]
     ruleless = any(operation_of(node).rule is None for node in calls)
-    axes = read_axes(graph, example, network) if not full and ruleless else None
+    axes = read_axes(graph, example) if full or ruleless else None
     of_values = not full and way.attention == "features"
     if of_values and not any(is_a(n, Kind.ATTENTION) for n in graph.nodes):
         log.warning(
             "%s calls no scaled_dot_product_attention, so Streamlined(attention=%r) works as with 'values'. The same "
             "holds for attention written by hand and for nn.MultiheadAttention with need_weights=True.",
-            network, way.attention,
+            graph.network, way.attention,
         )  # fmt: skip
-    layouts = read_layouts(steps, graph, example, network) if of_values or (correlated and not full) else {}
+    layouts = read_layouts(steps, graph, example) if of_values or (correlated and not full) else {}
     varying = reached(graph.nodes, set(filter(None, graph.leaves)))  # computed from the inputs
-    options = way.attention, network, layouts, correlated
+    options = way.attention, graph.network, layouts, correlated
     sites = {n.name: Site(n, roles_of(n, treated), *options, weights_of(n) in varying) for n in calls}
     width = tangent.outputs if tangent.positions.several else None
-    program = Program(graph, steps, sites, treated, dtype, network, way, axes, layouts if correlated else {}, width)
+    program = Program(graph, steps, sites, treated, dtype, way, axes, layouts if correlated else {}, width)
     if way.features is not None:
         found, fitted = program.fingerprints(), way.features.posterior
         if found.shape != fitted.shape or not torch.allclose(found, fitted, rtol=SAME, atol=0):
             raise LapwingError(
-                f"This Streamlined(features=...) was fitted to another posterior of {network}, or to another prior or "
-                "noise. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()) again."
+                f"This Streamlined(features=...) was fitted to another posterior of {graph.network}, or to another "
+                "prior or noise. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()) again."
             )
     return program
 
@@ -105,39 +106,31 @@ def _treated(
     tangent: Tangent, covariance: Covariance, graph: Graph, dtype: torch.dtype, decompose: Any
 ) -> dict[str, tuple[Treated, str]]:
     """Returns placeholder -> treated parameter, matched by tensors because tied parameters have several names."""
-    diagonal = covariance.diagonal()
-    owners: dict[int, tuple[Block, str]] = {
-        id(tangent.parameters[name]): (block, name) for block in covariance.blocks for name in block.parameters
-    }
-    blocks: dict[str, Treated] = {}
-    treated = {}
-    for placeholder in graph.parameters:
-        owner = owners.get(id(graph.tensors[placeholder]))
-        if owner is not None:
-            block, name = owner
-            if block.name not in blocks:
-                marginals = block.split(diagonal[block.name].to(dtype))
-                blocks[block.name] = Treated(block, covariance.layer_block(block.name), marginals, decompose)
-            treated[placeholder] = blocks[block.name], name
-    return treated
+    diagonal, owners = covariance.diagonal(), dict[int, tuple[Treated, str]]()
+    for block in covariance.blocks:
+        marginals = block.split(diagonal[block.name].to(dtype))
+        treated = Treated(block, covariance.layer_block(block.name), marginals, decompose)
+        owners.update((id(tangent.parameters[name]), (treated, name)) for name in block.parameters)
+    ids = {placeholder: id(graph.tensors[placeholder]) for placeholder in graph.parameters}
+    return {placeholder: owners[key] for placeholder, key in ids.items() if key in owners}
 
 
-def _check_uses(network: str, graph: Graph, steps: Schedule, treated: Mapping[str, tuple[Treated, str]]) -> None:
+def _check_uses(graph: Graph, steps: Schedule, treated: Mapping[str, tuple[Treated, str]]) -> None:
     """Refuses parameters that several calls share: variances cannot represent the correlation of their outputs."""
     uses: dict[str, list[fx.Node]] = {}
     for placeholder, (_, name) in treated.items():
-        uses.setdefault(name, []).extend(node for node in graph.nodes if placeholder in map(str, node.all_input_nodes))
-    for name, nodes in uses.items():
-        carrying = [node for node in nodes if node.name in steps.uncertain]
+        readers = (node for node in graph.nodes if placeholder in map(str, node.all_input_nodes))
+        uses.setdefault(name, []).extend(node for node in readers if node.name in steps.uncertain)
+    for name, carrying in uses.items():
         if len(carrying) > 1:
             raise LapwingError(
-                f"{len(carrying)} calls of {network} share the treated parameter {name}, so their outputs are "
+                f"{len(carrying)} calls of {graph.network} share the treated parameter {name}, so their outputs are "
                 "correlated, which streamlined prediction does not support. Treat other parameters with "
                 "params=lw.matching(...). Or predict with via=lw.Linearized()."
             )
     if graph.output not in steps.uncertain:
         raise LapwingError(
-            f"No treated parameter of {network} reaches its outputs in streamlined prediction. Treat values, or "
+            f"No treated parameter of {graph.network} reaches its outputs in streamlined prediction. Treat values, or "
             "layers after an attention. Or predict with via=lw.Linearized()."
         )
 
@@ -149,7 +142,7 @@ class Program:
     Attributes:
         treated: placeholder of a parameter -> (its block, its name).
         dtype: the dtype of the moments.
-        axes: the dimensions of the samples, for calls without a rule.
+        axes: the dimensions of the samples, for full mode and calls without a rule.
         layouts: name of a value -> its dimensions, if positions are correlated.
         width: C for outputs with positions, (B, T C); otherwise None.
     """
@@ -159,7 +152,6 @@ class Program:
     sites: Mapping[str, Site]
     treated: Mapping[str, tuple[Treated, str]]
     dtype: torch.dtype
-    network: str
     way: Streamlined
     axes: SampleAxes | None = None
     layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
@@ -170,9 +162,7 @@ class Program:
         steps = self.schedule.steps
         self.joint_steps = _joint_steps(self.schedule)
         self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize  # estimated for the largest step
-        last_reads: dict[str, int] = {}
-        for place, step in enumerate(steps):
-            last_reads.update(dict.fromkeys(step.sources, place))
+        last_reads = {name: place for place, step in enumerate(steps) for name in step.sources}
         self._frees: list[list[str]] = [[] for _ in steps]
         for name, place in last_reads.items():
             if name != self.graph.output and name not in self.graph.tensors:
@@ -224,9 +214,9 @@ class Program:
         if not step.in_moment_dtype:
             return execute(node, values)
         read = {name: self.cast(name, values[name]) for name in step.sources}
-        if not step.uncertain:
-            return run(node, {name: mean_of(value) for name, value in read.items()}, self.dtype)
         read = {name: value if name in step.uncertain else mean_of(value) for name, value in read.items()}
+        if not step.uncertain:
+            return run(node, read, self.dtype)
         if node.name in self.joint_steps:
             result = self._with_covariances(step, read, samples)
             if result is not None:
@@ -295,10 +285,7 @@ def _joint_steps(schedule: Schedule) -> frozenset[str]:
     Only element-wise functions and views may follow it, and each value must have one reader.
     """
     steps = {step.node.name: step for step in schedule.steps}
-    readers: dict[str, int] = {}
-    for step in schedule.steps:
-        for name in step.sources:
-            readers[name] = readers.get(name, 0) + 1
+    readers = Counter(name for step in schedule.steps for name in step.sources)
     steps_at_end, name = [], schedule.steps[-1].node.name
     while name in steps:
         step = steps[name]

@@ -70,7 +70,12 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
         else:
             fused = _fused(node, root[node.name], members)
             steps.append(Step(node, fused, (fused.source,), True))
-    return Schedule(tuple(_needed(steps, output)), frozenset(uncertain))
+    needed, kept = {output}, []
+    for step in reversed(steps):
+        if step.node.name in needed:
+            kept.append(step)
+            needed.update(step.sources)
+    return Schedule(tuple(reversed(kept)), frozenset(uncertain))
 
 
 def _carriers(node: fx.Node, attention: str) -> list[fx.Node]:
@@ -101,18 +106,10 @@ def _has_slope(node: fx.Node) -> bool:
 def _hand_written_scores(calls: Sequence[fx.Node], users: Mapping[str, list[fx.Node]]) -> frozenset[str]:
     """Returns the softmaxes of attention written by hand: they follow a product and enter a product."""
 
-    def from_product(start: object) -> bool:
+    def from_product(node: fx.Node) -> bool:
         """Whether a value is a product of two tensors, up to element-wise calls and views."""
-        waiting = [start]
-        while waiting:
-            node = waiting.pop()
-            if not isinstance(node, fx.Node) or node.op != "call_function":
-                continue
-            if is_a(node, Kind.PRODUCT):
-                return True
-            if is_elementwise(node) or is_a(node, Kind.VIEW):
-                waiting.extend(node.all_input_nodes)
-        return False
+        passes = is_elementwise(node) or is_a(node, Kind.VIEW)
+        return is_a(node, Kind.PRODUCT) or (passes and any(map(from_product, node.all_input_nodes)))
 
     def into_product(node: fx.Node) -> bool:
         readers = users.get(node.name, ())
@@ -122,7 +119,7 @@ def _hand_written_scores(calls: Sequence[fx.Node], users: Mapping[str, list[fx.N
         )
 
     softmaxes = (node for node in calls if is_a(node, Kind.SOFTMAX))
-    return frozenset(node.name for node in softmaxes if from_product(node.args[0]) and into_product(node))
+    return frozenset(node.name for node in softmaxes if from_product(node.all_input_nodes[0]) and into_product(node))
 
 
 def _functions(
@@ -183,13 +180,3 @@ def _fused(node: fx.Node, source: str, members: Mapping[str, list[fx.Node]]) -> 
             body.append(member)
             needed.update(member.all_input_nodes)
     return Fused(source, tuple(reversed(body)))
-
-
-def _needed(steps: list[Step], output: str) -> list[Step]:
-    """Returns the steps that the output needs."""
-    needed, kept = {output}, []
-    for step in reversed(steps):
-        if step.node.name in needed:
-            kept.append(step)
-            needed.update(step.sources)
-    return kept[::-1]

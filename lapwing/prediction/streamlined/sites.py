@@ -20,6 +20,9 @@ from .operations import Kind, aten, is_a, named
 TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 """Convolutions whose weights are stored with their inputs first."""
 
+INPUTS, WEIGHTS = ("input", "mat1", "self"), ("weight", "mat2", "other")
+"""Names of the input and of the weights of a layer; the first that is an argument of the call counts."""
+
 
 @dataclass(frozen=True)
 class Treated:
@@ -47,6 +50,15 @@ class Treated:
         dtype = next(iter(self.marginals.values())).dtype
         basis, variances = rotation
         return (None if basis is None else basis.to(dtype)), variances.to(dtype)
+
+    def push(self, rows: Tensor) -> Tensor:
+        """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` (N, G O) for inputs a (N, G, I), if the weights are correlated."""
+        if self.rotation is None:
+            return self.covariance.push(rows[:, 0], None, False)
+        basis, variances = self.rotation
+        assert basis is not None
+        rotated = torch.einsum("ngi,giq->ngq", rows, basis)
+        return torch.einsum("ngq,goq->ngo", rotated.square(), variances).flatten(1)
 
     @property
     def is_diagonal(self) -> bool:
@@ -80,7 +92,7 @@ class Site:
 
     def layout_of(self, argument: str) -> Layout | None:
         """Returns the dimensions of an argument, or None if they are unknown."""
-        node = named(self.node, self.node.args, self.node.kwargs).get(argument)
+        node = named(self.node).get(argument)
         return self.layouts.get(node.name) if isinstance(node, fx.Node) else None
 
     def apply(self, arguments: Mapping[str, Any], /, **changed: Any) -> Any:
@@ -97,7 +109,7 @@ class Site:
     @property
     def weights(self) -> Treated | None:
         """The treated weights of a layer, or None if this call does not read them in the layout that the block has."""
-        treated = self.treated("weight", "mat2", "other")
+        treated = self.treated(*WEIGHTS)
         matrix = None if treated is None else treated.block.matrix
         transposed = "weight" not in self.roles or self.node.target in TRANSPOSED
         fits = matrix is not None and not matrix.one_hot and matrix.transposed == transposed
@@ -119,14 +131,14 @@ class Site:
 
 def roles_of(node: fx.Node, treated: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the treated parameters among the arguments of a call, by name."""
-    arguments = named(node, node.args, node.kwargs).items()
+    arguments = named(node).items()
     return {name: treated[a.name] for name, a in arguments if isinstance(a, fx.Node) and a.name in treated}
 
 
 def weights_of(node: fx.Node) -> str | None:
     """Returns the name of the matrix weights among the arguments of a call, or None."""
-    arguments = named(node, node.args, node.kwargs)
-    weights = [arguments[name] for name in ("weight", "mat2", "other") if name in arguments]
+    arguments = named(node)
+    weights = [arguments[name] for name in WEIGHTS if name in arguments]
     return weights[0].name if weights and isinstance(weights[0], fx.Node) else None
 
 
@@ -148,17 +160,20 @@ def run(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
     casts_to_integers = isinstance(value, Tensor) and not value.is_floating_point()
     if is_a(node, Kind.IDENTITY) and not casts_to_integers:
         return values[node.all_input_nodes[0].name]
-    args, kwargs = resolve(node, values, dtype)
-    if node.target in RESHAPED:
-        return args[0].reshape(args[1])
+    args, kwargs = _resolved((node.args, node.kwargs), values, dtype)
     if node.target is aten._weight_norm.default:  # it has no forward-mode derivative
         direction, size, dim = (*args, 0)[:3]
         return direction * (size / torch.norm_except_dim(direction, 2, dim))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def resolve(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple, dict]:
-    """Returns a call's arguments, with the dtype of the moments for every floating-point dtype."""
+def arguments_of(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Returns a call's arguments by name, with the dtype of the moments."""
+    return dict(_resolved(named(node), values, dtype))
+
+
+def _resolved(arguments: Any, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Returns arguments with values, and with the dtype of the moments for every floating-point dtype."""
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
@@ -167,13 +182,4 @@ def resolve(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> tup
             return dtype
         return leaf
 
-    return fx.node.map_aggregate((node.args, node.kwargs), value_of)
-
-
-def arguments_of(node: fx.Node, values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Returns a call's arguments by name, with the dtype of the moments."""
-    return named(node, *resolve(node, values, dtype))
-
-
-RESHAPED = (aten.view.default, aten._unsafe_view.default)
-"""Views that use `reshape` instead: moments and labels may have other strides than in the network."""
+    return fx.node.map_aggregate(arguments, value_of)

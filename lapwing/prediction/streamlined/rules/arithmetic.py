@@ -44,26 +44,22 @@ def _combined(site: Site, function: Any, slope_of: Any, arguments: dict[str, Any
     return Moments(mean, total, sum_correlation(total, parts, positions))
 
 
-def _correlation_in(site: Site, x: Value) -> Tensor | float | None:
+def _correlation_in(site: Site, x: Moments) -> Tensor | float | None:
     """Returns ρ of an argument in a sum or product; 1 if it is constant over the positions of the result."""
-    layout = site.layout
-    if not isinstance(x, Moments) or layout is None:
+    if site.layout is None:
         return None
-    if is_constant(x.variance, len(site.node.meta["val"].shape), layout.positions):
-        return 1.0
-    return x.correlation
+    constant = is_constant(x.variance, len(site.node.meta["val"].shape), site.layout.positions)
+    return 1.0 if constant else x.correlation
 
 
 def product(x: Value, y: Value, bilinear: Bilinear) -> Moments:
     """Returns the moments of a bilinear map with coefficients 0 and 1, for independent entries."""
-    mean = bilinear(mean_of(x), mean_of(y))
-    v, w = variance_of(x), variance_of(y)
-    if w is None:
-        assert v is not None
-        return Moments(mean, bilinear(v, mean_of(y).square()))
-    if v is None:
-        return Moments(mean, bilinear(mean_of(x).square(), w))
-    return Moments(mean, bilinear(v, y.mean.square() + w) + bilinear(x.mean.square(), w))
+    parts, v, w = [], variance_of(x), variance_of(y)
+    if v is not None:
+        parts.append(bilinear(v, total_of([mean_of(y).square(), w])))
+    if w is not None:
+        parts.append(bilinear(mean_of(x).square(), w))
+    return Moments(bilinear(mean_of(x), mean_of(y)), total_of(parts))
 
 
 def contracted(site: Site, x: Value, y: Value, bilinear: Bilinear) -> Moments:
@@ -71,21 +67,20 @@ def contracted(site: Site, x: Value, y: Value, bilinear: Bilinear) -> Moments:
 
     If one side is certain and the other is summed only over positions, the map acts on `√(ρ v)` as on a mean.
     """
-    result = product(x, y, bilinear)
-    for place, (value, other) in enumerate(((x, y), (y, x))):
-        if not isinstance(value, Moments) or isinstance(other, Moments) or value.correlation is None:
-            continue
-        layout, dims = site.layouts.get(operands(site.node)[place].name), _summed_dims(site.node)
-        if layout is None or dims is None or not set(dims[place]) <= set(layout.positions):
-            continue
+    result, place = product(x, y, bilinear), int(not isinstance(x, Moments))
+    value, other = (y, x) if place else (x, y)
+    layout, dims = site.layouts.get(operands(site.node)[place].name), _summed_dims(site.node)
+    if isinstance(other, Moments) or value.correlation is None or layout is None or dims is None:
+        return result
+    if not set(dims[place]) <= set(layout.positions):
+        return result
 
-        def apply(x: Tensor, y: Tensor, place: int = place) -> Tensor:
-            return bilinear(x, y) if place == 0 else bilinear(y, x)
+    def apply(value: Tensor, other: Tensor) -> Tensor:
+        return bilinear(other, value) if place else bilinear(value, other)
 
-        common = apply(value.common, other).square()
-        variance = common + apply(value.individual, other.square())
-        return Moments(result.mean, variance, sum_correlation(variance, [(common, 1.0)]))
-    return result
+    common = apply(value.common, other).square()
+    variance = common + apply(value.individual, other.square())
+    return Moments(result.mean, variance, sum_correlation(variance, [(common, 1.0)]))
 
 
 def contracted_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
@@ -169,7 +164,7 @@ def summed(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def _summed_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    arguments = named(node, node.args, node.kwargs)
+    arguments = named(node)
     label = next(iter(labels.values()), None)
     return None if label is None else label.amax(arguments.get("dim") or [], keepdim=arguments["keepdim"])
 
@@ -177,15 +172,14 @@ def _summed_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 def gated(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the moments of a gated linear unit, `x σ(y)` of two halves, with σ linearised."""
     source, dim = arguments["self"], arguments["dim"]
-    (x, y), (v, w) = (part.chunk(2, dim) for part in (source.mean, source.variance))
-    rho = (None, None) if source.correlation is None else source.full_correlation.chunk(2, dim)
-    gate = y.sigmoid()
-    sides = {"self": Moments(x, v, rho[0]), "other": Moments(gate, (gate * (1 - gate)).square() * w, rho[1])}
-    return _combined(site, aten.mul.Tensor, elementwise.multiplied, sides)
+    x, y = source.moved(lambda part: part.chunk(2, dim)[0]), source.moved(lambda part: part.chunk(2, dim)[1])
+    gate = y.mean.sigmoid()
+    y = Moments(gate, (gate * (1 - gate)).square() * y.variance, y.correlation)
+    return _combined(site, aten.mul.Tensor, elementwise.multiplied, {"self": x, "other": y})
 
 
 def _gated_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
-    dim = named(node, node.args, node.kwargs)["dim"]
+    dim = named(node)["dim"]
     label = next(iter(labels.values()), None)
     return None if label is None else label.narrow(dim, 0, label.shape[dim] // 2)
 

@@ -67,8 +67,7 @@ def _from_scores(query: Value, key: Value, v: Tensor, mean: Tensor, weights: Ten
 def _repeated(value: Any, times: int) -> Any:
     """Returns keys or values with each head repeated, for queries with more heads."""
     if isinstance(value, Moments):
-        rho = None if value.correlation is None else _repeated(value.full_correlation, times)
-        return Moments(_repeated(value.mean, times), _repeated(value.variance, times), rho, value.origin)
+        return replace(value.moved(lambda part: _repeated(part, times)), origin=value.origin)
     return value.repeat_interleave(times, -3)
 
 
@@ -113,8 +112,7 @@ def origin(site: Site, x: Value, weight: Tensor) -> Origin | None:
     if layout is None or layout.merged or mean_of(x).ndim != 3:
         return None
     if layout.batch != 0:
-        turned = (x.mean.transpose(0, 1), x.variance.transpose(0, 1)) if isinstance(x, Moments) else ()
-        x = Moments(*turned) if turned else x.transpose(0, 1)
+        x = x.moved(lambda part: part.transpose(0, 1)) if isinstance(x, Moments) else x.transpose(0, 1)
     return Origin(x, weight)
 
 

@@ -72,8 +72,6 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
         pooled.append(_pooled(treated, patches, spreads, shared, groups))
     if shift is not None:
         pooled.append(shift.expand(h.shape[0], -1))
-    if not pooled:
-        return Moments(h, total)
     rho = layer_correlation(total, total_of(pooled), layout, site.samples, 1)  # (B, O)
     return Moments(h, total, layout.expanded(rho, total, 1))
 
@@ -145,13 +143,7 @@ def _pooled(treated: Treated | None, rows: Tensor, spread: Tensor, bias: bool, g
     if treated is None:
         return _by_groups(rows.flatten(1).square(), spread.flatten(1), groups)
     rows = rows.reshape(rows.shape[0], groups, -1)  # (B, G, I)
-    rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
-    if treated.rotation is None:
-        return treated.covariance.push(rows[:, 0], None, False)
-    basis, variances = treated.rotation
-    assert basis is not None
-    rotated = torch.einsum("bgi,giq->bgq", rows, basis)
-    return torch.einsum("bgq,goq->bgo", rotated.square(), variances).flatten(1)
+    return treated.push(F.pad(rows, (0, 1), value=1.0) if bias else rows)
 
 
 def _by_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:

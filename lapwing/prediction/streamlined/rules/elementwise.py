@@ -31,16 +31,13 @@ def _of_output(function: Callable[[Tensor], Tensor]) -> Partial:
 
 def _backward(pull: Callable[..., Tensor], *options: str) -> Partial:
     """Returns the slope as a call's backward of ones."""
-    return lambda a, y, name: pull(torch.ones_like(y), a["self"], *(a[option] for option in options))
+    return lambda a, y, name: pull(torch.ones_like(y), a["self"], **{option: a[option] for option in options})
 
 
 def _inside(x: Tensor, low: Any, high: Any, ends: bool) -> Tensor:
     """Returns 1 for entries between two bounds, else 0. A bound may be None."""
-    inside = torch.ones_like(x, dtype=torch.bool)
-    if low is not None:
-        inside = (x >= low) if ends else (x > low)
-    if high is not None:
-        inside = inside & ((x <= high) if ends else (x < high))
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    inside = (x >= low) & (x <= high) if ends else (x > low) & (x < high)
     return inside.to(x.dtype)
 
 
@@ -172,10 +169,7 @@ _elementwise(_of_output(lambda y: 1 - y.square()), "tanh.default")
 _elementwise(_of_input(torch.cos), "sin.default")
 _elementwise(_of_input(lambda x: -torch.sin(x)), "cos.default")
 _elementwise(_of_input(lambda x: 2 / math.sqrt(math.pi) * (-x.square()).exp()), "erf.default")
-_elementwise(
-    lambda a, y, name: aten.gelu_backward.default(torch.ones_like(y), a["self"], approximate=a["approximate"]),
-    "gelu.default",
-)
+_elementwise(_backward(aten.gelu_backward.default, "approximate"), "gelu.default")
 _elementwise(_backward(aten.silu_backward.default), "silu.default")
 _elementwise(_backward(aten.mish_backward.default), "mish.default")
 _elementwise(_backward(aten.hardswish_backward.default), "hardswish.default")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ....covariance.terms import DenseTerm, EigenTerm, Term
 from ..moments import FeatureCorrelation, Moments, Value, layer_correlation, mean_of, root, total_of, variance_of
 from ..operations import Kind, Operation, aten, numbered, register_aten
-from ..sites import Site, Treated
+from ..sites import INPUTS, WEIGHTS, Site, Treated
 from .arithmetic import contracted, contracted_label
 from .attention import between_features, origin
 
@@ -35,14 +35,9 @@ class Layer:
     @classmethod
     def of(cls, site: Site, arguments: Mapping[str, Any]) -> Layer:
         """Returns the layer of a product with a matrix."""
-        if site.node.target is aten.linear.default:
-            source, weight, bias = "input", "weight", "bias"
-        elif site.node.target is aten.addmm.default:
-            source, weight, bias = "mat1", "mat2", "self"
-        else:
-            source, weight, bias = "self", "other" if "other" in arguments else "mat2", ""
-        b = arguments.get(bias)
-        return cls(site, source, arguments[source], arguments[weight], b, weight != "weight", site.weights)
+        source, weight = (next(name for name in names if name in arguments) for names in (INPUTS, WEIGHTS))
+        bias = arguments["self"] if source == "mat1" else arguments.get("bias")
+        return cls(site, source, arguments[source], arguments[weight], bias, weight != "weight", site.weights)
 
     @property
     def matrix(self) -> Tensor:
@@ -63,15 +58,8 @@ class Layer:
         """Returns the variances (..., O) from uncertain weights and biases, `Σ_ii' a_i a_i' Cov[W_ji, W_ji']`."""
         parts, shared = [], False
         if self.treated is not None and not self.treated.is_diagonal:
-            rows, rotation, shared = self.rows(mean), self.treated.rotation, self.bias_is_shared
-            flat = rows.reshape(-1, rows.shape[-1])  # (N, I)
-            if rotation is None:
-                variance = self.treated.covariance.push(flat, None, False)
-            else:
-                basis, spread = rotation
-                assert basis is not None
-                variance = (flat @ basis[0]).square() @ spread[0].mT
-            parts.append(variance.reshape(*rows.shape[:-1], -1))
+            rows, shared = self.rows(mean), self.bias_is_shared
+            parts.append(self.treated.push(rows.reshape(-1, 1, rows.shape[-1])).reshape(*rows.shape[:-1], -1))
         elif isinstance(self.weight, Moments):
             parts.append(mean.square() @ self._inputs_first(self.weight.variance))
         if isinstance(self.bias, Moments) and not shared:

@@ -25,7 +25,7 @@ from ..operations import (
     same_along,
     shape_of,
 )
-from ..sites import RESHAPED, Site
+from ..sites import Site
 from .elementwise import one
 
 
@@ -51,8 +51,6 @@ def picked(site: Site, arguments: dict[str, Any]) -> Value:
 def _apply(site: Site, arguments: dict[str, Any], part: Any) -> Any:
     """Applies the call to one part of the moments of its arguments."""
     parts: dict[str, Any] = pytree.tree_map(part, arguments)
-    if site.node.target in RESHAPED:
-        return parts["self"].reshape(arguments["size"])
     if "value" in parts and part is not mean_of:  # constant padding is certain
         parts["value"] = 0
     return site.apply(parts)
@@ -65,7 +63,7 @@ def _variance(value: Any) -> Any:
 def _correlation(value: Any) -> Any:
     if not isinstance(value, Moments):
         return _zeros(value)
-    return _zeros(value.variance) if value.correlation is None else value.full_correlation
+    return _zeros(value.variance) if value.correlation is None else value.correlation.expand_as(value.variance)
 
 
 def _zeros(value: Any) -> Any:
@@ -90,8 +88,6 @@ def moved_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 
     mapped: Any = fx.map_arg((node.args, node.kwargs), label_of)
     args, kwargs = mapped
-    if node.target in RESHAPED:
-        return args[0].reshape(args[1])
     if "value" in kwargs:  # of padding
         kwargs = {**kwargs, "value": 0}
     return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -99,7 +95,7 @@ def moved_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 
 def joined_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
     """Returns the labels of joined tensors. Joined along positions they are the labels of one fully labelled part."""
-    arguments = named(node, node.args, node.kwargs)
+    arguments = named(node)
     dim, shape = arguments["dim"], shape_of(node)
     for part in arguments["tensors"]:
         label = labels.get(part.name)
@@ -152,15 +148,10 @@ def _divisors(site: Site, arguments: dict[str, Any], x: Tensor) -> Tensor:
 def won(site: Site, arguments: dict[str, Any], pool: Callable[..., Any]) -> Any:
     """Returns the moments of the entry with the largest mean in each window; adaptive pools return its index too."""
     x: Moments = arguments["self"]
-    mean, index = pool(x.mean, return_indices=True, **{n: value for n, value in arguments.items() if n != "self"})
+    _, index = pool(x.mean, return_indices=True, **{n: value for n, value in arguments.items() if n != "self"})
     adaptive = "output_size" in arguments
     space = len(arguments["output_size" if adaptive else "kernel_size"])
-
-    def at(values: Tensor) -> Tensor:
-        return values.flatten(-space).gather(-1, index.flatten(-space)).reshape(index.shape)
-
-    rho = x.full_correlation
-    moments = Moments(mean, at(x.variance), None if rho is None else at(rho))
+    moments = x.moved(lambda part: part.flatten(-space).gather(-1, index.flatten(-space)).reshape(index.shape))
     return (moments, index) if adaptive else moments
 
 
@@ -193,8 +184,8 @@ def _moves(*names: str, kind: Kind = Kind.OTHER) -> None:
 
 
 _moves(
-    "view.default", "_unsafe_view.default", "reshape.default", "flatten.using_ints", "unsqueeze.default",
-    "squeeze.default", "squeeze.dim", "squeeze.dims", kind=Kind.VIEW | Kind.ORDERED,
+    "reshape.default", "flatten.using_ints", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims",
+    kind=Kind.VIEW | Kind.ORDERED,
 )  # fmt: skip
 _moves("unflatten.int", "transpose.int", "permute.default", kind=Kind.VIEW)
 _moves("slice.Tensor", kind=Kind.ORDERED)  # if it keeps all entries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,44 +50,32 @@ def sample_norm(site: Site, arguments: dict[str, Any]) -> Moments:
 def batch_norm(site: Site, arguments: dict[str, Any]) -> Moments | tuple[Moments]:
     """Returns the moments of `F.batch_norm` in eval mode with treated weights; with certain ones it is element-wise."""
     x, eps, statistics = arguments["input"], arguments["eps"], (arguments["running_mean"], arguments["running_var"])
-
-    def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.batch_norm(x, *statistics, weight, bias, eps=eps)
-
-    factor, trailing = (statistics[1] + eps).reciprocal(), mean_of(x).ndim - 2
-    result = affine(site, x, arguments["weight"], arguments["bias"], trailing, scaled, factor)
+    trailing, mean = mean_of(x).ndim - 2, F.batch_norm(mean_of(x), *statistics, eps=eps)
+    factor = (statistics[1] + eps).reciprocal().reshape(-1, *(1,) * trailing)
+    inner = Moments(mean, x.variance * factor, x.correlation) if isinstance(x, Moments) else mean
+    result = affine(site, inner, arguments["weight"], arguments["bias"], trailing)
     return result if site.node.target is aten.batch_norm.default else (result,)
 
 
-def affine(
-    site: Site,
-    x: Value,
-    weight: Value | None,
-    bias: Value | None,
-    trailing: int,
-    scaled: Callable[[Tensor, Tensor | None, Tensor | None], Tensor] | None = None,
-    factor: Tensor | None = None,
-) -> Moments:
+def affine(site: Site, x: Value, weight: Value | None, bias: Value | None, trailing: int) -> Moments:
     """Returns the moments of `γ x̂ + β`, with γ and β correlated within each feature as in the posterior.
 
         Var = (γ² + Var[γ]) v + (√Var[γ] x̂ + Cov[γ, β]/√Var[γ])² + Var[β] - Cov[γ, β]²/Var[γ]
 
-    `trailing` dimensions follow the features. x is x̂, unless `scaled(x, γ, β)` returns `γ x̂ + β`, with `∂x̂/∂x` squared
-    in `factor`.
+    `trailing` dimensions follow the features.
     """
 
     def wide(value: Tensor) -> Tensor:
         return value.reshape(*value.shape, *(1,) * trailing)
 
-    def product(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         x = x if weight is None else x * wide(weight)
         return x if bias is None else x + wide(bias)
 
-    scaled = scaled or product
     mean, variance = mean_of(x), variance_of(x)
     gamma, beta = mean_of(weight), mean_of(bias)
     out = scaled(mean, gamma, beta)
-    slope, spread, shift, rest = _terms(site, weight, bias, factor)
+    slope, spread, shift, rest = _terms(site, weight, bias)
     layout, channel = site.layout, 1 if trailing else -1
     width = next((value.numel() for value in (gamma, beta) if value is not None), 0)
     by_channel = layout if width == out.shape[channel] else None
@@ -118,17 +105,14 @@ def affine(
 
 
 def _terms(
-    site: Site, weight: Value | None, bias: Value | None, factor: Tensor | None
+    site: Site, weight: Value | None, bias: Value | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Returns `(γ² + Var[γ]) factor`, `√Var[γ]`, `Cov[γ, β]/√Var[γ]` and `Var[β] - Cov[γ, β]²/Var[γ]`.
+    """Returns `γ² + Var[γ]`, `√Var[γ]`, `Cov[γ, β]/√Var[γ]` and `Var[β] - Cov[γ, β]²/Var[γ]`.
 
     None stands for 1 in the first, and for 0 in the others.
     """
     gamma, gamma_v, beta_v = mean_of(weight), variance_of(weight), variance_of(bias)
-    slope = factor
-    if gamma is not None:
-        square = total_of([gamma.square(), gamma_v])
-        slope = square if factor is None else square * factor
+    slope = None if gamma is None else total_of([gamma.square(), gamma_v])
     if gamma_v is None:
         return slope, None, None, beta_v
     spread, gamma_of, beta_of = root(gamma_v), site.roles.get("weight"), site.roles.get("bias")
