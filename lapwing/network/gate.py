@@ -126,16 +126,16 @@ def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
 
 
 def check_recording(
-    model: nn.Module, inputs: Any, recording: Recording, outputs: int, late: list[Tensor] | None = None
+    model: nn.Module, inputs: Any, recording: Recording, outputs: int, nonfinite: list[Tensor] | None = None
 ) -> None:
     """Raises unless a call has `outputs` (C or T C) finite outputs, and uses weights as on the first batch.
 
-    If `late` is a list, outputs that are not finite do not raise: the list gets a mask (B,) of their samples.
+    If `nonfinite` is a list, outputs that are not finite do not raise: the list gets a mask (B,) of their samples.
     """
-    if late is None:
+    if nonfinite is None:
         batches.check_outputs(recording.outputs, "these inputs")
     else:
-        late.append(~recording.outputs.isfinite().all(-1))
+        nonfinite.append(~recording.outputs.isfinite().all(-1))
     name = type(model).__name__
     if recording.outputs.shape[1] != outputs:
         raise LapwingError(

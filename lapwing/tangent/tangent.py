@@ -38,8 +38,8 @@ from .retry import chunk_limit
 
 log = logging.getLogger("lapwing")
 
-DENSER = 64
-"""Factor by which `records(some=...)` records more positions if no position needs backward passes."""
+CHEAP_POSITIONS_FACTOR = 64
+"""Factor by which `records(max_positions=...)` records more positions if no position needs backward passes."""
 
 Cotangents = Callable[[Tensor], Any] | Tensor | None  # a function gives a tensor, or `FisherParts`
 
@@ -230,18 +230,18 @@ class Tangent:
         inputs: Any,
         cotangents: Cotangents = None,
         dtype: torch.dtype | None = None,
-        late: list[Tensor] | None = None,
+        nonfinite: list[Tensor] | None = None,
     ) -> Record:
         """Records one chunk of B samples. The record is differentiable in the inputs if they require gradients.
 
         The cotangents are u (B, C, R), a function of the outputs that returns u, or None for the C outputs. The
-        contractions have this `dtype` (None: the accumulation dtype); `late` is as in `check_recording`.
+        contractions have this `dtype` (None: the accumulation dtype); `nonfinite` is as in `check_recording`.
 
         Cost: one forward and R backward passes. Memory O(R) times the activations.
         """
         checked, dtype = self.check(inputs), dtype or self.dtype
         differentiable = wants_gradient(checked.inputs)
-        recording, uses = self.recording(checked, late)
+        recording, uses = self.recording(checked, nonfinite)
         self.sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
         u: Any = cotangents
@@ -260,8 +260,8 @@ class Tangent:
             self.recording(chunk)  # raises if an idle weight is used, also for ways that record nothing
         return checked
 
-    def recording(self, checked: Checked, late: list[Tensor] | None = None) -> tuple[Recording, Uses]:
-        """Runs the network on a chunk, and finds the uses of each block; `late` is as in `check_recording`."""
+    def recording(self, checked: Checked, nonfinite: list[Tensor] | None = None) -> tuple[Recording, Uses]:
+        """Runs the network on a chunk, and finds the uses of each block; `nonfinite` is as in `check_recording`."""
         chunk_limit().latest, named = checked.samples, self.parameters
         every = own_parameters(self.model) if self.plan.idle else {}
         idle = {name: every[name] for name in self.plan.idle}
@@ -271,7 +271,7 @@ class Tangent:
         recording = self.call.recorded(checked.inputs, watched | idle, spread, frozen, repeats=not idle)
         recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
         width = recording.outputs.shape[1] if self.call.layout else self.outputs
-        check_recording(self.model, checked.inputs, recording, width, late)
+        check_recording(self.model, checked.inputs, recording, width, nonfinite)
         noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, len(recording.outputs), name)
@@ -285,53 +285,53 @@ class Tangent:
         cotangents: Cotangents = None,
         dtype: torch.dtype | None = None,
         scratch_per_sample: int = 0,
-        kept: Tensor | None = None,
-        some: int | None = None,
-        marginal: bool = False,
+        recorded: Tensor | None = None,
+        max_positions: int | None = None,
+        variances_only: bool = False,
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget. Arguments are as in `record`.
 
-        Without positions, a record has outputs (B, C). With positions, each position is a sample if the treated layer
-        gives the outputs, or if `cotangents` is None or `RandomCotangents`. Such records have C outputs, and the slices
-        count the positions of all samples, with step T if a record has one position of each sample. Other records have
-        outputs (B, T C).
+        - Outputs (B, C): a record has outputs (B, C), and the slices count samples.
+        - With positions, if the treated layer gives the outputs: (N, C), and the slices count positions of all samples.
+        - With positions, and None or `RandomCotangents`: (B, C) at one position; slices of positions, with step T.
+        - With positions, and other cotangents: (B, T C), and the slices count samples.
 
         Args:
             inputs: B samples, checked or not.
             cotangents: a function, or None (a tensor cannot be cut along).
             dtype: dtype of the contractions.
             scratch_per_sample: number of entries of `dtype` that the caller needs per sample.
-            kept: mask (B, T) of the positions to record if positions are samples. The slices count only these.
-            some: maximum number of positions per input, times `DENSER` if positions are samples; slices have steps.
-            marginal: whether the caller reads only variances of a layer that gives the outputs, and no C² entries.
+            recorded: mask (B, T) of the positions to record if slices count positions; they count only these.
+            max_positions: of each input, times `CHEAP_POSITIONS_FACTOR` if the treated layer gives the outputs.
+            variances_only: whether the caller reads only variances of a layer that gives the outputs, no C² entries.
         """
         dtype = dtype or self.dtype
         positions = self.positions
         if positions.direct:
-            stride = 1 if some is None else -(-positions.count // (DENSER * some))
-            yield from direct_records(self, self.check(inputs), cotangents, dtype, scratch_per_sample, kept, stride)
+            stride = 1 if max_positions is None else -(-positions.count // (CHEAP_POSITIONS_FACTOR * max_positions))
+            yield from direct_records(self, self.check(inputs), cotangents, dtype, scratch_per_sample, recorded, stride)
             return
         scratch_per_sample *= 1 if cotangents is None else positions.count
         probes = cotangents if isinstance(cotangents, RandomCotangents) else None
         each = positions.several and (cotangents is None or probes is not None)
-        late: list[Tensor] = []  # at most two device synchronisations check that outputs are finite
-        length = self.chunk_length(1 if marginal else cotangents, dtype, scratch_per_sample)
+        nonfinite: list[Tensor] = []  # at most two device synchronisations check that outputs are finite
+        length = self.chunk_length(1 if variances_only else cotangents, dtype, scratch_per_sample)
         for part, chunk in self.check(inputs).chunks(length):
-            if part.start and not late:
-                late.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first chunk is checked
-            for rows, record in self.recorded(chunk, cotangents, dtype, late or None):
+            if part.start and not nonfinite:
+                nonfinite.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first is checked
+            for rows, record in self.recorded(chunk, cotangents, dtype, nonfinite or None):
                 rows = slice(part.start + rows.start, part.start + rows.stop)
-                yield from by_position(record, rows, some, probes) if each else [(rows, record)]
-        if late:
-            batches.check_rows(torch.cat(late), "these inputs")
+                yield from by_position(record, rows, max_positions, probes) if each else [(rows, record)]
+        if nonfinite:
+            batches.check_rows(torch.cat(nonfinite), "these inputs")
 
     def recorded(
-        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, late: list[Tensor] | None = None
+        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, nonfinite: list[Tensor] | None = None
     ) -> Iterator[tuple[slice, Record]]:
         """Yields the record of one chunk, or of each sample if a layer has the samples on another axis than before."""
         checked = self.check(inputs)
         try:
-            record = self.record(checked, cotangents, dtype, late)
+            record = self.record(checked, cotangents, dtype, nonfinite)
         except SampleAxisMoved as error:
             self.sample_axis.warn_once(error)
         else:

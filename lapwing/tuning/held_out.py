@@ -229,12 +229,14 @@ def candidate_latents(
     scratch = _numbers_per_sample(tangent, posteriors, len(candidates(first)), reads)
     scratch += 4 * latents_in_memory * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
     probes = _probes(first, tangent) if aim.link is None else None
-    marginal = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
+    variances_only = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     with torch.no_grad():
         for batch in loader:
             samples = Samples.of(batch).to(tangent.device)
             dtype = first.covariance.record_dtype
-            records = tangent.records(samples.inputs, probes, dtype, scratch, some=SOME_POSITIONS, marginal=marginal)
+            records = tangent.records(
+                samples.inputs, probes, dtype, scratch, max_positions=SOME_POSITIONS, variances_only=variances_only
+            )
             for part, record in records:
                 places = tangent.positions.places(len(samples.targets), record.sizes)
                 labels, weights = places.targets(samples.targets, tangent.outputs)[part], samples.weights
