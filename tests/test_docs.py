@@ -174,6 +174,13 @@ def test_costs_of_deployed_networks_are_those_measured() -> None:
     assert f"{costs}, and {correlated:.1f} with correlated positions" in " ".join(summary.split())
 
 
+def test_tests_that_pages_name_exist() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
+    assert named
+    assert not [name for name in sorted(named) if f"def {name}(" not in code]
+
+
 def test_messages_that_the_errors_page_quotes_exist() -> None:
     """Each quotation, cut where it leaves words out, is part of a text of the package."""
     texts = []

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import mse_loss
 
 import lapwing as lw
 from lapwing.tuning import Training, Tuning
+from lapwing.tuning.choice import best_of
+from lapwing.tuning.held_out import at_exponents, width_scores
 from tests import oracle
 from tests.conformance import CUTS, close, cut, setup
+from tests.trained import train
 
 METHODS = [
     lw.Diagonal(), lw.KFAC(), lw.EKFAC(), lw.Full("primal"), lw.Full("dual"), lw.ELLA(5, 12), lw.ELLA(5, 12, "prior"),
@@ -159,3 +166,24 @@ def test_without_a_fall_all_n_are_compared():
     ]
     assert fits[0].samples == fits[1].samples
     close(fits[0].covariance.to_dense(), fits[1].covariance.to_dense())
+
+
+def test_few_held_out_rows_take_the_best_n_in_the_mean_at_the_ratio_of_the_training_data():
+    """δσ² is that of the training data, and one row that another n fits best does not choose n."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3)
+    y = x[:, :1].sin() + 0.3 * torch.randn(60, 1)
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1))
+    train(model, lambda: mse_loss(model(x[:40]), y[:40]), 300)
+    parts = [lw.fit(model, (x[:n], y[:n]), lw.KFAC(), tune=None, likelihood=lw.Gaussian()) for n in (2, 10, 40)]
+    found = []
+    for start in range(40, 52):
+        held_out, (delta, noise) = [(x[start : start + 8], y[start : start + 8])], (0.3, 0.1)
+        residual = float((model(held_out[0][0]) - held_out[0][1]).square().mean().detach())
+        at = at_exponents([math.log10(delta * noise / residual)])
+        scores = width_scores([part.with_noise(residual) for part in parts], at, held_out)[0][:, 0]  # (n, rows)
+        best = best_of(parts, (-5.0, 7.0), 25, held_out, trained=(delta, noise))
+        assert best.samples == parts[int(scores.mean(1).argmax())].samples
+        assert best.prior_precision * best.noise_variance == pytest.approx(delta * noise, rel=1e-3)
+        found.append(int(scores.mean(1).argmax()) != int(scores.amax(1).argmax()))
+    assert any(found)
