@@ -282,3 +282,11 @@ def test_keys_are_equal_for_equal_samples_only() -> None:
     assert torch.equal(batches.row_keys(x[2:], n[2:]), batches.row_keys(x, n)[2:])  # in any batch
     assert batches.row_keys(x[:0], n[:0]).shape == (0,)
     assert (batches.row_keys((x, torch.zeros(3))) != batches.row_keys((x, torch.ones(3)))).all()  # shared by all
+
+
+def test_digests_of_samples_read_their_tensors_and_texts() -> None:
+    texts, numbers = {"x": torch.zeros(3, 1), "text": ["a", "b", "a"]}, torch.tensor([[0.0], [1.0], [0.0]])
+    for inputs in (texts, numbers, {"x": numbers, "shared": torch.ones(())}):
+        first, second, third = batches.row_keys(inputs).tolist()
+        assert first == third != second
+    assert batches.row_keys(numbers, torch.tensor([0, 0, 1])).unique().numel() == 3
