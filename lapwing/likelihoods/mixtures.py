@@ -263,7 +263,7 @@ def log_density(family: Any, y: Tensor) -> Tensor:
         logs = family.log_prob(y)
     try:
         inside = family.support.check(y)
-        if type(family) is dist.TransformedDistribution:  # its support is that of the transform, not of the base
+        if type(family) is dist.TransformedDistribution:  # torch checks the support of the transform only
             x = dist.ComposeTransform(family.transforms).inv(y)
             inside = inside & family.base_dist.support.check(x)  # type: ignore[union-attr]
         return torch.where(inside, logs, -torch.inf)

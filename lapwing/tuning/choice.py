@@ -35,7 +35,7 @@ SHARPER = -0.1  # if this log10 T without spread scores best, the network is und
 SHARP = evenly(-2.0, 0.0, 21)  # candidates for log10 T of an underconfident network
 WIDER = 1e-3  # maximum cost, in nats per sample, of a wider spread than the best, for any standard error
 FAINT = 5e-3  # the spread of an underconfident network changes log probabilities by at most this, in nats per sample
-SURE = 3.0  # another λ than that of the training data, or ratios, must win by this many paired standard errors
+SURE = 3.0  # λ of the training data, or one σ², loses only by more than this many paired standard errors
 STEPS = evenly(-1.0, 7.0, 9)  # candidates for log10 of δ over the best one of linearised predictions, for another way
 AROUND = evenly(-1.0, 1.5, 26)  # candidates for log10 of σ² over the best one of linearised predictions
 NOISES = evenly(-6.0, 0.5, 27)  # candidates for log10 of σ² over the mean squared held-out residual at a given prior
@@ -292,7 +292,7 @@ def _sharpened(
     # 2. the smallest δ at which the spread changes log probabilities by at most `FAINT`
     changes = (scores[:, place] - scores[last, place]).abs().mean(-1, dtype=torch.float64).tolist()
     at = next(i for i, change in enumerate(changes) if change <= (FAINT if tolerance else 0.0))
-    if changes[at] < PLATEAU and at > 0:  # the widest spread is no spread that was switched off
+    if changes[at] < PLATEAU and at > 0:  # at = 0 is the widest spread, which is not switched off
         _warn_of_no_spread(best, exponents[at])
     return at_precision(best, 10 ** exponents[at])
 

@@ -208,7 +208,7 @@ class BoundSteps(MovingSteps):
         count = batch.count
         recent = (features @ features.T).detach() / count
         h = state.kept.get("h", recent)  # from earlier batches, so that no sample explains itself
-        # 3. F Fᵀ = I + N h/(σ² τ δ) (M, M), whose log determinant is that of I + LᵀK_Z L at the optimal A
+        # 3. F Fᵀ = I + N h/(σ² τ δ) (M, M), which has the log determinant of I + LᵀK_Z L at the optimal A
         scale = self.scale.at(likelihood.noise_variance if noise is None else noise)
         factor = cholesky(self.check_finite(state, eye + h * (scale.of_curvature / precision)))
         shrunk = torch.linalg.solve_triangular(factor, features, upper=False)
