@@ -56,8 +56,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         noise_ratios: r, one positive number for each output, for outputs in different units or of known relative
             accuracy. σ² may still be tuned. If both are None, a fit estimates r before the curvature, if the outputs'
             mean squared residuals surely differ by more than a factor of 4. It takes the residuals of the data in
-            `validation=`, or else of the training data, in one more forward pass. Otherwise r is 1, and `validation=` may choose ratios after
-            the fit, for outputs (B, T, C) as many as T C.
+            `validation=`, or else of the training data, in one more forward pass. Otherwise r is 1, and `validation=`
+            may choose ratios after the fit, for outputs (B, T, C) as many as T C.
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
 
     Raises:
