@@ -30,10 +30,12 @@ from torch import Tensor, nn
 import lapwing as lw
 from benchmarks.large import resnet18
 from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock, KroneckerFactors
+from lapwing.data.inputs import Inputs
 from lapwing.methods.passes import Batch
 from lapwing.methods.prior import Prior
 from lapwing.methods.problem import FisherRoot, Problem, Seen, root_columns
 from lapwing.methods.state import DataSummary
+from lapwing.prediction.uncertain import parsed
 from lapwing.tangent import Tangent
 from papers.common.data import images
 from papers.common.networks import cifar_resnet20
@@ -150,7 +152,7 @@ def passes(problem: Problem, method: lw.Method, x: Tensor, y: Tensor, decomposed
     step: Any = next(generator)
     while True:
         state, start = step.init(), time.process_time()
-        step.update(state, Batch(problem.tangent, x, y, 0))
+        step.update(state, Batch(problem.tangent, Inputs(x), y, 0))
         seconds += time.process_time() - start
         if not decomposed:
             return seconds, stand_in(problem.tangent)
@@ -177,7 +179,7 @@ def stand_in(tangent: Tangent) -> Blockwise:
 
 def predict(tangent: Tangent, covariance: Covariance, x: Tensor) -> Tensor:
     """Returns the covariances (B, C, C) of the outputs."""
-    latent: Any = lw.Linearized().latent(tangent, covariance, x, joint=False)
+    latent: Any = lw.Linearized().latent(tangent, covariance, parsed(x), joint=False)
     return latent.covariance
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from hashlib import blake2b
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -186,110 +185,9 @@ def copied(batch: Any) -> Any:
     return pytree.tree_map(lambda leaf: plain(leaf).clone() if isinstance(leaf, Tensor) else leaf, tree(batch))
 
 
-def size(inputs: Any) -> int:
-    """Returns B, the number of samples: the first dimension of the first tensor that has a dimension.
-
-    A tensor (0,) before others stands for columns that a data set does not have, and is shared by all samples.
-    """
-    leaves = tensors(inputs)
-    for place, leaf in enumerate(leaves, 1):
-        if leaf.is_nested or leaf.layout != torch.strided:
-            check_dense(leaf, "A tensor of the inputs")
-        if leaf.ndim and (tuple(leaf.shape) != (0,) or not any(other.ndim for other in leaves[place:])):
-            return leaf.shape[0]
-    raise LapwingError(
-        f"The inputs, {describe(inputs)}, hold no tensor whose first dimension is the batch. Pass such a tensor "
-        "(torch.as_tensor(x) makes one), alone or within tuples, lists and dicts, and let forward=lambda model, "
-        "inputs: model(...) turn it into the arguments of the network."
-    )
-
-
-def take(inputs: Any, rows: slice | Tensor) -> Any:
-    """Returns the samples `rows` of a batch.
-
-    It cuts dense tensors whose first dimension is B, and lists of B strings. Everything else is shared by all samples.
-    """
-    count = size(inputs)
-
-    def texts(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == count and all(isinstance(text, str) for text in value)
-
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, list):
-            return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
-        return leaf[rows] if isinstance(leaf, Tensor) and not _is_shared(leaf, count) else leaf
-
-    return pytree.tree_map(cut, tree(inputs), is_leaf=texts)
-
-
-def row_keys(inputs: Any, targets: Any = None) -> Tensor:
-    """Returns a digest of each sample, (B,) int64: samples have the same if their tensors and strings are equal."""
-    count, leaves, columns = size(inputs), [*pytree.tree_leaves(tree(inputs)), targets], []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
-            each = leaf.shape[:1] == (count,)
-            rows = (leaf if each else leaf[None]).detach().cpu().resolve_conj().resolve_neg()[:, None].flatten(1)
-            parts = [*rows.contiguous().view(torch.uint8).numpy()]
-            columns.append(parts if each else [blake2b(parts[0], digest_size=8).digest()] * count)
-    texts = [leaf.encode() for leaf in leaves if isinstance(leaf, str)]
-    columns += [texts[start : start + count] for start in range(0, len(texts) - count + 1, count or 1)]
-    digests = [blake2b(b"".join(row), digest_size=8).digest() for row in zip(*columns, strict=True)]
-    return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64)
-
-
-def check_lists(inputs: Any) -> None:
-    """Raises for a list of B entries, unless it holds strings or tensors: each entry could belong to one sample."""
-    count = size(inputs)
-
-    def look(value: Any) -> bool:
-        if isinstance(value, list) and len(value) == count > 1 and not isinstance(value[0], (str, Tensor)):
-            raise LapwingError(
-                f"The inputs, {describe(inputs)}, hold a list of {count} entries and have {count} samples: each entry "
-                "may belong to one sample, or to all. Write torch.tensor(numbers) for the former, tuple(entries) for "
-                "the latter."
-            )
-        return False
-
-    pytree.tree_leaves(tree(inputs), is_leaf=look)
-
-
-def shared(inputs: Any) -> tuple[bool, ...]:
-    """Returns for each tensor whether all samples share it."""
-    count = size(inputs)
-    return tuple(_is_shared(leaf, count) for leaf in tensors(inputs))
-
-
-def _is_shared(leaf: Tensor, count: int) -> bool:
-    """Whether all of B samples share a tensor: it is sparse, or its first dimension is not B."""
-    return leaf.layout != torch.strided or not leaf.ndim or leaf.shape[0] != count
-
-
-def chunks(inputs: Any, length: int) -> Iterator[tuple[slice, Any]]:
-    """Yields consecutive slices of at most `length` samples and their inputs. It does not cut a short batch."""
-    count = size(inputs)
-    for start in range(0, count, length):
-        rows = slice(start, min(start + length, count))
-        yield rows, (inputs if rows == slice(0, count) else take(inputs, rows))
-
-
 def short(dtype: torch.dtype) -> str:
     """Returns the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-def check_finite(inputs: Any, where: str) -> None:
-    """Raises if inputs are NaN or infinite, or torch does not compute with them; `where` names them."""
-    for leaf in tensors(inputs):
-        if leaf.is_nested or leaf.layout == torch.strided:  # a sparse tensor may be shared by all samples
-            check_dense(leaf, f"A tensor of {where}")
-        if leaf.is_floating_point() and not is_finite(leaf):
-            bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
-            first = int(bad.nonzero()[0]) if bad.ndim else 0
-            raise LapwingError(
-                f"A tensor of {where}, of shape {tuple(leaf.shape)}, has NaN or infinite values in {int(bad.sum())} "
-                f"samples (first: sample {first}). Pass finite numbers: drop these samples or impute them, for "
-                "instance by x = x.nan_to_num()."
-            )
 
 
 def check_outputs(outputs: Tensor, where: str) -> None:

@@ -26,6 +26,7 @@ from .. import ranks
 from ..errors import LapwingError, shown
 from . import batches
 from .frames import Columns, as_loader, columns_of, ordered
+from .inputs import Inputs
 from .loaders import check_data_size, first_batch, kept_batches, known_size, sampler_size
 from .samples import Samples
 
@@ -206,7 +207,7 @@ class Data:
         except (TypeError, NotImplementedError):
             streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1
             two = list(islice(kept_batches(loader), 2)) if streams else []
-            if len(two) == 2 and torch.equal(*map(batches.row_keys, two)):
+            if len(two) == 2 and torch.equal(*(Inputs(batch).digests() for batch in two)):
                 log.warning(
                     "Two workers of the loader begin with the same batch: each sample may count once per worker. %s",
                     SHARE_OUT,

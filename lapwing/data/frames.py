@@ -17,6 +17,7 @@ from ..errors import LapwingError, shown
 from ..linalg import double_device
 from . import batches
 from .batches import is_array
+from .inputs import Inputs
 
 BATCH = 100
 """Number of samples per batch if lapwing cuts the data. Batches that exceed the memory budget are cut again."""
@@ -101,7 +102,7 @@ def check_data(data: Any, purpose: str) -> None:
 
 def as_inputs(x: Any, network: Any) -> Any:
     """Returns inputs for prediction, without labels of a dict, or a loader of them; tensors instead of arrays."""
-    if isinstance(x, Tensor):
+    if isinstance(x, (Tensor, Inputs)):
         return x
     x = batches.inputs_of(x) if isinstance(x, Mapping) else x
     if isinstance(x, (tuple, Mapping)):
@@ -162,12 +163,12 @@ def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
     if isinstance(data, tuple) and batches.are_heads(data[-1]):
         data = (*data[:-1], batches.packed(data[-1]))
     inputs, targets = batches.pair(data)
-    count = batches.size(inputs)
+    count = Inputs(inputs).samples
     if targets.ndim and count != len(targets):
         raise LapwingError(f"The inputs have {count} rows and the targets {len(targets)}. Pass a target for each row.")
     if not count:
         raise LapwingError(f"The data set has no samples: {batches.describe(data)}. Pass at least one row.")
-    return [batch for _, batch in batches.chunks(data, BATCH)]
+    return [batch.value for _, batch in Inputs(data).chunks(BATCH)]
 
 
 def _tensors(data: Any, dtype: torch.dtype | None, column: bool = True) -> Any:

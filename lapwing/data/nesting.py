@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError
-from .batches import describe
+from .inputs import Inputs
 
 
-def flatten(inputs: Any) -> tuple[list[Tensor], str]:
+def flatten(inputs: Inputs) -> tuple[list[Tensor], str]:
     """Separates inputs into their tensors and a JSON string with their nesting and their other values.
 
     Every part of the JSON is a list that begins with its kind: `["tensor"]`, `["value", 3]`, `["tuple", part, ...]`,
@@ -34,12 +34,12 @@ def flatten(inputs: Any) -> tuple[list[Tensor], str]:
         if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
             return ["dict", *([key, part(inner)] for key, inner in value.items())]
         raise LapwingError(
-            f"A {type(value).__name__} within {describe(inputs)} cannot be kept with the posterior. Pass tensors, "
+            f"A {type(value).__name__} within {inputs} cannot be kept with the posterior. Pass tensors, "
             "numbers and strings, in tuples, lists and dicts, and let forward=lambda model, inputs: model(...) turn "
             "them into the arguments of the network."
         )
 
-    return leaves, json.dumps(part(inputs))
+    return leaves, json.dumps(part(inputs.value))
 
 
 def count_tensors(nest: str) -> int:
@@ -47,7 +47,7 @@ def count_tensors(nest: str) -> int:
     return nest.count('["tensor"]')
 
 
-def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
+def unflatten(leaves: Iterable[Tensor], nest: str) -> Inputs:
     """Rebuilds inputs from the results of `flatten`."""
     rest = iter(leaves)
 
@@ -62,4 +62,4 @@ def unflatten(leaves: Iterable[Tensor], nest: str) -> Any:
         values = [whole(one) for one in parts]
         return tuple(values) if kind == "tuple" else values
 
-    return whole(json.loads(nest))
+    return Inputs(whole(json.loads(nest)))

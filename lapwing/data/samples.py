@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from . import batches
-from .batches import check_dense, describe, plain, size, tensors
+from .batches import check_dense, describe, plain, tensors
+from .inputs import Inputs
 
 WEIGHT_KEYS = ("sample_weights", "weights")
 
@@ -20,7 +21,7 @@ WEIGHT_KEYS = ("sample_weights", "weights")
 class Samples:
     """B samples of the user's data: what `Data` yields, and what tunings read."""
 
-    inputs: Any  # one or several tensors in tuples, lists and dicts
+    inputs: Inputs
     targets: Any  # a tensor, or what the likelihood refuses
     weights: Tensor | None = None  # w (B,), at least 0; None means ones
     start: int = 0  # number of samples before these
@@ -37,9 +38,10 @@ class Samples:
         if isinstance(batch, cls):
             return batch
         rest, weights = _without_weights(batch) if weighted else (batch, None)
-        inputs, targets = (plain(part) for part in batches.pair(rest))
+        first, targets = batches.pair(rest)
+        inputs, targets = Inputs.of(first), plain(targets)
         if weighted:
-            weights = _checked_weights(weights, size(inputs))
+            weights = _checked_weights(weights, inputs.samples)
         if isinstance(targets, Tensor):
             _check_targets(inputs, targets)
         return cls(inputs, targets, weights, heads=batches.head_keys(rest))
@@ -47,31 +49,33 @@ class Samples:
     @property
     def count(self) -> int:
         """The number of samples, B."""
-        return size(self.inputs)
+        return self.inputs.samples
 
     def to(self, device: torch.device | None) -> Samples:
         """Returns the samples on a device; None keeps theirs."""
         weights = None if self.weights is None else plain(self.weights, device)
-        return replace(self, inputs=plain(self.inputs, device), targets=plain(self.targets, device), weights=weights)
+        return replace(
+            self, inputs=Inputs.of(self.inputs, device), targets=plain(self.targets, device), weights=weights
+        )
 
     def take(self, rows: slice | Tensor) -> Samples:
         """Returns some of the samples, with the same `start`."""
         weights = None if self.weights is None else self.weights[rows]
-        return replace(self, inputs=batches.take(self.inputs, rows), targets=self.targets[rows], weights=weights)
+        return replace(self, inputs=self.inputs.take(rows), targets=self.targets[rows], weights=weights)
 
     def leaves(self) -> list[Tensor]:
         """Returns all tensors: inputs, targets and weights."""
-        return [*tensors(self.inputs), *tensors(self.targets), *tensors(self.weights)]
+        return [*self.inputs.tensors, *tensors(self.targets), *tensors(self.weights)]
 
     def digests(self) -> Tensor:
         """Returns a digest of each sample, its inputs and targets, (B,) int64."""
-        return batches.row_keys(self.inputs, self.targets)
+        return self.inputs.digests(self.targets)
 
 
 def checked(data: Iterable[Samples], device: torch.device) -> Iterator[Samples]:
     """Yields the samples of batches that are not empty, with finite inputs, on a device."""
     for number, samples in enumerate(data, 1):
-        batches.check_finite(samples.inputs, f"the inputs of batch number {number}")
+        samples.inputs.check_finite(f"the inputs of batch number {number}")
         if samples.count:
             yield samples.to(device)
 
@@ -109,18 +113,16 @@ def _checked_weights(weights: Any, count: int) -> Tensor:
     return values
 
 
-def _check_targets(inputs: Any, targets: Tensor) -> None:
+def _check_targets(inputs: Inputs, targets: Tensor) -> None:
     """Raises unless targets are a dense tensor with at most one row for each sample."""
     check_dense(targets, "A tensor of the targets")
-    if targets.ndim and len(targets) <= size(inputs):
+    if targets.ndim and len(targets) <= inputs.samples:
         return
     what = "have more rows than the samples" if targets.ndim else "have no dimensions"
     line = "Pass one row for each sample in both: a single one as x[None] and y[None]."
-    if targets.ndim and any(leaf.shape[1:2] == targets.shape[:1] for leaf in tensors(inputs)):
+    if targets.ndim and any(leaf.shape[1:2] == targets.shape[:1] for leaf in inputs.tensors):
         line = (
             "If the second dimension of the inputs is the batch, pass x.transpose(0, 1), and forward=lambda model, x: "
             "model(x.transpose(0, 1))."
         )
-    raise LapwingError(
-        f"The targets of a batch, {describe(targets)}, {what}. The inputs are {describe(inputs)}. {line}"
-    )
+    raise LapwingError(f"The targets of a batch, {describe(targets)}, {what}. The inputs are {inputs}. {line}")

@@ -17,6 +17,7 @@ from ..covariance.terms import DenseTerm, MarginalTerm
 from ..data import batches
 from ..data.data import Data
 from ..data.frames import as_inputs
+from ..data.inputs import Inputs
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
 from ..fitting import Novelty
@@ -102,9 +103,10 @@ def deploy(
     names, keys = _named(x)
     via = _default_way(posterior, x, data) if via is None else via
     streamlined, factor, linearised = _exported_way(via)
-    posterior.latent(batches.take(x, slice(0, 2)), via=via)  # raises if the way does not support the inputs
+    inputs = Inputs.of(dict(x) if keys else x)
+    posterior.latent(inputs.take(slice(0, 2)), via=via)  # raises if the way does not support the inputs
     observe, returns, kinds = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
-    example = batches.take(dict(x) if keys else x, slice(0, MIN_LEVEL_INPUTS))
+    example = inputs.take(slice(0, MIN_LEVEL_INPUTS))
     traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty)
     return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via)
 
@@ -120,10 +122,11 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
         )  # fmt: skip
     if posterior.tangent.treats_output_alone:
         return Streamlined()  # equals linearisation
-    if batches.size(x) < MIN_LEVEL_INPUTS and data is not None:
-        x = Data.of(data, posterior).first.inputs
-    if batches.size(x) >= MIN_LEVEL_INPUTS:
-        return scale_factor(posterior, batches.take(x, slice(0, MAX_LEVEL_INPUTS)), Streamlined(), to=DefaultWay())
+    inputs = Inputs.of(x)
+    if inputs.samples < MIN_LEVEL_INPUTS and data is not None:
+        inputs = Data.of(data, posterior).first.inputs
+    if inputs.samples >= MIN_LEVEL_INPUTS:
+        return scale_factor(posterior, inputs.take(slice(0, MAX_LEVEL_INPUTS)), Streamlined(), to=DefaultWay())
     log.warning(
         "Streamlined variances may be several times too large or too small. For the level of posterior.predict write "
         "lw.deploy(posterior, x) with at least %d inputs x, or with data=(x_train, y_train).", MIN_LEVEL_INPUTS,

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from ..covariance import Covariance, Latent
 from ..covariance.terms import DenseTerm, EigenTerm
-from ..data import batches
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..fitting.novelty import Novelty, features_of
 from ..linalg import possible
@@ -41,7 +40,7 @@ def trace(
     tangent: Tangent,
     covariance: Covariance,
     via: Streamlined,
-    inputs: Any,
+    inputs: Inputs,
     observe: Observe,
     kinds: int,
     linearised: bool,
@@ -52,10 +51,11 @@ def trace(
     `observe` maps a latent with the first `kinds` of the moments that `moments_of` lists to results. With `linearised`
     only the last layer may be uncertain, as for `Linearized`. The score of `novelty` is one more result.
     """
-    inputs = _with_distinct_lengths(pytree.tree_map(lambda x: x.detach(), batches.plain(inputs, tangent.device)))
+    inputs = Inputs.of(inputs, tangent.device)
+    inputs = _with_distinct_lengths(inputs.with_leaves({place: x.detach() for place, x in enumerate(inputs.leaves)}))
     with torch.no_grad(), without_compiled():
         graph = read(tangent, inputs)
-        if not graph.accepts(batches.take(inputs, slice(0, 1))):
+        if not graph.accepts(inputs.take(slice(0, 1))):
             raise _one_size(tangent)
         program = _program(tangent, covariance, graph, via, inputs)
         run = Run(program, inputs, observe, kinds, tangent, novelty)
@@ -63,23 +63,21 @@ def trace(
             _check_last_layer(program, run, tangent)
         with quiet():
             shapes = tuple({d: Dim.AUTO for d, n in enumerate(s) if isinstance(n, str)} or None for s in graph.shapes)
-            leaves = tuple(pytree.tree_leaves(inputs))
-            exported = torch.export.export(run, leaves, dynamic_shapes=(shapes,), strict=False)
+            exported = torch.export.export(run, tuple(inputs.leaves), dynamic_shapes=(shapes,), strict=False)
         module = _flat(exported)
         _compare(run, module, inputs, tangent)
     return module, inputs, _free(exported)
 
 
-def _with_distinct_lengths(inputs: Any) -> Any:
+def _with_distinct_lengths(inputs: Inputs) -> Inputs:
     """Repeats samples until their number differs from every other length, because the export unites equal lengths."""
-    count = batches.size(inputs)
-    lengths = {length for leaf in batches.tensors(inputs) for length in leaf.shape[1:]}
+    count = inputs.samples
+    lengths = {length for leaf in inputs.tensors for length in leaf.shape[1:]}
     wanted = next(n for n in range(max(2, count), max(2, count) + len(lengths) + 1) if n not in lengths)
-    device = batches.tensors(inputs)[0].device
-    return batches.take(inputs, torch.arange(wanted, device=device) % count)
+    return inputs.take(torch.arange(wanted, device=inputs.tensors[0].device) % count)
 
 
-def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Streamlined, inputs: Any) -> Program:
+def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Streamlined, inputs: Inputs) -> Program:
     program = build(tangent, covariance, graph, via, inputs, decompose=squares_of_weights)
     copies = {name: value.detach().clone() for name, value in graph.tensors.items()}
     program.graph = dataclasses.replace(graph, tensors=copies)
@@ -121,9 +119,9 @@ def _check_last_layer(program: Program, run: Run, tangent: Tangent) -> None:
         )
 
 
-def _compare(run: Run, module: fx.GraphModule, inputs: Any, tangent: Tangent) -> None:
+def _compare(run: Run, module: fx.GraphModule, inputs: Inputs, tangent: Tangent) -> None:
     """Compares the calls with the program for another number of samples."""
-    leaves = pytree.tree_leaves(batches.take(inputs, slice(0, 1)))
+    leaves = inputs.take(slice(0, 1)).leaves
     expected, actual = run(*leaves), module(*leaves)
     actual = actual if isinstance(actual, tuple) else (actual,)
     for ours, theirs in zip(actual, expected, strict=True):
@@ -147,10 +145,10 @@ class Run(nn.Module):
     """
 
     def __init__(
-        self, program: Program, inputs: Any, observe: Observe, kinds: int, tangent: Tangent, novelty: Novelty | None
+        self, program: Program, inputs: Inputs, observe: Observe, kinds: int, tangent: Tangent, novelty: Novelty | None
     ) -> None:
         super().__init__()
-        samples, fixed = batches.size(inputs), dict(program.weights())
+        samples, fixed = inputs.samples, dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
         outputs = program.graph.run(inputs)[program.graph.output]
         masked = tangent.call.activation is not None and not possible(outputs).all()  # averages need covariances
@@ -192,7 +190,7 @@ class Run(nn.Module):
         return (*results, self.novelty.score(features).to(self.dtype))
 
 
-def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Any) -> str:
+def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> str:
     """Returns the name of the value that equals the features of a detector."""
     wanted = features_of(novelty.tangent, inputs)
     for name, value in values.items():

@@ -34,7 +34,7 @@ class Predictor(nn.Module):
         self.via = via
         self.calls, example, self._free = traced
         self.names, self.keys, self.returns = names, keys, returns  # () and False if the input is a tensor
-        leaves = batches.tensors(example)
+        leaves = example.tensors
         self._dtypes = tuple(leaf.dtype for leaf in leaves)
         self._fixed = tuple(
             tuple(None if dim in lengths else length for dim, length in enumerate(leaf.shape))

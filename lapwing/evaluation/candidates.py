@@ -15,6 +15,7 @@ from ..covariance.latent_at_positions import LatentAtPositions
 from ..data import batches
 from ..data.data import Data
 from ..data.frames import Columns
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..fitting import Mixture
 from ..likelihoods import Likelihood, Prediction
@@ -90,7 +91,7 @@ def _with_noise(posterior: Posterior) -> Likelihood:
 
 
 def _network(
-    forward: Callable[[Any], Tensor],
+    forward: Callable[[Inputs], Tensor],
     likelihood: Likelihood,
     device: torch.device | None,
     positions: Positions | None,
@@ -98,7 +99,7 @@ def _network(
 ) -> Row:
     """Returns a network as a posterior without spread."""
 
-    def predict(inputs: Any) -> Prediction:
+    def predict(inputs: Inputs) -> Prediction:
         outputs = forward(inputs)
         layout = Positions.of(outputs.shape, None) if positions is None or outputs.ndim == 2 else positions
         rows = finite(layout.rows(outputs), likelihood.activation)

@@ -324,7 +324,7 @@ def _foreign_sets(foreign: Any, data: Data, network: nn.Module) -> dict[str, Any
     """Returns name -> out-of-distribution inputs. Raises unless they are such a dict."""
     if foreign is None:
         return {}
-    held_out = next((samples.inputs for samples in data), None)
+    held_out = next((samples.inputs.value for samples in data), None)
     batch = isinstance(held_out, Mapping) and isinstance(foreign, Mapping) and foreign.keys() & held_out.keys()
     if not isinstance(foreign, Mapping) or batch or not all(isinstance(name, str) for name in foreign):
         raise LapwingError(

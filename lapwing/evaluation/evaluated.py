@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..covariance import has_positions, without_spread
 from ..data import batches
+from ..data.inputs import Inputs
 from ..data.progress import tracked
 from ..data.samples import Samples
 from ..errors import LapwingError, extra
@@ -238,7 +239,7 @@ def evaluated(
     return Evaluated(_concatenated(values), *scores, score, cost, seconds, rows, outside)
 
 
-def _timed(row: Row, inputs: Any) -> tuple[Prediction, float, float]:
+def _timed(row: Row, inputs: Inputs) -> tuple[Prediction, float, float]:
     """Returns a prediction, the seconds of a forward pass, and the seconds of the prediction."""
     _wait()
     start = time.perf_counter()
@@ -260,10 +261,10 @@ def _predictions(row: Row, name: str, foreign: Any) -> Iterator[Prediction]:
     """Yields the predictions of an out-of-distribution set, batch by batch."""
     several, found = batches.is_loader(foreign), False
     for batch in tracked(foreign if several else [foreign], name):
-        inputs = batches.inputs_of(batch) if several or isinstance(batch, Mapping) else batch
-        if batches.size(inputs):
+        inputs = Inputs.of(batches.inputs_of(batch) if several or isinstance(batch, Mapping) else batch, row.device)
+        if inputs.samples:
             found = True
-            yield row.predict(batches.plain(inputs, row.device))
+            yield row.predict(inputs)
     if not found:
         raise LapwingError(
             f"The set {name!r} of foreign= holds no samples. Pass a tensor (B, ...), or a loader that can be iterated "

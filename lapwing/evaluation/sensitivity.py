@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data import batches
 from ..data.batches import Forward
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, Prediction, resolve
 from ..likelihoods.inferred import inferred_likelihood
@@ -20,7 +21,7 @@ from ..options import at_least, check_argument, positive
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import certain_latent, untreated
-from ..prediction.uncertain import leaves_of, placed, separate, with_leaves
+from ..prediction.uncertain import parsed
 
 _SLOWED = 0.75
 """θ: if `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
@@ -119,11 +120,11 @@ def sensitivity(
     if isinstance(targets, Tensor):
         batches.check_dense(targets, "A tensor of the targets")
     predict = _predictor(candidate, likelihood, via, targets, forward)
-    values, place, start = _start(candidate, inputs, variance)
-    x = leaves_of(values)[place]
+    given, place, start = _start(candidate, inputs, variance)
+    x = given.leaves[place]
 
     def predicted(log_v: Tensor) -> Prediction:
-        return predict(with_leaves(values, {place: Uncertain(x, log_v.exp())}))
+        return predict(replace(given, spreads={place: log_v.exp()}))
 
     if targets is None:
         with torch.no_grad():
@@ -136,20 +137,20 @@ def sensitivity(
     return Sensitivities(((smallest - log_v) / 2).exp(), log_v.exp(), x.detach(), stopped, taken, history)
 
 
-def _start(candidate: Posterior | nn.Module, inputs: Any, variance: float) -> tuple[Any, int, Tensor]:
+def _start(candidate: Posterior | nn.Module, inputs: Any, variance: float) -> tuple[Inputs, int, Tensor]:
     """Returns the inputs, the place of the uncertain one among their leaves, and its variances at the start."""
     model = candidate.model if isinstance(candidate, Posterior) else candidate
     parameter = next(model.parameters(), None)
     given = Uncertain(inputs, variance) if isinstance(inputs, Tensor) else inputs
-    values, spreads = separate(given if parameter is None else placed(given, parameter.device))
-    place, start = next(iter(spreads.items()), (0, torch.zeros(0)))
-    shape = leaves_of(values)[place].shape
-    if len(spreads) != 1 or start.shape != shape or not start.numel() or not bool((start > 0).all()):
+    given = parsed(given, None if parameter is None else parameter.device)
+    place, start = next(iter(given.spreads.items()), (0, torch.zeros(0)))
+    shape = given.leaves[place].shape
+    if len(given.spreads) != 1 or start.shape != shape or not start.numel() or not bool((start > 0).all()):
         raise LapwingError(
-            f"The inputs {batches.describe(inputs)} hold {len(spreads)} uncertain ones. Pass samples as one tensor, or "
-            "with one of several replaced by lw.Uncertain(x, 1e-5), whose variances are positive."
+            f"The inputs {batches.describe(inputs)} hold {len(given.spreads)} uncertain ones. Pass samples as one "
+            "tensor, or with one of several replaced by lw.Uncertain(x, 1e-5), whose variances are positive."
         )
-    return values, place, start.detach()
+    return given, place, start.detach()
 
 
 def _widened(

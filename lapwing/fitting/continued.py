@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..data.data import Data
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..methods.prior import Prior
 from ..network.gate import checked_network
@@ -35,7 +36,7 @@ def continued(options: FitOptions, former: Posterior, model: Any, loader: Any, c
     )  # fmt: skip
 
 
-def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Any, activation: str | None) -> Tangent:
+def _surveyed(options: FitOptions, former: Tangent, model: Any, inputs: Inputs, activation: str | None) -> Tangent:
     """Surveys the network that was trained further, with the parameters of the former fit."""
     if isinstance(model, torch.nn.Module):
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -108,8 +108,8 @@ class FitData:
             )  # fmt: skip
         if options.data_size is None:
             self.training.warn_of_unseen(self.training.expected_size)
-        if options.forward is None and isinstance(self.first.inputs, Mapping):
-            _warn_of_own_tokens(self.first.inputs, self.first.targets, self.likelihood)
+        if options.forward is None and isinstance(self.first.inputs.value, Mapping):
+            _warn_of_own_tokens(self.first.inputs.value, self.first.targets, self.likelihood)
 
     def warn_of_samples(self, options: FitOptions, shown: int | None) -> None:
         """Warns of what only the passes show: samples that are left out, or held-out samples that are not new."""

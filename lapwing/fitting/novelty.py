@@ -17,6 +17,7 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
 from ..data.frames import as_inputs
+from ..data.inputs import Inputs
 from ..data.samples import Samples, checked
 from ..errors import LapwingError, check_choice
 from ..files import prefixed, read_safetensors, under, write_safetensors
@@ -58,8 +59,8 @@ class Novelty:
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
             )
         x = as_inputs(x, self.tangent.model)
-        parts = map(_inputs_of, x) if batches.is_loader(x) else [x]
-        scores = [self.score(features_of(self.tangent, part)) for part in parts if batches.size(part)]
+        parts = map(Inputs.of, map(_inputs_of, x) if batches.is_loader(x) else [x])
+        scores = [self.score(features_of(self.tangent, part)) for part in parts if part.samples]
         if not scores:
             raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...) or a loader that yields batches.")
         return torch.cat(scores)
@@ -154,10 +155,10 @@ def novelty(
     return Novelty(by, tangent, tensors, Stamp.of(tangent.state()))
 
 
-def features_of(tangent: Tangent, inputs: Any) -> Tensor:
+def features_of(tangent: Tangent, inputs: Inputs) -> Tensor:
     """Returns the features (B, D): the inputs of the last layers, averaged over positions and joined."""
     parts = []
-    for _, chunk in tangent.check(batches.plain(inputs, tangent.device)).chunks(tangent.chunk_length(1)):
+    for _, chunk in tangent.check(Inputs.of(inputs, tangent.device)).chunks(tangent.chunk_length(1)):
         recording, uses = tangent.recording(chunk)
         found: dict[int, Tensor] = {}  # layers that read the same features count once
         for i, axis, _ in (use for every in uses.values() for use in every):

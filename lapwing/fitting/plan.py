@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from ..data import batches
 from ..data.batches import Forward
+from ..data.inputs import Inputs
 from ..display import Displayed, warns_once
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
@@ -180,9 +180,9 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
     )  # fmt: skip
 
 
-def _activations(tangent: Tangent, inputs: Any) -> tuple[int, int]:
+def _activations(tangent: Tangent, inputs: Inputs) -> tuple[int, int]:
     """Returns the bytes of the outputs of all modules for one sample, and the bytes of the largest output."""
-    one, sizes = batches.plain(batches.take(inputs, slice(0, 1)), tangent.device), [0]
+    one, sizes = Inputs.of(inputs.take(slice(0, 1)), tangent.device), [0]
 
     def note(module: nn.Module, _: Any, output: Any) -> None:
         if next(module.children(), None) is None:
@@ -196,11 +196,11 @@ def _activations(tangent: Tangent, inputs: Any) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def _forward_seconds(tangent: Tangent, inputs: Any) -> float:
+def _forward_seconds(tangent: Tangent, inputs: Inputs) -> float:
     """Returns the seconds of a forward pass of the first batch, per sample."""
-    inputs = batches.plain(inputs, tangent.device)
+    inputs = Inputs.of(inputs, tangent.device)
     start = time.perf_counter()
     tangent.outputs_of(inputs)
     if tangent.device.type == "cuda":
         torch.cuda.synchronize(tangent.device)
-    return (time.perf_counter() - start) / batches.size(inputs)
+    return (time.perf_counter() - start) / inputs.samples

@@ -14,6 +14,7 @@ from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
+from ..data.inputs import Inputs
 from ..data.progress import tracked, with_progress
 from ..data.samples import checked
 from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
@@ -264,7 +265,7 @@ class _OnInputs(nn.Module):
         super().__init__()
         self.network, self.call = network, Call(network, forward)
 
-    def forward(self, inputs: Any) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         try:
             return self.call.rows(inputs)
         except (LapwingError, ValueError) as error:
@@ -272,7 +273,7 @@ class _OnInputs(nn.Module):
                 raise
             raise LapwingError(
                 f"Batch norm statistics of {type(self.network).__name__} have no variance on "
-                f"{batches.describe(inputs)}: it has one value per channel. Pass batches of at least 2 samples, "
+                f"{inputs}: it has one value per channel. Pass batches of at least 2 samples, "
                 "DataLoader(..., drop_last=True), or batch_norm='keep'."
             ) from error
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 
+from ..data.inputs import Inputs
 from ..errors import LapwingError, extra, shown
 from ..linalg import doubled
 from ..tangent import Tangent
@@ -158,7 +159,7 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
             "The treated weights differ from the weights of the fit, or the network uses them differently. Fit again, "
             "on batches of whole texts."
         )
-    latent = lw.Linearized().latent(tangent, posterior.covariance, inputs, False)
+    latent = lw.Linearized().latent(tangent, posterior.covariance, Inputs.of(inputs, tangent.device), False)
     return TokenScores(latent.mean.detach(), latent.covariance.detach())
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import lapwing as lw
 
+from ..data.inputs import Inputs
 from ..errors import LapwingError, extra, shown
 from ..network.call import Call, output_tensor
 from ..options import INT64_LIMIT, check_argument, integer, number
@@ -70,7 +71,7 @@ class _LaplaceEstimator(base.BaseEstimator):
             self._integers = X.dtype.kind in "iu" and self._accepts_integers(X[:1])
             x = self._tensor(X)
             with torch.no_grad():
-                width = Call(self.module_).rows(x[:1]).shape[1]
+                width = Call(self.module_).rows(Inputs(x[:1])).shape[1]
             targets, likelihood, loss = self._task(y, width)
             targets, train, held_out = targets.to(x.device), torch.arange(len(x)), None
             share = self.validation_fraction

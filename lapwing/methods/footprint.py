@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..covariance import Covariance
-from ..data import batches
+from ..data.inputs import Inputs
 from ..likelihoods import Likelihood
 from ..tangent import Tangent
 from .problem import MemoryNeed, root_columns, root_positions
@@ -42,11 +42,11 @@ class FitShape:
     activations: int = 0  # bytes of the activations in the record of one sample; 0 if they were not measured
 
     @classmethod
-    def of(cls, tangent: Tangent, likelihood: Likelihood, inputs: Any, samples: int) -> FitShape:
+    def of(cls, tangent: Tangent, likelihood: Likelihood, inputs: Inputs, samples: int) -> FitShape:
         """Returns the shape of a fit whose first batch has these inputs."""
-        count = batches.size(inputs)
+        count = inputs.samples
         columns = root_columns(likelihood, tangent.outputs, root_positions(tangent), tangent.device)
-        each = sum(x.numel() * x.dtype.itemsize for x in batches.tensors(inputs)) // count
+        each = sum(x.numel() * x.dtype.itemsize for x in inputs.tensors) // count
         return cls(tangent, likelihood, columns, samples, count, each)
 
     def with_drawn_root(self) -> FitShape:

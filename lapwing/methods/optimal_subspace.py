@@ -12,6 +12,7 @@ from torch import Tensor
 from ..covariance import Covariance, ExplicitBasis
 from ..covariance.base import split_blocks
 from ..data import batches
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import doubled, placed
@@ -58,7 +59,7 @@ class OptimalSubspace(Method):
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         if isinstance(self.curvature, Method):
             check_within(self.curvature, "curvature", tangent, likelihood)
-        if self.at is not None and (batches.is_loader(self.at) or not batches.size(self.at)):
+        if self.at is not None and (batches.is_loader(self.at) or not Inputs.of(self.at).samples):
             raise LapwingError(
                 "OptimalSubspace(at=...) needs one batch of inputs, without targets and with at least one sample, "
                 f"not {batches.describe(self.at)}. Write at=x."
@@ -87,10 +88,10 @@ class OptimalSubspace(Method):
         """Returns all outputs at the given inputs, or at random training inputs."""
         width = problem.tangent.outputs
         if self.at is not None:
-            count = batches.size(self.at)
-            every = problem.tangent.width_of(self.at)
-            samples = torch.arange(count).repeat_interleave(every)
-            return Anchors(problem.tangent, (self.at,), samples, torch.arange(every).repeat(count))
+            at = Inputs.of(self.at)
+            every = problem.tangent.width_of(at)
+            samples = torch.arange(at.samples).repeat_interleave(every)
+            return Anchors(problem.tangent, (at,), samples, torch.arange(every).repeat(at.samples))
         places = problem.tangent.width // width  # number of positions of an input
         total = (yield SamplesSeen()).count * places
         count = total if self.rows == "all" else min(total, max(1, self.rows // width))
@@ -139,7 +140,7 @@ class OptimalSubspace(Method):
         first = self.curvature.footprint(shape) if isinstance(self.curvature, Method) else Footprint(0, 0, 0.0)
         if first is None:
             return None
-        count = tangent.width * (shape.samples if self.at is None else batches.size(self.at))
+        count = tangent.width * (shape.samples if self.at is None else Inputs.of(self.at).samples)
         if self.at is None and self.rows != "all":
             count = min(count, outputs * max(1, self.rows // outputs))
         last = footprint_on_rows(shape, min(self.rank, count), self.rank, self.residual)

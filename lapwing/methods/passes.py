@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance, has_prior
 from ..data import batches
+from ..data.inputs import Inputs
 from ..data.samples import Samples
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, curvature_weights
-from ..network.gate import Checked
 from ..options import Options
 from ..tangent import Record, Tangent
 from .footprint import FitShape, Footprint
@@ -38,7 +38,7 @@ class Batch:
     """One batch of a pass."""
 
     tangent: Tangent
-    inputs: Any  # B samples that have passed the gate
+    inputs: Inputs  # B samples that have passed the gate
     targets: Tensor
     start: int  # number of samples before this batch
     counted: Tensor | None = None  # mask of the targets that count, from `Likelihood.labelled`; None means all
@@ -55,14 +55,9 @@ class Batch:
         return cls(tangent, samples.inputs, samples.targets, samples.start, counted, samples.weights, **more)
 
     @property
-    def checked(self) -> Checked:
-        """The inputs, marked as checked."""
-        return Checked(self.inputs, batches.size(self.inputs))
-
-    @property
     def count(self) -> int:
         """The number of samples, B."""
-        return batches.size(self.inputs)
+        return self.inputs.samples
 
     def records(
         self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
@@ -74,7 +69,7 @@ class Batch:
         direct, outputs, weights = self.tangent.positions.direct, [], None
         kept = self.counted if direct and isinstance(cotangents, (FisherRoot, FisherByParts)) else None
         kept = None if kept is None else kept.flatten(1)
-        for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample, kept):
+        for part, record in self.tangent.records(self.inputs, cotangents, dtype, scratch_per_sample, kept):
             if part.step is None:  # all positions of these samples, not one of each
                 outputs.append(record.outputs.reshape(-1, self.tangent.outputs))
             if cotangents is not None:
@@ -117,7 +112,7 @@ class Batch:
     def take(self, rows: Tensor, start: int) -> Batch:
         """Returns the batch of some of the samples."""
         weights = None if self.weights is None else self.weights[rows.to(self.weights.device)]
-        inputs, targets = batches.take(self.inputs, rows), self.targets[rows]
+        inputs, targets = self.inputs.take(rows), self.targets[rows]
         counted = None if self.counted is None else self.counted[rows]
         return replace(self, inputs=inputs, targets=targets, start=start, counted=counted, weights=weights)
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..data import batches, nesting
+from ..data import nesting
+from ..data.inputs import Inputs
 from ..data.samples import Samples
 from ..errors import LapwingError, shown
 from ..tangent import Anchors
@@ -102,7 +103,7 @@ def anchors_at(
             )
     groups = chosen.groups(state)
     if problem.tangent.positions.several:  # outputs were drawn for the number of positions of the first batch
-        widths = torch.cat([torch.full((batches.size(g),), problem.tangent.width_of(g)) for g in groups])
+        widths = torch.cat([torch.full((g.samples,), problem.tangent.width_of(g)) for g in groups])
         if every:
             places = torch.arange(len(widths)).repeat_interleave(widths)
             outputs = torch.arange(len(places)) - (widths.cumsum(0) - widths)[places]
@@ -149,20 +150,20 @@ class _ChosenInputs(SumPass[KeptInputs]):
         return KeptInputs()
 
     def update(self, state: KeptInputs, batch: Batch) -> None:
-        ends = torch.tensor([batch.start, batch.start + batches.size(batch.inputs)])
+        ends = torch.tensor([batch.start, batch.start + batch.count])
         first, stop = torch.searchsorted(self._samples, ends).tolist()
-        shared = batches.shared(batch.inputs)  # unknown for a batch of one sample
+        shared = batch.inputs.shared  # unknown for a batch of one sample
         shared = self._shared if len(shared) == len(self._shared) else shared
-        copies = [x.clone() if same else x for x, same in zip(batches.tensors(batch.inputs), shared, strict=True)]
+        copies = [x.clone() if same else x for x, same in zip(batch.inputs.tensors, shared, strict=True)]
         labels = class_labels(batch)
         for place in self._samples[first:stop].tolist():
             row = slice(place - batch.start, place - batch.start + 1)
-            leaves, nest = nesting.flatten(batches.take(batch.inputs, row))
+            leaves, nest = nesting.flatten(batch.inputs.take(row))
             leaves = [copies[i] if shared[i] else leaf.clone() for i, leaf in enumerate(leaves)]  # no view of the batch
             state.keep(place, leaves, nest, labels[row])
             state.shared[str(place)] = torch.tensor(shared)
 
-    def groups(self, state: KeptInputs) -> tuple[Any, ...]:
+    def groups(self, state: KeptInputs) -> tuple[Inputs, ...]:
         """Returns the inputs in the order of the loader, joined while their shapes and nesting agree."""
         groups: list[tuple[tuple[str, list[bool]], list[list[Tensor]]]] = []
         for place in self._samples.tolist():
@@ -182,7 +183,7 @@ def _joinable(before: list[Tensor], after: list[Tensor], shared: list[bool]) -> 
     return fits and all(torch.equal(a, b) for a, b, same in pairs if same)
 
 
-def _concatenated(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterator[Any]:
+def _concatenated(nest: str, shared: list[bool], parts: list[list[Tensor]]) -> Iterator[Inputs]:
     """Yields samples in batches, of a length that no shared tensor has."""
     lengths = {len(leaf) for leaf, same in zip(parts[0], shared, strict=True) if same and leaf.ndim} - {1}
     while parts:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..data import batches
 from ..errors import LapwingError
 from ..options import at_least, option
 from ..tangent import Tangent
@@ -119,7 +118,7 @@ class _OnSubset(SumPass[SubsetState]):
         return SubsetState(self._inner.init(), torch.zeros(len(self._places), dtype=torch.int64), DataSummary())
 
     def update(self, state: SubsetState, batch: Batch) -> None:
-        ends = torch.tensor([batch.start, batch.start + batches.size(batch.inputs)])
+        ends = torch.tensor([batch.start, batch.start + batch.count])
         first, stop = torch.searchsorted(self._places, ends).tolist()
         if first == stop:
             return

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..data.batches import Forward, size
+from ..data.batches import Forward
+from ..data.inputs import Inputs
 from ..errors import LapwingError, shown
 from ..jacobian.plain_functions import transformed
 from ..linalg import possible
@@ -49,34 +50,34 @@ class Call:
     looks: bool = True  # outputs without impossible classes stay the same object, which waits for the device
     known: KnownCalls = field(default_factory=KnownCalls, init=False, repr=False, compare=False)
 
-    def __call__(self, inputs: Any) -> Any:
+    def __call__(self, inputs: Inputs) -> Any:
         """Calls the network and returns its result unchanged."""
-        model, forward = self.model, self.forward
+        model, forward, value = self.model, self.forward, inputs.value
         if callable(forward):
-            return forward(model, inputs)
+            return forward(model, value)
         if forward is not None:
             raise LapwingError(
                 f"forward={shown(forward)} is not a function of the model and a batch's inputs. Write forward=lambda "
                 "model, inputs: model(inputs)."
             )
-        if isinstance(inputs, Tensor):
-            return model(inputs)
-        if isinstance(inputs, Mapping):
-            if not all(isinstance(name, str) for name in inputs):
+        if isinstance(value, Tensor):
+            return model(value)
+        if isinstance(value, Mapping):
+            if not all(isinstance(name, str) for name in value):
                 raise LapwingError(
-                    f"The inputs are a dict with the keys {shown(list(inputs))}, and {type(model).__name__} is called "
+                    f"The inputs are a dict with the keys {shown(list(value))}, and {type(model).__name__} is called "
                     "as model(**inputs). Name each input by a string: {'x': x}."
                 )
-            return model(**inputs)
-        if isinstance(inputs, (tuple, list)):
-            return model(*inputs)
+            return model(**value)
+        if isinstance(value, (tuple, list)):
+            return model(*value)
         raise LapwingError(
-            f"The inputs have the type {type(inputs).__name__}, and {type(model).__name__} is called with a tensor, a "
+            f"The inputs have the type {type(value).__name__}, and {type(model).__name__} is called with a tensor, a "
             "tuple or a dict of tensors. Pass forward=lambda model, inputs: model(...) to say how it is called."
         )
 
     def shaped(
-        self, inputs: Any, mode: AbstractContextManager | None = None, state: AbstractContextManager | None = None
+        self, inputs: Inputs, mode: AbstractContextManager | None = None, state: AbstractContextManager | None = None
     ) -> Tensor:
         """Runs the network and returns its outputs (B, C), or outputs with positions in their own shape.
 
@@ -100,21 +101,21 @@ class Call:
             if blames_inputs(inputs, error):
                 raise of_inputs(self.model, self.forward, inputs, error) from error
             raise
-        dims, samples = out.ndim if isinstance(out, Tensor) and out.is_floating_point() else 0, size(inputs)
+        dims, samples = out.ndim if isinstance(out, Tensor) and out.is_floating_point() else 0, inputs.samples
         laid_out = dims == 2 or (self.layout is not None and 3 <= dims <= 5)
         if not laid_out or out.shape[0] != samples or (samples and not out.numel()):
             raise of_outputs(self.model, self.forward, inputs, returned, out)
         return finite(out, self.activation, self.looks, -1 if self.layout is None or dims == 2 else self.layout.axis)
 
     def rows(
-        self, inputs: Any, mode: AbstractContextManager | None = None, state: AbstractContextManager | None = None
+        self, inputs: Inputs, mode: AbstractContextManager | None = None, state: AbstractContextManager | None = None
     ) -> Tensor:
         """Runs the network as `shaped` does, and returns a matrix (B, C), or (B, T C) with positions."""
         outputs = self.shaped(inputs, mode, state)
         return outputs if self.layout is None else self.layout.matrix(outputs)
 
     def rows_with(
-        self, values: Mapping[str, Tensor], own: Mapping[str, Tensor], inputs: Any, unseen: bool = False
+        self, values: Mapping[str, Tensor], own: Mapping[str, Tensor], inputs: Inputs, unseen: bool = False
     ) -> Tensor:
         """Returns the rows with other values of some of the network's own parameters; `real` ones if those are complex.
 
@@ -126,12 +127,12 @@ class Call:
                 return self.rows(inputs, StandIns(own, values))
         with eager_math(), PreservedState(self.model):
             return functional_call(
-                CallModule(self), {f"model.{name}": value for name, value in values.items()}, (inputs,)
+                CallModule(self), {f"model.{name}": value for name, value in values.items()}, (inputs.value,)
             )
 
     def recorded(
         self,
-        inputs: Any,
+        inputs: Inputs,
         watched: Mapping[str, Tensor],
         spread: int = 1,
         frozen: Sequence[Tensor] = (),
@@ -165,7 +166,7 @@ class CallModule(nn.Module):
         self.model, self._call = call.model, call
 
     def forward(self, inputs: Any) -> Tensor:
-        return self._call.rows(inputs)
+        return self._call.rows(Inputs(inputs))
 
 
 def output_tensor(out: Any) -> Any:

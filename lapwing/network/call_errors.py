@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import JOINED, Forward, describe, short, size, tensors
+from ..data.batches import JOINED, Forward, describe, short
+from ..data.inputs import Inputs
 from ..errors import LapwingError, is_out_of_memory
 
 LISTS = (
@@ -36,9 +37,9 @@ class CallRefused(LapwingError):
         self.reason = reason
 
 
-def of_outputs(model: nn.Module, forward: Forward | None, inputs: Any, returned: Any, out: Any) -> LapwingError:
+def of_outputs(model: nn.Module, forward: Forward | None, inputs: Inputs, returned: Any, out: Any) -> LapwingError:
     """Returns the error for a result that the network `returned`, whose outputs `out` are no rows of the samples."""
-    name, samples = type(model).__name__, size(inputs)
+    name, samples = type(model).__name__, inputs.samples
     floats = isinstance(out, Tensor) and out.is_floating_point()
     if isinstance(out, Tensor) and out.ndim > 1 and not out.numel() and out.shape[0] == samples > 0:
         return CallRefused(
@@ -61,9 +62,9 @@ def of_outputs(model: nn.Module, forward: Forward | None, inputs: Any, returned:
     if out.shape[0] != samples:
         reason = f"{tuple(out.shape)} at {samples} samples"
         line = "Pass a single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return them."
-        several = any(leaf.ndim > 1 for leaf in tensors(inputs))  # not the entries of one sample
+        several = any(leaf.ndim > 1 for leaf in inputs.tensors)  # not the entries of one sample
         return CallRefused(
-            f"The outputs of {name} have the shape {reason}, {describe(inputs)}, and must have one row for each "
+            f"The outputs of {name} have the shape {reason}, {inputs}, and must have one row for each "
             "sample, with the batch first in inputs and outputs. "
             f"{JOINED if out.shape[0] < samples and several else line}",
             f"its outputs have the shape {reason}",
@@ -88,26 +89,26 @@ def _entry_of_outputs(returned: Any, samples: int) -> str | None:
     return next((entry for entry, x in floats if len(x) == samples), None)
 
 
-def blames_inputs(inputs: Any, error: Exception) -> bool:
+def blames_inputs(inputs: Inputs, error: Exception) -> bool:
     """Whether an exception of the network is about its arguments, or about their types, shapes, dtypes and indices."""
     if isinstance(error, (LapwingError, NotImplementedError)) or is_out_of_memory(error):
         return False
     if isinstance(error, KeyError):
-        return isinstance(inputs, Mapping) and error.args[0] not in inputs
+        return isinstance(inputs.value, Mapping) and error.args[0] not in inputs.value
     if isinstance(error, AttributeError):  # forward() expects tensors and gets a list, or expects a graph
         return any(str(error).startswith(f"'{kind}' object has no attribute") for kind in INPUT_TYPES)
     words = ("argument",) if isinstance(error, TypeError) else ("shape", "size", "type", "dimension", "index", "input")
     return any(word in str(error).lower() for word in words)
 
 
-def of_inputs(model: nn.Module, forward: Forward | None, inputs: Any, error: Exception) -> CallRefused:
+def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: Exception) -> CallRefused:
     """Returns the error for inputs that the network rejects, with the call and the remedy."""
     weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
-    leaves = tensors(inputs)
+    leaves = inputs.tensors
     other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)
     if isinstance(error, TypeError):
         line = "Pass what this call takes, without targets, or forward=lambda model, inputs: model(...)."
-        if isinstance(inputs, tuple) and len(inputs) == 2 == len(leaves):
+        if isinstance(inputs.value, tuple) and len(inputs.value) == 2 == len(leaves):
             line = f"{line} A fit to batches (inputs, targets, weights) needs sample_weights=True."
         if "list" in str(error):
             line = f"{line} {LISTS}"
@@ -124,16 +125,15 @@ def of_inputs(model: nn.Module, forward: Forward | None, inputs: Any, error: Exc
         )
     reason = f"{type(error).__name__} ({str(error).strip().partition(chr(10))[0].rstrip('.')})"
     return CallRefused(
-        f"{type(model).__name__}, called as {_how_called(inputs, forward)} on {describe(inputs)}, raised {reason}. "
-        f"{line}",
+        f"{type(model).__name__}, called as {_how_called(inputs, forward)} on {inputs}, raised {reason}. {line}",
         f"it raised {reason}",
     )
 
 
-def _how_called(inputs: Any, forward: Forward | None, name: str = "x") -> str:
+def _how_called(inputs: Inputs, forward: Forward | None, name: str = "x") -> str:
     """Returns the call of the network as code; `name` is a tensor's name."""
     if forward is not None:
         return "forward(model, inputs)"
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs.value, Mapping):
         return "model(**inputs)"
-    return f"model({name})" if isinstance(inputs, Tensor) else "model(*inputs)"
+    return f"model({name})" if isinstance(inputs.value, Tensor) else "model(*inputs)"

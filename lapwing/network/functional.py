@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from .eager import EagerMode, native, swapped, without_compiled
 
@@ -116,7 +117,7 @@ class FirstCall(NamedTuple):
         return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
 
 
-def first_call(call: Call, parameters: Mapping[str, Tensor], leaves: Mapping[str, Tensor], inputs: Any) -> FirstCall:
+def first_call(call: Call, parameters: Mapping[str, Tensor], leaves: Mapping[str, Tensor], inputs: Inputs) -> FirstCall:
     """Calls the network with `leaves` as values, and finds the parameters that bypass function modes."""
     reads = _Reads(parameters)
     with without_compiled(), reads:

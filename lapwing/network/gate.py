@@ -6,14 +6,15 @@ first. `sample_axis.py` checks where its layers hold the samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data import batches
+from ..data.batches import check_outputs
+from ..data.inputs import Inputs
 from ..errors import LapwingError, shown
 from .eager import own_parameters, uncompiled
 from .refusals import check_layers
@@ -89,57 +90,39 @@ def check_constant(model: nn.Module, written: str | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Inputs that have passed the gate. Functions that accept them do not check them again."""
-
-    inputs: Any  # dense and finite tensors, one or several in tuples, lists and dicts
-    samples: int  # B
-
-    def take(self, rows: slice | Tensor) -> Checked:
-        """Returns the inputs of some samples."""
-        part = batches.take(self.inputs, rows)
-        return Checked(part, batches.size(part))
-
-    def chunks(self, length: int) -> Iterator[tuple[slice, Checked]]:
-        """Yields consecutive slices of at most `length` samples, with their inputs."""
-        for rows, part in batches.chunks(self.inputs, length):
-            yield rows, Checked(part, rows.stop - rows.start)
-
-
-def check_inputs(inputs: Any, shared: Sequence[bool], where: str) -> Checked:
-    """Returns `Checked` inputs. Raises if a tensor is not dense or finite, or is shared although it has B rows.
+def check_inputs(inputs: Inputs, shared: Sequence[bool], where: str) -> Inputs:
+    """Returns inputs marked as checked. Raises if a tensor is not dense or finite, or is shared although it has B rows.
 
     `shared` says for each tensor of the first batch whether all samples shared it. It is empty for the first batch.
     """
-    batches.check_finite(inputs, where)
-    samples = batches.size(inputs)
-    if samples > 1 and any(shared):
-        now = batches.shared(inputs)
-        if len(now) == len(shared) and any(was and not still for was, still in zip(shared, now, strict=True)):
-            raise LapwingError(
-                f"A tensor that the samples of the first batch shared has the length {samples} of this batch, "
-                f"{batches.describe(inputs)}, so it could also hold one row for each sample. Pass it in another "
-                f"shape, such as shared[None], or let forward=lambda model, inputs: model(inputs, shared) hold it."
-            )
-    return Checked(inputs, samples)
+    if inputs.spreads:
+        raise LapwingError("lw.Uncertain inputs are not supported here. Pass their values.")
+    inputs.check_finite(where)
+    samples, now = inputs.samples, inputs.shared
+    if samples > 1 and len(now) == len(shared) and any(was > still for was, still in zip(shared, now, strict=True)):
+        raise LapwingError(
+            f"A tensor that the samples of the first batch shared has the length {samples} of this batch, {inputs}, so "
+            "it could also hold one row for each sample. Pass it in another shape, such as shared[None], or let "
+            "forward=lambda model, inputs: model(inputs, shared) hold it."
+        )
+    return replace(inputs, checked=True)
 
 
 def check_recording(
-    model: nn.Module, inputs: Any, recording: Recording, outputs: int, nonfinite: list[Tensor] | None = None
+    model: nn.Module, inputs: Inputs, recording: Recording, outputs: int, nonfinite: list[Tensor] | None = None
 ) -> None:
     """Raises unless a call has `outputs` (C or T C) finite outputs, and uses weights as on the first batch.
 
     If `nonfinite` is a list, outputs that are not finite do not raise: the list gets a mask (B,) of their samples.
     """
     if nonfinite is None:
-        batches.check_outputs(recording.outputs, "these inputs")
+        check_outputs(recording.outputs, "these inputs")
     else:
         nonfinite.append(~recording.outputs.isfinite().all(-1))
     name = type(model).__name__
     if recording.outputs.shape[1] != outputs:
         raise LapwingError(
-            f"The outputs of {name} have the shape {tuple(recording.outputs.shape)} at {batches.describe(inputs)}, and "
+            f"The outputs of {name} have the shape {tuple(recording.outputs.shape)} at {inputs}, and "
             f"there were {outputs} for each sample on the first batch. Check the shape of the inputs, and pass a "
             "single sample as x[None]."
         )

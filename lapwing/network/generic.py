@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from ..data.batches import describe, take, tensors, tree
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..linalg import total
 from .eager import LOCK, batching_quiet
 from .entry import network_casts
 
-Network = Callable[[Mapping[str, Tensor], Any], Tensor]
+Network = Callable[[Mapping[str, Tensor], Inputs], Tensor]
 """Other values of some parameters by name, and inputs -> outputs (B, C)."""
 
 
 def per_sample_rows(
-    network: Network, parameters: Mapping[str, Tensor], inputs: Any, cotangents: Tensor
+    network: Network, parameters: Mapping[str, Tensor], inputs: Inputs, cotangents: Tensor
 ) -> dict[str, Tensor]:
     """Returns `J[n, r] = uᵀ ∂f(x_n)/∂θ` (B, R, P) of each parameter by name, for cotangents u (B, R, C).
 
@@ -37,14 +37,14 @@ def per_sample_rows(
     try:
         with batching_quiet():
             rows = _vectorised(network, parameters, inputs, cotangents)
-        graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
-        lost = graph and not any(row.requires_grad for row in rows.values())  # as for scripted networks under vmap
+        graph = any(row.requires_grad for row in rows.values())
+        lost = inputs.wants_gradient and not graph  # as for scripted networks under vmap
         if not lost and _agrees_with_autograd(rows, network, parameters, inputs, cotangents):
             return rows
     except (RuntimeError, ValueError, TypeError, IndexError):  # data-dependent control flow, no batching rule
         pass
     looped = [
-        _looped(network, parameters, take(inputs, slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
+        _looped(network, parameters, inputs.take(slice(n, n + 1)) if samples > 1 else inputs, cotangents[n])
         for n in range(samples)
     ]
     rows = {name: torch.stack([row[name] for row in looped]) for name in parameters}
@@ -52,7 +52,7 @@ def per_sample_rows(
     coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # parts of the network may compute in less precision
     if samples > 1 and not _agrees_with_autograd(rows, network, parameters, inputs, cotangents, coarse):
         raise LapwingError(
-            f"The gradients of {samples} samples of {describe(inputs)}, taken one by one, differ from the batch: "
+            f"The gradients of {samples} samples of {inputs}, taken one by one, differ from the batch: "
             "a tensor whose first length is the number of samples is cut along it. Pass what samples share in another "
             "shape, such as x[None], or keep it within the model, or pass batches of another size."
         )
@@ -63,7 +63,7 @@ def _agrees_with_autograd(
     rows: dict[str, Tensor],
     network: Network,
     parameters: dict[str, Tensor],
-    inputs: Any,
+    inputs: Inputs,
     cotangents: Tensor,
     eps: float | None = None,
 ) -> bool:
@@ -88,26 +88,23 @@ def _agrees_with_autograd(
     return True
 
 
-def _vectorised(network: Network, parameters: dict[str, Tensor], inputs: Any, cotangents: Tensor) -> dict[str, Tensor]:
-    samples = cotangents.shape[0]
-    leaves, spec = torch.utils._pytree.tree_flatten(tree(inputs))
-    batched = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == samples for leaf in leaves]
+def _vectorised(
+    network: Network, parameters: dict[str, Tensor], inputs: Inputs, cotangents: Tensor
+) -> dict[str, Tensor]:
+    leaves = inputs.per_sample
 
-    def one(cotangent: Tensor, *slices: Tensor) -> dict[str, Tensor]:
-        rest = iter(slices)
-        filled = [next(rest)[None] if is_batched else leaf for leaf, is_batched in zip(leaves, batched, strict=True)]
-        sample = torch.utils._pytree.tree_unflatten(filled, spec)
+    def one(cotangent: Tensor, *row: Tensor) -> dict[str, Tensor]:
+        sample = inputs.with_leaves({place: x[None] for place, x in zip(leaves, row, strict=True)})
         pull = vjp(lambda values: network(values, sample)[0], parameters)[1]
         return vmap(lambda u: pull(u)[0])(cotangent)
 
-    slices = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
-    rows = vmap(one, randomness="error")(cotangents, *slices)
+    rows = vmap(one, randomness="error")(cotangents, *leaves.values())
     return {name: value.flatten(2) for name, value in rows.items()}
 
 
-def _looped(network: Network, parameters: dict[str, Tensor], sample: Any, cotangents: Tensor) -> dict[str, Tensor]:
+def _looped(network: Network, parameters: dict[str, Tensor], sample: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
     leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
-    keep = any(leaf.requires_grad for leaf in tensors(sample)) and torch.is_grad_enabled()
+    keep = sample.wants_gradient
     with torch.enable_grad():
         out = network(leaves, sample)[0]  # (C,)
         rows = [_gradients(out, leaves.values(), u, retain_graph=True, create_graph=keep) for u in cotangents]
@@ -139,7 +136,7 @@ def jvp(function: Any, primals: tuple, tangents: tuple) -> Any:
 
 
 def forward_products(
-    network: Network, parameters: Mapping[str, Tensor], vectors: Mapping[str, Tensor], inputs: Any
+    network: Network, parameters: Mapping[str, Tensor], vectors: Mapping[str, Tensor], inputs: Inputs
 ) -> Tensor | None:
     """Returns `J V` (B, C, K) for vectors (K, *shape) by name, or None if no forward mode agrees with reverse mode.
 
@@ -224,7 +221,7 @@ class WeightProducts:
         self._network, self._routes, self._checked = network, tuple(routes), False
         self._values = {name: value.detach() for name, value in parameters.items()}
 
-    def __call__(self, vectors: Mapping[str, Tensor] | Sequence[Group], inputs: Any) -> Tensor | None:
+    def __call__(self, vectors: Mapping[str, Tensor] | Sequence[Group], inputs: Inputs) -> Tensor | None:
         """Returns the products, or None if every route fails. Vectors may be `direction_groups` already."""
         values = self._values
         parts = direction_groups(vectors) if isinstance(vectors, Mapping) else vectors

@@ -22,7 +22,7 @@ from torch._C import _functorch
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
-from ..data import batches
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from .call import Call
 from .eager import EagerMode, real
@@ -54,7 +54,7 @@ PRODUCT = ""
 
 
 def output_layers(
-    call: Call, inputs: Any, parameters: Mapping[str, Tensor], recording: Recording
+    call: Call, inputs: Inputs, parameters: Mapping[str, Tensor], recording: Recording
 ) -> tuple[tuple[str, ...], tuple[str, ...], FirstCall]:
     """Returns the names of the last layer, of idle parameters that other inputs may use instead, and the call."""
     model, kind = call.model, type(call.model).__name__
@@ -64,15 +64,14 @@ def output_layers(
         for name, value in parameters.items()
         if value.is_floating_point() or value.is_complex()
     }
-    tensors = batches.tensors(inputs)
-    origins = _Origins(leaves.values(), tensors)
+    origins = _Origins(leaves.values(), inputs.tensors)
     with torch.enable_grad(), origins:
         first = first_call(call, parameters, leaves, inputs)
     outputs = first.outputs
     if outputs.grad_fn is None:
         raise _refused_without_gradient(model, kind)
-    reached = set(map(id, graph_leaves(outputs, tensors)[0]))
-    last = _last_layers(outputs.grad_fn, tensors, origins, leaves)
+    reached = set(map(id, graph_leaves(outputs, inputs.tensors)[0]))
+    last = _last_layers(outputs.grad_fn, inputs.tensors, origins, leaves)
     names = tuple(name for name in leaves if name in last and id(leaves[name]) in reached)  # an energy's bias is not
     like = {name: (name.rpartition(".")[2], leaf.ndim, leaf.shape[:1]) for name, leaf in leaves.items()}  # experts are
     unused = [name for name, leaf in leaves.items() if leaf.requires_grad and id(leaf) not in reached]

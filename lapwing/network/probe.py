@@ -11,12 +11,12 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data import batches
+from ..data.batches import JOINED, check_outputs
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
@@ -49,7 +49,7 @@ IDLE = (
 def probe(
     call: Call,
     parameters: dict[str, Tensor],
-    inputs: Any,
+    inputs: Inputs,
     params: Predicate | LastLayer,
     max_numbers: int,
     warn: bool = True,
@@ -87,8 +87,8 @@ def probe(
     reasons = _reasons(names, truth.keys(), noted, axes, recording)
     conditional = _conditional(noted, gradients, axes, parameters, samples, inputs) if recording.routed else []
     unused = [name for name in names if reasons[name] == IDLE]
-    if recording.chosen and (conditional or unused or idle) and samples < batches.size(inputs):
-        return probe(call, parameters, inputs, params, max_numbers, warn, batches.size(inputs))
+    if recording.chosen and (conditional or unused or idle) and samples < inputs.samples:
+        return probe(call, parameters, inputs, params, max_numbers, warn, inputs.samples)
     for name in conditional:
         if not reasons.get(name, IDLE):
             reasons[name] = CONDITIONAL
@@ -103,7 +103,7 @@ def probe(
     unseen = not first.unseen.isdisjoint(names)
     share = backward_share(recording.noted, set(names), samples, isinstance(params, LastLayer))
     blocks, plan = planned(uses, covered, parameters, outputs)
-    plan = replace(plan, shared=batches.shared(inputs), unseen=unseen, share=share, idle=idle)
+    plan = replace(plan, shared=inputs.shared, unseen=unseen, share=share, idle=idle)
     alone = {name: tuple(real(parameters[name]).shape) for name in names if reasons[name]}
     blocks += [Block(name, (name,), (shape,), "generic") for name, shape in alone.items()]
     coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])
@@ -111,14 +111,14 @@ def probe(
 
 
 def _recorded(
-    call: Call, few: Any, parameters: dict[str, Tensor], params: Predicate | LastLayer
+    call: Call, few: Inputs, parameters: dict[str, Tensor], params: Predicate | LastLayer
 ) -> tuple[tuple[str, ...], tuple[str, ...], Recording, FirstCall | None]:
     """Returns the results of `output_layers`, and a recording. If `params` chooses the names, there is no call."""
     names = () if isinstance(params, LastLayer) else select(params, parameters, type(call.model).__name__)
     watched = {name: value for name, value in parameters.items() if not value.is_complex()}  # layers are real
     frozen = [watched[name] for name in names if name in watched and not watched[name].requires_grad]
     recording = _recorded_spread(call, few, watched, frozen)
-    batches.check_outputs(recording.outputs, "the first batch")
+    check_outputs(recording.outputs, "the first batch")
     if not isinstance(params, LastLayer):
         return names, (), recording, None
     names, idle, first = output_layers(call, few, parameters, recording)
@@ -130,10 +130,10 @@ def _recorded(
     return names, idle, recording, first
 
 
-def _recorded_spread(call: Call, inputs: Any, watched: Mapping[str, Tensor], frozen: Sequence[Tensor]) -> Recording:
+def _recorded_spread(call: Call, inputs: Inputs, watched: Mapping[str, Tensor], frozen: Sequence[Tensor]) -> Recording:
     """Records the network with tables expanded over the samples, unless this changes its outputs."""
     try:
-        outputs, noted, *_ = recording = call.recorded(inputs, watched, batches.size(inputs), frozen)
+        outputs, noted, *_ = recording = call.recorded(inputs, watched, inputs.samples, frozen)
     except OutputsWithPositions:
         raise
     except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may reject the table's new shape
@@ -178,13 +178,13 @@ def _conditional(
     axes: Sequence[BatchAxis | None],
     parameters: Mapping[str, Tensor],
     samples: int,
-    inputs: Any,
+    inputs: Inputs,
 ) -> list[str]:
     """Returns the names in layers shaped like one that not all samples reach, such as an expert.
 
     A layer that none of them reaches counts only if they are a part of the inputs, the first batch.
     """
-    partial, some = set[str](), samples < batches.size(inputs)
+    partial, some = set[str](), samples < inputs.samples
     for use, g, axis in zip(noted, gradients, axes, strict=True):
         if use.reached and (some or g[2].any()) and not _reaches_all(use, g, axis, samples):
             partial.update(use.names.values())
@@ -234,12 +234,12 @@ def _explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _few(call: Call, inputs: Any, rows: int) -> Any:
+def _few(call: Call, inputs: Inputs, rows: int) -> Inputs:
     """Returns the samples to probe. A single sample is repeated, if the network accepts two, to show the batch axis."""
-    if batches.size(inputs) > 1:
-        few = torch.arange(min(rows, batches.size(inputs)))
-        return batches.take(inputs, few)  # copies, because the network may write its inputs
-    twice = batches.take(inputs, torch.tensor([0, 0]))
+    if inputs.samples > 1:
+        few = torch.arange(min(rows, inputs.samples))
+        return inputs.take(few)  # copies, because the network may write its inputs
+    twice = inputs.take(torch.tensor([0, 0]))
     try:
         with torch.no_grad(), without_compiled():
             call.rows(twice)
@@ -248,7 +248,7 @@ def _few(call: Call, inputs: Any, rows: int) -> Any:
     return twice
 
 
-def _of_few_rows(call: Call, inputs: Any, error: CallRefused) -> LapwingError:
+def _of_few_rows(call: Call, inputs: Inputs, error: CallRefused) -> LapwingError:
     """Returns the error of the whole batch if the network rejects it, or else the error of the first few rows."""
     try:
         with torch.no_grad(), without_compiled():
@@ -258,15 +258,15 @@ def _of_few_rows(call: Call, inputs: Any, error: CallRefused) -> LapwingError:
     if "squeeze(-1)" in error.reason:
         return error
     return LapwingError(
-        f"{type(call.model).__name__} accepts the first batch, {batches.describe(inputs)}, but not a few of its rows: "
+        f"{type(call.model).__name__} accepts the first batch, {inputs}, but not a few of its rows: "
         f"{error.reason}. lapwing takes each row of the first dimension as one sample, so the network must accept any "
-        f"number of rows. {batches.JOINED}"
+        f"number of rows. {JOINED}"
     )
 
 
-def _check_repeatable(call: Call, inputs: Any, outputs: Tensor) -> None:
+def _check_repeatable(call: Call, inputs: Inputs, outputs: Tensor) -> None:
     """Raises if outputs change with a second call, with a state that the network keeps, or with other samples."""
-    name, versions = type(call.model).__name__, [leaf._version for leaf in batches.tensors(inputs)]
+    name, versions = type(call.model).__name__, [leaf._version for leaf in inputs.tensors]
     with torch.no_grad(), without_compiled():
         before = _generator_state(outputs.device)
         with PreservedState(call.model):  # the second call finds what the first one kept, such as a hidden state
@@ -276,9 +276,7 @@ def _check_repeatable(call: Call, inputs: Any, outputs: Tensor) -> None:
             after = call.rows(inputs, state=contextlib.nullcontext())
             now = [(path, vars(module), old[module]) for path, module in modules_of(call.model) if module in old]
             kept = [path + name for path, held, was in now for name in held if held[name] is not was.get(name)]
-        ends = [
-            (call.rows(batches.take(inputs, slice(i, i + 1))), outputs[i]) for i in sorted({0, outputs.shape[0] - 1})
-        ]
+        ends = [(call.rows(inputs.take(slice(i, i + 1))), outputs[i]) for i in sorted({0, outputs.shape[0] - 1})]
         if drew:
             third = call.rows(inputs)
     eps, scale = torch.finfo(outputs.dtype).eps, outputs.abs().max().clamp_min(1.0)
@@ -286,7 +284,7 @@ def _check_repeatable(call: Call, inputs: Any, outputs: Tensor) -> None:
     shapes = {again.shape, third.shape, outputs.shape}
     difference = max((again - outputs).abs().max(), (third - again).abs().max()) if len(shapes) == 1 else math.inf
     if difference > tolerance or (drew and (third - again).abs().max() > 4 * eps * scale):
-        if versions != [leaf._version for leaf in batches.tensors(inputs)]:
+        if versions != [leaf._version for leaf in inputs.tensors]:
             raise LapwingError(
                 f"{name} writes its inputs in place, so that a second call on the same batch gives other outputs. Pass "
                 "forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 in forward()."

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
-from torch.utils import _pytree as pytree
 
-from ..data.batches import size, tensors, tree
+from ..data.inputs import Inputs
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from . import recurrent
@@ -174,21 +173,21 @@ class Recorder(EagerMode):
                     return next((value for value in args if out is self._stand_ins.get(id(value))), out)
         return function(*args, **kwargs)
 
-    def recording(self, shaped: Tensor, layout: Positions | None, inputs: Any) -> Recording:
+    def recording(self, shaped: Tensor, layout: Positions | None, inputs: Inputs) -> Recording:
         """Returns the recording of a call, from its outputs in their own shape, and their layout.
 
         If the graph of the outputs ends at watched parameters, these are used `elsewhere`, since recorded uses have
         constants instead. The graph behind the inputs does not count.
         """
         outputs = shaped if layout is None else layout.matrix(shaped)
-        ends, met = graph_leaves(outputs, tensors(inputs))
+        ends, met = graph_leaves(outputs, inputs.tensors)
         elsewhere = {self._watched[id(leaf)] for leaf in ends if id(leaf) in self._watched}
         for use in self.noted:
             use.reached = use.edge.node in met
         plain = not (self.differentiated or elsewhere) and all(use.reached for use in self.noted)
-        leaves = [] if isinstance(inputs, Tensor) else pytree.tree_leaves(tree(inputs))
-        values = [leaf for leaf in leaves if isinstance(leaf, (str, int))]
-        routed = self.routed or (bool(values) and sum(isinstance(leaf, str) for leaf in values) >= max(2, size(inputs)))
+        values = [leaf for leaf in inputs.leaves if isinstance(leaf, (str, int))]
+        texts = sum(isinstance(leaf, str) for leaf in values)
+        routed = self.routed or texts >= max(2, inputs.samples)
         chosen = routed or bool(values)
         return Recording(outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain)
 
@@ -234,21 +233,21 @@ class KnownCalls:
     def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:
         return KnownCalls, ()  # a copy of the network has other modules
 
-    def find(self, watched: Iterable[str], inputs: Any) -> tuple[nn.Module | None, int]:
+    def find(self, watched: Iterable[str], inputs: Inputs) -> tuple[nn.Module | None, int]:
         """Returns the module at which the recording of a known call may begin, or None, and its number of uses."""
-        module, uses = self._calls.get((*watched, _shapes(inputs)), (None, 0))
+        module, uses = self._calls.get((*watched, inputs.form), (None, 0))
         return (module, uses) if module is None or (self.state and self.state.is_unchanged()) else (None, 0)
 
     def add(
-        self, watched: Mapping[str, Tensor], inputs: Any, state: PreservedState, recording: Recording, whole: bool
+        self, watched: Mapping[str, Tensor], inputs: Inputs, state: PreservedState, recording: Recording, whole: bool
     ) -> None:
         """Adds the call of a recording, unless it read a value or changed the modules, which had this state before.
 
         With `whole`, its recordings may never begin at a module.
         """
-        shapes, current = _shapes(inputs), self.state is not None and self.state.is_unchanged()
-        call = *watched, shapes
-        if shapes is None or recording.chosen or not recording.plain or state.restored:
+        form, current = inputs.form, self.state is not None and self.state.is_unchanged()
+        call = *watched, form
+        if form is None or recording.chosen or not recording.plain or state.restored:
             return
         if not current:
             self.state, self._calls, state.trusts = state, {}, True
@@ -257,22 +256,6 @@ class KnownCalls:
         ids = {*map(id, watched.values())}
         owners = [one for one in state.modules if not ids.isdisjoint(map(id, one._parameters.values()))]
         self._calls[call] = owners[0] if len(owners) == 1 and not whole else None, len(recording.noted)
-
-
-def _shapes(inputs: Any) -> Hashable:
-    """Returns the names, shapes and dtypes of inputs, or None if some are no tensors, or require gradients."""
-    if isinstance(inputs, Tensor):
-        return None if inputs.requires_grad else (inputs.shape, inputs.dtype)
-    if not isinstance(inputs, (Mapping, tuple, list)):
-        return None
-    names, parts = (tuple(inputs), inputs.values()) if isinstance(inputs, Mapping) else (type(inputs), inputs)
-    shapes = tuple(map(_shapes, parts))
-    return None if None in shapes else (names, shapes)
-
-
-def wants_gradient(inputs: Any) -> bool:
-    """Whether results must be differentiable in the inputs."""
-    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors(inputs))
 
 
 def output_gradients(

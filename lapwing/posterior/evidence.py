@@ -94,7 +94,7 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
     length = tangent.chunk_length(1, dtype)
     for samples in data:
         samples = samples.to(tangent.device)
-        for rows, chunk in batches.chunks(samples.inputs, length):
+        for rows, chunk in samples.inputs.chunks(length):
             labels = tangent.places_of(chunk).targets(samples.targets[rows], tangent.outputs)
 
             def score(outputs: Tensor, labels: Tensor = labels) -> Tensor:

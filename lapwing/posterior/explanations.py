@@ -14,10 +14,10 @@ from torch import Tensor
 from ..covariance.base import split_blocks
 from ..data import batches
 from ..data.data import Data
+from ..data.inputs import Inputs
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, total
-from ..network.gate import Checked
 from ..prediction.quantities import noise_of, one_batch
 from ..tangent import Record
 
@@ -162,7 +162,7 @@ def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Te
     return torch.cat(falls).to(posterior.tangent.dtype)
 
 
-def _checked(posterior: Posterior, x: Any) -> Checked:
+def _checked(posterior: Posterior, x: Any) -> Inputs:
     """Returns one batch of inputs, or inputs that are checked already."""
     if posterior.tangent.positions.several:
         raise LapwingError(
@@ -173,7 +173,7 @@ def _checked(posterior: Posterior, x: Any) -> Checked:
     return one_batch(posterior.tangent, x, posterior.columns, "Pass one tensor of inputs.")
 
 
-def _records(posterior: Posterior, inputs: Checked) -> Iterator[tuple[slice, Record]]:
+def _records(posterior: Posterior, inputs: Inputs) -> Iterator[tuple[slice, Record]]:
     """Yields records of chunks of samples, two of which fit the memory budget with their joint covariance."""
     tangent, covariance = posterior.tangent, posterior.covariance
     dtype, outputs = covariance.record_dtype, tangent.outputs
@@ -183,7 +183,7 @@ def _records(posterior: Posterior, inputs: Checked) -> Iterator[tuple[slice, Rec
         yield part, tangent.record(chunk, dtype=dtype)
 
 
-def _products(posterior: Posterior, inputs: Checked, record: Record, vectors: Tensor) -> Tensor:
+def _products(posterior: Posterior, inputs: Inputs, record: Record, vectors: Tensor) -> Tensor:
     """Returns `Cov(f(x), f_n) u_n` (B, C, n, R) for the samples of a record and vectors u (n, C, R)."""
     parts = (posterior.covariance.joint_output_covariance(other, record) for _, other in _records(posterior, inputs))
     return torch.cat([torch.einsum("bcnd,ndr->bcnr", doubled(part), vectors) for part in parts])

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, has_positions
 from ..data import batches
 from ..data.frames import as_inputs, with_tensors
+from ..data.inputs import Inputs
 from ..data.progress import show_progress, tracked
 from ..errors import LapwingError, shown
 from ..network.entry import outside_modes
-from ..network.tracing import wants_gradient
 from ..prediction import Uncertain, Way
 from ..prediction.linearized import DEFAULT_WAY
 from ..prediction.uncertain import prepared
@@ -48,11 +48,11 @@ def latent_of(
     return kind.concatenate(parts).with_checks()
 
 
-def first_inputs(tangent: Tangent, x: Any) -> Any:
+def first_inputs(tangent: Tangent, x: Any) -> Inputs:
     """Returns the values of a batch of inputs, or of the first batch of a loader, as tensors on the device."""
     x = as_inputs(x, tangent.model)
     x = _inputs_of(next(iter(x)), tangent) if batches.is_loader(x) else x
-    return prepared(x, tangent.device)[1]
+    return prepared(x, tangent.device).certain
 
 
 @contextlib.contextmanager
@@ -82,8 +82,8 @@ def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: 
             "The outputs have positions, and a joint latent of all positions is not supported. Leave out joint=True: "
             "the latent has a covariance for each position."
         )
-    inputs, values, spreads = prepared(inputs, tangent.device)
-    with torch.set_grad_enabled(wants_gradient((values, spreads) if spreads else values)):
+    inputs = prepared(inputs, tangent.device)
+    with torch.set_grad_enabled(inputs.wants_gradient):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))
     if tangent.positions.several:
         if not has_positions(latent):
@@ -94,7 +94,7 @@ def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: 
     elif latent.mean.shape[1] != via.width(tangent.outputs):
         raise LapwingError(
             f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
-            f"{batches.describe(values)}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "
+            f"{inputs}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "
             "inputs, and write a single sample as x[None]."
         )
     return latent

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,12 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, JointLatent, Latent, LinearDraws, SelectedLatent, Term, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, multiplied_out, selected
-from ..data import batches
+from ..data.batches import check_outputs
+from ..data.inputs import Inputs
 from ..errors import LapwingError, is_whole, plain_numbers, shown
-from ..network.gate import Checked
-from ..network.tracing import wants_gradient
 from ..options import INT64_LIMIT, SEED, at_least, option
 from ..tangent import Record, Tangent
-from .uncertain import carried, separate
+from .uncertain import carried
 from .way import Way
 from .weight_draws import latent_of_draws
 
@@ -91,34 +89,33 @@ class Linearized(Way):
         changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Linearized({', '.join(changed)})"
 
-    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         """Returns the latent Gaussian, with covariances (B, C, B, C) if joint."""
-        values, spreads = separate(inputs)
         if self.draws is not None:
-            return self._of_draws(tangent, covariance, values, spreads, joint)
+            return self._of_draws(tangent, covariance, inputs, joint)
         if tangent.positions.several:
             if self.outputs is not None:
                 raise LapwingError(
                     f"The outputs have positions, and {self} cannot select outputs of them. Pass via=lw.Linearized(), "
                     "or via=lw.Linearized(draws=64) for very many outputs."
                 )
-            if spreads:
+            if inputs.spreads:
                 raise LapwingError(
                     "The outputs have positions, and uncertain inputs are not supported for them. Pass "
                     "via=lw.MonteCarlo(draws=50), which draws the inputs too."
                 )
-            return _at_positions(tangent, covariance, tangent.check(values))
+            return _at_positions(tangent, covariance, tangent.check(inputs))
         selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)
         if selection is not None and selection.listed is None and joint:
             raise LapwingError(
                 f"{self} selects other outputs for each input, which have no joint covariance of use. List the "
                 "outputs: write via=lw.Linearized(outputs=[0, 3])."
             )
-        if not spreads:
-            return _of_weights(tangent, covariance, values, joint, selection)
-        checked = tangent.check(values)
-        mean, added = carried(tangent, values, spreads, wants_gradient(values))
-        batches.check_outputs(mean, "these inputs")
+        checked = tangent.check(inputs.certain)
+        if not inputs.spreads:
+            return _of_weights(tangent, covariance, checked, joint, selection)
+        mean, added = carried(tangent, inputs, checked.wants_gradient)
+        check_outputs(mean, "these inputs")
         if not tangent.blocks:
             terms = (DenseTerm(added),)
             return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
@@ -131,14 +128,14 @@ class Linearized(Way):
         return outputs if self.outputs is None else Selection(self.outputs, outputs).columns
 
     def _of_draws(
-        self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any, joint: bool
+        self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool
     ) -> LinearDraws | LatentAtPositions:
-        if spreads:
+        if inputs.spreads:
             raise LapwingError(
                 f"{self} does not take lw.Uncertain inputs. Write via=lw.Linearized(), or via=lw.MonteCarlo(draws=50)."
             )
         assert self.draws is not None
-        latent = latent_of_draws(tangent, covariance, values, self.draws, self.seed, joint)
+        latent = latent_of_draws(tangent, covariance, inputs, self.draws, self.seed, joint)
         if latent is None:
             raise LapwingError(
                 f"{self} needs products of the Jacobian with weights, and {type(tangent.model).__name__} calls an "
@@ -166,10 +163,10 @@ class DefaultWay(Way):
 
     tuned_as = "Linearized"
 
-    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         """Returns the latent Gaussian, exact or from draws."""
         outputs = tangent.width
-        if outputs > MANY_OUTPUTS and not tangent.treats_output_alone and not separate(inputs)[1]:
+        if outputs > MANY_OUTPUTS and not tangent.treats_output_alone and not inputs.spreads:
             latent = latent_of_draws(tangent, covariance, inputs, DEFAULT_DRAWS, 0, joint)
             if latent is not None:
                 _log_draws(outputs, not tangent.positions.several)
@@ -237,7 +234,7 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
 
 
 def _of_weights(
-    tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool, selection: Selection | None
+    tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool, selection: Selection | None
 ) -> Latent | JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
     checked = tangent.check(inputs)
@@ -256,7 +253,7 @@ def _of_weights(
     return Latent.gather(parts, checked.samples)
 
 
-def _at_positions(tangent: Tangent, covariance: Covariance, checked: Checked) -> LatentAtPositions:
+def _at_positions(tangent: Tangent, covariance: Covariance, checked: Inputs) -> LatentAtPositions:
     """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
 
     It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
@@ -279,7 +276,7 @@ def _latent(covariance: Covariance, record: Record) -> Latent:
     return Latent(record.outputs, tuple(term.to(record.outputs) for term in covariance.output_covariance(record)))
 
 
-def _joint(tangent: Tangent, covariance: Covariance, inputs: Checked, selection: Selection | None) -> JointLatent:
+def _joint(tangent: Tangent, covariance: Covariance, inputs: Inputs, selection: Selection | None) -> JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, computed for pairs of chunks that fit the memory budget."""
     dtype, count = covariance.record_dtype, inputs.samples
     outputs = tangent.outputs if selection is None else selection.columns

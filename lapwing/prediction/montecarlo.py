@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, LatentDraws
-from ..data import batches
+from ..data.inputs import Inputs
 from ..linalg import check_memory
 from ..options import SEED, at_least, option
 from ..tangent import Tangent, split
-from .uncertain import drawn, separate
+from .uncertain import drawn
 from .way import Way
 from .weight_draws import draws_at_positions
 
@@ -45,14 +44,13 @@ class MonteCarlo(Way):
     draws: int = option(50, at_least(2))
     seed: int = option(0, SEED)
 
-    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         """Returns the outputs under each draw."""
-        values, spreads = separate(inputs)
-        tangent.check(values)
-        draws = _stacked(self._outputs(tangent, covariance, values, spreads), self.draws)
-        return draws_at_positions(tangent, LatentDraws(draws, joint), values)
+        tangent.check(inputs.certain)
+        draws = _stacked(self._outputs(tangent, covariance, inputs), self.draws)
+        return draws_at_positions(tangent, LatentDraws(draws, joint), inputs)
 
-    def _outputs(self, tangent: Tangent, covariance: Covariance, values: Any, spreads: Any) -> Iterator[Tensor]:
+    def _outputs(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Iterator[Tensor]:
         """Yields the outputs (B, C) under each draw."""
         generator = torch.Generator(covariance.device).manual_seed(self.seed)
         noise = torch.Generator(tangent.device).manual_seed((self.seed + _INPUT_SEED) % 2**63)
@@ -62,11 +60,9 @@ class MonteCarlo(Way):
             moved = {name: mean[name] + step[0].to(mean[name]) for name, step in steps.items()}
             weights = split(tangent.blocks, moved)
             weights = {name: value.to(parameters[name].dtype) for name, value in weights.items()}
-            inputs = drawn(values, spreads, noise) if spreads else values
-            parts = [
-                tangent.call_with(weights, chunk).to(tangent.dtype)
-                for _, chunk in batches.chunks(inputs, tangent.chunk_length(1))
-            ]
+            draw = drawn(inputs, noise) if inputs.spreads else inputs
+            chunks = draw.chunks(tangent.chunk_length(1))
+            parts = [tangent.call_with(weights, chunk).to(tangent.dtype) for _, chunk in chunks]
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -8,14 +8,12 @@ import torch
 from torch import nn
 
 from ..covariance import AnyLatent, Blockwise, Covariance
-from ..data import batches
 from ..data.batches import Forward
 from ..errors import LapwingError
 from ..network.call import Call
 from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network
 from ..network.recording_plan import Coverage, RecordingPlan
-from ..network.tracing import wants_gradient
 from ..tangent import Tangent
 from .linearized import Linearized
 from .uncertain import prepared
@@ -76,10 +74,8 @@ def propagate(
 def certain_latent(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way) -> AnyLatent:
     """Returns the latent of `propagate` for a checked network."""
     check_way(via)
-    inputs, values, spreads = prepared(inputs, tangent.device)
-    if not spreads:
-        raise LapwingError(
-            f"None of the inputs {batches.describe(inputs)} is uncertain. Write lw.Uncertain(x, variance) instead of x."
-        )
-    with torch.set_grad_enabled(wants_gradient((values, spreads))):
+    inputs = prepared(inputs, tangent.device)
+    if not inputs.spreads:
+        raise LapwingError(f"None of the inputs {inputs} is uncertain. Write lw.Uncertain(x, variance) instead of x.")
+    with torch.set_grad_enabled(inputs.wants_gradient):
         return via.latent(tangent, covariance, inputs, False)

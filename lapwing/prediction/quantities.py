@@ -16,6 +16,7 @@ from ..covariance import Covariance, without_spread
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..data import batches
 from ..data.frames import Columns, as_inputs, as_loader, ordered
+from ..data.inputs import Inputs
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
@@ -23,7 +24,6 @@ from ..likelihoods.prediction_at_positions import predicted
 from ..likelihoods.predictions import tails_of
 from ..linalg import check_draws, check_memory, is_finite, psd_root, row_products, seeded, total
 from ..network.eager import native, own_parameters, parameters_of
-from ..network.gate import Checked
 from ..network.positions import Places
 from ..tangent import Tangent, join
 from .uncertain import gradients, prepared
@@ -85,7 +85,7 @@ class NetworkFunction:
         others = {name: w.detach() for name, w in named.items() if name not in self.treated and w.is_floating_point()}
         self.others = {name: weight.requires_grad_() for name, weight in others.items()}
         self.weight = NamedWeights(native({**self.treated, **self.others}, own_parameters(tangent.model)))
-        self.calls: list[tuple[Tensor, Places, Any]] = []  # the outputs (B T, C) and the inputs of each call
+        self.calls: list[tuple[Tensor, Places, Inputs]] = []  # the outputs (B T, C) and the inputs of each call
 
     def __call__(self, x: Any, *more: Any) -> Tensor:
         tangent = self._tangent
@@ -94,23 +94,20 @@ class NetworkFunction:
         line = "Write posterior.of(lambda f, batch: f(batch[0]).sum(0), loader), which adds up the batches."
         checked = one_batch(tangent, x, self._columns, line)
         values = {name: self.treated[name].to(value.dtype) for name, value in tangent.parameters.items()}
-        rows = tangent.call_with(values, checked.inputs).to(tangent.dtype).reshape(-1, tangent.outputs)
+        rows = tangent.call_with(values, checked).to(tangent.dtype).reshape(-1, tangent.outputs)
         batches.check_outputs(rows.detach(), "these inputs")
-        self.calls.append((rows, tangent.places_of(checked.inputs), checked.inputs))
+        self.calls.append((rows, tangent.places_of(checked), checked))
         return self.calls[-1][1].whole(rows)
 
 
-def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Checked:
+def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Inputs:
     """Returns one batch of inputs, checked and on the device of the network. Raises for a loader and `lw.Uncertain`."""
-    if isinstance(x, Checked):
+    if isinstance(x, Inputs) and x.checked:
         return x
     inputs = as_inputs(ordered(x, columns), tangent.model)
     if batches.is_loader(inputs):
         raise LapwingError(f"One batch of inputs is needed here, not {shown(x)}. {instead}")
-    _, values, spreads = prepared(inputs, tangent.device)
-    if spreads:
-        raise LapwingError("lw.Uncertain inputs are not supported here. Pass their values.")
-    return tangent.check(values)
+    return tangent.check(prepared(inputs, tangent.device))
 
 
 def quantity(
@@ -167,7 +164,7 @@ def quantity(
 
 
 def _noise_covariance(
-    likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Any]], slopes: Sequence[Tensor]
+    likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Inputs]], slopes: Sequence[Tensor]
 ) -> Tensor:
     """Returns `d diag(σ²) dᵀ` (q, q), with the derivatives d of q numbers by the outputs (q, B T, C) of each call.
 
@@ -176,7 +173,7 @@ def _noise_covariance(
     """
     numbered, roots = [], []
     for (rows, places, inputs), slope in zip(calls, slopes, strict=True):
-        keys, order = batches.row_keys(inputs).repeat_interleave(places.count).sort(stable=True)
+        keys, order = inputs.digests().repeat_interleave(places.count).sort(stable=True)
         k = torch.arange(len(keys), device="cpu") - torch.searchsorted(keys, keys)
         numbered.append(torch.stack([keys, k], 1))
         roots.append((slope * noise_of(likelihood, rows, places).sqrt())[:, order.to(slope.device)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..data import batches
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..linalg import psd_root
 from ..network.eager import eager_math
 from ..tangent import Tangent
-
-Spreads = dict[int, Tensor]
-"""Index of a tensor among the leaves of the inputs -> its variances, in its shape, or covariances (B, n, n)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +121,12 @@ class Uncertain:
             return spread.expand(self.value.shape)
         return spread.expand(self.value.shape[0], *spread.shape[-2:])
 
+    def on(self, device: torch.device | None) -> Uncertain:
+        """Returns the input on a device; None keeps its own."""
+        if device is None or self.value.device == device:
+            return self
+        return Uncertain(*[batches.plain(part, device) for part in (self.value, self.variance, self.covariance)])
+
     def __repr__(self) -> str:
         """Shows shapes instead of values."""
         name = "variance" if self.covariance is None else "covariance"
@@ -146,88 +150,60 @@ def _check_numbers(spread: Tensor | float | None) -> None:
         )
 
 
-def placed(inputs: Any, device: torch.device) -> Any:
-    """Returns inputs, with uncertain ones, as ordinary tensors on a device."""
-    inputs = batches.plain(inputs, device)
-    moved = {
-        place: Uncertain(*[batches.plain(part, device) for part in (x.value, x.variance, x.covariance)])
-        for place, x in _uncertain(inputs).items()
-        if x.value.device != device
-    }
-    return with_leaves(inputs, moved) if moved else inputs
-
-
-def prepared(inputs: Any, device: torch.device) -> tuple[Any, Any, Spreads]:
-    """Returns inputs on a device, and what `separate` returns for them. Raises if they hold no samples."""
-    inputs = placed(inputs, device)
-    values, spreads = separate(inputs)
-    if (isinstance(values, Tensor) and not values.ndim) or batches.size(values) == 0:
-        raise LapwingError(
-            f"{batches.describe(values)} holds no samples. Write a single sample as x[None], and leave empty batches "
-            "out."
-        )
-    return inputs, values, spreads
-
-
-def separate(inputs: Any) -> tuple[Any, Spreads]:
-    """Returns inputs with uncertain tensors replaced by their values, and the spreads of these tensors."""
-    uncertain = _uncertain(inputs)
+def parsed(x: Any, device: torch.device | None = None) -> Inputs:
+    """Returns inputs on a device, with the spreads of `lw.Uncertain` ones; None for the device keeps theirs."""
+    if isinstance(x, Inputs):
+        return Inputs.of(x, device)
+    leaves = [x] if isinstance(x, Tensor) else pytree.tree_leaves(batches.tree(x))
+    uncertain = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Uncertain)}
     if not uncertain:
-        return batches.plain(inputs), {}
-    values = batches.plain(with_leaves(inputs, {place: x.value for place, x in uncertain.items()}))
-    samples = batches.size(values)
-    for x in uncertain.values():
-        if len(x.value) != samples:
+        return Inputs.of(x, device)
+    uncertain = {place: one.on(device) for place, one in uncertain.items()}
+    inputs = Inputs.of(Inputs(x).with_leaves({place: one.value for place, one in uncertain.items()}), device)
+    for one in uncertain.values():
+        if len(one.value) != inputs.samples:
             raise LapwingError(
-                f"The inputs have {samples} samples, and lw.Uncertain has {len(x.value)}. Expand what the samples "
-                f"share: x.expand({samples}, ...)."
+                f"The inputs have {inputs.samples} samples, and lw.Uncertain has {len(one.value)}. Expand what the "
+                f"samples share: x.expand({inputs.samples}, ...)."
             )
-    return values, batches.plain({place: x.spread for place, x in uncertain.items()})
+    return replace(inputs, spreads={place: batches.plain(one.spread) for place, one in uncertain.items()})
 
 
-def _uncertain(inputs: Any) -> dict[int, Uncertain]:
-    """Returns the uncertain leaves of inputs by index."""
-    return {place: leaf for place, leaf in enumerate(leaves_of(inputs)) if isinstance(leaf, Uncertain)}
+def prepared(x: Any, device: torch.device) -> Inputs:
+    """Returns `parsed` inputs. Raises if they hold no samples."""
+    inputs = parsed(x, device)
+    if (isinstance(inputs.value, Tensor) and not inputs.value.ndim) or inputs.samples == 0:
+        raise LapwingError(f"{inputs} holds no samples. Write a single sample as x[None], and leave empty batches out.")
+    return inputs
 
 
-def leaves_of(values: Any) -> list[Any]:
-    """Returns the leaves of inputs in order."""
-    return pytree.tree_leaves(batches.tree(values))
-
-
-def with_leaves(values: Any, changed: Mapping[int, Any]) -> Any:
-    """Returns inputs with some leaves replaced: index of a leaf -> new tensor."""
-    leaves, spec = pytree.tree_flatten(batches.tree(values))
-    return pytree.tree_unflatten([changed.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
-
-
-def drawn(values: Any, spreads: Spreads, generator: torch.Generator) -> Any:
+def drawn(inputs: Inputs, generator: torch.Generator) -> Inputs:
     """Returns one draw of inputs, `x + Σ_x^½ ε`."""
     moved = {}
-    for place, spread in spreads.items():
-        x = leaves_of(values)[place]
+    for place, spread in inputs.spreads.items():
+        x = inputs.leaves[place]
         noise = torch.randn(x.shape, generator=generator, dtype=spread.dtype, device=x.device)
         if spread.shape == x.shape:
             step = spread.clamp_min(torch.finfo(spread.dtype).tiny).sqrt() * noise
         else:
             step = (psd_root(spread) @ noise.flatten(1)[..., None]).reshape(x.shape)
         moved[place] = (x + step).to(x.dtype)
-    return with_leaves(values, moved)
+    return inputs.certain.with_leaves(moved)
 
 
-def carried(tangent: Tangent, values: Any, spreads: Spreads, differentiable: bool) -> tuple[Tensor, Tensor]:
+def carried(tangent: Tangent, inputs: Inputs, differentiable: bool) -> tuple[Tensor, Tensor]:
     """Returns the outputs (B, C), and the first-order covariance from uncertain inputs, `J_x Σ_x J_xᵀ` (B, C, C).
 
     The result is always differentiable in the spreads, and with `differentiable` in the values.
     """
     means, parts = [], []
-    for rows, chunk in batches.chunks(values, _length(tangent, values, spreads)):
-        outputs, jacobians = _jacobians(tangent, chunk, list(spreads), differentiable)
+    for _, chunk in inputs.chunks(_length(tangent, inputs)):
+        outputs, jacobians = _jacobians(tangent, chunk, differentiable)
         dtype = tangent.dtype
         added: Any = 0
-        for (place, spread), jacobian in zip(spreads.items(), jacobians, strict=True):
-            spread, j = spread[rows].to(dtype), jacobian.to(dtype)  # (B, C, n)
-            diagonal = spread.shape == leaves_of(chunk)[place].shape
+        for (place, spread), jacobian in zip(chunk.spreads.items(), jacobians, strict=True):
+            spread, j = spread.to(dtype), jacobian.to(dtype)  # (B, C, n)
+            diagonal = spread.shape == chunk.leaves[place].shape
             half = j * spread.flatten(1)[:, None] if diagonal else j @ spread
             added = added + half @ j.mT
         means.append(outputs.to(dtype))
@@ -235,14 +211,14 @@ def carried(tangent: Tangent, values: Any, spreads: Spreads, differentiable: boo
     return torch.cat(means), torch.cat(parts)
 
 
-def _jacobians(tangent: Tangent, values: Any, places: list[int], differentiable: bool) -> tuple[Tensor, list[Tensor]]:
+def _jacobians(tangent: Tangent, inputs: Inputs, differentiable: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns outputs (B, C) and, for each uncertain tensor, its Jacobian (B, C, n)."""
-    leaves = leaves_of(values)
+    leaves = inputs.leaves
     with torch.enable_grad():
-        at = {place: leaves[place] if differentiable else leaves[place].detach() for place in places}
+        at = {place: leaves[place] if differentiable else leaves[place].detach() for place in inputs.spreads}
         at = {place: x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for place, x in at.items()}
         with eager_math():
-            outputs = tangent.call.rows(with_leaves(values, at))
+            outputs = tangent.call.rows(inputs.with_leaves(at))
         columns = outputs.unbind(1) if outputs.requires_grad else ()
         jacobians = gradients([column.sum() for column in columns], list(at.values()), create_graph=differentiable)
     if jacobians is None:
@@ -266,20 +242,19 @@ def gradients(
     return [torch.stack([x.new_zeros(x.shape) if g is None else g for g in parts]) for x, parts in columns]
 
 
-def _length(tangent: Tangent, values: Any, spreads: Spreads) -> int:
+def _length(tangent: Tangent, inputs: Inputs) -> int:
     """Returns the number of samples that fit the memory budget, from what autograd saves for two samples."""
-    few = batches.take(values, slice(0, 2))
-    samples, kept = batches.size(few), {}
+    few, kept = inputs.take(slice(0, 2)), {}
 
     def note(x: Tensor) -> Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), torch.enable_grad():
-        at = {place: leaves_of(few)[place].detach().requires_grad_() for place in spreads}
+        at = {place: few.leaves[place].detach().requires_grad_() for place in few.spreads}
         with eager_math():
-            outputs = tangent.call.rows(with_leaves(few, at)).shape[1]
+            outputs = tangent.call.rows(few.with_leaves(at)).shape[1]
     weights = {x.untyped_storage().data_ptr() for x in tangent.model.parameters()}
     graph = sum(size for place, size in kept.items() if place not in weights)
-    numbers = sum(leaves_of(values)[place][0].numel() for place in spreads)
-    return max(1, int(tangent.memory // (2 * graph // samples + 4 * outputs * (numbers + outputs) * 8)))
+    numbers = sum(inputs.leaves[place][0].numel() for place in inputs.spreads)
+    return max(1, int(tangent.memory // (2 * graph // few.samples + 4 * outputs * (numbers + outputs) * 8)))

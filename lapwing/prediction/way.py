@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..covariance import AnyLatent, Covariance
+from ..data.inputs import Inputs
 from ..errors import LapwingError, shown
 from ..options import Options, Rule, positive, required
 from ..tangent import Tangent
@@ -19,17 +20,18 @@ class Way(Options, ABC):
     """A way through the network. Subclasses are frozen dataclasses of options, and accept every posterior."""
 
     @abstractmethod
-    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         """Returns the latent distribution at one batch of inputs.
 
         Args:
             tangent: the network at the weights' mean.
             covariance: Σ of its treated weights.
-            inputs: B samples.
+            inputs: B samples. `inputs.spreads` are the variances of `lw.Uncertain` ones: a way that does not support
+                them calls `tangent.check(inputs)`, which refuses them.
             joint: whether to keep covariances across inputs.
         """
 
-    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Any) -> Way:
+    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Way:
         """Returns the way with what it estimates at some inputs, such as correlations; here the way itself."""
         return self
 
@@ -80,10 +82,10 @@ class Scaled(Way):
     factor: float = field(metadata=required(positive(), "0.5"))
     tuned_as = None
 
-    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool) -> AnyLatent:
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)
 
-    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Any) -> Scaled:
+    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Scaled:
         return replace(self, via=self.via.fitted(tangent, covariance, inputs))
 
     def width(self, outputs: int) -> int:

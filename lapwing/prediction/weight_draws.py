@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..covariance import Covariance, LatentDraws, LinearDraws
 from ..covariance.latent_at_positions import LatentAtPositions
-from ..data import batches
+from ..data.batches import check_outputs
+from ..data.inputs import Inputs
 from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
-from ..network.gate import Checked
 from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_groups
 from ..tangent import Tangent, split
 
@@ -23,7 +23,7 @@ AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
 
 
 def latent_of_draws(
-    tangent: Tangent, covariance: Covariance, inputs: Any, draws: int, seed: int, joint: bool
+    tangent: Tangent, covariance: Covariance, inputs: Inputs, draws: int, seed: int, joint: bool
 ) -> LinearDraws | LatentAtPositions | None:
     """Returns `N(f(x, θ̂), 1/S Σ_s d_s d_sᵀ)` with `d_s = J(x)(θ_s - θ̂)`, or None without such products.
 
@@ -34,15 +34,15 @@ def latent_of_draws(
     check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.width)
     largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
     chunks = list(checked.chunks(_length(tangent, largest, tangent.size)))
-    mean = torch.cat([tangent.call_with({}, chunk.inputs).to(tangent.dtype) for _, chunk in chunks])
-    batches.check_outputs(mean, "these inputs")
+    mean = torch.cat([tangent.call_with({}, chunk).to(tangent.dtype) for _, chunk in chunks])
+    check_outputs(mean, "these inputs")
     deviations = _products(tangent, _weight_draws(tangent, covariance, count, seed), chunks, count)
     if deviations is None:
         return None
-    return draws_at_positions(tangent, LinearDraws(mean, deviations, joint), checked.inputs)
+    return draws_at_positions(tangent, LinearDraws(mean, deviations, joint), checked)
 
 
-def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDraws | LatentAtPositions:
+def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Inputs) -> AnyDraws | LatentAtPositions:
     """Returns a latent of draws (S, B, T C), with one row per position if the outputs have positions."""
     places = tangent.places_of(inputs)
     if not places.sizes:
@@ -55,14 +55,14 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Any) -> AnyDr
 
 
 def _products(
-    tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], chunks: Sequence[tuple[slice, Checked]], count: int
+    tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], chunks: Sequence[tuple[slice, Inputs]], count: int
 ) -> Tensor | None:
     """Returns the products (S, B, C) of the network's Jacobian with the draws, or None if they are not supported."""
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
     whole = None
     for group, steps in draws:
         for product, (rows, chunk) in zip(products, chunks, strict=True):
-            part = product(steps, chunk.inputs)
+            part = product(steps, chunk)
             if part is None:
                 return None
             part = part.to(tangent.dtype)

@@ -225,8 +225,8 @@ class Runner:
         if at.start == limit:
             return
         for raw in islice(self._data, at.batches, None):
-            samples = raw.to(device)
-            problem.tangent.check(samples.inputs, f"the inputs of batch number {at.batches + 1}")
+            samples, where = raw.to(device), f"the inputs of batch number {at.batches + 1}"
+            samples = replace(samples, inputs=problem.tangent.check(samples.inputs, where))
             stop = at.start + samples.count
             if at.size and not ranks.several() and stop > at.size:
                 self._check_size(stop, f"to the pass '{step.label}'")

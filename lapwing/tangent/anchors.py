@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..data import batches, nesting
+from ..data import nesting
+from ..data.inputs import Inputs
 from ..jacobian.blocks import Vectors
 from ..linalg import double_device, doubled, placed, total
 from .record import Record
@@ -34,7 +34,7 @@ class Anchors:
     """
 
     tangent: Tangent
-    inputs: tuple[Any, ...]  # groups of samples of the same shape
+    inputs: tuple[Inputs, ...]  # groups of samples of the same shape
     samples: Tensor  # indices (M,), counted over all groups in order
     outputs: Tensor  # indices (M,)
 
@@ -81,7 +81,7 @@ class Anchors:
     def _pairs(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Record, Tensor, Record]]:
         """Yields `(slots, record, slots, record)` once for every pair of chunks."""
         requests = [
-            (slots.reshape(len(u), -1)[rows].flatten(), batches.take(inputs, rows), u[rows])
+            (slots.reshape(len(u), -1)[rows].flatten(), inputs.take(rows), u[rows])
             for slots, inputs, u in self.requests(dtype, 0, share=2)
             for rows, _ in self.tangent.recorded(inputs, u, dtype)
         ]
@@ -144,11 +144,11 @@ class Anchors:
         return cls(tangent, tuple(groups), tensors["samples"], tensors["outputs"])
 
     @cached_property
-    def _groups(self) -> list[tuple[int, Any, list[tuple[Tensor, Tensor]]]]:
+    def _groups(self) -> list[tuple[int, Inputs, list[tuple[Tensor, Tensor]]]]:
         """Groups with their width and anchors: (samples (B,), slots (B, r)) for each number r of outputs per sample."""
         groups, first = [], 0
         for group in self.inputs:
-            stop = first + batches.size(group)
+            stop = first + group.samples
             here = ((self.samples >= first) & (self.samples < stop)).nonzero()[:, 0]
             here = here[self.samples[here].argsort(stable=True)]
             samples, counts = torch.unique_consecutive(self.samples[here], return_counts=True)
@@ -162,7 +162,7 @@ class Anchors:
             first = stop
         return groups
 
-    def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Any, Tensor]]:
+    def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
         """Yields `(slots, inputs, cotangents)` of chunks. A sample is in several chunks if its outputs do not fit.
 
         The caller keeps `scratch` entries per row. `share` divides the memory budget of one chunk.
@@ -176,7 +176,7 @@ class Anchors:
                     for mine, where in zip(samples.split(length), columns.split(length), strict=True):
                         u = torch.zeros(len(mine), width, times, device=tangent.device)
                         u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
-                        yield where.flatten(), batches.take(group, mine), u
+                        yield where.flatten(), group.take(mine), u
 
     def _columns(self, times: int, dtype: torch.dtype, scratch: int, limit: int) -> int:
         """Returns how many of `times` outputs of one sample fit the limit in bytes, at least one."""

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..jacobian.jacobian import SLICE_BYTES
 from ..jacobian.layers import BatchAxis
 from ..jacobian.layers.linear import LinearUse
 from ..jacobian.layers.use import Use
-from ..network.gate import Checked
 from ..network.positions import EXACT_OUTPUTS
 from ..network.recording_plan import Uses
-from ..network.tracing import RecordedUse, Recording, wants_gradient
+from ..network.tracing import RecordedUse, Recording
 from .record import Record, outputs_moved
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RandomCotangents:
 
 def direct_records(
     tangent: Tangent,
-    checked: Checked,
+    checked: Inputs,
     cotangents: Cotangents,
     dtype: torch.dtype,
     scratch: int,
@@ -56,7 +56,7 @@ def direct_records(
     numbers = 2 * inputs + 5 * getattr(cotangents, "columns", tangent.outputs) * tangent.outputs + scratch
     step = max(1, tangent.memory // (numbers * dtype.itemsize))
     strip = max(1, min(step, SLICE_BYTES // (inputs * dtype.itemsize)))
-    differentiable = wants_gradient(checked.inputs)
+    differentiable = checked.wants_gradient
     for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
         recording, uses = tangent.recording(chunk)
         use, sizes = direct_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)

@@ -10,6 +10,7 @@ from torch import nn
 from ..data import batches
 from ..data.batches import Forward
 from ..data.frames import with_tensors
+from ..data.inputs import Inputs
 from ..display import warns_once
 from ..errors import LapwingError
 from ..network.recording_plan import Coverage
@@ -46,7 +47,7 @@ def coverage(
         >>> report.generic  # `print(report)` shows the whole table
         ()
     """
-    inputs = with_tensors(batches.inputs_of(batch) if isinstance(batch, Mapping) else batch, model)
-    if batches.size(inputs) == 0:
-        raise LapwingError(f"The batch {batches.describe(inputs)} has no samples. Pass one with at least one sample.")
+    inputs = Inputs.of(with_tensors(batches.inputs_of(batch) if isinstance(batch, Mapping) else batch, model))
+    if inputs.samples == 0:
+        raise LapwingError(f"The batch {inputs} has no samples. Pass one with at least one sample.")
     return Tangent.survey(model, inputs, params, forward).coverage

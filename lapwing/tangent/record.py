@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..jacobian.blocks import Block, Matrix, Vectors, split
 from ..jacobian.fisher_sums import FisherSums
@@ -64,7 +65,7 @@ class Record(Mapping[str, BlockJacobian]):
     def __init__(
         self,
         tangent: Tangent,
-        inputs: Any,
+        inputs: Inputs | None,  # None: no product needs another call of the network
         outputs: Tensor,
         noted: list[RecordedUse],
         uses: Uses,
@@ -217,6 +218,7 @@ class Record(Mapping[str, BlockJacobian]):
             names = [name for b in group.blocks if b.is_generic for name in b.parameters]
             values = {name: self.tangent.parameters[name] for name in names}
             dtype = next(iter(values.values())).dtype
+            assert self._inputs is not None  # a layer that gives the outputs has a family
             with torch.set_grad_enabled(self._differentiable):
                 sent = self._explicit_cotangents(cut).mT.to(self.outputs.device, dtype)
                 rows = per_sample_rows(self.tangent.call_with, values, self._inputs, sent)

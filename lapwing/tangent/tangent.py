@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..data import batches
 from ..data.batches import Forward
+from ..data.inputs import Inputs
 from ..environment import unlocked_property
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype, double_device, doubled
@@ -24,14 +25,14 @@ from ..network.call import Call
 from ..network.call_errors import OutputsWithPositions
 from ..network.eager import native, own_parameters, parameters_of, without_compiled
 from ..network.entry import outside_modes
-from ..network.gate import Checked, check_constant, check_inputs, check_recording, checked_memory, checked_network
+from ..network.gate import check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.positions import Places, Positions
 from ..network.probe import probe
 from ..network.recording_plan import Coverage, RecordingPlan, Uses
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
-from ..network.tracing import Recording, wants_gradient
+from ..network.tracing import Recording
 from .at_positions import RandomCotangents, by_position, direct_records, direct_use
 from .record import Record
 from .retry import chunk_limit
@@ -82,9 +83,9 @@ class Tangent:
         call = model if isinstance(model, Call) else Call(checked_network(model, last), forward, activation)
         network, memory = call.model, checked_memory(memory, call.model)
         parameters = own_parameters(network)
-        inputs = batches.plain(inputs, next(iter(parameters.values())).device)
-        check_inputs(inputs, (), "the inputs of the first batch")
-        batches.check_lists(inputs)
+        inputs = Inputs.of(inputs, next(iter(parameters.values())).device)
+        inputs = check_inputs(inputs, (), "the inputs of the first batch")
+        inputs.check_lists()
         before = Stamp.of(state_of(network))
         try:
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
@@ -95,8 +96,8 @@ class Tangent:
         check_constant(network, before.changed(state_of(network)))
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
-            few = batches.take(inputs, slice(0, 2))  # a run finds out whether the treated layer gives the outputs
-            direct = direct_use(tangent, *tangent.recording(Checked(few, batches.size(few)))) is not None
+            few = inputs.take(slice(0, 2))  # a run finds out whether the treated layer gives the outputs
+            direct = direct_use(tangent, *tangent.recording(few)) is not None
             layout = replace(layout, direct=direct)
             tangent = replace(tangent, call=replace(call, layout=layout), outputs=layout.outputs)
         if warn:
@@ -203,13 +204,13 @@ class Tangent:
 
     def call_with(self, values: Mapping[str, Tensor], inputs: Any) -> Tensor:
         """Returns differentiable outputs (B, C), or (B, T C), with other values of some treated parameters."""
-        return self.call.rows_with(values, self._own, inputs, self.plan.unseen)
+        return self.call.rows_with(values, self._own, Inputs.of(inputs), self.plan.unseen)
 
     def outputs_of(self, inputs: Any) -> Tensor:
         """Returns the outputs (B, C), or in their own shape with positions, in chunks and without gradients."""
         parts = []
         with torch.no_grad(), without_compiled():
-            for _, chunk in batches.chunks(inputs, self.chunk_length(1)):
+            for _, chunk in Inputs.of(inputs).chunks(self.chunk_length(1)):
                 outputs = self.call.shaped(chunk)
                 parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -217,9 +218,10 @@ class Tangent:
     def places_of(self, inputs: Any) -> Places:
         """Returns the positions of the outputs. Cost: a forward pass of two samples, or none for outputs (B, C)."""
         sizes: tuple[int, ...] = ()
+        inputs = Inputs.of(inputs)
         if self.positions.several:
-            sizes = self.positions.sizes(self.outputs_of(batches.take(inputs, slice(0, 2))).shape)
-        return self.positions.places(batches.size(inputs), sizes)
+            sizes = self.positions.sizes(self.outputs_of(inputs.take(slice(0, 2))).shape)
+        return self.positions.places(inputs.samples, sizes)
 
     def width_of(self, inputs: Any) -> int:
         """Returns the number of outputs per input: C, or T C. It costs as much as `places_of`."""
@@ -240,7 +242,7 @@ class Tangent:
         Cost: one forward and R backward passes. Memory O(R) times the activations.
         """
         checked, dtype = self.check(inputs), dtype or self.dtype
-        differentiable = wants_gradient(checked.inputs)
+        differentiable = checked.wants_gradient
         recording, uses = self.recording(checked, nonfinite)
         self.sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
@@ -249,18 +251,19 @@ class Tangent:
             at = outputs if differentiable else outputs.detach()
             u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ with the same precision
         sizes = self.positions.sizes(recording.shaped.shape)
-        return Record(self, checked.inputs, outputs, recording.noted, uses, u, dtype, differentiable, sizes)
+        return Record(self, checked, outputs, recording.noted, uses, u, dtype, differentiable, sizes)
 
-    def check(self, inputs: Any, where: str = "the inputs") -> Checked:
+    def check(self, inputs: Any, where: str = "the inputs") -> Inputs:
         """Returns checked inputs, or raises an error with their name `where`. Checked inputs come back unchanged."""
-        if isinstance(inputs, Checked):
+        inputs = Inputs.of(inputs)
+        if inputs.checked:
             return inputs
         checked = check_inputs(inputs, self.plan.shared, where)
         for _, chunk in checked.chunks(self.chunk_length(1)) if self.plan.idle else ():
             self.recording(chunk)  # raises if an idle weight is used, also for ways that record nothing
         return checked
 
-    def recording(self, checked: Checked, nonfinite: list[Tensor] | None = None) -> tuple[Recording, Uses]:
+    def recording(self, checked: Inputs, nonfinite: list[Tensor] | None = None) -> tuple[Recording, Uses]:
         """Runs the network on a chunk, and finds the uses of each block; `nonfinite` is as in `check_recording`."""
         chunk_limit().latest, named = checked.samples, self.parameters
         every = own_parameters(self.model) if self.plan.idle else {}
@@ -268,10 +271,10 @@ class Tangent:
         watched = {name: named[name] for name in self.plan.watched}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
-        recording = self.call.recorded(checked.inputs, watched | idle, spread, frozen, repeats=not idle)
+        recording = self.call.recorded(checked, watched | idle, spread, frozen, repeats=not idle)
         recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
         width = recording.outputs.shape[1] if self.call.layout else self.outputs
-        check_recording(self.model, checked.inputs, recording, width, nonfinite)
+        check_recording(self.model, checked, recording, width, nonfinite)
         noted, name = recording.noted, type(self.model).__name__
         kinds = tuple([use.use.kind for use in noted])
         uses = self.plan.uses_in([use.names for use in noted], kinds, len(recording.outputs), name)

@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from ..data.inputs import Inputs
 from ..data.samples import Samples
 from ..errors import LapwingError
 from ..network.eager import parameters_of
@@ -85,7 +85,7 @@ def _left_out(
     return result
 
 
-def _trained(posterior: Posterior, inputs: Any, samples: int) -> Tangent | None:
+def _trained(posterior: Posterior, inputs: Inputs, samples: int) -> Tangent | None:
     """Returns the tangent of all trained weights, or None if the posterior treats all of them or there are too many."""
     tangent = posterior.tangent
     treated = {name for block in tangent.blocks for name in block.parameters}

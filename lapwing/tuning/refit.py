@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import has_prior
+from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.call import output_tensor
@@ -148,7 +149,7 @@ def error_of_copy(
     call = replace(tangent.call, model=model)
 
     def outputs(some: Tensor) -> Tensor:
-        return tangent.positions.rows(output_tensor(call(x[some]))).reshape(len(some), -1).to(y)
+        return tangent.positions.rows(output_tensor(call(Inputs(x[some])))).reshape(len(some), -1).to(y)
 
     def look(some: Tensor) -> Tensor:
         model.eval()

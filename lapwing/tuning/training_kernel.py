@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from ..data.inputs import Inputs
 from ..data.samples import Samples
 from ..likelihoods import aligned_targets, curvature_weights
 from ..linalg import doubled, symmetric_eigen
@@ -56,11 +57,11 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     turns = torch.arange(len(samples)) % torch.tensor(widths).repeat_interleave(torch.tensor(sizes))[samples]
     # 3. rows of J at the pairs, from one batch of inputs if they fit
     inputs = tuple(part.inputs for part in parts)
-    tables = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
+    tables = [x.value for x in inputs if isinstance(x.value, Tensor) and x.value.is_floating_point()]
     few = len(tables) == len(inputs) and sum(x.numel() for x in tables) <= TABLE
     fits = len(residuals) * tangent.bytes_per_sample(times, tangent.contraction_dtype) <= tangent.memory // 16
     if few and fits and len({(x.shape[1:], x.dtype) for x in tables}) == 1:
-        inputs = (torch.cat(tables),)  # one batch, since the kernel reads all pairs of batches
+        inputs = (Inputs(torch.cat(tables)),)  # one batch, since the kernel reads all pairs of batches
     anchors = Anchors(tangent, inputs, samples, turns)
     weights = {block.name: 1.0 for block in tangent.blocks}
     # 4. r = y - f + J(θ̂ - μ0) (M,)
@@ -104,7 +105,7 @@ def table_of(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Te
 
     Returns None if the inputs are not a table of floats. C counts the outputs of all positions.
     """
-    tables = [part.inputs for part in parts if isinstance(part.inputs, Tensor)]
+    tables = [part.inputs.value for part in parts if isinstance(part.inputs.value, Tensor)]
     if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):
         return None
     targets, _, weights = map(torch.cat, zip(*(targets_of(posterior, part) for part in parts), strict=True))

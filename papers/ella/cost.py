@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.tangent import Anchors, Tangent
 from papers.common.cifar import Cifar
 from papers.common.measure import ratio, timed
@@ -30,7 +31,7 @@ def run(rows: int = 2000, images: int = 2000) -> dict[str, Any]:
             torch.autograd.grad(setup.model(data[sample : sample + 1])[0, output], weights)
 
     backward = 10 * timed(plain_rows)[1]
-    jacobian, written = timed(lambda: Anchors(tangent, (data,), samples, outputs).rows(torch.float32))
+    jacobian, written = timed(lambda: Anchors(tangent, (Inputs(data),), samples, outputs).rows(torch.float32))
     gram = timed(partial(torch.matmul, jacobian, jacobian.T))[1]
     del jacobian
     method = lw.ELLA(rank=20, rows=rows)

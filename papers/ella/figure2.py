@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import LowRank
+from lapwing.data.inputs import Inputs
 from lapwing.tangent import Anchors, Tangent
 from papers.common import drawing
 from papers.common.data import Batches, batched, images, random_rows
@@ -128,7 +129,7 @@ def _rows(tangent: Tangent, x: Tensor) -> Tensor:
     """Returns all rows of J at images (N C, P)."""
     width = tangent.outputs
     samples = torch.arange(len(x)).repeat_interleave(width)
-    return Anchors(tangent, (x,), samples, torch.arange(width).repeat(len(x))).rows(torch.float32)
+    return Anchors(tangent, (Inputs(x),), samples, torch.arange(width).repeat(len(x))).rows(torch.float32)
 
 
 def _gram(rows: Tensor, block: int = 2000) -> Tensor:

@@ -11,6 +11,7 @@ import lapwing as lw
 from lapwing.covariance import Latent, LowRank, PriorCovariance
 from lapwing.covariance.base import split_blocks
 from lapwing.covariance.terms import DenseTerm, FactoredTerm
+from lapwing.data.inputs import Inputs
 from lapwing.methods.rows import choose_balanced
 from lapwing.methods.subspace import orthonormal_span
 from lapwing.tangent import Anchors, Tangent, Vectors
@@ -29,7 +30,7 @@ def balanced_directions(tangent: Tangent, x: Tensor, y: Tensor, rows: int, rank:
 
 def directions_of(tangent: Tangent, x: Tensor, samples: Tensor, outputs: Tensor, rank: int) -> Tensor:
     """Returns the leading right singular vectors (K, P) of the rows of J at pairs of a sample and an output."""
-    rows = Anchors(tangent, (x,), samples, outputs).rows(tangent.dtype)
+    rows = Anchors(tangent, (Inputs(x),), samples, outputs).rows(tangent.dtype)
     return orthonormal_span(rows, tangent.memory, rank).to(rows)
 
 

@@ -27,7 +27,7 @@ from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.latent import Latent
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.covariance.terms import concatenate as join_terms
-from lapwing.data import batches
+from lapwing.data.inputs import Inputs
 from tests.conformance import Setup, close, psd, sampled_from, setup
 from tests.zoo import Case
 from tests.zoo_modules import SpatialMean
@@ -148,7 +148,7 @@ class StructureConformance:
             sampled_from(draws[:, n], wanted[n])
         joint = torch.einsum("ncp,pq,mdq->ncmd", problem.J_test, sigma, problem.J_test)
         close(covariance.joint_output_covariance(record, record), joint)
-        few = problem.tangent.record(batches.take(problem.test, slice(0, 3)))
+        few = problem.tangent.record(Inputs(problem.test).take(slice(0, 3)))
         close(covariance.joint_output_covariance(few, record), joint[:3])
         close(covariance.joint_output_covariance(record, few), joint[:, :, :3])
 

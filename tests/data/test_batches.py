@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
 from lapwing.data import batches, nesting
+from lapwing.data.inputs import Inputs
 from lapwing.data.samples import Samples
 from lapwing.network.call import Call
 from tests import oracle
@@ -43,7 +44,7 @@ Pair = namedtuple("Pair", ["image", "label"])
 )
 def test_split(batch: Any, inputs: Any) -> None:
     samples = Samples.of(batch)
-    found = samples.inputs
+    found = samples.inputs.value
     assert samples.targets is Y
     assert type(found) is type(inputs)
     leaves = zip(batches.tensors(found), batches.tensors(inputs), strict=True)
@@ -73,7 +74,7 @@ def test_is_loader() -> None:
 def test_take_cuts_along_the_batch_and_passes_on_the_rest() -> None:
     mask = torch.ones(4, 4)
     inputs = {"x": X, "nested": [Z, (Y, "text")], "mask": mask, "flag": True, "scale": torch.tensor(2.0), "none": None}
-    taken = batches.take(inputs, slice(1, 3))
+    taken = Inputs(inputs).take(slice(1, 3)).value
     assert torch.equal(taken["x"], X[1:3])
     assert torch.equal(taken["nested"][0], Z[1:3])
     assert torch.equal(taken["nested"][1][0], Y[1:3])
@@ -81,16 +82,16 @@ def test_take_cuts_along_the_batch_and_passes_on_the_rest() -> None:
     assert taken["mask"] is mask
     assert (taken["flag"], taken["none"], float(taken["scale"])) == (True, None, 2.0)
     rows = torch.tensor([5, 0, 0])
-    assert torch.equal(batches.take((X, Z), rows)[1], Z[rows])
+    assert torch.equal(Inputs((X, Z)).take(rows).value[1], Z[rows])
 
 
 def test_lists_of_texts_are_cut_with_the_samples_and_those_of_numbers_are_shared() -> None:
     x = torch.arange(4.0)
     inputs = {"x": x, "box": [3, 1, 2, 0], "texts": ["a", "b", "c", "d"], "few": ["a", "b"], "pair": (7, 7, 7, 7)}
-    cut = batches.take(inputs, slice(1, 3))
+    cut = Inputs(inputs).take(slice(1, 3)).value
     assert (cut["box"], cut["texts"], cut["few"], cut["pair"]) == ([3, 1, 2, 0], ["b", "c"], ["a", "b"], (7, 7, 7, 7))
-    assert batches.take(inputs, torch.tensor([3, 0]))["texts"] == ["d", "a"]
-    parts = [part["texts"] for _, part in batches.chunks(inputs, 3)]
+    assert Inputs(inputs).take(torch.tensor([3, 0])).value["texts"] == ["d", "a"]
+    parts = [part.value["texts"] for _, part in Inputs(inputs).chunks(3)]
     assert parts == [["a", "b", "c"], ["d"]]
 
 
@@ -109,13 +110,13 @@ def test_a_list_of_as_many_numbers_as_samples_is_refused_in_the_first_batch() ->
 
 @pytest.mark.parametrize("length", [1, 2, 4, 6, 100])
 def test_chunks_cover_every_sample_once(length: int) -> None:
-    parts = list(batches.chunks((X, Z), length))
+    parts = [(rows, chunk.value) for rows, chunk in Inputs((X, Z)).chunks(length)]
     assert torch.equal(torch.cat([chunk[0] for _, chunk in parts]), X)
     assert [rows.stop for rows, _ in parts][-1] == 6
     assert all(chunk[1].shape[0] == rows.stop - rows.start <= length for rows, chunk in parts)
     whole = UserDict({"x": X})
     if length >= 6:
-        assert next(iter(batches.chunks(whole, length)))[1] is whole  # the user's own object where nothing is cut
+        assert next(iter(Inputs(whole).chunks(length)))[1].value is whole  # the user's own object where nothing is cut
 
 
 @pytest.mark.parametrize(
@@ -127,15 +128,15 @@ def test_chunks_cover_every_sample_once(length: int) -> None:
     ],
 )  # fmt: skip
 def test_inputs_are_flattened_and_put_together_again(inputs: Any) -> None:
-    leaves, nest = nesting.flatten(inputs)
+    leaves, nest = nesting.flatten(Inputs(inputs))
     assert nesting.count_tensors(nest) == len(leaves)
-    again = nesting.unflatten(leaves, nest)
+    again = nesting.unflatten(leaves, nest).value
     assert repr(again) == repr(dict(inputs) if isinstance(inputs, (OrderedDict, UserDict)) else inputs)
 
 
 def test_what_cannot_be_kept_is_not_flattened() -> None:
     for inputs in ({"x": object()}, namedtuple("Two", "a b")(torch.ones(1), 2), {("a", "b"): torch.ones(1)}):
-        refused(partial(nesting.flatten, inputs), "cannot be kept … forward=")
+        refused(partial(nesting.flatten, Inputs(inputs)), "cannot be kept … forward=")
 
 
 def test_describe_names_structures_and_shapes() -> None:
@@ -149,8 +150,8 @@ def test_describe_names_structures_and_shapes() -> None:
 def test_call_by_structure() -> None:
     two = Net(lambda net, left, right: left[:, :2] - right)
     for inputs in ((X, Z), [X, Z], {"left": X, "right": Z}, {"right": Z, "left": X}):
-        assert torch.equal(Call(two).rows(inputs), X[:, :2] - Z)
-    assert torch.equal(Call(two, lambda model, x: model(x, Z)).rows(X), X[:, :2] - Z)
+        assert torch.equal(Call(two).rows(Inputs(inputs)), X[:, :2] - Z)
+    assert torch.equal(Call(two, lambda model, x: model(x, Z)).rows(Inputs(X)), X[:, :2] - Z)
 
 
 def test_call_reads_outputs() -> None:
@@ -159,8 +160,8 @@ def test_call_reads_outputs() -> None:
 
     model = nn.Identity()
     for out in (X, Out(), {"logits": X, "loss": None}, {"out": X, "aux": Z}):
-        assert Call(model, lambda model, x, out=out: out).rows(X) is X
-    assert Call(model, lambda model, x: x[:, 0]).rows(X).shape == (6, 1)
+        assert Call(model, lambda model, x, out=out: out).rows(Inputs(X)) is X
+    assert Call(model, lambda model, x: x[:, 0]).rows(Inputs(X)).shape == (6, 1)
 
 
 # --- the same posterior however the data come ------------------------------------------------------------------------
@@ -276,17 +277,17 @@ def test_keys_are_equal_for_equal_samples_only() -> None:
         ((x.cfloat().conj(), torch.zeros(3), torch.tensor(1.0), "shared"), None, [0]),
     ):  # fmt: skip
         samples = [tuple(columns[i][row] for i in which) for row in range(4)]
-        keys = batches.row_keys(given, targets)
+        keys = Inputs(given).digests(targets)
         assert keys.shape == (4,)
         assert (keys[:, None] == keys).tolist() == [[one == other for other in samples] for one in samples]
-    assert torch.equal(batches.row_keys(x[2:], n[2:]), batches.row_keys(x, n)[2:])  # in any batch
-    assert batches.row_keys(x[:0], n[:0]).shape == (0,)
-    assert (batches.row_keys((x, torch.zeros(3))) != batches.row_keys((x, torch.ones(3)))).all()  # shared by all
+    assert torch.equal(Inputs(x[2:]).digests(n[2:]), Inputs(x).digests(n)[2:])  # in any batch
+    assert Inputs(x[:0]).digests(n[:0]).shape == (0,)
+    assert (Inputs((x, torch.zeros(3))).digests() != Inputs((x, torch.ones(3))).digests()).all()  # shared by all
 
 
 def test_digests_of_samples_read_their_tensors_and_texts() -> None:
     texts, numbers = {"x": torch.zeros(3, 1), "text": ["a", "b", "a"]}, torch.tensor([[0.0], [1.0], [0.0]])
     for inputs in (texts, numbers, {"x": numbers, "shared": torch.ones(())}):
-        first, second, third = batches.row_keys(inputs).tolist()
+        first, second, third = Inputs(inputs).digests().tolist()
         assert first == third != second
-    assert batches.row_keys(numbers, torch.tensor([0, 0, 1])).unique().numel() == 3
+    assert Inputs(numbers).digests(torch.tensor([0, 0, 1])).unique().numel() == 3

@@ -242,7 +242,7 @@ def test_a_bfloat16_network_and_a_loader_that_fills_the_same_tensors() -> None:
 
 def test_batches_of_a_list_and_of_torchs_own_loader_are_not_copied() -> None:
     first = (X[:5], Y[:5])
-    assert next(iter(Data([first], network()))).inputs is first[0]
+    assert next(iter(Data([first], network()))).inputs.value is first[0]
     buffer = torch.zeros(5, 4)
     loader = DataLoader(DATA, 5, collate_fn=lambda samples: (buffer, Y[: len(samples)]))
     assert next(iter(Data(loader, network()))).inputs is not buffer

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance.base import join_blocks
+from lapwing.data.inputs import Inputs
 from lapwing.fitting.mean_field.fine_tuning import divergence, drawn_outputs, per_sample_axes
 from lapwing.tangent import Tangent
 from tests import oracle
@@ -106,7 +107,7 @@ def test_draws_of_one_layer_have_the_moments_of_shared_weights(case):
     axes, source = per_sample_axes(tangent), generator(2)
     assert set(axes) == set(means)
     with torch.no_grad():
-        draws = torch.stack([drawn_outputs(tangent, x, means, stds, axes, source) for _ in range(1500)])
+        draws = torch.stack([drawn_outputs(tangent, Inputs(x), means, stds, axes, source) for _ in range(1500)])
     names = list(means)
     sigma = torch.diag(torch.cat([stds[n].flatten() for n in names]).square())
     wanted = oracle.output_covariance(oracle.jacobian(model, x, names), sigma)

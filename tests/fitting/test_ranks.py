@@ -137,7 +137,7 @@ def test_data_leave_out_the_samples_that_the_sampler_repeats(
     shown = []
     for rank in range(size):
         loader = DataLoader(dataset, 2, sampler=DistributedSampler(dataset, size, rank, shuffle=True))
-        parts = [samples.inputs for samples in Data(loader, None)]
+        parts = [samples.inputs.value for samples in Data(loader, None)]
         shown += torch.cat(parts).tolist() if parts else []
     assert sorted(shown) == list(range(samples))
 

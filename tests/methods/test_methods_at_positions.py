@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.jacobian.blocks import split
 from lapwing.methods import Batch, DataSummary, Problem, Seen
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
@@ -58,7 +59,7 @@ def posed(name: str, params: Any, places: tuple[int, int], **options: Any) -> tu
     model, loader, _ = case(name)
     (x, y), points = loader[0], torch.arange(2)
     problem = problem_of(model, (x, y), params, **options)
-    return model, x, y, problem, Anchors(problem.tangent, (x[:2].clone(),), points, torch.tensor(places))
+    return model, x, y, problem, Anchors(problem.tangent, (Inputs(x[:2].clone()),), points, torch.tensor(places))
 
 
 @pytest.mark.parametrize(("name", "params"), [("transformer", lw.everything), ("3x3", TREATED[1]), ("3x3", TREATED[0])])
@@ -69,7 +70,7 @@ def test_the_bound_is_a_sum_over_positions_that_count(name, params):
     tangent, factor, w = problem.tangent, 5.0, torch.rand(size, dtype=F64) + 0.5
     names = list(tangent.parameters)
     steps = moving_points.BoundSteps(problem, anchors, 3, 0.1, None)
-    state, batch = steps.init(), Batch(tangent, x, y, 0, y != -100, w, lw.Categorical())
+    state, batch = steps.init(), Batch(tangent, Inputs(x), y, 0, y != -100, w, lw.Categorical())
     value = steps.objective(state, state.values, batch, torch.Generator())
     J, f, labels = jacobian(model, x, names), rows(model(x).detach()), y.flatten()
     each = w.repeat_interleave(y[0].numel()) * (labels != -100)
@@ -91,7 +92,7 @@ def test_the_divergence_is_a_sum_over_positions_that_count(params):
     tangent, names = problem.tangent, list(problem.tangent.parameters)
     steps = alpha_divergence.AlphaSteps(lw.AlphaDivergence(), problem, anchors, None)
     state = steps.init()
-    batch = Batch(tangent, x, y, 0, y != -100, None, lw.Categorical())
+    batch = Batch(tangent, Inputs(x), y, 0, y != -100, None, lw.Categorical())
     value = steps.objective(state, state.values, batch, torch.Generator())
     J = jacobian(model, x, names)
     A = J.unflatten(0, (len(x), -1)).flatten(1, 2)[torch.arange(2), anchors.outputs]
@@ -107,7 +108,7 @@ def test_the_divergence_is_a_sum_over_positions_that_count(params):
 @pytest.mark.parametrize("params", TREATED)
 def test_gradients_in_moving_points_at_positions(params):
     _, x, y, problem, anchors = posed("3x3", params, (4, 17))
-    batch, step = Batch(problem.tangent, x, y, 0, y != -100, None, lw.Categorical()), torch.randn_like(x[:2])
+    batch, step = Batch(problem.tangent, Inputs(x), y, 0, y != -100, None, lw.Categorical()), torch.randn_like(x[:2])
     for steps in (
         moving_points.BoundSteps(problem, anchors, 3, 0.1, None),
         alpha_divergence.AlphaSteps(lw.AlphaDivergence(), problem, anchors, None),
@@ -171,7 +172,7 @@ def test_products_with_the_curvature_are_the_dense_ones(name, params):
         step = CurvatureProducts(problem, root, V)
         state, start = step.init(), 0
         for x, y in loader:
-            step.update(state, Batch(problem.tangent, x, y, start, y != -100, likelihood=lw.Categorical()))
+            step.update(state, Batch(problem.tangent, Inputs(x), y, start, y != -100, likelihood=lw.Categorical()))
             start += len(x)
         parts = split(problem.tangent.blocks, V), split(problem.tangent.blocks, state.blocks)
         vectors, products = (torch.cat([part[name].flatten(1) for name in names], -1) for part in parts)
@@ -203,7 +204,7 @@ def test_the_gradient_of_the_linearised_model_is_the_dense_one(params):
     m = torch.cat([part.flatten() for part in split(blocks, offset).values()]).requires_grad_()
     f, each = rows(model(x).detach()) + J @ m, w.repeat_interleave(y.shape[1]) * (labels != -100)
     wanted = (f.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0] * each).sum()
-    batch = Batch(problem.tangent, x, y, 0, y != -100, w, lw.Categorical())
+    batch = Batch(problem.tangent, Inputs(x), y, 0, y != -100, w, lw.Categorical())
     score = _Score(problem, lw.Categorical(), offset)
     score.update(state := score.init(), batch)
     gradient = torch.cat([part.flatten() for part in split(blocks, state.blocks).values()])

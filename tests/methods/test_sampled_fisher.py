@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.methods.footprint import FitShape
 from tests.running.test_checkpoint import check_same
 
@@ -79,6 +80,6 @@ def test_one_backward_pass_per_sample_in_fits_updates_and_plans(no_exact_root: N
         assert former.update([(x[8:], y[8:])]).samples == 12
     check_same(posterior.update([(x[8:], y[8:])]), loaded.update([(x[8:], y[8:])]))
     assert fit(model, (x, y), method=lw.EKFAC(fisher="sampled")).samples == 12
-    shape = FitShape.of(posterior.tangent, posterior.likelihood, x, 12)
+    shape = FitShape.of(posterior.tangent, posterior.likelihood, Inputs(x), 12)
     assert SAMPLED.footprint(shape).passes == 2
     assert lw.KFAC().footprint(shape).passes == 1 + shape.columns > 2

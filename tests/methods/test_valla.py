@@ -44,7 +44,7 @@ def points_of(problem: Setup, method: lw.VaLLA, loader: list | None = None, seed
 
 def rows_at(problem: Setup, anchors: Anchors) -> Tensor:
     """The oracle's rows of J (M, P) at anchors."""
-    rows = torch.cat([jacobian(problem.model, group, problem.blocks) for group in anchors.inputs])
+    rows = torch.cat([jacobian(problem.model, group.value, problem.blocks) for group in anchors.inputs])
     return rows[anchors.samples, anchors.outputs]
 
 
@@ -196,20 +196,20 @@ class TestChoiceOfPoints:
     def test_classes_and_outputs_are_balanced(self, initial):
         x, y = classes(300)
         anchors = points_of(self.problem(), lw.VaLLA(12, initial=initial), [(x[:200], y[:200]), (x[200:], y[200:])])
-        means = anchors.inputs[0][anchors.samples].mean(1)
+        means = anchors.inputs[0].value[anchors.samples].mean(1)
         assert (means / 5).round().long().bincount().tolist() == [4, 4, 4]
         assert anchors.outputs.bincount().tolist() == [4, 4, 4]
         assert movable(anchors)
         if initial == "data":
-            assert all((x == row).all(1).any() for row in anchors.inputs[0][anchors.samples])
+            assert all((x == row).all(1).any() for row in anchors.inputs[0].value[anchors.samples])
         else:
-            assert not any((x == row).all(1).any() for row in anchors.inputs[0])
+            assert not any((x == row).all(1).any() for row in anchors.inputs[0].value)
 
     def test_centres_are_those_of_clusters(self):
         x = torch.tensor([[0.0], [0.1], [5.0], [5.2], [9.0]]).double().expand(5, 3).contiguous()
         loader = [(x, torch.zeros(5, 1).double())]
         anchors = points_of(self.problem(1), lw.VaLLA(3), loader)
-        assert sorted(anchors.inputs[0][:, 0].tolist()) == pytest.approx([0.05, 5.1, 9.0])
+        assert sorted(anchors.inputs[0].value[:, 0].tolist()) == pytest.approx([0.05, 5.1, 9.0])
         assert anchors.outputs.tolist() == [0, 0, 0]
 
     def test_more_points_than_samples_take_further_outputs(self):

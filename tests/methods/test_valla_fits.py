@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance.terms import DenseTerm
+from lapwing.data.inputs import Inputs
 from lapwing.methods import Batch
 from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla.alpha_divergence import inner_factor, remaining
@@ -64,7 +65,7 @@ def test_the_bound_is_the_dense_one(name):
         anchors = points_of(case, lw.VaLLA(4))
         steps = moving_points.BoundSteps(problem, anchors, 3, 0.1, None)
         state = steps.init()
-        batch = Batch(case.tangent, case.x, case.y, 0)
+        batch = Batch(case.tangent, Inputs(case.x), case.y, 0)
         found = steps.objective(state, state.values, batch, torch.Generator())
         rows = rows_at(case, anchors)
         inverse = torch.linalg.inv(rows @ rows.T)
@@ -89,7 +90,7 @@ def test_the_divergence_for_gaussian_noise(alpha):
     steps = alpha_divergence.AlphaSteps(fit, problem, anchors, None)
     state = steps.init()
     some = slice(0, 5)
-    batch = Batch(case.tangent, oracle.take(case.x, some), case.y[some], 0)
+    batch = Batch(case.tangent, Inputs(oracle.take(case.x, some)), case.y[some], 0)
     found = steps.objective(state, state.values, batch, torch.Generator())
     rows = rows_at(case, anchors)
     sigma = torch.linalg.inv(2 * torch.eye(rows.shape[1]).double() + rows.T @ rows)  # L = I
@@ -113,7 +114,7 @@ def test_the_divergence_uses_the_given_link():
     case = setup("mlp")
     problem = problem_of(case.tangent, case.likelihood, case.y, data_size=90)
     anchors, some = points_of(case, lw.VaLLA(4)), slice(0, 5)
-    rows, batch = rows_at(case, anchors), Batch(case.tangent, oracle.take(case.x, some), case.y[some], 0)
+    rows, batch = rows_at(case, anchors), Batch(case.tangent, Inputs(oracle.take(case.x, some)), case.y[some], 0)
     sigma = torch.linalg.inv(2 * torch.eye(rows.shape[1]).double() + rows.T @ rows)  # L = I
     kl = divergence(inner_factor(rows @ rows.T / 2, torch.eye(4).double()))
     found = {}

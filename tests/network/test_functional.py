@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.overrides import _get_current_function_mode
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.network.call import Call
 from lapwing.network.eager import uncompiled
 from lapwing.tangent import Tangent
@@ -137,7 +138,7 @@ def _agrees(build: Callable[[], nn.Module], x: Any) -> bool:
     values = {name: value.requires_grad_() for name, value in values.items()}
     with torch.enable_grad():
         found = tangent.call_with(values, x)
-        wanted = Call(other).rows(x)
+        wanted = Call(other).rows(Inputs(x))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     options = {"allow_unused": True, "materialize_grads": True}
     gradients = torch.autograd.grad(found.square().sum(), [values[name] for name in own], **options)

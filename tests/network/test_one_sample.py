@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.network.generic import forward_products, per_sample_rows
 from lapwing.tangent import Tangent
 from tests import oracle
@@ -77,10 +78,10 @@ def test_generic_rows_and_forward_mode_of_one_sample_are_the_oracles(kind: str) 
     J = oracle.jacobian(model, x)
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     network = Tangent.survey(model, x, EVERY).call_with
-    rows = per_sample_rows(network, parameters, x, torch.eye(3).double()[None])
+    rows = per_sample_rows(network, parameters, Inputs(x), torch.eye(3).double()[None])
     close(torch.cat([rows[name] for name in parameters], -1), J)
     directions = {name: torch.randn(2, *value.shape).double() for name, value in parameters.items()}
     flat = torch.cat([value.flatten(1) for value in directions.values()], 1)
-    products = forward_products(network, parameters, directions, x)
+    products = forward_products(network, parameters, directions, Inputs(x))
     assert products is not None
     close(products, J @ flat.T)

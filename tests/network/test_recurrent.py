@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import rnn
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.network.generic import forward_products
 from lapwing.tangent import Tangent
 from tests import oracle
@@ -171,7 +172,7 @@ def test_forward_mode_of_float32(kind):
     tangent = Tangent.survey(model, x)
     weights = dict(model.named_parameters())
     vectors = {name: torch.randn(3, *weight.shape) for name, weight in weights.items()}
-    pushed = forward_products(tangent.call_with, weights, vectors, x)
+    pushed = forward_products(tangent.call_with, weights, vectors, Inputs(x))
     J = oracle.jacobian(copy.deepcopy(model).double(), x.double(), list(weights))
     V = torch.cat([vectors[name].flatten(1) for name in weights], 1).double()
     close(pushed.double(), J @ V.T, 1e-4)

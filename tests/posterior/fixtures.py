@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import ImplicitBasis, LowRank
+from lapwing.data.inputs import Inputs
 from lapwing.tangent import Anchors
 
 FOLDER = Path(__file__).parent / "files"
@@ -70,7 +71,7 @@ def implicit(model: nn.Module, x: Tensor, y: Tensor) -> lw.Posterior:
     """A subspace whose directions are combinations of Jacobian rows at stored inputs."""
     posterior = lw.fit(model, [(x, y)], lw.ELLA(rank=2, rows=4), prior_precision=1.0)
     old, blocks = posterior.covariance, posterior.tangent.blocks
-    anchors = Anchors(posterior.tangent, (x,), torch.arange(4), torch.arange(4) % 3)
+    anchors = Anchors(posterior.tangent, (Inputs(x),), torch.arange(4), torch.arange(4) % 3)
     basis = ImplicitBasis(anchors, torch.eye(2, 4).double(), {block.name: 1.0 for block in blocks})
     covariance = LowRank(blocks, basis, torch.eye(2).double(), old.traces, old.precision, old.scale)
     return replace(posterior, covariance=covariance)

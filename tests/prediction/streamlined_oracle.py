@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -20,8 +21,9 @@ from lapwing.covariance import (
     LowRank,
     LowRankWithResidual,
 )
+from lapwing.data.inputs import Inputs
 from lapwing.prediction.streamlined import Streamlined
-from lapwing.prediction.uncertain import Uncertain, leaves_of, with_leaves
+from lapwing.prediction.uncertain import parsed
 from tests.zoo import ZOO
 
 F64 = torch.float64
@@ -56,9 +58,8 @@ def propagate(function, inputs, variances, **options):
     model = Shifted(function).double().eval()
     tangent = tn.Tangent.survey(model, inputs, tn.matching("shift"))
     covariance = build(tangent, "diagonal")
-    leaves = leaves_of(inputs)
-    noisy = with_leaves(inputs, {place: Uncertain(leaves[place], v) for place, v in variances.items()})
-    latent = Streamlined(**options).latent(tangent, covariance, noisy)
+    noisy = replace(Inputs(inputs), spreads=variances)
+    latent = Streamlined(**options).latent(tangent, covariance, parsed(noisy))
     return latent.mean, latent.variance - covariance.diagonal()["shift"], model
 
 

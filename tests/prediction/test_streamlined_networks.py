@@ -14,6 +14,7 @@ from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
+from lapwing.prediction.uncertain import parsed
 from tests import oracle
 from tests.prediction.streamlined_oracle import F64, KINDS, build, surveyed
 from tests.quick import others_slow
@@ -46,13 +47,13 @@ def test_zoo_keeps_means_and_does_not_depend_on_the_batch(label):
     model, x = tangent.model, case.inputs(4, 0)
     before = copy.deepcopy(getattr(model, "_orig_mod", model).state_dict())
     covariance = covariance_of(tangent)
-    latent = way.latent(tangent, covariance, x)
+    latent = way.latent(tangent, covariance, parsed(x))
     torch.testing.assert_close(latent.mean, oracle.call(model, x).detach(), rtol=1e-12, atol=1e-12)
     assert (latent.variance > 0).all()
     for rows in (slice(0, 1), slice(1, 4)):
-        part = way.latent(tangent, covariance, oracle.take(x, rows))
+        part = way.latent(tangent, covariance, parsed(oracle.take(x, rows)))
         torch.testing.assert_close(part.covariance, latent.covariance[rows], rtol=1e-9, atol=1e-12)
-    other = way.latent(tangent, covariance, case.inputs(3, 7))
+    other = way.latent(tangent, covariance, parsed(case.inputs(3, 7)))
     torch.testing.assert_close(other.mean, oracle.call(model, case.inputs(3, 7)).detach(), rtol=1e-12, atol=1e-12)
     after = getattr(model, "_orig_mod", model).state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
@@ -71,8 +72,8 @@ def test_last_layer_is_linearised(name, kind, mode):
     x = case.inputs(3, 0)
     tangent = tn.Tangent.survey(case.build(), x, tn.last_layer)
     covariance = build(tangent, kind)
-    expected = Linearized().latent(tangent, covariance, x, joint=False)
-    found = Streamlined(mode).latent(tangent, covariance, x)
+    expected = Linearized().latent(tangent, covariance, parsed(x), joint=False)
+    found = Streamlined(mode).latent(tangent, covariance, parsed(x))
     torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-12)
 
 
@@ -82,8 +83,8 @@ def test_full_mode_is_linearised_to_first_order(name):
     torch.manual_seed(2)
     tangent, x = surveyed(name), ZOO[name].inputs(3, 0)
     covariance = covariance_of(tangent, scale=1e7, precision=1e8)
-    expected = Linearized().latent(tangent, covariance, x, joint=False)
-    found = Streamlined("full", attention="scores").latent(tangent, covariance, x)
+    expected = Linearized().latent(tangent, covariance, parsed(x), joint=False)
+    found = Streamlined("full", attention="scores").latent(tangent, covariance, parsed(x))
     error = (found.covariance - expected.covariance).norm() / expected.covariance.norm()
     assert error < 1e-6
     torch.testing.assert_close(found.mean, expected.mean, rtol=1e-12, atol=1e-12)
@@ -118,13 +119,13 @@ def test_batches_of_another_length_need_no_other_reading(make):
     model, x = make(), tokens(4, 6)
     tangent = tn.Tangent.survey(model, {**x, "attention_mask": torch.ones_like(x["attention_mask"])}, tn.matching("*"))
     covariance = covariance_of(tangent)
-    first = Streamlined().latent(tangent, covariance, x)
+    first = Streamlined().latent(tangent, covariance, parsed(x))
     torch.testing.assert_close(first.mean, oracle.call(model, x).detach(), rtol=1e-12, atol=1e-12)
     other = tokens(3, 8, seed=3)
-    second = Streamlined().latent(tangent, covariance, other)
+    second = Streamlined().latent(tangent, covariance, parsed(other))
     torch.testing.assert_close(second.mean, oracle.call(model, other).detach(), rtol=1e-12, atol=1e-12)
     assert read(tangent, x) is read(tangent, other)
-    one = Streamlined().latent(tangent, covariance, tokens(1, 5))
+    one = Streamlined().latent(tangent, covariance, parsed(tokens(1, 5)))
     torch.testing.assert_close(one.mean, oracle.call(model, tokens(1, 5)).detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -143,10 +144,10 @@ def test_own_forward_with_functional_operations():
     x = (torch.randn(5, 4, dtype=F64), torch.rand(5, 1, dtype=F64))
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = covariance_of(tangent)
-    latent = Streamlined().latent(tangent, covariance, x)
+    latent = Streamlined().latent(tangent, covariance, parsed(x))
     torch.testing.assert_close(latent.mean, model(*x).detach())
     by_dict = {"x": x[0], "scale": x[1]}
-    again = Streamlined().latent(tangent, covariance, by_dict)
+    again = Streamlined().latent(tangent, covariance, parsed(by_dict))
     torch.testing.assert_close(again.covariance, latent.covariance)
     forward = lambda m, given: m(given["x"], given["scale"])  # noqa: E731
     called = tn.Tangent.survey(model, {**by_dict, "names": list("abcde")}, tn.matching("*"), forward=forward)

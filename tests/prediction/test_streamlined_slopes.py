@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.prediction.streamlined import rules  # noqa: F401  (fills the table)
 from lapwing.prediction.streamlined.functions import Fused
 from lapwing.prediction.streamlined.graph import read
@@ -70,11 +71,11 @@ def fused_of(function: Callable[[Tensor], Tensor]) -> tuple[Fused, dict[str, Any
     """Returns the function as the schedule groups it, and its arguments."""
     model, x = Applied(function).double().eval(), torch.randn(5, 4, dtype=torch.float64)
     tangent = Tangent.survey(model, x, lw.everything)
-    graph = read(tangent, x)
+    graph = read(tangent, Inputs(x))
     steps = schedule(graph, frozenset(graph.parameters), frozenset(), "values").steps
     found = [step.fused for step in steps if step.fused is not None]
     assert len(found) == 1, "the function is not one group"
-    values = graph.run(x)
+    values = graph.run(Inputs(x))
     assert found[0] is not None
     return found[0], {name: values[name] for name in (found[0].source, *found[0].certain)}
 

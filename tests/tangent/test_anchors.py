@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing.covariance.base import split_blocks
+from lapwing.data.inputs import Inputs
 from lapwing.tangent import Anchors, Tangent
 from tests.conformance import Setup, close, setup
 
@@ -39,7 +40,11 @@ def case(request: pytest.FixtureRequest) -> tuple[Setup, Anchors, Tensor]:
         outputs.append(taken.get(sample, 0) % count)
         taken[sample] = taken.get(sample, 0) + 1
     outputs = torch.tensor(outputs)
-    return problem, Anchors(narrow(problem.tangent), (problem.x,), samples, outputs), problem.J[samples, outputs]
+    return (
+        problem,
+        Anchors(narrow(problem.tangent), (Inputs(problem.x),), samples, outputs),
+        problem.J[samples, outputs],
+    )
 
 
 def weights(problem: Setup) -> dict[str, float]:
@@ -73,7 +78,7 @@ def test_outputs_of_one_sample_that_do_not_fit_together():
     samples, outputs = torch.arange(3).repeat_interleave(count), torch.arange(count).repeat(3)
     J = problem.J[:3].flatten(0, 1)
     one = problem.tangent.bytes_per_sample(1, torch.float64)
-    anchors = Anchors(replace(problem.tangent, memory=one), (problem.x,), samples, outputs)
+    anchors = Anchors(replace(problem.tangent, memory=one), (Inputs(problem.x),), samples, outputs)
     assert [len(slots) for slots, _ in anchors.records(torch.float64)] == [1] * len(J)
     close(anchors.rows(torch.float64), J)
     close(anchors.gram(weights(problem), torch.float64), (J * diagonal(problem)) @ J.T)
@@ -82,7 +87,7 @@ def test_outputs_of_one_sample_that_do_not_fit_together():
 def test_round_trip_and_groups_of_different_shapes():
     problem = setup("gpt2")
     x = problem.case.inputs(9, 1)
-    groups = (x, problem.case.inputs(3, 4))
+    groups = (Inputs(x), Inputs(problem.case.inputs(3, 4)))
     samples, outputs = torch.tensor([10, 1]), torch.tensor([1, 0])
     anchors = Anchors(problem.tangent, groups, samples, outputs)
     again = Anchors.from_tensors(problem.tangent, anchors.tensors(), anchors.nests())

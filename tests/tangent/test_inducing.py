@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing.data import batches, nesting
+from lapwing.data import nesting
+from lapwing.data.inputs import Inputs
 from lapwing.likelihoods import Categorical
 from lapwing.methods.valla.inducing import kernel
 from lapwing.tangent import Anchors
@@ -27,7 +28,7 @@ def points(problem: Setup, small: bool = False) -> Anchors:
     if problem.J.shape[1] == 1:
         samples, outputs = torch.arange(4), torch.zeros(4, dtype=torch.int64)
     tangent = narrow(problem.tangent) if small else problem.tangent
-    return Anchors(tangent, (inputs,), samples, outputs)
+    return Anchors(tangent, (Inputs(inputs),), samples, outputs)
 
 
 def moved(anchors: Anchors, leaves: list[Tensor]) -> Anchors:
@@ -43,7 +44,7 @@ def moved(anchors: Anchors, leaves: list[Tensor]) -> Anchors:
 def test_blocks_equal_the_oracle(name, small):
     problem = setup(name)
     anchors = points(problem, small)
-    rows = jacobian(problem.model, anchors.inputs[0], problem.blocks)[anchors.samples, anchors.outputs]
+    rows = jacobian(problem.model, anchors.inputs[0].value, problem.blocks)[anchors.samples, anchors.outputs]
     found = kernel(anchors, weights(problem), problem.test)
     D = diagonal(problem)
     close(found.inner, (rows * D) @ rows.T)
@@ -61,7 +62,7 @@ def test_gradients_equal_finite_differences(name, small):
     """Central differences of random sums of K_Z and K_xZ, along random directions in Z."""
     problem = setup(name)
     anchors, generator = points(problem, small), torch.Generator().manual_seed(0)
-    leaves = [leaf.clone().requires_grad_() for leaf in batches.tensors(anchors.inputs[0])]
+    leaves = [leaf.clone().requires_grad_() for leaf in anchors.inputs[0].tensors]
 
     def draw(shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -102,16 +103,16 @@ def test_cotangents_are_those_of_the_root():
     problem = setup("mlp")
     anchors = points(problem)
     root = problem.likelihood.fisher_root(problem.f)
-    rows = jacobian(problem.model, anchors.inputs[0], problem.blocks)[anchors.samples, anchors.outputs]
+    rows = jacobian(problem.model, anchors.inputs[0].value, problem.blocks)[anchors.samples, anchors.outputs]
     found = kernel(anchors, dict.fromkeys(weights(problem), 1.0), problem.x, Categorical().fisher_root)
     close(found.cross, root.mT @ problem.J @ rows.T)
     close(found.within, root.mT @ problem.J @ problem.J.mT @ root)
-    leaf = anchors.inputs[0].clone().requires_grad_()
+    leaf = anchors.inputs[0].value.clone().requires_grad_()
     grads = []
     for small in (False, True):
         fisher = DrawnRoot()
         tangent = narrow(problem.tangent) if small else problem.tangent
-        there = replace(anchors, inputs=(leaf,), tangent=tangent)
+        there = replace(anchors, inputs=(Inputs(leaf),), tangent=tangent)
         found = kernel(there, weights(problem), oracle.take(problem.x, slice(0, 2)), fisher)
         assert found.cross.shape[1] == 1
         grads.append(torch.autograd.grad(found.cross.square().sum(), leaf)[0])
@@ -121,7 +122,7 @@ def test_cotangents_are_those_of_the_root():
 def test_only_some_leaves_move():
     problem = setup("bilinear")
     anchors = points(problem)
-    first, second = batches.tensors(anchors.inputs[0])
+    first, second = anchors.inputs[0].tensors
     first = first.clone().requires_grad_()
     both = [leaf.detach().clone().requires_grad_() for leaf in (first, second)]
     grads = [
@@ -135,7 +136,7 @@ def test_nothing_is_left_behind():
     """No gradient reaches the weights, and the network is as before."""
     problem = setup("cnn_bn_inplace")
     anchors = points(problem)
-    leaf = anchors.inputs[0].clone().requires_grad_()
+    leaf = anchors.inputs[0].value.clone().requires_grad_()
     kernel(moved(anchors, [leaf]), weights(problem), problem.test).inner.sum().backward()
     assert leaf.grad is not None
     assert all(p.grad is None for p in problem.model.parameters())

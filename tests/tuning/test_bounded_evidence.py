@@ -14,7 +14,7 @@ from torch.distributions import MultivariateNormal
 from torch.nn.functional import cross_entropy
 
 import lapwing as lw
-from lapwing.data import batches
+from lapwing.data.inputs import Inputs
 from lapwing.data.samples import Samples
 from lapwing.tuning import BoundedEvidence, Training
 from lapwing.tuning import leave_one_out as exact_model
@@ -51,7 +51,7 @@ def cost(posterior, loader):
     lost = []
     for x, y in loader:
         for i in range(len(y)):
-            one, label = batches.take(x, slice(i, i + 1)), y[i : i + 1]
+            one, label = Inputs(x).take(slice(i, i + 1)).value, y[i : i + 1]
             own = posterior.likelihood.log_prob(posterior.tangent.outputs_of(one), label)
             lost.append(float(own - posterior.predict(one).log_prob(label)))
     return sum(lost) / len(lost)
@@ -373,7 +373,7 @@ def test_a_width_far_below_that_of_a_gaussian_process_on_the_inputs_is_warned_of
     assert needs == pytest.approx(found + fitted, rel=0.1)  # by the 100 and 20 rows in their order
     assert narrow.noise_variance < found / 10
     assert width_by_inputs(*table, 120, least=100.0) is None
-    assert table_of(narrow, [Samples(x.long(), y)]) is None
+    assert table_of(narrow, [Samples(Inputs(x.long()), y)]) is None
 
 
 @pytest.mark.parametrize("times", [1.2, 1000.0])
@@ -485,7 +485,7 @@ def test_outputs_of_a_map_have_a_small_kernel(outputs, rows):
     x, model = torch.randn(30, 2), nn.Sequential(nn.Linear(2, outputs), nn.Unflatten(1, (outputs, 1))).eval()
     y = model(x).detach()
     posterior = lw.fit(model, [(x, y)], lw.Diagonal(), likelihood="gaussian", tune=None)
-    found = process_of(posterior, posterior.tangent, [Samples(x, y)])
+    found = process_of(posterior, posterior.tangent, [Samples(Inputs(x), y)])
     assert (len(found.same), len(found.labels)) == (20, rows)
     assert found.outputs_per_pair == outputs / (rows / 20)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...covariance.dense import expand
-from ...data import batches
+from ...data.inputs import Inputs
 from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
@@ -122,7 +122,7 @@ class FineTuning(IteratePass[Descent]):
         gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         fit, sizes = 0.0, tangent.places_of(batch.inputs).sizes
         places, all_targets, all_weights = batch.targets_of_rows(sizes)
-        for part, inputs in batches.chunks(batch.inputs, tangent.chunk_length(1)):
+        for part, inputs in batch.inputs.chunks(tangent.chunk_length(1)):
             here = slice(part.start * places, part.stop * places)  # the positions of these samples
             targets, weights = all_targets[here], None if all_weights is None else all_weights[here]
             with torch.enable_grad():
@@ -273,7 +273,7 @@ def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
 
 def drawn_outputs(
     tangent: Tangent,
-    inputs: Any,
+    inputs: Inputs,
     means: Mapping[str, Tensor],
     stds: Mapping[str, Tensor],
     axes: Mapping[str, BatchAxis],
@@ -285,7 +285,7 @@ def drawn_outputs(
     """
     with torch.enable_grad():
         means = {name: m.clone() if name in axes else m for name, m in means.items()}  # a view then has m as its base
-        drawing = Drawing(means, stds, axes, batches.size(inputs), generator)
+        drawing = Drawing(means, stds, axes, inputs.samples, generator)
         weights = {name: m if name in axes else m + stds[name] * drawing.normal(m) for name, m in means.items()}
         with drawing:
             return tangent.call_with(weights, inputs)

@@ -80,7 +80,7 @@ class _Score(SumPass[BlockSums]):
             score = _of_rows(batch, part, record, outputs, self._likelihood.score)
             score = score.reshape_as(outputs)[..., None]  # (B, C, 1)
             if record.cotangents > 2:  # J m used forward mode; one backward pass is cheaper than one per output
-                record = batch.tangent.record(batch.checked.take(part), score)
+                record = batch.tangent.record(batch.inputs.take(part), score)
                 score = torch.ones_like(score[:, :1])
             for name, total in state.blocks.items():
                 total += record[name].vjp(score)
@@ -112,7 +112,7 @@ def _records(batch: Batch) -> Iterator[tuple[slice, Record]]:
     if not batch.tangent.positions.several:
         yield from batch.records()
         return
-    for part, chunk in batch.checked.chunks(batch.tangent.chunk_length(2)):
+    for part, chunk in batch.inputs.chunks(batch.tangent.chunk_length(2)):
         yield part, batch.tangent.record(chunk)
 
 

@@ -127,7 +127,7 @@ class CurvatureProducts(SumPass[BlockSums]):
             u = self.cotangents(record, batch.start, part.start)
             if self._either_mode and 2 * self._count < record.cotangents:
                 weighted = record.u @ u  # (B, C, S)
-                record = batch.tangent.record(batch.checked.take(part), weighted)
+                record = batch.tangent.record(batch.inputs.take(part), weighted)
                 for name, value in state.blocks.items():
                     value += record[name].sum_rows()
             else:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from ...covariance import Basis
-from ...data import batches
+from ...data.inputs import Inputs
 from ...likelihoods import Likelihood
 from ...options import Options, at_least, instance_of, option, positive
 from ...tangent import Anchors, Tangent
@@ -136,7 +136,7 @@ class VaLLA(Method):
         if not isinstance(self.fit, (ClosedForm, NaturalGradient)):
             return None
         if isinstance(points, InducingPoints):
-            count = batches.size(points.inputs) * (width if points.outputs is None else 1)
+            count = Inputs.of(points.inputs).samples * (width if points.outputs is None else 1)
             return footprint_on_rows(shape, count, count, "prior")
         count, pool = min(points, shape.samples * width), min(shape.samples, max(POOL, 20 * points))
         on_rows = footprint_on_rows(shape, count, count, "prior")

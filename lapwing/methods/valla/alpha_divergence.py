@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...covariance import Latent, LowRankWithResidual
 from ...covariance.terms import DenseTerm
-from ...data import batches
 from ...data.data import Data
 from ...data.frames import check_data, columns_of
 from ...errors import LapwingError
@@ -124,7 +123,7 @@ class AlphaSteps(MovingSteps):
 
     def step(self, state: Descent, batch: Batch, generator: torch.Generator) -> None:
         if not state.taken:
-            tangent, samples = self.problem.tangent, batches.size(batch.inputs)
+            tangent, samples = self.problem.tangent, batch.count
             outputs = tangent.outputs * picked_count(tangent.width // tangent.outputs, tangent.outputs)
             self.problem.require(MemoryNeed(
                 f"AlphaDivergence with {outputs} outputs", 4 * 8 * samples * outputs**2,

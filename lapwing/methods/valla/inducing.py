@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...data import batches, nesting
+from ...data.inputs import Inputs
 from ...linalg import double_device, total
 from ...tangent.anchors import Anchors, Weights, ntk
 from ...tangent.record import Record
@@ -67,7 +67,9 @@ class Kernel(NamedTuple):
     outputs: Tensor  # f (B, C) of the batch
 
 
-def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents | PickedPositions = None) -> Kernel:
+def kernel(
+    anchors: Anchors, weights: Weights, inputs: Inputs, cotangents: Cotangents | PickedPositions = None
+) -> Kernel:
     """Returns the NTK blocks of a batch and anchors (M, P), differentiable if the anchors' inputs require gradients.
 
     `cotangents` is called once for each chunk; None means the C outputs. `PickedPositions` selects positions of outputs
@@ -84,7 +86,7 @@ _Chunks = Sequence[tuple[Any, Callable[[], Record]]]
 """Consecutive chunks: the places of their rows, and a function that returns the record."""
 
 
-def _chunks(tangent: Tangent, parts: Iterable[tuple[Any, Any, Cotangents]]) -> _Chunks:
+def _chunks(tangent: Tangent, parts: Iterable[tuple[Any, Inputs, Cotangents]]) -> _Chunks:
     """Returns chunks of `(places, inputs, cotangents)`. The record of a single chunk is kept, others run again."""
     makers = [(places, partial(tangent.record, inputs, u, torch.float64)) for places, inputs, u in parts]
     return makers if len(makers) > 1 else [(places, cache(make)) for places, make in makers]
@@ -95,7 +97,7 @@ def _anchor_chunks(anchors: Anchors, scratch: int) -> _Chunks:
     return _chunks(anchors.tangent, anchors.requests(torch.float64, scratch, share=2))
 
 
-def _batch_chunks(tangent: Tangent, inputs: Any, cotangents: Cotangents | PickedPositions, scratch: int) -> _Chunks:
+def _batch_chunks(tangent: Tangent, inputs: Inputs, cotangents: Cotangents | PickedPositions, scratch: int) -> _Chunks:
     """Cuts samples into chunks that fit half the budget with `scratch` entries per row. Places are slices."""
     drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else tangent.outputs
     columns: int = getattr(cotangents, "columns", drawn)
@@ -120,7 +122,7 @@ class _Blocks(torch.autograd.Function):
         ctx: Any,
         anchors: Anchors,
         weights: Weights,
-        inputs: Any,
+        inputs: Inputs,
         cotangents: Cotangents | PickedPositions,
         *moving: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -212,13 +214,14 @@ def _push_back(
 
 def _leaves(anchors: Anchors) -> list[Tensor]:
     """Returns the tensors of the anchors' inputs, in order."""
-    return [leaf for group in anchors.inputs for leaf in batches.tensors(group)]
+    return [leaf for group in anchors.inputs for leaf in group.tensors]
 
 
 def _detached(anchors: Anchors, moving: bool = False) -> Anchors:
     """Returns the anchors with inputs detached. With `moving`, inputs that required gradients require them again."""
-    groups = []
-    for group in anchors.inputs:
-        leaves, nest = nesting.flatten(group)
-        groups.append(nesting.unflatten((x.detach().requires_grad_(moving and x.requires_grad) for x in leaves), nest))
+
+    def detached(x: Any) -> Any:
+        return x.detach().requires_grad_(moving and x.requires_grad) if isinstance(x, Tensor) else x
+
+    groups = (group.with_leaves(dict(enumerate(map(detached, group.leaves)))) for group in anchors.inputs)
     return replace(anchors, inputs=tuple(groups))

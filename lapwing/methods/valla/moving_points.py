@@ -140,7 +140,7 @@ class MovingSteps(IteratePass[Descent]):
         likelihood = self.problem.likelihood
         if batch.tangent.positions.several:
             return rows_at_positions(anchors, self.weights, batch, likelihood, generator).doubled()
-        blocks = kernel(anchors, self.weights, batch.checked, root)
+        blocks = kernel(anchors, self.weights, batch.inputs, root)
         likelihood.check(blocks.outputs, batch.targets)
         batch.note(blocks.outputs)
         return ObjectiveRows(blocks, batch.targets, batch.weights).doubled()

@@ -66,7 +66,7 @@ def rows_at_positions(
     rows = (picked + count * torch.arange(samples, device=picked.device)[:, None]).flatten()
     if every["weights"] is not None:
         repeats = repeats * every["weights"][rows].to(repeats)
-    inner, cross, within, _ = kernel(anchors, weights, batch.checked, PickedPositions(picked, count, outputs))
+    inner, cross, within, _ = kernel(anchors, weights, batch.inputs, PickedPositions(picked, count, outputs))
     if len(cross) < len(rows):  # rows of a sample are together
         shape = picked.shape[1], outputs
         cross = cross.unflatten(1, shape).flatten(0, 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...data import batches, nesting
+from ...data.inputs import Inputs
 from ...errors import LapwingError
 from ...tangent import Anchors, Tangent
 from ..passes import Batch, Step, SumPass
@@ -44,7 +45,7 @@ class InducingPoints:
     outputs: Tensor | None = None
 
     def __post_init__(self) -> None:
-        count, outputs = batches.size(self.inputs), self.outputs
+        count, outputs = Inputs.of(self.inputs).samples, self.outputs
         whole = isinstance(outputs, Tensor) and not outputs.is_floating_point() and outputs.dtype != torch.bool
         if not count or (outputs is not None and not (whole and outputs.shape == (count,))):
             raise LapwingError(
@@ -79,7 +80,7 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
     if initial == "kmeans" and together is None:
         log.info(
             "Inputs are discrete or have several shapes (%s), so the %d inducing points are samples of the data and "
-            "do not move", batches.describe(groups[0]), wanted,
+            "do not move", groups[0], wanted,
         )  # fmt: skip
     kinds = [(labels == label).nonzero()[:, 0] for label in labels.unique()]  # samples of each class
     shares = balanced_shares([len(kind) for kind in kinds], wanted)
@@ -102,13 +103,13 @@ def inducing_points(problem: Problem, wanted: int | InducingPoints, initial: Ini
 
 def movable(anchors: Anchors) -> bool:
     """Whether all inputs are floating-point, so that gradients in them exist."""
-    return all(leaf.is_floating_point() for group in anchors.inputs for leaf in batches.tensors(group))
+    return all(leaf.is_floating_point() for group in anchors.inputs for leaf in group.tensors)
 
 
 def anchors_of(tangent: Tangent, points: InducingPoints) -> Anchors:
     """Returns anchors at the user's points, checked against the network."""
     outputs = points.outputs
-    leaves, nest = nesting.flatten(batches.plain(points.inputs, tangent.device))
+    leaves, nest = nesting.flatten(Inputs.of(points.inputs, tangent.device))
     inputs = nesting.unflatten((leaf.detach().clone() for leaf in leaves), nest)  # fits move them in place
     tangent.check(inputs, "the inducing points")
     every = tangent.outputs_of(inputs)
@@ -146,12 +147,12 @@ class _Pool(SumPass[KeptInputs]):
         state.keep(batch.start, [leaf.detach().clone() for leaf in leaves], nest, labels)
 
 
-def _as_one_batch(groups: list[Any]) -> Any | None:
+def _as_one_batch(groups: list[Inputs]) -> Inputs | None:
     """Returns all inputs as one batch, or None if they are not floating-point or if their shapes differ."""
     parts = [nesting.flatten(group) for group in groups]
     first, nest = parts[0]
     for group, (leaves, other) in zip(groups, parts, strict=True):
-        count = batches.size(group)
+        count = group.samples
         pairs = zip(leaves, first, strict=True) if other == nest else None
         if pairs is None or not all(
             x.is_floating_point() and x.ndim and len(x) == count and x.shape[1:] == y.shape[1:] for x, y in pairs
@@ -171,14 +172,14 @@ def balanced_shares(available: list[int], wanted: int) -> list[int]:
     return shares
 
 
-def _pairs(problem: Problem, inputs: tuple[Any, ...], picked: Tensor, labels: Tensor, wanted: int) -> Anchors:
+def _pairs(problem: Problem, inputs: tuple[Inputs, ...], picked: Tensor, labels: Tensor, wanted: int) -> Anchors:
     """Returns M different pairs of picked inputs and outputs: first the output of the class, then the next outputs.
 
     If the outputs have positions, the pairs are random, and spread evenly over the inputs. `picked` and `labels` (U,)
     are places and classes of the picked samples, class by class. `wanted` is M; the result has at most U C pairs.
     """
     if problem.tangent.positions.several:
-        every = [torch.full((batches.size(group),), problem.tangent.width_of(group)) for group in inputs]
+        every = [torch.full((group.samples,), problem.tangent.width_of(group)) for group in inputs]
         generator, available = problem.generator(), torch.cat(every)[picked].tolist()
         shares = balanced_shares(available, wanted)
         drawn = [choose(width, share, generator) for width, share in zip(available, shares, strict=True)]

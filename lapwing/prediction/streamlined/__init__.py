@@ -16,17 +16,16 @@ import torch
 from ...covariance import Covariance, Latent
 from ...covariance.latent_at_positions import LatentAtPositions
 from ...covariance.terms import concatenate
-from ...data import batches
+from ...data.batches import check_outputs
+from ...data.inputs import Inputs
 from ...errors import LapwingError
 from ...linalg import is_finite
 from ...network.call import finite
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
 from ...network.refusals import check_layers
-from ...network.tracing import wants_gradient
 from ...options import Rule, option
 from ...tangent import Tangent
-from ..uncertain import leaves_of, separate
 from ..way import Way
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class Streamlined(Way):
 
     @outside_modes
     def latent(
-        self, tangent: Tangent, covariance: Covariance, inputs: Any, joint: bool = False
+        self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool = False
     ) -> Latent | LatentAtPositions:
         """Returns the latent Gaussian at one batch, differentiable in inputs that require gradients."""
         if joint:
@@ -140,30 +139,27 @@ class Streamlined(Way):
                 "lw.Streamlined() has no covariances across inputs, so there is no joint=True via lw.Streamlined(). "
                 "Pass via=lw.Linearized(), or joint=False."
             )
-        inputs, variances = separate(inputs)
         check_layers(tangent.model)
-        tangent.check(inputs)
-        leaves = leaves_of(inputs)
-        if self.covariance != "full" and any(v.shape != leaves[place].shape for place, v in variances.items()):
+        tangent.check(inputs.certain)
+        leaves = inputs.leaves
+        if self.covariance != "full" and any(v.shape != leaves[i].shape for i, v in inputs.spreads.items()):
             raise LapwingError(
                 "lw.Streamlined() keeps only the variances of hidden tensors, so it cannot use lw.Uncertain(x, "
                 "covariance=...). Pass variances, or via=lw.Streamlined('full')."
             )
         # the lock of without_compiled keeps other threads from swapping parameters
-        with torch.set_grad_enabled(wants_gradient((inputs, variances))), without_compiled():
-            places = tuple(sorted(variances))
+        with torch.set_grad_enabled(inputs.wants_gradient), without_compiled():
             means, parts = [], []
-            for rows, chunk in batches.chunks(inputs, self._chunk_length(tangent, covariance, inputs, places)):
-                program = self.program(tangent, covariance, chunk, places)
-                mean, term = program.run(chunk, {place: v[rows] for place, v in variances.items()})
+            for _, chunk in inputs.chunks(self._chunk_length(tangent, covariance, inputs)):
+                mean, term = self.program(tangent, covariance, chunk).run(chunk)
                 means.append(mean)
                 parts.append([term])
         mean, (term,) = torch.cat(means), concatenate(parts)  # of (B, C)
         mean = finite(mean.reshape(term.variance().shape), tangent.call.activation, tangent.call.looks)
-        batches.check_outputs(mean, "these inputs")
+        check_outputs(mean, "these inputs")
         if not all(map(is_finite, term.rows)):
             raise LapwingError(
-                f"The streamlined variances of {type(tangent.model).__name__} at {batches.describe(inputs)} are NaN or "
+                f"The streamlined variances of {type(tangent.model).__name__} at {inputs} are NaN or "
                 "infinite: this posterior is so wide that they overflow between the layers. Use a larger prior "
                 "precision, such as posterior.with_prior(100.0). Or predict with via=lw.Linearized()."
             )
@@ -175,7 +171,7 @@ class Streamlined(Way):
         return LatentAtPositions(latent, positions) if positions.sizes else latent
 
     @outside_modes
-    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Any) -> Streamlined:
+    def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Streamlined:
         """Returns the way with the correlation of the features before the last layer, from draws at these inputs."""
         from .features import correlation_of
 
@@ -186,34 +182,32 @@ class Streamlined(Way):
                 program: Any = replace(self, features=None).program(tangent, covariance, inputs)
             return replace(self, features=correlation_of(tangent, covariance, program, inputs))
 
-    def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...]) -> int:
+    def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> int:
         """Returns the number of samples that fit the memory budget, at least one. Full covariances of one must fit."""
-        needed = self.program(tangent, covariance, inputs, places).bytes_per_sample
+        needed = self.program(tangent, covariance, inputs).bytes_per_sample
         if self.covariance == "full" and needed > tangent.memory:
             raise LapwingError(
-                f"The full covariances of {type(tangent.model).__name__} at {batches.describe(inputs)} need about "
+                f"The full covariances of {type(tangent.model).__name__} at {inputs} need about "
                 f"{needed / 2**20:,.0f} MiB per sample, more than the budget of {tangent.memory / 2**20:,.0f} MiB. "
                 "Full mode is for small networks: write via=lw.Streamlined(), or pass "
                 f"memory={2 ** (needed - 1).bit_length()} to lw.fit if the machine has it."
             )
         return max(1, tangent.memory // needed)
 
-    def program(
-        self, tangent: Tangent, covariance: Covariance, inputs: Any, places: tuple[int, ...] = ()
-    ) -> Program | FullProgram:
-        """Returns the program for such inputs, built once for each graph and posterior.
+    def program(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Program | FullProgram:
+        """Returns the program for such inputs, built once for each graph, posterior, and choice of uncertain leaves.
 
-        Call it under the lock of `without_compiled`. `places` are the indices of uncertain inputs among the leaves.
+        Call it under the lock of `without_compiled`.
         """
         from .graph import read  # imported when used: `import lapwing` stays fast
 
-        graph = read(tangent, inputs)
+        graph, places = read(tangent, inputs), tuple(sorted(inputs.spreads))
         programs = graph.programs.setdefault(covariance, {})
         if (self, places) not in programs:
             from .full import FullProgram
             from .program import build
 
-            program = build(tangent, covariance, graph, self, inputs, places)
+            program = build(tangent, covariance, graph, self, inputs)
             full = self.covariance == "full"
             programs[self, places] = FullProgram(program, covariance) if full else program
         return programs[self, places]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...data import batches
+from ...data.inputs import Inputs
 from ...errors import LapwingError
 from .graph import Graph, execute
 from .moments import Layout
@@ -53,7 +53,7 @@ class SampleAxes:
         return x.movedim(1, dim + 1 + place).flatten(dim + 1, dim + 2)
 
 
-def read_axes(graph: Graph, inputs: Any) -> SampleAxes:
+def read_axes(graph: Graph, inputs: Inputs) -> SampleAxes:
     """Returns the dimension of the samples in every value, found by the symbolic length of the batch."""
     symbol = _batch_length(graph)
     if not isinstance(symbol, str):
@@ -85,10 +85,10 @@ def _batch_length(graph: Graph) -> int | str:
     return next(shape[0] for shape in graph.shapes if shape)
 
 
-def _ordered(graph: Graph, inputs: Any, dims: dict[str, int], shared: list[str]) -> SampleAxes:
+def _ordered(graph: Graph, inputs: Inputs, dims: dict[str, int], shared: list[str]) -> SampleAxes:
     """Finds the order of samples in shared dimensions, in which the first of two samples has no NaN of the second."""
-    pair = torch.tensor((0, batches.size(inputs) - 1), device=batches.tensors(inputs)[0].device)
-    values = _with_nan(graph, batches.take(inputs, pair), {n: dim for n, dim in dims.items() if n not in shared})
+    pair = torch.tensor((0, inputs.samples - 1), device=inputs.tensors[0].device)
+    values = _with_nan(graph, inputs.take(pair), {n: dim for n, dim in dims.items() if n not in shared})
     fastest = set[str]()
     for name in shared:
         for order in (SampleAxes(dims), SampleAxes(dims, frozenset([name]))):
@@ -104,16 +104,16 @@ def _ordered(graph: Graph, inputs: Any, dims: dict[str, int], shared: list[str])
     return SampleAxes(dims, frozenset(fastest))
 
 
-def _axes_of_fixed_batch(graph: Graph, inputs: Any) -> SampleAxes:
+def _axes_of_fixed_batch(graph: Graph, inputs: Inputs) -> SampleAxes:
     """Returns the values whose first dimension has the samples, for a batch of fixed size: NaN stays in its sample."""
-    count = batches.size(inputs)
+    count = inputs.samples
     dims = {node.name: 0 for node in _nodes(graph) if shape_of(node)[0] == count}
     values = _with_nan(graph, inputs, dims)
     nan = {name: values[name].isnan().reshape(count, -1).any(1) for name in dims}
     return SampleAxes({name: 0 for name, found in nan.items() if found[-1] and not found[:-1].any()})
 
 
-def _with_nan(graph: Graph, inputs: Any, dims: Mapping[str, int]) -> dict[str, Any]:
+def _with_nan(graph: Graph, inputs: Inputs, dims: Mapping[str, int]) -> dict[str, Any]:
     """Runs the calls with NaN in the last sample of floating-point inputs, and of values looked up by integers."""
 
     def with_nan(name: str, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _with_nan(graph: Graph, inputs: Any, dims: Mapping[str, int]) -> dict[str, A
     return values
 
 
-def read_layouts(schedule: Schedule, graph: Graph, inputs: Any) -> dict[str, Layout]:
+def read_layouts(schedule: Schedule, graph: Graph, inputs: Inputs) -> dict[str, Layout]:
     """Returns the dimensions of every uncertain value by its labels, if samples are not merged between dimensions."""
     symbol = _batch_length(graph)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...covariance import Covariance
-from ...data import batches
+from ...data.inputs import Inputs
 from ...linalg import symmetric_eigen
 from ...network.call import Call
 from ...tangent import Tangent
@@ -31,7 +31,7 @@ RANK = 64
 
 
 def correlation_of(
-    tangent: Tangent, covariance: Covariance, program: Program, inputs: Any
+    tangent: Tangent, covariance: Covariance, program: Program, inputs: Inputs
 ) -> FeatureCorrelation | None:
     """Returns the mean correlation of the features, or None if they are certain or support no draws.
 
@@ -41,12 +41,13 @@ def correlation_of(
         return None
     graph, source = program.graph, program.features
 
-    def features(model: nn.Module, inputs: Any) -> Tensor:
-        return graph.run(inputs)[source].reshape(batches.size(inputs), -1)
+    def features(model: nn.Module, value: Any) -> Tensor:
+        some = Inputs(value)
+        return graph.run(some)[source].reshape(some.samples, -1)
 
-    width = features(tangent.model, batches.take(inputs, slice(0, 1))).shape[1]
+    width = features(tangent.model, inputs.take(slice(0, 1)).value).shape[1]
     trunk, rows = replace(tangent, call=Call(tangent.model, features), outputs=width), []
-    for seed, (_, some) in enumerate(batches.chunks(inputs, TOGETHER)):
+    for seed, (_, some) in enumerate(inputs.chunks(TOGETHER)):
         latent: Any = latent_of_draws(trunk, covariance, some, DRAWS, seed, False)
         if latent is None:
             return None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, Term
-from ...data import batches
+from ...data.inputs import Inputs
 from .forward_mode import chunk_size, evaluate, push
 from .moments import mean_of, total_of, variance_of
 from .operations import Kind, is_a, named
@@ -95,13 +95,13 @@ class FullProgram:
         """Estimated bytes of the largest step for one sample: a few covariances of its tensors."""
         return 4 * self._program.largest**2 * self._program.dtype.itemsize
 
-    def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
+    def run(self, inputs: Inputs) -> tuple[Tensor, Term]:
         """Returns the result of `Program.run`, with covariances. Uncertain inputs may have covariances (B, n, n)."""
-        program, samples = self._program, batches.size(inputs)
-        start = program.start(inputs, variances)
+        program, samples = self._program, inputs.samples
+        start = program.start(inputs)
         values = {name: mean_of(value) for name, value in start.items()}
         known: dict[tuple[str, str], Tensor] = {}
-        for name in (program.graph.leaves[place] or "" for place in variances):
+        for name in (program.graph.leaves[place] or "" for place in inputs.spreads):
             spread = variance_of(start[name])
             assert spread is not None
             if spread.shape == values[name].shape:

@@ -18,12 +18,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from ...covariance import Covariance
-from ...data import batches
+from ...data.batches import copied, tree
+from ...data.inputs import Inputs
 from ...errors import LapwingError
 from ...network.call import CallModule
 from ...network.module_state import modules_of
 from ...tangent import Tangent
-from ..uncertain import leaves_of
 from .operations import named
 
 aten = torch.ops.aten
@@ -58,12 +58,12 @@ class Graph:
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
     )
 
-    def accepts(self, inputs: Any) -> bool:
+    def accepts(self, inputs: Inputs) -> bool:
         """Whether the graph supports these inputs."""
         if _structure(inputs) != self.structure:
             return False
         lengths: dict[str, int] = {}
-        for leaf, shape in zip(leaves_of(inputs), self.shapes, strict=True):
+        for leaf, shape in zip(inputs.leaves, self.shapes, strict=True):
             actual = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
             if len(actual) != len(shape):
                 return False
@@ -76,12 +76,12 @@ class Graph:
                     return False
         return True
 
-    def bind(self, inputs: Any) -> dict[str, Any]:
+    def bind(self, inputs: Inputs) -> dict[str, Any]:
         """Returns the values of all placeholders."""
-        named = zip(self.leaves, leaves_of(inputs), strict=True)
+        named = zip(self.leaves, inputs.leaves, strict=True)
         return {**self.tensors, **{name: leaf for name, leaf in named if name is not None}}
 
-    def run(self, inputs: Any) -> dict[str, Any]:
+    def run(self, inputs: Inputs) -> dict[str, Any]:
         """Returns every value of the calls on tensors."""
         values = self.bind(inputs)
         for node in self.nodes:
@@ -89,16 +89,16 @@ class Graph:
         return values
 
 
-def _structure(inputs: Any) -> str:
-    leaves, spec = pytree.tree_flatten(batches.tree(inputs))
-    return repr((str(spec), [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+def _structure(inputs: Inputs) -> str:
+    spec = pytree.tree_structure(tree(inputs.value))
+    return repr((str(spec), [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves]))
 
 
 _GRAPHS: dict[int, dict[tuple[int, ...], list[Graph]]] = {}
 """Id of a tangent -> numbers of the network's hooks -> a graph for each structure of inputs."""
 
 
-def read(tangent: Tangent, inputs: Any) -> Graph:
+def read(tangent: Tangent, inputs: Inputs) -> Graph:
     """Returns the network's graph for these inputs, read once for each structure of inputs: about a second.
 
     The batch and the lengths of integer inputs may vary if the network's code allows it. Other shapes may not. Call
@@ -117,13 +117,14 @@ def read(tangent: Tangent, inputs: Any) -> Graph:
     return graphs[-1]
 
 
-def _read(tangent: Tangent, inputs: Any) -> Graph:
-    inputs = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batches.tree(inputs))
-    example = batches.take(inputs, slice(0, tangent.chunk_length(1)))
-    if batches.size(example) == 1:  # torch.export fixes a length of one
-        example = batches.take(inputs, torch.zeros(2, dtype=torch.long, device=tangent.device))
+def _read(tangent: Tangent, inputs: Inputs) -> Graph:
+    leaves = {place: x.detach() for place, x in enumerate(inputs.leaves) if isinstance(x, Tensor)}
+    inputs = inputs.certain.with_leaves(leaves)
+    example = inputs.take(slice(0, tangent.chunk_length(1)))
+    if example.samples == 1:  # torch.export fixes a length of one
+        example = inputs.take(torch.zeros(2, dtype=torch.long, device=tangent.device))
     with torch.no_grad():
-        tangent.call_with({}, batches.copied(example))  # says what is wrong with inputs that the network refuses
+        tangent.call_with({}, copied(example.value))  # says what is wrong with inputs that the network refuses
     wrapped = CallModule(replace(tangent.call, activation=None))
     wrapped.training = tangent.model.training  # train() would reach into the network
     failure: BaseException | None = None
@@ -150,8 +151,8 @@ def _read(tangent: Tangent, inputs: Any) -> Graph:
     ) from failure
 
 
-def _exported(wrapped: nn.Module, inputs: Any, dynamic: bool) -> ExportedProgram:
-    count = batches.size(inputs)
+def _exported(wrapped: nn.Module, inputs: Inputs, dynamic: bool) -> ExportedProgram:
+    count, value = inputs.samples, tree(inputs.value)
 
     def lengths(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -159,8 +160,8 @@ def _exported(wrapped: nn.Module, inputs: Any, dynamic: bool) -> ExportedProgram
         free = range(leaf.ndim) if not leaf.is_floating_point() else range(min(leaf.ndim, 1))
         return {dim: Dim.AUTO for dim in free if leaf.shape[dim] > 1 and (dim or leaf.shape[0] == count)}
 
-    shapes = (pytree.tree_map(lengths, inputs),) if dynamic else None
-    program = torch.export.export(wrapped, (inputs,), dynamic_shapes=shapes, strict=False)
+    shapes = (pytree.tree_map(lengths, value),) if dynamic else None
+    program = torch.export.export(wrapped, (value,), dynamic_shapes=shapes, strict=False)
     schemas = {node.target: getattr(node.target, "_schema", None) for node in program.graph.nodes}
     if any(s is not None and s.is_mutable and target not in HARMLESS_WRITES for target, s in schemas.items()):
         program = program.run_decompositions({})
@@ -183,7 +184,7 @@ def quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
+def _graph(tangent: Tangent, program: ExportedProgram, inputs: Inputs) -> Graph:
     network = type(tangent.model).__name__
     parameters_by_name = dict(tangent.model.named_parameters(remove_duplicate=False))
     buffers = dict(tangent.model.named_buffers(remove_duplicate=False))
@@ -232,7 +233,7 @@ def _graph(tangent: Tangent, program: ExportedProgram, inputs: Any) -> Graph:
         return str(symbol)
 
     shapes: list[tuple[int | str, ...]] = []
-    for name, leaf in zip(leaves, leaves_of(inputs), strict=True):
+    for name, leaf in zip(leaves, inputs.leaves, strict=True):
         value = placeholders[name].meta.get("val") if name else None
         known = isinstance(leaf, Tensor) and isinstance(value, Tensor)
         shapes.append(tuple(map(length_of, value.shape)) if known else ())  # type: ignore[union-attr]
@@ -248,10 +249,10 @@ def execute(node: fx.Node, values: Mapping[str, Any]) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _agrees(tangent: Tangent, graph: Graph, inputs: Any) -> bool:
+def _agrees(tangent: Tangent, graph: Graph, inputs: Inputs) -> bool:
     """Whether the graph returns the network's outputs."""
     with torch.no_grad():
-        copy = batches.copied(inputs)  # the network may write to its inputs
+        copy = Inputs(copied(inputs.value))  # the network may write to its inputs
         expected = replace(tangent.call, activation=None).rows(copy)
         outputs = graph.run(inputs)[graph.output]
     size = expected.masked_fill(expected == -torch.inf, 0.0).abs().max().clamp_min(1.0)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, EigenTerm, Term
-from ...data import batches
+from ...data.inputs import Inputs
 from ...errors import LapwingError
 from ...network.stamp import fingerprint
 from ...tangent import Tangent
@@ -42,11 +42,10 @@ def build(
     covariance: Covariance,
     graph: Graph,
     way: Streamlined,
-    example: Any,
-    uncertain: tuple[int, ...] = (),
+    example: Inputs,
     decompose: Callable[[Treated], tuple[Tensor, Tensor]] | None = None,
 ) -> Program:
-    """Builds the program of a network, with example inputs and the indices of uncertain inputs among the leaves."""
+    """Builds the program of a network, for inputs like the example, of which the same leaves are uncertain."""
     dtype = covariance.record_dtype or tangent.dtype
     if dtype == torch.float64 and tangent.contraction_dtype != dtype:
         raise LapwingError(
@@ -55,7 +54,7 @@ def build(
         )
     full, correlated = way.covariance == "full", way.positions == "correlated"
     treated = _treated(tangent, covariance, graph, dtype, decompose)
-    inputs = frozenset(name for place in uncertain if (name := graph.leaves[place]) is not None)
+    inputs = frozenset(name for place in example.spreads if (name := graph.leaves[place]) is not None)
     steps = schedule(graph, frozenset(treated), inputs, way.attention)
     _check_uses(graph, steps, treated)
     _check_forward_mode(graph.network, steps, full)
@@ -169,14 +168,12 @@ class Program:
                 self._frees[place].append(name)
         self._casts: dict[str, Tensor] = {}
 
-    def run(self, inputs: Any, variances: Mapping[int, Tensor]) -> tuple[Tensor, Term]:
+    def run(self, inputs: Inputs) -> tuple[Tensor, Term]:
         """Returns means (B, C) and B covariances, or for outputs with positions means (B, T C) and B T covariances.
 
         They are diagonal unless a linear layer is last, or only views and linearised element-wise functions follow it.
-        `variances` maps indices of uncertain inputs among the leaves to variances in their shape.
         """
-        samples = batches.size(inputs)
-        values = self.start(inputs, variances)
+        samples, values = inputs.samples, self.start(inputs)
         for step, freed in zip(self.schedule.steps, self._frees, strict=True):
             values[step.node.name] = self.step(step, values, samples)
             for name in freed:
@@ -187,10 +184,10 @@ class Program:
         variance = output.variance if self.width is None else output.variance.reshape(-1, self.width)
         return output.mean, EigenTerm(None, variance)
 
-    def start(self, inputs: Any, variances: Mapping[int, Tensor]) -> dict[str, Value]:
+    def start(self, inputs: Inputs) -> dict[str, Value]:
         """Returns the values of all placeholders, with moments of treated parameters and uncertain inputs."""
         values: dict[str, Value] = {**self.graph.bind(inputs), **self.weights()}
-        for place, variance in variances.items():
+        for place, variance in inputs.spreads.items():
             name = self.graph.leaves[place] or ""
             values[name] = Moments(values[name].to(self.dtype), variance.to(self.dtype))
         return values
