@@ -27,9 +27,9 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, curvature_weights
 from ..network.gate import Checked
 from ..options import Options
-from ..tangent import Record, Tangent
+from ..tangent import AnyCotangents, Reading, Record, Tangent, as_cotangents
 from .footprint import FitShape, Footprint
-from .problem import FisherByParts, FisherRoot, Problem
+from .problem import Problem
 from .state import DataSummary, S
 
 
@@ -65,19 +65,19 @@ class Batch:
         return batches.size(self.inputs)
 
     def records(
-        self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
+        self, cotangents: AnyCotangents = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of the chunks of the batch, as `Tangent.records` does, with cotangents times √w.
 
         If positions are samples, the records for the Fisher root of the fit hold only positions whose targets count.
         """
-        direct, outputs, weights = self.tangent.positions.direct, [], None
-        kept = self.counted if direct and isinstance(cotangents, (FisherRoot, FisherByParts)) else None
+        outputs, weights, cotangents = [], None, as_cotangents(cotangents, self.tangent.outputs)
+        kept = self.counted if self.tangent.positions.direct and cotangents.skips_uncounted else None
         kept = None if kept is None else kept.flatten(1)
-        for part, record in self.tangent.records(self.checked, cotangents, dtype, scratch_per_sample, kept):
+        for part, record in self.tangent.records(self.checked, cotangents, dtype, Reading(scratch_per_sample, kept)):
             if part.step is None:  # all positions of these samples, not one of each
                 outputs.append(record.outputs.reshape(-1, self.tangent.outputs))
-            if cotangents is not None:
+            if cotangents.columns is not None:
                 weights = self.curvature_weights(record.outputs, part, record.sizes, kept)
             if weights is not None:
                 record = record.weighted(weights)

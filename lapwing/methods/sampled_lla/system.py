@@ -22,7 +22,7 @@ from torch import Tensor
 from ...covariance import PriorCovariance
 from ...errors import LapwingError
 from ...linalg import doubled, row_products, total
-from ...tangent import Record, Vectors
+from ...tangent import Cotangents, Record, Vectors
 from ..passes import Batch, Step, SumPass
 from ..problem import FisherRoot, Problem, root_positions
 from ..state import BlockSums
@@ -47,12 +47,12 @@ def stream_of(sample: int, stream: int) -> int:
     return stream + 3 * (sample + 1)
 
 
-class PositionedRoot:
+class PositionedRoot(Cotangents):
     """The Fisher root R, the same at every pass: if it is sampled, each sample position has its own generator."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._start, self._taken, self._places = problem, 0, 0, 1
-        self.columns = problem.root.columns
+        self.columns: int = problem.root.columns
         self._root_positions = root_positions(problem.tangent)
         self._marks: Tensor | None = None
 
