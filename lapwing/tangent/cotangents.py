@@ -20,14 +20,9 @@ class FisherParts(NamedTuple):
 class Cotangents(ABC):
     """R combinations of the outputs of each sample: a record has their gradients `uᵀJ`, one backward pass for each."""
 
-    columns: int | None
-    """R for a sample, in estimates of memory. None means the C outputs themselves."""
-
-    by_position: ClassVar[bool] = False
-    """Whether each position has the same ones, so that records of single positions exist."""
-
-    skips_uncounted: ClassVar[bool] = False
-    """Whether a batch leaves out positions whose targets do not count, if positions are samples."""
+    columns: int | None  # R for a sample, in estimates of memory; None means the C outputs themselves
+    by_position: ClassVar[bool] = False  # whether each position has the same ones, and a record of its own
+    skips_uncounted: ClassVar[bool] = False  # whether positions that are samples need targets that count
 
     @abstractmethod
     def __call__(self, outputs: Tensor) -> Any:
@@ -45,7 +40,7 @@ class EveryOutput(Cotangents):
     by_position = True
 
     def __call__(self, outputs: Tensor) -> None:
-        """Returns None: u is the identity."""
+        return None
 
 
 EVERY_OUTPUT = EveryOutput()
@@ -72,11 +67,9 @@ class GivenCotangents(Cotangents):
         self.columns: int = u.shape[-1]
 
     def __call__(self, outputs: Tensor) -> Tensor:
-        """Returns u."""
         return self.u
 
     def take(self, rows: slice) -> GivenCotangents:
-        """Returns the cotangents of some of the samples."""
         return GivenCotangents(self.u[rows])
 
 
@@ -87,7 +80,6 @@ class ComputedCotangents(Cotangents):
         self._function, self.columns = function, outputs
 
     def __call__(self, outputs: Tensor) -> Any:
-        """Returns the value of the function."""
         return self._function(outputs)
 
 

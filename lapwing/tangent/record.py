@@ -99,7 +99,7 @@ class Record(Mapping[str, BlockJacobian]):
         """Returns the object that sums one block over samples: its Jacobian, or `FisherSums` if Λ is in parts."""
         if self._parts is None:
             return self[name]
-        layer = self._jacobian(name)
+        layer = self._changed(_parts=None)[name]
         if not isinstance(layer, Outer) or not layer.is_output:
             raise outputs_moved(self.tangent, self.tangent.named_blocks[name].parameters[0])
         return FisherSums(layer, *self._parts)
@@ -107,9 +107,6 @@ class Record(Mapping[str, BlockJacobian]):
     def __getitem__(self, name: str) -> BlockJacobian:
         """Builds the Jacobian of one block. Patches are unfolded here and freed with the result."""
         assert self._parts is None, "Λ is in parts: use sums(name)"
-        return self._jacobian(name)
-
-    def _jacobian(self, name: str) -> BlockJacobian:
         block = self.tangent.named_blocks[name]
         groups = self._groups
         group = groups[0] if len(groups) == 1 else next(g for g in groups if any(b is block for b in g.blocks))

@@ -35,14 +35,12 @@ class PickedPositions(Cotangents):
         self.columns: int = picked.shape[1] * outputs
 
     def __call__(self, outputs: Tensor) -> Tensor:
-        """Returns the cotangents at the outputs (B, T C)."""
         each = torch.arange(self.outputs, device=self.picked.device)
         rows = (self.picked[:, :, None] * self.outputs + each).flatten(1).to(outputs.device)
         u = torch.zeros(*outputs.shape, self.columns, dtype=outputs.dtype, device=outputs.device)
         return u.scatter_(1, rows[:, None], 1.0)
 
     def take(self, rows: slice) -> PickedPositions:
-        """Returns the positions of some of the samples."""
         return PickedPositions(self.picked[rows], self.places, self.outputs)
 
     @property
@@ -60,7 +58,6 @@ class DrawnOnce(Cotangents):
         self._parts: list[Any] = []
 
     def __call__(self, outputs: Tensor) -> Any:
-        """Returns the cotangents at the outputs of the next samples."""
         self._parts.append(self._given(outputs))
         return self._parts[-1]
 
