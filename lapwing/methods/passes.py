@@ -72,7 +72,7 @@ class Batch:
         If positions are samples, the records for the Fisher root of the fit hold only positions whose targets count.
         """
         outputs, weights, cotangents = [], None, as_cotangents(cotangents, self.tangent.outputs)
-        kept = self.counted if self.tangent.positions.direct and cotangents.skips_uncounted else None
+        kept = self.counted if self.tangent.positions.rows_are_positions and cotangents.skips_uncounted else None
         kept = None if kept is None else kept.flatten(1)
         for part, record in self.tangent.records(self.checked, cotangents, dtype, Reading(scratch_per_sample, kept)):
             if part.step is None:  # all positions of these samples, not one of each
@@ -96,7 +96,8 @@ class Batch:
         if self.likelihood is None and self.weights is None:
             return None
         count, targets, weights = self.targets_of_rows(sizes, kept)
-        row_per_part = self.tangent.positions.direct or count == 1  # one row of targets for each entry of `part`
+        # one row of targets for each entry of `part`
+        row_per_part = self.tangent.positions.rows_are_positions or count == 1
         rows = part if row_per_part else slice(part.start * count, part.stop * count)
         some, flat = None if weights is None else weights[rows], outputs.reshape(-1, self.tangent.outputs)
         if self.likelihood is None:

@@ -79,7 +79,7 @@ class MemoryNeed:
 
 def root_positions(tangent: Tangent) -> int:
     """Returns the number of positions of an input that one Fisher root covers."""
-    return 1 if tangent.positions.direct else tangent.positions.count
+    return 1 if tangent.positions.rows_are_positions else tangent.positions.count
 
 
 def root_columns(

@@ -29,7 +29,7 @@ CHEAP_POSITIONS_FACTOR = 64
 """Factor by which `Reading.max_positions` records more positions if no position needs backward passes."""
 
 
-def direct_records(
+def records_of_positions(
     tangent: Tangent, checked: Checked, cotangents: Cotangents, dtype: torch.dtype, reading: Reading
 ) -> Iterator[tuple[slice, Record]]:
     """Yields records of a layer that gives the outputs, with positions as samples, as `Tangent.records` does."""
@@ -43,7 +43,7 @@ def direct_records(
     differentiable = wants_gradient(checked.inputs)
     for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
         recording, uses = tangent.recording(chunk)
-        use, sizes = direct_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)
+        use, sizes = output_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)
         patches = None if use is None else use.use.position_inputs(sizes, step)
         if use is None or patches is None:
             raise outputs_moved(tangent, next(iter(tangent.parameters)))
@@ -91,7 +91,7 @@ def _parts(
         yield rows, layer, outputs
 
 
-def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
+def output_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
     """Returns the only use of the treated weights if its output is the network's output at each position, or None."""
     positions, noted = tangent.positions, {i for every in uses.values() for i, _, _ in every}
     if len(noted) != 1 or set(uses) != {block.name for block in tangent.blocks}:

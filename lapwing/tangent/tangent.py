@@ -32,7 +32,7 @@ from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording, wants_gradient
-from .at_positions import by_position, direct_records, direct_use
+from .at_positions import by_position, output_use, records_of_positions
 from .cotangents import READING, AnyCotangents, Cotangents, Reading, as_cotangents
 from .record import Record
 from .retry import chunk_limit
@@ -92,8 +92,8 @@ class Tangent:
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
             few = batches.take(inputs, slice(0, 2))  # a run finds out whether the treated layer gives the outputs
-            direct = direct_use(tangent, *tangent.recording(Checked(few, batches.size(few)))) is not None
-            layout = replace(layout, direct=direct)
+            use = output_use(tangent, *tangent.recording(Checked(few, batches.size(few))))
+            layout = replace(layout, rows_are_positions=use is not None)
             tangent = replace(tangent, call=replace(call, layout=layout), outputs=layout.outputs)
         if warn:
             tangent._warn_of_memory()
@@ -101,8 +101,8 @@ class Tangent:
 
     def of_logits(self, activation: str | None) -> Tangent:
         """Returns the tangent of a network with logits. Its calls replace the logits of impossible classes."""
-        direct = self.plan.last >= 0 or self.positions.direct
-        return replace(self, call=replace(self.call, activation=None if direct else activation, looks=False))
+        gives_outputs = self.plan.last >= 0 or self.positions.rows_are_positions
+        return replace(self, call=replace(self.call, activation=None if gives_outputs else activation, looks=False))
 
     @property
     def model(self) -> nn.Module:
@@ -168,10 +168,10 @@ class Tangent:
         """Number of outputs per input of the first batch: C, or T C."""
         return self.outputs * self.positions.count
 
-    def with_joined_positions(self) -> Tangent:
+    def with_flattened_positions(self) -> Tangent:
         """Returns the tangent for which all positions of an input are one sample with T C outputs."""
-        joined = replace(self.positions, joined=True, direct=False, count=1)
-        return replace(self, call=replace(self.call, layout=joined), outputs=self.width)
+        layout = replace(self.positions, flattened=True, rows_are_positions=False, count=1)
+        return replace(self, call=replace(self.call, layout=layout), outputs=self.width)
 
     @unlocked_property
     def treats_output_alone(self) -> bool:
@@ -181,7 +181,7 @@ class Tangent:
     def gives_outputs(self, block: Block) -> bool:
         """Whether all uses of a block give the outputs."""
         if self.positions.several:
-            return self.positions.direct
+            return self.positions.rows_are_positions
         uses = self.plan.uses.get(block.name, [(-1,)])
         return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
 
@@ -296,8 +296,8 @@ class Tangent:
             reading: memory that the caller needs, and positions that it reads. Slices count only `recorded` positions.
         """
         cotangents, dtype, positions = as_cotangents(cotangents, self.outputs), dtype or self.dtype, self.positions
-        if positions.direct:
-            yield from direct_records(self, self.check(inputs), cotangents, dtype, reading)
+        if positions.rows_are_positions:
+            yield from records_of_positions(self, self.check(inputs), cotangents, dtype, reading)
             return
         scratch = reading.scratch_per_sample * (1 if cotangents.columns is None else positions.count)
         each = positions.several and cotangents.by_position

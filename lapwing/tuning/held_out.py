@@ -278,7 +278,7 @@ def tangent_of_samples(posterior: Posterior) -> Tangent:
     ratios = getattr(posterior.likelihood, "noise_ratios", ())
     joins = ratios is None or len(ratios) == tangent.width  # only a Gaussian likelihood has ratios
     few = tangent.positions.several and tangent.width <= WIDTH_OUTPUTS
-    return tangent.with_joined_positions() if few and joins else tangent
+    return tangent.with_flattened_positions() if few and joins else tangent
 
 
 def no_batch_error() -> LapwingError:
