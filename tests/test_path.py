@@ -43,9 +43,9 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2690, functions=359, classes=57, files=63),
-    "fit with its default tuning": Ran(lines=3162, functions=431, classes=71, files=74),
-    "first prediction": Ran(lines=1164, functions=167, classes=38, files=44),
+    "fit with a given prior": Ran(lines=2688, functions=359, classes=57, files=64),
+    "fit with its default tuning": Ran(lines=3158, functions=432, classes=72, files=75),
+    "first prediction": Ran(lines=1162, functions=168, classes=39, files=45),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 

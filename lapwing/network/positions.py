@@ -7,7 +7,7 @@ which dimension holds the C outputs. `Places` gives rows of one batch the shape 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import Any
 
@@ -18,8 +18,8 @@ from ..errors import LapwingError
 EXACT_OUTPUTS = 1000
 """Maximum number of outputs of an input, over all positions, for which each output gets its own backward pass."""
 
-FILE_NAMES = {"rows_are_positions": "direct", "flattened": "joined"}
-"""Fields of `Positions` -> their keys in files, if the keys differ."""
+FILE_KEYS = "axis", "dims", "outputs", "count", "direct", "joined"
+"""Keys of the fields of `Positions` in files, in order."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,12 @@ class Positions:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields, as JSON."""
-        return {FILE_NAMES.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        return dict(zip(FILE_KEYS, astuple(self), strict=True))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Positions:
         """Rebuilds positions from `to_json`."""
-        names = {FILE_NAMES.get(f.name, f.name): f.name for f in fields(cls)}
-        return cls(**{name: data[key] for key, name in names.items() if key in data})
+        return cls(*(data[key] for key in FILE_KEYS if key in data))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of the positions of outputs. Raises if C or the number of dimensions has changed."""

@@ -247,7 +247,6 @@ def _of_weights(
     late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
-
     scratch = rows * covariance.scratch_per_row
     records = tangent.records(checked, cotangents, covariance.record_dtype, Reading(scratch))
     parts = (_latent(covariance, record) for _, record in records)

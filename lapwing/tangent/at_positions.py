@@ -19,7 +19,7 @@ from ..network.positions import EXACT_OUTPUTS
 from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, Recording, wants_gradient
 from .cotangents import Cotangents, Reading
-from .record import Record, outputs_moved
+from .record import Record, outputs_moved_error
 
 if TYPE_CHECKING:
     from .tangent import Tangent
@@ -33,7 +33,7 @@ def records_of_positions(
     tangent: Tangent, checked: Checked, cotangents: Cotangents, dtype: torch.dtype, reading: Reading
 ) -> Iterator[tuple[slice, Record]]:
     """Yields records of a layer that gives the outputs, with positions as samples, as `Tangent.records` does."""
-    positions, start, kept, most = tangent.positions, 0, reading.recorded, reading.max_positions
+    positions, start, recorded, most = tangent.positions, 0, reading.recorded, reading.max_positions
     stride = 1 if most is None else -(-positions.count // (CHEAP_POSITIONS_FACTOR * most))
     inputs = max(block.matrix_shape[2] for block in tangent.blocks)
     columns = tangent.outputs if cotangents.columns is None else cotangents.columns
@@ -46,8 +46,8 @@ def records_of_positions(
         use, sizes = output_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)
         patches = None if use is None else use.use.position_inputs(sizes, step)
         if use is None or patches is None:
-            raise outputs_moved(tangent, next(iter(tangent.parameters)))
-        f, mask = positions.rows(recording.shaped), None if kept is None else kept[part].flatten()
+            raise outputs_moved_error(tangent, next(iter(tangent.parameters)))
+        f, mask = positions.rows(recording.shaped), None if recorded is None else recorded[part].flatten()
         if mask is not None and len(mask) != len(f):
             raise LapwingError(
                 f"The targets have {mask.numel() // chunk.samples} positions of a sample, and the outputs "
@@ -103,18 +103,18 @@ def output_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUs
 
 
 def by_position(
-    record: Record, rows: slice, some: int | None, cotangents: Cotangents
+    record: Record, rows: slice, max_positions: int | None, cotangents: Cotangents
 ) -> Iterator[tuple[slice, Record]]:
-    """Yields a record with these cotangents for each position, or for `some` evenly spaced positions."""
+    """Yields a record with these cotangents for each position, or for evenly spaced positions if they are more."""
     outputs = record.tangent.outputs
     columns = cotangents(record.outputs[:, :outputs])
     count = record.outputs.shape[1] // outputs
-    if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
+    if max_positions is None and record.outputs.shape[1] > EXACT_OUTPUTS:
         raise LapwingError(
             f"The network has {count} positions of {outputs} outputs for each sample, more than "
             f"{EXACT_OUTPUTS} in all, and each takes a backward pass. Pass via=lw.Linearized(draws=64), or treat the "
             "last layer alone: params=lw.last_layer."
         )
-    for i in range(min(count, some or count)):
-        which = i if some is None else i * count // min(count, some)
+    recorded = min(count, max_positions or count)
+    for which in (i * count // recorded for i in range(recorded)):
         yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which, columns)

@@ -101,7 +101,7 @@ class Record(Mapping[str, BlockJacobian]):
             return self[name]
         layer = self._changed(_parts=None)[name]
         if not isinstance(layer, Outer) or not layer.is_output:
-            raise outputs_moved(self.tangent, self.tangent.named_blocks[name].parameters[0])
+            raise outputs_moved_error(self.tangent, self.tangent.named_blocks[name].parameters[0])
         return FisherSums(layer, *self._parts)
 
     def __getitem__(self, name: str) -> BlockJacobian:
@@ -253,7 +253,7 @@ class Record(Mapping[str, BlockJacobian]):
         return first.within(self._slice_bytes)
 
 
-def outputs_moved(tangent: Tangent, parameter: str) -> LapwingError:
+def outputs_moved_error(tangent: Tangent, parameter: str) -> LapwingError:
     """Returns the error for a layer that gave the outputs only on the first batch."""
     return LapwingError(
         f"The layer of {parameter} gave the outputs of {type(tangent.model).__name__} on the first batch, and not on "
