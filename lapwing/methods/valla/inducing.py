@@ -78,7 +78,7 @@ class Kernel(NamedTuple):
 def kernel(anchors: Anchors, weights: Weights, inputs: Any, cotangents: Cotangents = EVERY_OUTPUT) -> Kernel:
     """Returns the NTK blocks of a batch and anchors (M, P), differentiable if the anchors' inputs require gradients.
 
-    Gradients read the cotangents again: `DrawnOnce` if they may be others the next time.
+    Gradients read the cotangents again, so wrap cotangents with random numbers in `DrawnOnce`.
 
     Cost: one forward pass per sample and anchor, R backward passes per sample and one per anchor. Gradients need about
     five more passes per anchor. If chunks do not fit the budget, anchors run again for each chunk of the batch.
