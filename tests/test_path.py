@@ -43,9 +43,9 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2689, functions=360, classes=57, files=64),
-    "fit with its default tuning": Ran(lines=3161, functions=432, classes=71, files=75),
-    "first prediction": Ran(lines=1156, functions=168, classes=38, files=45),
+    "fit with a given prior": Ran(lines=2687, functions=360, classes=57, files=65),
+    "fit with its default tuning": Ran(lines=3157, functions=433, classes=72, files=76),
+    "first prediction": Ran(lines=1154, functions=169, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 

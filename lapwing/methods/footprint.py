@@ -63,7 +63,7 @@ class FitShape:
     def chunk(self, dtype: torch.dtype | None = None, scratch: int = 0) -> int:
         """Returns the bytes of the samples that are recorded at once, with `scratch` further numbers per sample."""
         tangent = self.tangent
-        if tangent.positions.direct:
+        if tangent.positions.rows_are_positions:
             return tangent.memory  # as many positions as fit
         length = min(self.batch, tangent.chunk_length(self.columns, dtype, scratch))
         each = tangent.bytes_per_sample(self.columns, dtype, scratch)

@@ -27,9 +27,9 @@ from ..data.samples import Samples
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, curvature_weights
 from ..options import Options
-from ..tangent import Record, Tangent
+from ..tangent import AnyCotangents, Reading, Record, Tangent, as_cotangents
 from .footprint import FitShape, Footprint
-from .problem import FisherByParts, FisherRoot, Problem
+from .problem import Problem
 from .state import DataSummary, S
 
 
@@ -60,19 +60,19 @@ class Batch:
         return self.inputs.samples
 
     def records(
-        self, cotangents: Any = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
+        self, cotangents: AnyCotangents = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of the chunks of the batch, as `Tangent.records` does, with cotangents times √w.
 
         If positions are samples, the records for the Fisher root of the fit hold only positions whose targets count.
         """
-        direct, outputs, weights = self.tangent.positions.direct, [], None
-        kept = self.counted if direct and isinstance(cotangents, (FisherRoot, FisherByParts)) else None
+        outputs, weights, cotangents = [], None, as_cotangents(cotangents, self.tangent.outputs)
+        kept = self.counted if self.tangent.positions.rows_are_positions and cotangents.skips_uncounted else None
         kept = None if kept is None else kept.flatten(1)
-        for part, record in self.tangent.records(self.inputs, cotangents, dtype, scratch_per_sample, kept):
+        for part, record in self.tangent.records(self.inputs, cotangents, dtype, Reading(scratch_per_sample, kept)):
             if part.step is None:  # all positions of these samples, not one of each
                 outputs.append(record.outputs.reshape(-1, self.tangent.outputs))
-            if cotangents is not None:
+            if cotangents.columns is not None:
                 weights = self.curvature_weights(record.outputs, part, record.sizes, kept)
             if weights is not None:
                 record = record.weighted(weights)
@@ -91,7 +91,8 @@ class Batch:
         if self.likelihood is None and self.weights is None:
             return None
         count, targets, weights = self.targets_of_rows(sizes, kept)
-        row_per_part = self.tangent.positions.direct or count == 1  # one row of targets for each entry of `part`
+        # one row of targets for each entry of `part`
+        row_per_part = self.tangent.positions.rows_are_positions or count == 1
         rows = part if row_per_part else slice(part.start * count, part.stop * count)
         some, flat = None if weights is None else weights[rows], outputs.reshape(-1, self.tangent.outputs)
         if self.likelihood is None:

@@ -14,7 +14,7 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import double_device, generator_on
 from ..network.positions import EXACT_OUTPUTS
-from ..tangent import FisherParts, Tangent
+from ..tangent import Cotangents, FisherParts, Tangent
 from .prior import Prior
 from .state import DataSummary
 
@@ -79,7 +79,7 @@ class MemoryNeed:
 
 def root_positions(tangent: Tangent) -> int:
     """Returns the number of positions of an input that one Fisher root covers."""
-    return 1 if tangent.positions.direct else tangent.positions.count
+    return 1 if tangent.positions.rows_are_positions else tangent.positions.count
 
 
 def root_columns(
@@ -106,13 +106,16 @@ def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | 
     return root
 
 
-class FisherRoot:
+class FisherRoot(Cotangents):
     """Cotangents (B, C, R), `root rootᵀ = Λ` at the outputs: exact, or drawn if `sampled` or if there are many outputs.
 
     For outputs (B, T C), Λ is block-diagonal over the T positions. A drawn root has `draws` columns of independent
     noise at all positions, divided by `√draws`, so `E[root rootᵀ] = Λ`: `draws` backward passes, not T C. `positions`
     is T on the first batch, or 1 if each is a sample. `columns` is R at T positions; `rank` limits the rank of a Λ.
     """
+
+    columns: int
+    skips_uncounted = True
 
     def __init__(
         self,
@@ -164,9 +167,10 @@ class FisherRoot:
         return self.sampled or outputs.shape[1] > EXACT_FISHER_OUTPUTS
 
 
-class FisherByParts:
+class FisherByParts(Cotangents):
     """Λ as a diagonal plus a second part, for sums over a layer that gives the outputs; exact for any C."""
 
+    skips_uncounted = True
     columns = 1  # per sample, in estimates of memory: the gradients of single outputs are not formed
 
     def __init__(self, likelihood: Likelihood, outputs: int) -> None:

@@ -7,7 +7,7 @@ which dimension holds the C outputs. `Places` gives rows of one batch the shape 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import Any
 
@@ -18,6 +18,9 @@ from ..errors import LapwingError
 EXACT_OUTPUTS = 1000
 """Maximum number of outputs of an input, over all positions, for which each output gets its own backward pass."""
 
+FILE_KEYS = "axis", "dims", "outputs", "count", "direct", "joined"
+"""Keys of the fields of `Positions` in files, in order."""
+
 
 @dataclass(frozen=True)
 class Places:
@@ -26,12 +29,12 @@ class Places:
     samples: int  # B
     sizes: tuple[int, ...]  # (T,), (H, W) or (D, H, W); () for outputs (B, C)
     axis: int  # the dimension of the outputs that holds the C outputs of a position, 1 or -1
-    joined: bool = False  # as in `Positions`
+    flattened: bool = False  # as in `Positions`
 
     @property
     def count(self) -> int:
-        """T, the number of rows of an input: its positions, or 1 if they are joined."""
-        return 1 if self.joined else prod(self.sizes)
+        """T, the number of rows of an input: its positions, or 1 if they are flattened."""
+        return 1 if self.flattened else prod(self.sizes)
 
     def shape(self, outputs: int) -> tuple[int, ...]:
         """Returns the shape of outputs, such as (B, C, H, W)."""
@@ -40,7 +43,7 @@ class Places:
         return (self.samples, *self.sizes, outputs)
 
     def targets(self, targets: Tensor, outputs: int) -> Tensor:
-        """Returns targets as rows: (B T,), or (B T, k) for k per position; (B, T k) if positions are joined.
+        """Returns targets as rows: (B T,), or (B T, k) for k per position; (B, T k) if positions are flattened.
 
         If outputs are (B, C), targets stay.
         """
@@ -48,9 +51,9 @@ class Places:
             return targets
         each, shape = (self.samples, *self.sizes), tuple(targets.shape)
         if shape in (each, self.shape(1)):
-            return targets.reshape(self.samples, -1) if self.joined else targets.reshape(-1)
+            return targets.reshape(self.samples, -1) if self.flattened else targets.reshape(-1)
         if len(shape) == len(each) + 1 and shape == self.shape(shape[self.axis]):
-            return targets.movedim(self.axis, -1).flatten(*((1, -1) if self.joined else (0, -2)))
+            return targets.movedim(self.axis, -1).flatten(*((1, -1) if self.flattened else (0, -2)))
         line = f"Pass targets of shape {each}, one for each position, or of the shape of the outputs"
         finer = shape[-len(self.sizes) :]
         pairs = list(zip(finer, self.sizes, strict=False))
@@ -81,8 +84,8 @@ class Positions:
     dims: int  # number of dimensions of the outputs, 2 for outputs (B, C)
     outputs: int  # C
     count: int  # T on the first batch; later batches may have another T
-    direct: bool = False  # the treated layer gives outputs with positions: each position is a sample
-    joined: bool = False  # all positions of an input are one sample with T C outputs
+    rows_are_positions: bool = False  # the treated layer gives outputs with positions: each position is a sample
+    flattened: bool = False  # all positions of an input are one sample with T C outputs
 
     @classmethod
     def of(cls, shape: tuple[int, ...], targets: tuple[int, ...] | None) -> Positions:
@@ -100,12 +103,16 @@ class Positions:
     @property
     def several(self) -> bool:
         """Whether the outputs have dimensions of positions that are rows of their own."""
-        return self.dims > 2 and not self.joined
+        return self.dims > 2 and not self.flattened
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all fields, as JSON."""
+        return dict(zip(FILE_KEYS, astuple(self), strict=True))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Positions:
-        """Rebuilds positions from `dataclasses.asdict`."""
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+        """Rebuilds positions from `to_json`."""
+        return cls(*(data[key] for key in FILE_KEYS if key in data))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of the positions of outputs. Raises if C or the number of dimensions has changed."""
@@ -119,7 +126,7 @@ class Positions:
 
     def places(self, samples: int, sizes: tuple[int, ...]) -> Places:
         """Returns the positions of a batch."""
-        return Places(samples, sizes, self.axis, self.joined)
+        return Places(samples, sizes, self.axis, self.flattened)
 
     def matrix(self, outputs: Tensor) -> Tensor:
         """Returns outputs as a matrix (B, T C), position by position."""
@@ -127,8 +134,8 @@ class Positions:
         return outputs.movedim(self.axis, -1).flatten(1)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """Returns outputs as rows (B T, C), or (B, T C) if positions are joined."""
-        if self.joined:
+        """Returns outputs as rows (B T, C), or (B, T C) if positions are flattened."""
+        if self.flattened:
             return self.matrix(outputs)
         self.sizes(outputs.shape)
         return outputs.movedim(self.axis, -1).flatten(0, -2)

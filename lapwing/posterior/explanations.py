@@ -19,7 +19,7 @@ from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, total
 from ..prediction.quantities import noise_of, one_batch
-from ..tangent import Record
+from ..tangent import Reading, Record
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -76,7 +76,7 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
     # J_l (Σ Jᵀ)_l (B, C) of each layer, from rows of J and their products with Σ
     noise, shares = [], []
     scratch = 3 * tangent.outputs * tangent.size
-    for _, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
+    for _, record in tangent.records(checked, None, covariance.record_dtype, Reading(scratch)):
         outputs = record.outputs.detach()
         noise.append(noise_of(posterior.likelihood, outputs, tangent.positions.places(len(outputs), ())))
         rows = split_blocks(covariance.blocks, record.rows().detach().flatten(0, 1).to(covariance.dtype))

@@ -18,7 +18,7 @@ from ..data.batches import check_outputs
 from ..data.inputs import Inputs
 from ..errors import LapwingError, is_whole, plain_numbers, shown
 from ..options import INT64_LIMIT, SEED, at_least, option
-from ..tangent import Record, Tangent
+from ..tangent import Cotangents, Reading, Record, Tangent
 from .uncertain import carried
 from .way import Way
 from .weight_draws import latent_of_draws
@@ -199,12 +199,12 @@ def _log_draws(outputs: int, exact: bool) -> None:
     )  # fmt: skip
 
 
-class Selection:
+class Selection(Cotangents):
     """The k outputs that a prediction keeps, and their cotangents: one-hot columns (B, C, k)."""
 
     def __init__(self, outputs: int | Sequence[int], every: int) -> None:
         self.listed = None if isinstance(outputs, int) else tuple(outputs)
-        self.columns = min(outputs, every) if isinstance(outputs, int) else len(outputs)
+        self.columns: int = min(outputs, every) if isinstance(outputs, int) else len(outputs)
         if self.listed is not None and max(self.listed) >= every:
             raise LapwingError(
                 f"There is no output {max(self.listed)}: the network has {every}, counted from 0. Write "
@@ -244,9 +244,8 @@ def _of_weights(
     late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
     cotangents = None if late else selection
     rows = tangent.outputs if cotangents is None else cotangents.columns
-
     scratch = rows * covariance.scratch_per_row
-    records = tangent.records(checked, cotangents, dtype=covariance.record_dtype, scratch_per_sample=scratch)
+    records = tangent.records(checked, cotangents, covariance.record_dtype, Reading(scratch))
     parts = (_latent(covariance, record) for _, record in records)
     if selection is not None:
         parts = (_selected(part.mean, part.terms, selection, late) for part in parts)
@@ -261,7 +260,7 @@ def _at_positions(tangent: Tangent, covariance: Covariance, checked: Inputs) -> 
     parts: list[tuple[slice, Latent]] = []
     sizes: tuple[int, ...] = ()
     scratch = tangent.outputs * covariance.scratch_per_row
-    for rows, record in tangent.records(checked, dtype=covariance.record_dtype, scratch_per_sample=scratch):
+    for rows, record in tangent.records(checked, None, covariance.record_dtype, Reading(scratch)):
         parts.append((rows, _latent(covariance, record)))
         sizes = record.sizes
     latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
@@ -279,9 +278,10 @@ def _latent(covariance: Covariance, record: Record) -> Latent:
 def _joint(tangent: Tangent, covariance: Covariance, inputs: Inputs, selection: Selection | None) -> JointLatent:
     """Returns `N(f(x, θ̂), J Σ Jᵀ)` of all inputs jointly, computed for pairs of chunks that fit the memory budget."""
     dtype, count = covariance.record_dtype, inputs.samples
-    outputs = tangent.outputs if selection is None else selection.columns
+    columns = None if selection is None else selection.columns
+    outputs = tangent.outputs if columns is None else columns
     block = tangent.memory // (8 * tangent.dtype.itemsize)  # entries of a pair's covariances; a sum holds a few
-    length = tangent.chunk_length(selection, dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row)
+    length = tangent.chunk_length(columns, dtype, outputs * covariance.scratch_per_row)
     length = max(1, min(length // 2, isqrt(block) // outputs))  # two records are in memory
 
     def mean(record: Record) -> Tensor:

@@ -12,14 +12,15 @@ from ..jacobian.shared_outer import SharedOuter
 from ..network.recording_plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors
-from .at_positions import RandomCotangents
+from .cotangents import AnyCotangents, Cotangents, FisherParts, RandomCotangents, Reading, as_cotangents
 from .coverage import coverage
-from .record import FisherParts, Record
+from .record import Record
 from .stored import FLOATS, TensorSpec
 from .tangent import Tangent
 
 __all__ = [
-    "FLOATS", "Anchors", "Block", "BlockJacobian", "Coverage", "FisherParts", "LastLayer", "Matrix", "Outer",
-    "Predicate", "RandomCotangents", "Record", "Rows", "SharedOuter", "Tangent", "TensorSpec", "Vectors", "coverage",
-    "everything", "join", "last_layer", "matching", "split",
+    "FLOATS", "Anchors", "AnyCotangents", "Block", "BlockJacobian", "Cotangents", "Coverage", "FisherParts",
+    "LastLayer", "Matrix", "Outer", "Predicate", "RandomCotangents", "Reading", "Record", "Rows", "SharedOuter",
+    "Tangent", "TensorSpec", "Vectors", "as_cotangents", "coverage", "everything", "join", "last_layer", "matching",
+    "split",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from ..data import nesting
 from ..data.inputs import Inputs
 from ..jacobian.blocks import Vectors
 from ..linalg import double_device, doubled, placed, total
+from .cotangents import GivenCotangents
 from .record import Record
 from .stored import TensorSpec
 from .tangent import Tangent
@@ -81,7 +82,7 @@ class Anchors:
     def _pairs(self, dtype: torch.dtype) -> Iterator[tuple[Tensor, Record, Tensor, Record]]:
         """Yields `(slots, record, slots, record)` once for every pair of chunks."""
         requests = [
-            (slots.reshape(len(u), -1)[rows].flatten(), inputs.take(rows), u[rows])
+            (slots.reshape(-1, u.columns)[rows].flatten(), inputs.take(rows), u.take(rows))
             for slots, inputs, u in self.requests(dtype, 0, share=2)
             for rows, _ in self.tangent.recorded(inputs, u, dtype)
         ]
@@ -162,7 +163,9 @@ class Anchors:
             first = stop
         return groups
 
-    def requests(self, dtype: torch.dtype, scratch: int, share: int = 1) -> Iterator[tuple[Tensor, Inputs, Tensor]]:
+    def requests(
+        self, dtype: torch.dtype, scratch: int, share: int = 1
+    ) -> Iterator[tuple[Tensor, Inputs, GivenCotangents]]:
         """Yields `(slots, inputs, cotangents)` of chunks. A sample is in several chunks if its outputs do not fit.
 
         The caller keeps `scratch` entries per row. `share` divides the memory budget of one chunk.
@@ -176,7 +179,7 @@ class Anchors:
                     for mine, where in zip(samples.split(length), columns.split(length), strict=True):
                         u = torch.zeros(len(mine), width, times, device=tangent.device)
                         u.scatter_(1, self.outputs[where][:, None].to(u.device), 1.0)
-                        yield where.flatten(), group.take(mine), u
+                        yield where.flatten(), group.take(mine), GivenCotangents(u)
 
     def _columns(self, times: int, dtype: torch.dtype, scratch: int, limit: int) -> int:
         """Returns how many of `times` outputs of one sample fit the limit in bytes, at least one."""
@@ -189,4 +192,4 @@ class Anchors:
         """Yields `(slots, record)` of chunks. Slots have the order of the record's flattened (B, R)."""
         for slots, inputs, u in self.requests(dtype, scratch):
             for rows, record in self.tangent.recorded(inputs, u, dtype):
-                yield slots.reshape(len(u), -1)[rows].flatten(), record
+                yield slots.reshape(-1, u.columns)[rows].flatten(), record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,57 +18,42 @@ from ..jacobian.layers.use import Use
 from ..network.positions import EXACT_OUTPUTS
 from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, Recording
-from .record import Record, outputs_moved
+from .cotangents import Cotangents, Reading
+from .record import Record, outputs_moved_error
 
 if TYPE_CHECKING:
-    from .tangent import Cotangents, Tangent
+    from .tangent import Tangent
 
 
-@dataclass(frozen=True)
-class RandomCotangents:
-    """Cotangents u (C, R) of the C outputs of a sample, or of a position: R combinations that stand for all of them."""
-
-    u: Tensor
-
-    @property
-    def columns(self) -> int:
-        """R."""
-        return self.u.shape[1]
-
-    def __call__(self, outputs: Tensor) -> Tensor:
-        """Returns them (B, C, R), or (B, T C, R) the same at all positions."""
-        return self.u.to(outputs).repeat(outputs.shape[1] // len(self.u), 1).expand(len(outputs), -1, -1)
+CHEAP_POSITIONS_FACTOR = 64
+"""Factor by which `Reading.max_positions` records more positions if no position needs backward passes."""
 
 
-def direct_records(
-    tangent: Tangent,
-    checked: Inputs,
-    cotangents: Cotangents,
-    dtype: torch.dtype,
-    scratch: int,
-    kept: Tensor | None,
-    stride: int,
+def records_of_positions(
+    tangent: Tangent, checked: Inputs, cotangents: Cotangents, dtype: torch.dtype, reading: Reading
 ) -> Iterator[tuple[slice, Record]]:
-    """Yields records of a layer that gives the outputs, with every `stride`-th position as a sample."""
-    positions, start = tangent.positions, 0
+    """Yields records of a layer that gives the outputs, with positions as samples, as `Tangent.records` does."""
+    positions, start, recorded, most = tangent.positions, 0, reading.recorded, reading.max_positions
+    stride = 1 if most is None else -(-positions.count // (CHEAP_POSITIONS_FACTOR * most))
     inputs = max(block.matrix_shape[2] for block in tangent.blocks)
-    numbers = 2 * inputs + 5 * getattr(cotangents, "columns", tangent.outputs) * tangent.outputs + scratch
+    columns = tangent.outputs if cotangents.columns is None else cotangents.columns
+    numbers = 2 * inputs + 5 * columns * tangent.outputs + reading.scratch_per_sample
     step = max(1, tangent.memory // (numbers * dtype.itemsize))
     strip = max(1, min(step, SLICE_BYTES // (inputs * dtype.itemsize)))
     differentiable = checked.wants_gradient
     for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
         recording, uses = tangent.recording(chunk)
-        use, sizes = direct_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)
+        use, sizes = output_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)
         patches = None if use is None else use.use.position_inputs(sizes, step)
         if use is None or patches is None:
-            raise outputs_moved(tangent, next(iter(tangent.parameters)))
-        f, mask = positions.rows(recording.shaped), None if kept is None else kept[part].flatten()
+            raise outputs_moved_error(tangent, next(iter(tangent.parameters)))
+        f, mask = positions.rows(recording.shaped), None if recorded is None else recorded[part].flatten()
         if mask is not None and len(mask) != len(f):
             raise LapwingError(
                 f"The targets have {mask.numel() // chunk.samples} positions of a sample, and the outputs "
                 f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
             )
-        every = cotangents is None and mask is None and stride == 1
+        every = cotangents.columns is None and mask is None and stride == 1
         layers = use.use.position_uses(sizes, strip) if every else None
         if layers is None:
             weights, layout = use.use.parameters, use.use.matrix()
@@ -81,7 +65,7 @@ def direct_records(
             if not len(outputs):
                 continue
             outputs = outputs if differentiable else outputs.detach().requires_grad_()
-            u = cotangents(outputs if differentiable else outputs.detach()) if callable(cotangents) else None
+            u = cotangents(outputs if differentiable else outputs.detach())
             versions = layer.inputs._version, outputs._version
             noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
@@ -107,7 +91,7 @@ def _parts(
         yield rows, layer, outputs
 
 
-def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
+def output_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
     """Returns the only use of the treated weights if its output is the network's output at each position, or None."""
     positions, noted = tangent.positions, {i for every in uses.values() for i, _, _ in every}
     if len(noted) != 1 or set(uses) != {block.name for block in tangent.blocks}:
@@ -119,17 +103,18 @@ def direct_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUs
 
 
 def by_position(
-    record: Record, rows: slice, some: int | None, probes: RandomCotangents | None
+    record: Record, rows: slice, max_positions: int | None, cotangents: Cotangents
 ) -> Iterator[tuple[slice, Record]]:
-    """Yields a record of the C outputs, or their probes, for each position, or for `some` evenly spaced positions."""
-    outputs, columns = record.tangent.outputs, None if probes is None else probes.u
+    """Yields a record with these cotangents for each position, or for evenly spaced positions if they are more."""
+    outputs = record.tangent.outputs
+    columns = cotangents(record.outputs[:, :outputs])
     count = record.outputs.shape[1] // outputs
-    if some is None and record.outputs.shape[1] > EXACT_OUTPUTS:
+    if max_positions is None and record.outputs.shape[1] > EXACT_OUTPUTS:
         raise LapwingError(
             f"The network has {count} positions of {outputs} outputs for each sample, more than "
             f"{EXACT_OUTPUTS} in all, and each takes a backward pass. Pass via=lw.Linearized(draws=64), or treat the "
             "last layer alone: params=lw.last_layer."
         )
-    for i in range(min(count, some or count)):
-        which = i if some is None else i * count // min(count, some)
+    recorded = min(count, max_positions or count)
+    for which in (i * count // recorded for i in range(recorded)):
         yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which, columns)

@@ -33,6 +33,7 @@ from ..linalg import double_device, total
 from ..network.generic import forward_products, per_sample_rows
 from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, output_gradients
+from .cotangents import FisherParts
 
 if TYPE_CHECKING:
     from .tangent import Tangent
@@ -45,13 +46,6 @@ class GradientGroup(NamedTuple):
     step: int
 
 
-class FisherParts(NamedTuple):
-    """Λ with this diagonal (B, C) and off-diagonal `-v vᵀ` for the vector v (B, C), or 0 if v is None."""
-
-    diagonal: Tensor
-    vector: Tensor | None
-
-
 class Record(Mapping[str, BlockJacobian]):
     """The Jacobian of one chunk of samples: block name -> `BlockJacobian`, built at each access.
 
@@ -61,6 +55,8 @@ class Record(Mapping[str, BlockJacobian]):
     """
 
     weights: Tensor | None = None  # factors of Λ (B, 1) or (B, C); None means ones
+    _u: Tensor | None  # cotangents (B, C, R); None means the C outputs, or Λ by its parts
+    _parts: FisherParts | None
 
     def __init__(
         self,
@@ -74,9 +70,8 @@ class Record(Mapping[str, BlockJacobian]):
         differentiable: bool,
         sizes: tuple[int, ...],
     ) -> None:
-        self._parts = cotangents if isinstance(cotangents, FisherParts) else None
-        cotangents = None if isinstance(cotangents, FisherParts) else cotangents
-        self.tangent, self._inputs, self.noted, self._uses, self._u = tangent, inputs, noted, uses, cotangents
+        self._u, self._parts = (None, cotangents) if isinstance(cotangents, FisherParts) else (cotangents, None)
+        self.tangent, self._inputs, self.noted, self._uses = tangent, inputs, noted, uses
         self.graph: Tensor | None = outputs
         self._differentiable = differentiable
         self.sizes = sizes  # of the grid of positions, such as (H, W), or () for outputs (B, C)
@@ -88,7 +83,7 @@ class Record(Mapping[str, BlockJacobian]):
         self.samples, self.dtype = outputs.shape[0], dtype
         self.device = double_device(outputs.device) if dtype == torch.float64 else outputs.device
         self._elsewhere = self.device != outputs.device
-        self.cotangents = outputs.shape[1] if cotangents is None else cotangents.shape[-1]
+        self.cotangents = outputs.shape[1] if self._u is None else self._u.shape[-1]
         for use in noted:
             if not differentiable:
                 use.use.inputs = use.use.inputs.detach()
@@ -105,17 +100,14 @@ class Record(Mapping[str, BlockJacobian]):
         """Returns the object that sums one block over samples: its Jacobian, or `FisherSums` if Λ is in parts."""
         if self._parts is None:
             return self[name]
-        layer = self._jacobian(name)
+        layer = self._changed(_parts=None)[name]
         if not isinstance(layer, Outer) or not layer.is_output:
-            raise outputs_moved(self.tangent, self.tangent.named_blocks[name].parameters[0])
+            raise outputs_moved_error(self.tangent, self.tangent.named_blocks[name].parameters[0])
         return FisherSums(layer, *self._parts)
 
     def __getitem__(self, name: str) -> BlockJacobian:
         """Builds the Jacobian of one block. Patches are unfolded here and freed with the result."""
         assert self._parts is None, "Λ is in parts: use sums(name)"
-        return self._jacobian(name)
-
-    def _jacobian(self, name: str) -> BlockJacobian:
         block = self.tangent.named_blocks[name]
         groups = self._groups
         group = groups[0] if len(groups) == 1 else next(g for g in groups if any(b is block for b in g.blocks))
@@ -130,12 +122,12 @@ class Record(Mapping[str, BlockJacobian]):
             self._taken[generic] = self._take(group, block)
         return self._form(block, self._taken[generic])
 
-    def at_position(self, which: int, columns: Tensor | None = None) -> Record:
-        """Returns the record of one position (B, C) of (B, T C), for cotangents `columns` (C, R), or the C outputs."""
+    def at_position(self, which: int, columns: Tensor | None) -> Record:
+        """Returns the record of one position (B, C) of (B, T C), for cotangents (B, C, R) at it, or the C outputs."""
         width, graph = self.tangent.outputs, self.graph
         assert graph is not None
         columns = torch.eye(width, device=graph.device) if columns is None else columns
-        u = graph.new_zeros(len(graph), graph.shape[1] // width, *columns.shape)
+        u = graph.new_zeros(len(graph), graph.shape[1] // width, *columns.shape[-2:])
         u[:, which] = columns.to(u)
         u = u.flatten(1, 2)  # (B, T C, R)
         known = self.dtype, self._differentiable, self.sizes
@@ -263,7 +255,7 @@ class Record(Mapping[str, BlockJacobian]):
         return first.within(self._slice_bytes)
 
 
-def outputs_moved(tangent: Tangent, parameter: str) -> LapwingError:
+def outputs_moved_error(tangent: Tangent, parameter: str) -> LapwingError:
     """Returns the error for a layer that gave the outputs only on the first batch."""
     return LapwingError(
         f"The layer of {parameter} gave the outputs of {type(tangent.model).__name__} on the first batch, and not on "

@@ -35,7 +35,7 @@ def to_json(tangent: Tangent) -> dict[str, Any]:
     data = {"blocks": [asdict(b) for b in tangent.blocks], "plan": tangent.plan.to_json(), "outputs": tangent.outputs,
             "reasons": [line.reason for line in tangent.coverage.lines]}  # fmt: skip
     if tangent.positions.several:
-        data["positions"] = asdict(tangent.positions)
+        data["positions"] = tangent.positions.to_json()
     return data
 
 

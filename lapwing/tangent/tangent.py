@@ -8,7 +8,7 @@ block Jacobians of a chunk of samples. The rest of the library contracts records
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,16 +33,12 @@ from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording
-from .at_positions import RandomCotangents, by_position, direct_records, direct_use
+from .at_positions import by_position, output_use, records_of_positions
+from .cotangents import READING, AnyCotangents, Cotangents, Reading, as_cotangents
 from .record import Record
 from .retry import chunk_limit
 
 log = logging.getLogger("lapwing")
-
-CHEAP_POSITIONS_FACTOR = 64
-"""Factor by which `records(max_positions=...)` records more positions if no position needs backward passes."""
-
-Cotangents = Callable[[Tensor], Any] | Tensor | None  # a function gives a tensor, or `FisherParts`
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,8 @@ class Tangent:
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
             few = inputs.take(slice(0, 2))  # a run finds out whether the treated layer gives the outputs
-            direct = direct_use(tangent, *tangent.recording(few)) is not None
-            layout = replace(layout, direct=direct)
+            use = output_use(tangent, *tangent.recording(few))
+            layout = replace(layout, rows_are_positions=use is not None)
             tangent = replace(tangent, call=replace(call, layout=layout), outputs=layout.outputs)
         if warn:
             tangent._warn_of_memory()
@@ -106,8 +102,8 @@ class Tangent:
 
     def of_logits(self, activation: str | None) -> Tangent:
         """Returns the tangent of a network with logits. Its calls replace the logits of impossible classes."""
-        direct = self.plan.last >= 0 or self.positions.direct
-        return replace(self, call=replace(self.call, activation=None if direct else activation, looks=False))
+        gives_outputs = self.plan.last >= 0 or self.positions.rows_are_positions
+        return replace(self, call=replace(self.call, activation=None if gives_outputs else activation, looks=False))
 
     @property
     def model(self) -> nn.Module:
@@ -173,10 +169,10 @@ class Tangent:
         """Number of outputs per input of the first batch: C, or T C."""
         return self.outputs * self.positions.count
 
-    def with_joined_positions(self) -> Tangent:
+    def with_flattened_positions(self) -> Tangent:
         """Returns the tangent for which all positions of an input are one sample with T C outputs."""
-        joined = replace(self.positions, joined=True, direct=False, count=1)
-        return replace(self, call=replace(self.call, layout=joined), outputs=self.width)
+        layout = replace(self.positions, flattened=True, rows_are_positions=False, count=1)
+        return replace(self, call=replace(self.call, layout=layout), outputs=self.width)
 
     @unlocked_property
     def treats_output_alone(self) -> bool:
@@ -186,7 +182,7 @@ class Tangent:
     def gives_outputs(self, block: Block) -> bool:
         """Whether all uses of a block give the outputs."""
         if self.positions.several:
-            return self.positions.direct
+            return self.positions.rows_are_positions
         uses = self.plan.uses.get(block.name, [(-1,)])
         return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
 
@@ -230,7 +226,7 @@ class Tangent:
     def record(
         self,
         inputs: Any,
-        cotangents: Cotangents = None,
+        cotangents: AnyCotangents = None,
         dtype: torch.dtype | None = None,
         nonfinite: list[Tensor] | None = None,
     ) -> Record:
@@ -246,10 +242,9 @@ class Tangent:
         recording, uses = self.recording(checked, nonfinite)
         self.sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
-        u: Any = cotangents
-        if callable(cotangents):
-            at = outputs if differentiable else outputs.detach()
-            u = cotangents(doubled(at) if dtype == torch.float64 else at)  # a root of Λ with the same precision
+        at = outputs if differentiable else outputs.detach()
+        at = doubled(at) if dtype == torch.float64 else at  # a root of Λ with the same precision
+        u = as_cotangents(cotangents, self.outputs)(at)
         sizes = self.positions.sizes(recording.shaped.shape)
         return Record(self, checked, outputs, recording.noted, uses, u, dtype, differentiable, sizes)
 
@@ -285,46 +280,38 @@ class Tangent:
     def records(
         self,
         inputs: Any,
-        cotangents: Cotangents = None,
+        cotangents: AnyCotangents = None,
         dtype: torch.dtype | None = None,
-        scratch_per_sample: int = 0,
-        recorded: Tensor | None = None,
-        max_positions: int | None = None,
-        variances_only: bool = False,
+        reading: Reading = READING,
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of consecutive chunks of samples that fit the memory budget. Arguments are as in `record`.
 
         - Outputs (B, C): a record has outputs (B, C), and the slices count samples.
         - With positions, if the treated layer gives the outputs: (N, C), and the slices count positions of all samples.
-        - With positions, and None or `RandomCotangents`: (B, C) at one position; slices of positions, with step T.
+        - With positions, and None or other cotangents that are the same at each position: (B, C) at one position; the
+          slices count positions, with step T.
         - With positions, and other cotangents: (B, T C), and the slices count samples.
 
         Args:
             inputs: B samples, checked or not.
-            cotangents: a function, or None (a tensor cannot be cut along).
+            cotangents: as in `record`; a tensor cannot be cut along.
             dtype: dtype of the contractions.
-            scratch_per_sample: number of entries of `dtype` that the caller needs per sample.
-            recorded: mask (B, T) of the positions to record if slices count positions; they count only these.
-            max_positions: of each input, times `CHEAP_POSITIONS_FACTOR` if the treated layer gives the outputs.
-            variances_only: whether the caller reads only variances of a layer that gives the outputs, no C² entries.
+            reading: memory that the caller needs, and positions that it reads. Slices count only `recorded` positions.
         """
-        dtype = dtype or self.dtype
-        positions = self.positions
-        if positions.direct:
-            stride = 1 if max_positions is None else -(-positions.count // (CHEAP_POSITIONS_FACTOR * max_positions))
-            yield from direct_records(self, self.check(inputs), cotangents, dtype, scratch_per_sample, recorded, stride)
+        cotangents, dtype, positions = as_cotangents(cotangents, self.outputs), dtype or self.dtype, self.positions
+        if positions.rows_are_positions:
+            yield from records_of_positions(self, self.check(inputs), cotangents, dtype, reading)
             return
-        scratch_per_sample *= 1 if cotangents is None else positions.count
-        probes = cotangents if isinstance(cotangents, RandomCotangents) else None
-        each = positions.several and (cotangents is None or probes is not None)
+        scratch = reading.scratch_per_sample * (1 if cotangents.columns is None else positions.count)
+        each = positions.several and cotangents.by_position
         nonfinite: list[Tensor] = []  # at most two device synchronisations check that outputs are finite
-        length = self.chunk_length(1 if variances_only else cotangents, dtype, scratch_per_sample)
+        length = self.chunk_length(1 if reading.variances_only else cotangents.columns, dtype, scratch)
         for part, chunk in self.check(inputs).chunks(length):
             if part.start and not nonfinite:
                 nonfinite.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first is checked
             for rows, record in self.recorded(chunk, cotangents, dtype, nonfinite or None):
                 rows = slice(part.start + rows.start, part.start + rows.stop)
-                yield from by_position(record, rows, max_positions, probes) if each else [(rows, record)]
+                yield from by_position(record, rows, reading.max_positions, cotangents) if each else [(rows, record)]
         if nonfinite:
             batches.check_rows(torch.cat(nonfinite), "these inputs")
 
@@ -342,14 +329,13 @@ class Tangent:
             return
         for n in range(checked.samples):
             part = slice(n, n + 1)
-            u = cotangents[part] if isinstance(cotangents, Tensor) else cotangents
-            yield part, self.record(checked.take(part), u, dtype)
+            yield part, self.record(checked.take(part), cotangents.take(part), dtype)
 
     def chunk_length(
-        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
+        self, columns: int | None = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> int:
-        """Returns the number of samples that fit the memory budget, at least one. `cotangents` may be R."""
-        fitting = self.memory // self.bytes_per_sample(cotangents, dtype, scratch_per_sample)
+        """Returns the number of samples that fit the memory budget, at least one; `columns` as in `Cotangents`."""
+        fitting = self.memory // self.bytes_per_sample(columns, dtype, scratch_per_sample)
         return max(1, min(fitting, chunk_limit().samples))
 
     def _warn_of_memory(self) -> None:
@@ -374,12 +360,12 @@ class Tangent:
             )  # fmt: skip
 
     def bytes_per_sample(
-        self, cotangents: Cotangents | int = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
+        self, columns: int | None = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> int:
-        """Estimates the bytes of one sample of a record and its largest contraction."""
-        count = cotangents if isinstance(cotangents, int) else getattr(cotangents, "columns", self.outputs)
+        """Estimates the bytes of one sample of a record and its largest contraction; `columns` as in `Cotangents`."""
+        count = self.outputs if columns is None else columns
         numbers = (
-            self.plan.numbers_per_sample(count, cotangents is not None)
+            self.plan.numbers_per_sample(count, columns is not None)
             + 3 * count * self.explicit_size
             + scratch_per_sample
         )

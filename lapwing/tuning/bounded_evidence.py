@@ -127,7 +127,7 @@ def number_of_inputs(posterior: Posterior, samples: int) -> int:
     """Returns the maximum number of inputs that are read for a number of samples, each of which may be a position."""
     positions = posterior.tangent.positions
     count = 16 * samples // min(positions.count, 1024)
-    if not positions.direct:  # each position needs its own backward passes
+    if not positions.rows_are_positions:  # each position needs its own backward passes
         count = min(count, samples // min(positions.count, SOME_POSITIONS))
     return max(min(8, samples), count)
 

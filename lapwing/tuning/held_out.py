@@ -25,7 +25,7 @@ from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
-from ..tangent import RandomCotangents, Record, Tangent
+from ..tangent import RandomCotangents, Reading, Record, Tangent
 from .search import evenly
 
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
@@ -230,14 +230,11 @@ def candidate_latents(
     scratch += 4 * latents_in_memory * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
     probes = _probes(first, tangent) if aim.link is None else None
     variances_only = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
+    reading = Reading(scratch, max_positions=SOME_POSITIONS, variances_only=variances_only)
     with torch.no_grad():
         for batch in loader:
             samples = Samples.of(batch).to(tangent.device)
-            dtype = first.covariance.record_dtype
-            records = tangent.records(
-                samples.inputs, probes, dtype, scratch, max_positions=SOME_POSITIONS, variances_only=variances_only
-            )
-            for part, record in records:
+            for part, record in tangent.records(samples.inputs, probes, first.covariance.record_dtype, reading):
                 places = tangent.positions.places(len(samples.targets), record.sizes)
                 labels, weights = places.targets(samples.targets, tangent.outputs)[part], samples.weights
                 weights = None if weights is None else weights.repeat_interleave(places.count)[part]
@@ -281,7 +278,7 @@ def tangent_of_samples(posterior: Posterior) -> Tangent:
     ratios = getattr(posterior.likelihood, "noise_ratios", ())
     joins = ratios is None or len(ratios) == tangent.width  # only a Gaussian likelihood has ratios
     few = tangent.positions.several and tangent.width <= WIDTH_OUTPUTS
-    return tangent.with_joined_positions() if few and joins else tangent
+    return tangent.with_flattened_positions() if few and joins else tangent
 
 
 def no_batch_error() -> LapwingError:

@@ -138,7 +138,7 @@ def warn_of_scales(posterior: Posterior, parts: Sequence[Samples]) -> None:
     if (posterior.likelihood.ratios(rows[0][0]) != 1).any():
         return
     widths = {targets.numel() // part.count for (targets, *_), part in zip(rows, parts, strict=True)}
-    joins = len(widths) == 1 and tangent_of_samples(posterior).positions.joined
+    joins = len(widths) == 1 and tangent_of_samples(posterior).positions.flattened
     width = max(widths) if joins else posterior.tangent.outputs
     _, residuals, weights = (
         torch.cat([values.reshape(-1, width) for values in every]) for every in zip(*rows, strict=True)

@@ -13,6 +13,7 @@ from lapwing.evaluation import compare
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.methods import problem as problem_module
 from lapwing.methods.problem import FisherRoot
+from lapwing.network.positions import Positions
 from lapwing.tuning.held_out import sample_scores, spread_costs
 from tests import oracle
 from tests.conformance import close
@@ -386,3 +387,10 @@ def test_compare_counts_positions():
     right = (model(x).argmax(1) == y)[keep].double().mean()
     assert table["network"]["accuracy"] == pytest.approx(float(right))
     assert "other: AUROC by MI" in table["KFAC"]
+
+
+def test_files_keep_their_keys_of_the_layout():
+    layout = Positions(-1, 3, outputs=4, count=5, rows_are_positions=True)
+    data = {"axis": -1, "dims": 3, "outputs": 4, "count": 5, "direct": True, "joined": False}
+    assert layout.to_json() == data
+    assert Positions.from_json(data) == Positions.from_json({**data, "a later key": 1}) == layout

@@ -350,7 +350,7 @@ def test_a_last_layer_has_no_gradients_of_its_own_to_hold():
     tangent = Tangent.survey(model, x, lw.last_layer, memory=2**26)
     assert tangent.plan.last == 0
     assert tangent.chunk_length() == 8
-    assert tangent.chunk_length(cotangents=1000) == 3
+    assert tangent.chunk_length(columns=1000) == 3
     assert Tangent.survey(model, x, lw.matching("0.*"), memory=2**26).plan.last == -1
 
 

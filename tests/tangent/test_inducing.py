@@ -11,8 +11,8 @@ from torch import Tensor
 from lapwing.data import nesting
 from lapwing.data.inputs import Inputs
 from lapwing.likelihoods import Categorical
-from lapwing.methods.valla.inducing import kernel
-from lapwing.tangent import Anchors
+from lapwing.methods.valla.inducing import DrawnOnce, kernel
+from lapwing.tangent import Anchors, Cotangents, as_cotangents
 from tests import oracle
 from tests.conformance import Setup, close, jacobian, setup
 from tests.tangent.test_anchors import diagonal, narrow, weights
@@ -86,7 +86,7 @@ def test_gradients_equal_finite_differences(name, small):
         torch.testing.assert_close(wanted, slope, rtol=2e-5, atol=2e-5 * float(first.inner.detach().abs().max()))
 
 
-class DrawnRoot:
+class DrawnRoot(Cotangents):
     """One random column a sample, the same for any chunks."""
 
     columns = 1
@@ -104,13 +104,14 @@ def test_cotangents_are_those_of_the_root():
     anchors = points(problem)
     root = problem.likelihood.fisher_root(problem.f)
     rows = jacobian(problem.model, anchors.inputs[0].value, problem.blocks)[anchors.samples, anchors.outputs]
-    found = kernel(anchors, dict.fromkeys(weights(problem), 1.0), problem.x, Categorical().fisher_root)
+    roots = as_cotangents(Categorical().fisher_root, problem.tangent.outputs)
+    found = kernel(anchors, dict.fromkeys(weights(problem), 1.0), problem.x, roots)
     close(found.cross, root.mT @ problem.J @ rows.T)
     close(found.within, root.mT @ problem.J @ problem.J.mT @ root)
     leaf = anchors.inputs[0].value.clone().requires_grad_()
     grads = []
     for small in (False, True):
-        fisher = DrawnRoot()
+        fisher = DrawnOnce(DrawnRoot())
         tangent = narrow(problem.tangent) if small else problem.tangent
         there = replace(anchors, inputs=(Inputs(leaf),), tangent=tangent)
         found = kernel(there, weights(problem), oracle.take(problem.x, slice(0, 2)), fisher)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...covariance import PriorCovariance
 from ...errors import LapwingError
 from ...linalg import doubled, row_products, total
-from ...tangent import Record, Vectors
+from ...tangent import Cotangents, Record, Vectors
 from ..passes import Batch, Step, SumPass
 from ..problem import FisherRoot, Problem, root_positions
 from ..state import BlockSums
@@ -47,12 +47,12 @@ def stream_of(sample: int, stream: int) -> int:
     return stream + 3 * (sample + 1)
 
 
-class PositionedRoot:
+class PositionedRoot(Cotangents):
     """The Fisher root R, the same at every pass: if it is sampled, each sample position has its own generator."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._start, self._taken, self._places = problem, 0, 0, 1
-        self.columns = problem.root.columns
+        self.columns: int = problem.root.columns
         self._root_positions = root_positions(problem.tangent)
         self._marks: Tensor | None = None
 
@@ -60,7 +60,7 @@ class PositionedRoot:
         """Starts a new batch."""
         tangent = self._problem.tangent
         self._start, self._taken = batch.start, 0
-        if tangent.positions.direct and not self._problem.root.exact:
+        if tangent.positions.rows_are_positions and not self._problem.root.exact:
             self._places = tangent.places_of(batch.inputs).count
 
     def __call__(self, outputs: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class CurvatureProducts(SumPass[BlockSums]):
         self._scratch = 2 * self._count * (root.columns + widest)
         # below this dtype forward and backward mode round differently, so one record gives both products
         same = all(p.dtype == self._dtype for p in tangent.parameters.values())
-        self._either_mode = same and not tangent.positions.direct
+        self._either_mode = same and not tangent.positions.rows_are_positions
 
     def init(self) -> BlockSums:
         return BlockSums(self._problem.block_zeros(self._count, dtype=self._dtype))
@@ -157,7 +157,7 @@ class FirstProducts(CurvatureProducts):
     def _noise(self, record: Record, start: int, first: int) -> Tensor:
         """Returns ε (B, R, S); for a position it is the same in every batch and chunk."""
         shape, seed, tangent = (record.cotangents, self._draws), self._problem.seed, self._problem.tangent
-        if not tangent.positions.direct:
+        if not tangent.positions.rows_are_positions:
             numbers = range(start + first, start + first + record.samples)
             each = (generator_at(seed, n, NOISE_STREAM) for n in numbers)
             noise = [torch.randn(shape, generator=one, dtype=torch.float64) for one in each]

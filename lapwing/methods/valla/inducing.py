@@ -19,23 +19,29 @@ from torch.autograd.function import once_differentiable
 from ...data.inputs import Inputs
 from ...linalg import double_device, total
 from ...tangent.anchors import Anchors, Weights, ntk
+from ...tangent.cotangents import EVERY_OUTPUT, Cotangents, GivenCotangents, Reading
 from ...tangent.record import Record
-from ...tangent.tangent import Cotangents, Tangent
+from ...tangent.tangent import Tangent
 
 GRAPH = 5  # maximum memory of a differentiable record, with the graph of a contraction, relative to a plain record
 
 
-class PickedPositions(NamedTuple):
+class PickedPositions(Cotangents):
     """Cotangents (B, T C, S C) that select the C outputs of S positions of each sample."""
 
-    picked: Tensor  # (B, S), indices of positions, ascending
-    places: int  # T
-    outputs: int  # C
+    def __init__(self, picked: Tensor, places: int, outputs: int) -> None:
+        """Accepts indices of positions (B, S), ascending, T and C."""
+        self.picked, self.places, self.outputs = picked, places, outputs
+        self.columns: int = picked.shape[1] * outputs
 
-    @property
-    def columns(self) -> int:
-        """S C."""
-        return self.picked.shape[1] * self.outputs
+    def __call__(self, outputs: Tensor) -> Tensor:
+        each = torch.arange(self.outputs, device=self.picked.device)
+        rows = (self.picked[:, :, None] * self.outputs + each).flatten(1).to(outputs.device)
+        u = torch.zeros(*outputs.shape, self.columns, dtype=outputs.dtype, device=outputs.device)
+        return u.scatter_(1, rows[:, None], 1.0)
+
+    def take(self, rows: slice) -> PickedPositions:
+        return PickedPositions(self.picked[rows], self.places, self.outputs)
 
     @property
     def mask(self) -> Tensor:
@@ -43,23 +49,25 @@ class PickedPositions(NamedTuple):
         mask = torch.zeros(len(self.picked), self.places, dtype=torch.bool, device=self.picked.device)
         return mask.scatter_(1, self.picked, True)
 
-    def of(self, part: slice) -> Callable[[Tensor], Tensor]:
-        """Returns the cotangents of a chunk, as a function of its outputs (B, T C)."""
 
-        def pick(outputs: Tensor) -> Tensor:
-            each = torch.arange(self.outputs, device=self.picked.device)
-            rows = (self.picked[part, :, None] * self.outputs + each).flatten(1).to(outputs.device)
-            u = torch.zeros(*outputs.shape, self.columns, dtype=outputs.dtype, device=outputs.device)
-            return u.scatter_(1, rows[:, None], 1.0)
+class DrawnOnce(Cotangents):
+    """Other cotangents, computed once for each sample, in order. Samples that are taken later have the same ones."""
 
-        return pick
+    def __init__(self, given: Cotangents) -> None:
+        self._given, self.columns = given, given.columns
+        self._parts: list[Any] = []
+
+    def __call__(self, outputs: Tensor) -> Any:
+        self._parts.append(self._given(outputs))
+        return self._parts[-1]
+
+    def take(self, rows: slice) -> Cotangents:
+        """Returns what was computed for some of the samples, or itself before."""
+        return GivenCotangents(torch.cat(self._parts)[rows]) if self._parts else self
 
 
 class Kernel(NamedTuple):
-    """Blocks of the NTK `κ = Σ_b w_b J_b J_bᵀ`, float64.
-
-    If positions are picked and the treated layer gives the outputs, each picked position is a sample with R = C.
-    """
+    """Blocks of the NTK `κ = Σ_b w_b J_b J_bᵀ`, float64."""
 
     inner: Tensor  # K_Z (M, M), between anchors; differentiable in their inputs
     cross: Tensor  # K_xZ (B, R, M), between the batch and the anchors; differentiable in the anchors' inputs
@@ -67,19 +75,27 @@ class Kernel(NamedTuple):
     outputs: Tensor  # f (B, C) of the batch
 
 
-def kernel(
-    anchors: Anchors, weights: Weights, inputs: Inputs, cotangents: Cotangents | PickedPositions = None
-) -> Kernel:
+def kernel(anchors: Anchors, weights: Weights, inputs: Inputs, cotangents: Cotangents = EVERY_OUTPUT) -> Kernel:
     """Returns the NTK blocks of a batch and anchors (M, P), differentiable if the anchors' inputs require gradients.
 
-    `cotangents` is called once for each chunk; None means the C outputs. `PickedPositions` selects positions of outputs
-    that have some.
+    Gradients read the cotangents again, so wrap cotangents with random numbers in `DrawnOnce`.
 
     Cost: one forward pass per sample and anchor, R backward passes per sample and one per anchor. Gradients need about
     five more passes per anchor. If chunks do not fit the budget, anchors run again for each chunk of the batch.
     """
+    return _kernel(anchors, weights, partial(_batch_chunks, anchors.tangent, inputs, cotangents))
+
+
+def kernel_at_positions(anchors: Anchors, weights: Weights, inputs: Inputs, picked: PickedPositions) -> Kernel:
+    """Returns `kernel` at some positions; each is a sample with R = C if the treated layer gives the outputs."""
+    chunks = _position_chunks if anchors.tangent.treats_output_alone else _batch_chunks
+    return _kernel(anchors, weights, partial(chunks, anchors.tangent, inputs, picked))
+
+
+def _kernel(anchors: Anchors, weights: Weights, cut: Callable[[int], _Chunks]) -> Kernel:
+    """Returns the blocks for a function that cuts the batch, with this number of entries per row as scratch."""
     moving = [leaf for leaf in _leaves(anchors) if leaf.requires_grad]
-    return Kernel(*_Blocks.apply(anchors, dict(weights), inputs, cotangents, *moving))
+    return Kernel(*_Blocks.apply(anchors, dict(weights), cut, *moving))
 
 
 _Chunks = Sequence[tuple[Any, Callable[[], Record]]]
@@ -97,21 +113,18 @@ def _anchor_chunks(anchors: Anchors, scratch: int) -> _Chunks:
     return _chunks(anchors.tangent, anchors.requests(torch.float64, scratch, share=2))
 
 
-def _batch_chunks(tangent: Tangent, inputs: Inputs, cotangents: Cotangents | PickedPositions, scratch: int) -> _Chunks:
+def _batch_chunks(tangent: Tangent, inputs: Inputs, cotangents: Cotangents, scratch: int) -> _Chunks:
     """Cuts samples into chunks that fit half the budget with `scratch` entries per row. Places are slices."""
-    drawn = cotangents.shape[-1] if isinstance(cotangents, Tensor) else tangent.outputs
-    columns: int = getattr(cotangents, "columns", drawn)
+    columns = tangent.outputs if cotangents.columns is None else cotangents.columns
     length = max(1, tangent.chunk_length(columns, torch.float64, columns * scratch) // 2)
     chunks = tangent.check(inputs).chunks(length)
-    if isinstance(cotangents, PickedPositions):
-        if tangent.treats_output_alone:  # each position is a sample, and records are small enough to keep
-            per_sample, kept = tangent.outputs * scratch, cotangents.mask
-            records = tangent.records(inputs, None, torch.float64, per_sample, kept)
-            return [(rows, lambda record=record: record) for rows, record in records]  # type: ignore[misc]
-        return _chunks(tangent, ((part, chunk, cotangents.of(part)) for part, chunk in chunks))
-    if isinstance(cotangents, Tensor):
-        return _chunks(tangent, ((part, chunk, cotangents[part]) for part, chunk in chunks))
-    return _chunks(tangent, ((part, chunk, cotangents) for part, chunk in chunks))
+    return _chunks(tangent, ((part, chunk, cotangents.take(part)) for part, chunk in chunks))
+
+
+def _position_chunks(tangent: Tangent, inputs: Inputs, picked: PickedPositions, scratch: int) -> _Chunks:
+    """Cuts picked positions of which each is a sample; their records are small enough to keep."""
+    records = tangent.records(inputs, None, torch.float64, Reading(tangent.outputs * scratch, picked.mask))
+    return [(rows, lambda record=record: record) for rows, record in records]  # type: ignore[misc]
 
 
 class _Blocks(torch.autograd.Function):
@@ -119,23 +132,9 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        anchors: Anchors,
-        weights: Weights,
-        inputs: Inputs,
-        cotangents: Cotangents | PickedPositions,
-        *moving: Tensor,
+        ctx: Any, anchors: Anchors, weights: Weights, cut: Callable[[int], _Chunks], *moving: Tensor
     ) -> tuple[Tensor, ...]:
-        drawn: list[Tensor] = []
-
-        def drawing(outputs: Tensor) -> Tensor:
-            assert callable(cotangents)
-            drawn.append(cotangents(outputs))
-            return drawn[-1]
-
-        drawing.columns = getattr(cotangents, "columns", anchors.tangent.outputs)  # type: ignore[attr-defined]
-        there = _anchor_chunks(_detached(anchors), 0)
-        batch = _batch_chunks(anchors.tangent, inputs, drawing if callable(cotangents) else cotangents, len(anchors))
+        there, batch = _anchor_chunks(_detached(anchors), 0), cut(len(anchors))
         count, device = len(anchors), double_device(anchors.tangent.device)
         inner = torch.zeros(count, count, dtype=torch.float64, device=device)
         for i, (mine, make) in enumerate(there):
@@ -146,10 +145,7 @@ class _Blocks(torch.autograd.Function):
                 inner[mine[:, None], theirs] = part
                 inner[theirs[:, None], mine] = part.T
         parts = [_batch_blocks(make(), there, weights, count) for _, make in batch]
-        ctx.anchors, ctx.weights, ctx.inputs, ctx.cotangents = anchors, weights, inputs, cotangents
-        if callable(cotangents):
-            ctx.cotangents = torch.cat(drawn)
-        ctx.chunks = there, batch
+        ctx.anchors, ctx.weights, ctx.cut, ctx.chunks = anchors, weights, cut, (there, batch)
         cross, within, outputs = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.mark_non_differentiable(within, outputs)
         return inner, cross, within, outputs
@@ -161,9 +157,9 @@ class _Blocks(torch.autograd.Function):
         size = anchors.tangent.size  # rows of one side are kept for the gradients of the other
         smaller = _anchor_chunks(_detached(anchors), size)
         there = there if len(smaller) == len(there) == 1 else smaller
-        smaller = _batch_chunks(anchors.tangent, ctx.inputs, ctx.cotangents, size)
+        smaller = ctx.cut(size)
         batch = batch if len(smaller) == len(batch) == 1 else smaller
-        return None, None, None, None, *_push_back(anchors, ctx.weights, there, batch, inner, cross)
+        return None, None, None, *_push_back(anchors, ctx.weights, there, batch, inner, cross)
 
 
 def _batch_blocks(record: Record, there: _Chunks, weights: Weights, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,12 +17,13 @@ from ...errors import LapwingError
 from ...likelihoods import curvature_weights
 from ...linalg import cholesky, doubled
 from ...options import at_least, instance_of, option, positive
-from ...tangent import Anchors
+from ...tangent import Anchors, Cotangents
+from ...tangent.cotangents import EVERY_OUTPUT
 from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Passes, Step, with_size
 from ..problem import FisherRoot, Problem
 from ..state import Descent, Values
 from . import ClosedForm, NaturalGradient, VallaFit
-from .inducing import kernel
+from .inducing import DrawnOnce, kernel
 from .objective_rows import ObjectiveRows, rows_at_positions
 from .points import POOL, movable
 
@@ -134,9 +135,9 @@ class MovingSteps(IteratePass[Descent]):
         state.taken += 1
 
     def rows(
-        self, anchors: Anchors, batch: Batch, generator: torch.Generator, root: WeightedRoot | None = None
+        self, anchors: Anchors, batch: Batch, generator: torch.Generator, root: Cotangents = EVERY_OUTPUT
     ) -> ObjectiveRows:
-        """Returns the blocks of the NTK at a batch; outputs without positions are multiplied by `root` if given."""
+        """Returns the blocks of the NTK at a batch; outputs without positions are multiplied by `root`."""
         likelihood = self.problem.likelihood
         if batch.tangent.positions.several:
             return rows_at_positions(anchors, self.weights, batch, likelihood, generator).doubled()
@@ -234,7 +235,7 @@ class BoundSteps(MovingSteps):
     def _root_rows(self, values: Values, batch: Batch, generator: torch.Generator) -> ObjectiveRows:
         """Returns the blocks of the NTK at the columns of the Fisher root of a batch."""
         root = self.problem.root
-        rows = self.rows(self.anchors_at(values), batch, generator, WeightedRoot(root, batch))
+        rows = self.rows(self.anchors_at(values), batch, generator, DrawnOnce(WeightedRoot(root, batch)))
         if not batch.tangent.positions.several:
             return rows
         blocks = rows.blocks
@@ -244,7 +245,7 @@ class BoundSteps(MovingSteps):
         return rows._replace(blocks=blocks._replace(cross=u.mT @ blocks.cross, within=u.mT @ blocks.within @ u))
 
 
-class WeightedRoot:
+class WeightedRoot(Cotangents):
     """The Fisher root of a batch, times the roots of its weights; to be called for its chunks in order."""
 
     def __init__(self, root: FisherRoot, batch: Batch) -> None:

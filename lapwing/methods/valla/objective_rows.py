@@ -12,7 +12,7 @@ from ...linalg import double_device, doubled
 from ...tangent import Anchors
 from ...tangent.anchors import Weights
 from ..passes import Batch
-from .inducing import Kernel, PickedPositions, kernel
+from .inducing import Kernel, PickedPositions, kernel_at_positions
 
 SOME_OUTPUTS = 100  # maximum number of outputs of an input in one step: all outputs of some positions, at least one
 
@@ -66,7 +66,8 @@ def rows_at_positions(
     rows = (picked + count * torch.arange(samples, device=picked.device)[:, None]).flatten()
     if every["weights"] is not None:
         repeats = repeats * every["weights"][rows].to(repeats)
-    inner, cross, within, _ = kernel(anchors, weights, batch.inputs, PickedPositions(picked, count, outputs))
+    chosen = PickedPositions(picked, count, outputs)
+    inner, cross, within, _ = kernel_at_positions(anchors, weights, batch.inputs, chosen)
     if len(cross) < len(rows):  # rows of a sample are together
         shape = picked.shape[1], outputs
         cross = cross.unflatten(1, shape).flatten(0, 1)

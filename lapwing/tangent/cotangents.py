@@ -1,0 +1,109 @@
+"""Cotangents: combinations of the outputs, whose gradients a record holds. `Reading`: what its reader needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+
+class FisherParts(NamedTuple):
+    """Λ with this diagonal (B, C) and off-diagonal `-v vᵀ` for the vector v (B, C), or 0 if v is None."""
+
+    diagonal: Tensor
+    vector: Tensor | None
+
+
+class Cotangents(ABC):
+    """R combinations of the outputs of each sample: a record has their gradients `uᵀJ`, one backward pass for each."""
+
+    columns: int | None  # R for a sample, in estimates of memory; None means the C outputs themselves
+    by_position: ClassVar[bool] = False  # whether each position has the same ones, and a record of its own
+    skips_uncounted: ClassVar[bool] = False  # whether positions that are samples need targets that count
+
+    @abstractmethod
+    def __call__(self, outputs: Tensor) -> Any:
+        """Returns u (B, C, R) at the outputs (B, C), or `FisherParts`, or None for the C outputs themselves."""
+
+    def take(self, rows: slice) -> Cotangents:
+        """Returns the cotangents of some samples of a batch."""
+        return self
+
+
+class EveryOutput(Cotangents):
+    """The C outputs themselves, of each sample or of each position."""
+
+    columns = None
+    by_position = True
+
+    def __call__(self, outputs: Tensor) -> None:
+        return None
+
+
+EVERY_OUTPUT = EveryOutput()
+
+
+class RandomCotangents(Cotangents):
+    """Cotangents u (C, R) of the C outputs of a sample, or of a position: R combinations that stand for all of them."""
+
+    by_position = True
+
+    def __init__(self, u: Tensor) -> None:
+        self.u, self.columns = u, u.shape[1]
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Returns them (B, C, R), or (B, T C, R) the same at all positions."""
+        return self.u.to(outputs).repeat(outputs.shape[1] // len(self.u), 1).expand(len(outputs), -1, -1)
+
+
+class GivenCotangents(Cotangents):
+    """Cotangents u (B, C, R) of the samples of one batch."""
+
+    def __init__(self, u: Tensor) -> None:
+        self.u = u
+        self.columns: int = u.shape[-1]
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        return self.u
+
+    def take(self, rows: slice) -> GivenCotangents:
+        return GivenCotangents(self.u[rows])
+
+
+class ComputedCotangents(Cotangents):
+    """Cotangents by a function of the outputs, in estimates of memory one for each of the C outputs."""
+
+    def __init__(self, function: Callable[[Tensor], Any], outputs: int) -> None:
+        self._function, self.columns = function, outputs
+
+    def __call__(self, outputs: Tensor) -> Any:
+        return self._function(outputs)
+
+
+AnyCotangents = Cotangents | Callable[[Tensor], Any] | Tensor | None
+"""Cotangents as a caller may give them: a function of the outputs (B, C), a tensor u (B, C, R), or None."""
+
+
+def as_cotangents(given: AnyCotangents, outputs: int) -> Cotangents:
+    """Returns `Cotangents` unchanged, and makes them of a function, of a tensor, or of None: the C outputs."""
+    if isinstance(given, Cotangents):
+        return given
+    if given is None:
+        return EVERY_OUTPUT
+    return GivenCotangents(given) if isinstance(given, Tensor) else ComputedCotangents(given, outputs)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the reader of records needs beyond their rows."""
+
+    scratch_per_sample: int = 0  # number of entries of the records' dtype that the reader needs per sample
+    recorded: Tensor | None = None  # mask (B, T) of the positions to record if positions are samples; None means all
+    max_positions: int | None = None  # of each input, times `CHEAP_POSITIONS_FACTOR` if positions are samples
+    variances_only: bool = False  # whether only variances of a layer that gives the outputs are read, no C² entries
+
+
+READING = Reading()
