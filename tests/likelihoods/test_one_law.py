@@ -11,6 +11,7 @@ import torch
 from scipy import integrate, stats
 from torch import distributions as dist
 
+import lapwing as lw
 from lapwing.covariance import JointLatent, Latent, LatentDraws, LinearDraws
 from lapwing.covariance.latent import SelectedLatent
 from lapwing.covariance.terms import DenseTerm
@@ -376,6 +377,17 @@ def test_functions_of_y_beyond_their_range():
     assert bool((prediction.pit(torch.full((3, 2), -1.5, dtype=F64)) == 0).all())
     falling = prediction_of("dense", 4.0).transformed(lambda y: -torch.tanh(y))
     assert bool((falling.pit(torch.full((3, 2), 1.5, dtype=F64)) == 1).all())
+
+
+def test_positions_have_the_shape_of_the_outputs():
+    x, y = random(20, 4, 3).float(), random(20, 4, 2, seed=1).float()
+    prediction = lw.fit(torch.nn.Linear(3, 2).eval(), [(x, y)], lw.Full(), prior_precision=1.0).predict(x)
+    for name in ("pit", "crps"):
+        values = getattr(prediction, name)(y)
+        assert values.shape == y.shape
+        assert torch.equal(values.flatten(0, 1), getattr(prediction.rows, name)(y.flatten(0, 1)))
+    assert prediction.quantile(0.1).shape == y.shape
+    torch.testing.assert_close(prediction.pit(prediction.quantile(0.1)), torch.full_like(y, 0.1))
 
 
 # ---- brute force
