@@ -460,6 +460,7 @@ REFUSED = [
     (lambda: predict(X).sample(0), "n=0 … whole number … sample(n=512)"),
     (lambda: predict(X).scaled(0, 2), "ClassPrediction predicts labels … Leave it out"),
     (lambda: regression().predict(X).interval("0.9"), "'0.9' … interval(0.9)"),
+    (lambda: regression().predict(X).quantile(50), "quantile() is 50 … quantile(0.5)"),
     (lambda: posterior().with_prior({"hed": 1.0}), "{'hed': 1.0} … the blocks are 0, 2"),
     (lambda: posterior().with_prior(1.0, noise_variance=0.1), "no noise variance … lw.Gaussian(noise_variance=...)"),
     (lambda: regression().with_prior(1.0, 0), "noise_variance=0 … positive finite … 0.1"),

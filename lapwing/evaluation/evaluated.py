@@ -34,7 +34,7 @@ METRICS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "RMSE": (metrics.rmse, ("mean", "y")),
     "NLL": (metrics.nll, ("log_prob",)),
     "ECE": (metrics.expected_calibration_error, ("probs", "labels")),
-    "CRPS": (metrics.crps_gaussian, ("mean", "std", "y")),
+    "CRPS": (lambda crps: doubled(crps).nanmean(), ("crps",)),
     "Brier": (metrics.brier, ("probs", "labels")),
     "AURC": (lambda probs, labels: metrics.aurc(1 - probs.amax(1), probs.argmax(1) != labels), ("probs", "labels")),
     "90 % interval": (metrics.interval_coverage, ("lower", "upper", "y")),
@@ -115,9 +115,8 @@ class Evaluated:
         row = {
             column: float(metric(*(values[name] for name in names)))
             for column, (metric, names) in METRICS.items()
-            if set(names) <= set(values) and not (column == "CRPS" and "crps" in values)
+            if set(names) <= set(values)
         }
-        row |= {"CRPS": float(doubled(values["crps"]).nanmean())} if "crps" in values else {}
         for head in dict.fromkeys(name.partition(": ")[0] for name in values if ": " in name):
             own = {name.partition(": ")[2]: v for name, v in values.items() if name.startswith(f"{head}: ")}
             numbers = Evaluated(own, {}, {}, self.score).numbers

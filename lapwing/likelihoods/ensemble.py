@@ -19,9 +19,13 @@ from ..errors import LapwingError
 from .bernoulli import BernoulliPrediction
 from .categorical import ClassPrediction
 from .links import SampledLink
-from .mixtures import MixturePrediction
+from .mixtures import MixturePrediction, NormalsPrediction
 from .prediction_at_positions import PredictionAtPositions
 from .regression import RegressionPrediction
+from .student import GaussianPlusNoise
+
+NEARLY_NORMAL = 1e6
+"""Degrees of freedom of members with normal noise in the `distribution()` of an ensemble with Student t noise."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,7 +58,7 @@ class BernoulliMixture(_Ensemble, BernoulliPrediction):
 
 
 @dataclass(frozen=True, eq=False)
-class RegressionMixture(MixturePrediction):
+class RegressionMixture(NormalsPrediction, MixturePrediction):
     """The mixture of the predictions of an ensemble of regressions.
 
     The variance is the sum of `aleatoric_variance`, `variance_within_members` and `variance_between_members`.
@@ -92,6 +96,11 @@ class RegressionMixture(MixturePrediction):
         logs = torch.stack([member.log_prob(targets) for member in self.members])
         return logs.logsumexp(0) - math.log(len(logs))
 
+    def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
+        parts = zip(*(member._normals() for member in self.members), strict=True)
+        means, variances, weights = (torch.cat(values) for values in parts)
+        return means, variances, weights / len(self.members)
+
 
 def mixed(members: tuple[Any, ...]) -> Any:
     """Returns the equal mixture of predictions of the same inputs, in their shape if they have positions."""
@@ -110,14 +119,18 @@ def mixed(members: tuple[Any, ...]) -> Any:
 
 
 def _gaussians(members: Sequence[RegressionPrediction]) -> dist.Distribution:
-    """Returns the Gaussians of the members, with batch shape (B, M), or one Gaussian for each of their weight draws."""
+    """Returns the distributions of the members, with batch shape (B, M), or one for each of their weight draws."""
     if any(is_selected(member.latent) for member in members):
         raise LapwingError(
             "The members of a mixture may select different outputs by lw.Linearized(outputs=...). Leave outputs= "
             "out: write mixture.predict(x)."
         )
-    parts: list[Any] = [member.distribution() for member in members]
     join: Any = torch.stack
+    if any(member.df is not None for member in members):
+        laws = [replace(member, df=member.df or NEARLY_NORMAL)._law(joint=False) for member in members]
+        join = torch.stack if members[0].latent.draws is None else torch.cat
+        return GaussianPlusNoise(*(join(values, 1) for values in zip(*(law.parts for law in laws), strict=True)))
+    parts: list[Any] = [member.distribution() for member in members]
     if isinstance(parts[0], dist.MixtureSameFamily):  # of S weight draws
         parts, join = [part.component_distribution for part in parts], torch.cat
     mean = join([part.mean for part in parts], 1)

@@ -17,8 +17,7 @@ from ..errors import LapwingError
 from ..linalg import doubled, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32
-from .mixtures import mixture_of, mixture_quantile, normal_nodes
-from .predictions import RealPrediction, tails_of
+from .mixtures import NormalsPrediction, mixture_of, normal_nodes
 from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets, known_targets
@@ -105,7 +104,7 @@ def _mean_and_log_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeteroscedasticPrediction(RealPrediction):
+class HeteroscedasticPrediction(NormalsPrediction):
     """Real outputs with uncertain noise at B inputs: `∫ N(y; m, exp(s)) N(m, s) dm ds`, one y_k at a time.
 
     Mean and variances are exact. The density is a mixture of Gaussians over 65 nodes of s: m given s, plus noise.
@@ -133,21 +132,17 @@ class HeteroscedasticPrediction(RealPrediction):
         mean, variance = at_least_float32(self.latent.mean), at_least_float32(self.latent.variance)
         return (mean + 0.5 * variance).chunk(2, -1)[1].exp()
 
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the central interval of each target, each end (B, K), by bisection of the distribution function."""
-        tails, (means, variances, weights) = tails_of(level), self._mixture
-        low, high = (mixture_quantile(means, variances, p, weights).to(self.mean) for p in tails)
-        return low, high
-
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets (B, K), summed over the known targets of one input, (B,)."""
-        mean = self.mean
-        targets = doubled(self._aligned(targets, mean, check_real_targets, self.missing))
+        mean, targets = self.mean, doubled(self._targets(targets))
         known = ~targets.isnan()
         means, variances, weights = self._mixture
         squares = (torch.where(known, targets, doubled(mean)) - means).square() / variances
         logs = -0.5 * (squares + (2.0 * math.pi * variances).log()) + weights.log()
         return torch.where(known, logs.logsumexp(0), 0.0).sum(-1).to(mean)
+
+    def _targets(self, targets: Tensor) -> Tensor:
+        return self._aligned(targets, self.mean, check_real_targets, self.missing)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, K): latent draws (joint across inputs if the latent is joint) plus independent noise."""
@@ -159,6 +154,9 @@ class HeteroscedasticPrediction(RealPrediction):
         """Returns a mixture of Normals for each target, with batch shape (B,) and event shape (K,)."""
         means, variances, weights = self._mixture
         return mixture_of(dist.Normal, weights, means, variances.sqrt())
+
+    def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._mixture
 
     @cached_property
     def _mixture(self) -> tuple[Tensor, Tensor, Tensor]:

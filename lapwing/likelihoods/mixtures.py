@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from torch import distributions as dist
 from ..data.frames import as_targets
 from ..errors import LapwingError, shown
 from ..linalg import check_draws, doubled, seeded, seeded_torch
-from .predictions import RealPrediction, tails_of
+from .predictions import RealPrediction
 
 NORMAL_NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
 
-MIXTURE_DRAWS = 4096
-"""Number of draws of y for quantiles and scores, or a quarter of it for more than 1 000 numbers."""
+SCORE_NODES = 129
+"""Number of nodes of the trapezoidal rule for the CRPS of a mixture of normals."""
 
 MOMENT_DRAWS = 64
 """Number of draws of y from each component if the family has no mean or variance."""
@@ -100,6 +101,43 @@ def mixture_quantile(
     return (root - step + (step - step.clamp(-limit, limit)).detach()).to(draws.dtype)
 
 
+class NormalsPrediction(RealPrediction):
+    """Real values, each with a mixture of normals: quantiles, distribution functions and scores in closed form."""
+
+    @abstractmethod
+    def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns means and variances (S, B, C) of the normals and their weights (S, 1, 1), in float64."""
+
+    def _quantile(self, probability: float) -> Tensor:
+        means, variances, weights = self._normals()
+        return mixture_quantile(means, variances, probability, weights).to(self.mean)
+
+    def _below(self, y: Tensor) -> Tensor:
+        means, variances, weights = self._normals()
+        return (weights * torch.special.ndtr((y.to(means) - means) / variances.sqrt())).sum(0)
+
+    def _crps(self, y: Tensor) -> Tensor:
+        """Returns `E|Y - y| - ∫ F (1 - F) dt`, the first in closed form, the integral by the trapezoidal rule.
+
+        With `t = mean + std sinh(u)` the error is below 1e-9 of the CRPS unless normals are far narrower than the std.
+        """
+        means, variances, weights = self._normals()
+        # 1. E|N(m, v)| = m erf(m/√2v) + √(2v/π) exp(-m²/2v)
+        gap, width = y.to(means) - means, (2.0 * variances).sqrt()
+        ratio = gap / width
+        score = (weights * (gap * torch.erf(ratio) + width * (-ratio.square()).exp() / math.sqrt(math.pi))).sum(0)
+        # 2. the largest u (B, C), and the sum over steps of size last / (n - 1)
+        mean = (weights * means).sum(0)
+        std = (weights * (variances + (means - mean).square())).sum(0).sqrt()
+        last = (((means - mean).abs() + REACH * variances.sqrt()).amax(0) / std).asinh().detach()
+        for share in torch.linspace(-1.0, 1.0, SCORE_NODES, dtype=torch.float64).tolist():
+            below = (weights * torch.special.ndtr((mean + std * (share * last).sinh() - means) / variances.sqrt())).sum(
+                0
+            )
+            score = score - below * (1.0 - below) * std * (share * last).cosh() * last * (2.0 / (SCORE_NODES - 1))
+        return score
+
+
 @dataclass(frozen=True, eq=False)
 class MixturePrediction(RealPrediction):
     """An equal mixture over draws of any `torch.distributions` family, which a new likelihood can return.
@@ -154,45 +192,17 @@ class MixturePrediction(RealPrediction):
         turn = 2.0 * math.pi
         return y if resultants(self.components) is None else y - turn * ((y - self.mean) / turn).round()
 
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the central interval of each output, by bisection of the mixture's distribution function.
-
-        If the family has none, or an infinite variance, or a support that ends near the mean, draws of y replace it.
-        The ends of discrete y are values that belong to the interval.
-        """
-        tails = tails_of(level)
-        try:
-            low, high = map(self._quantile, tails)
-        except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
-            low, high = map(self._quantile_of_draws, tails)
-        return low, high
-
-    def crps(self, targets: Tensor) -> Tensor:
-        """Returns the CRPS `E|Y - y| - 1/2 E|Y - Y'| = ∫ (F(t) - 1[t ≥ y])² dt` from draws, (B, ...), in y's unit."""
-        y, draws = self._checked(targets), self._sorted
-        count = len(draws)
-        ranks = torch.arange(1 - count, count, 2, dtype=draws.dtype, device=draws.device)
-        return (draws - y).abs().mean(0) - torch.tensordot(ranks, draws, 1) / (count * (count - 1))
-
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
-        """Returns also "crps", NaN for missing targets."""
-        return super().for_metrics(self._checked(targets)) | {"crps": self.crps(targets)}
+        return super().for_metrics(self._targets(targets))
 
-    @cached_property
-    def _sorted(self) -> Tensor:
-        """Draws of y, (N, B, ...), as many of each component, in rising order."""
-        count = MIXTURE_DRAWS if self.mean.numel() <= 1000 else MIXTURE_DRAWS // 4
-        return self._unrolled(self._of_components(count)).sort(0).values
+    def _drawn(self, count: int) -> Tensor:
+        """Returns draws of y, (N, B, ...), as many of each component."""
+        return self._unrolled(self._of_components(count))
 
     def _of_components(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns at least `count` draws of y, (N, B, ...), as many of each component."""
         y = self._sampled(math.ceil(count / self.components.batch_shape[1]), generator)
         return y.movedim(2, 1).flatten(0, 1)  # (n, B, S, ...)
-
-    def _quantile_of_draws(self, probability: float) -> Tensor:
-        place = probability * (len(self._sorted) - 1)
-        low, high = self._sorted[math.floor(place)], self._sorted[math.ceil(place)]
-        return high if self._is_discrete() else low + (place - math.floor(place)) * (high - low)
 
     def _is_discrete(self) -> bool:
         try:
@@ -201,27 +211,44 @@ class MixturePrediction(RealPrediction):
             return False
 
     def _quantile(self, probability: float) -> Tensor:
-        """Returns a quantile, (B, ...), by bisection between Cantelli's bounds around the mean."""
-        marginal, std = self.components, self.std
-        while isinstance(marginal, dist.Independent):
-            marginal = marginal.base_dist
-        if isinstance(marginal, dist.MultivariateNormal):
-            marginal = dist.Normal(marginal.mean, marginal.stddev)
-        if not bool(std.isfinite().all()):
-            raise ValueError("no finite variance")
+        """Returns a quantile by bisection of the mixture's distribution function between Cantelli's bounds.
+
+        If the family has none, or an infinite variance, or a support that ends near the mean, draws of y replace it.
+        """
+        marginal, std = self._marginal, self.std
         widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
         low, high = self.mean - widest * std, self.mean + widest * std
-        support = marginal.support  # checked here, because torch.compile disables the check in `cdf` for the process
-        if support is None or not bool((support.check(low.unsqueeze(1)) & support.check(high.unsqueeze(1))).all()):
-            raise ValueError("ends beyond the support")
-        return bisected(lambda y: marginal.cdf(y.unsqueeze(1)).mean(1) < probability, low, high)[1]
+        try:
+            support = marginal.support  # checked here, since torch.compile disables the check in `cdf` for the process
+            ends = torch.stack([low, high]).unsqueeze(2)
+            if support is None or not bool(std.isfinite().all() & support.check(ends).all()):
+                return super()._quantile(probability)
+            return bisected(lambda y: marginal.cdf(y.unsqueeze(1)).mean(1) < probability, low, high)[1]
+        except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
+            return super()._quantile(probability)
+
+    def _below(self, y: Tensor) -> Tensor:
+        try:
+            return self._marginal.cdf(y.to(self.mean).unsqueeze(1)).mean(1)
+        except (NotImplementedError, ValueError):  # or y outside the support
+            return super()._below(y)
+
+    @property
+    def _marginal(self) -> Any:
+        """The distribution of each output, with batch shape (B, S, ...)."""
+        marginal: Any = self.components
+        while isinstance(marginal, dist.Independent):
+            marginal = marginal.base_dist
+        return (
+            dist.Normal(marginal.mean, marginal.stddev) if isinstance(marginal, dist.MultivariateNormal) else marginal
+        )
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets, (B,); -inf outside the support."""
-        logs = log_density(self.components, self._checked(targets).unsqueeze(1))
+        logs = log_density(self.components, self._targets(targets).unsqueeze(1))
         return logs.nan_to_num(-torch.inf, torch.inf, -torch.inf).logsumexp(1) - math.log(logs.shape[1])
 
-    def _checked(self, targets: Tensor) -> Tensor:
+    def _targets(self, targets: Tensor) -> Tensor:
         """Returns the targets in the shape of the mean, angles within π of it; raises if they have another size."""
         targets = as_targets(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:

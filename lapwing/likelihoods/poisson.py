@@ -15,7 +15,7 @@ from ..linalg import doubled, seeded
 from .base import NoiselessLikelihood
 from .links import ExactLink, Link, at_least_float32, latent_nodes
 from .mixtures import mixture_of
-from .predictions import RealPrediction, tails_of
+from .predictions import RealPrediction
 from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
@@ -102,21 +102,13 @@ class CountPrediction(RealPrediction):
         """Mean over rates of the variance of y, which equals the mean of y, (B, C)."""
         return self.mean
 
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the ends of the central interval, each (B, C): at most `(1 - level)/2` of the mass is beyond an end.
-
-        Both ends are counts that belong to the interval, and are not differentiable.
-        """
-        low, high = map(self._quantile, tails_of(level))
-        return low, high
-
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability of the counts (B, C), summed over the counts of one input, (B,).
 
         The trapezoidal rule around the mode of each integrand has no error but rounding, for any count and variance.
         """
         draws, mean = self.latent.draws, at_least_float32(self.latent.mean)
-        y = doubled(self._aligned(targets, mean, check_counts))
+        y = doubled(self._targets(targets))
         if draws is not None:
             return (_log_mass(doubled(draws), y).logsumexp(0) - math.log(len(draws))).sum(-1).to(mean)
         return _log_predictive(doubled(mean), doubled(self.latent.variance), y).sum(-1).to(mean)
@@ -134,9 +126,12 @@ class CountPrediction(RealPrediction):
         outputs, weights = latent_nodes(self.latent)
         return mixture_of(dist.Poisson, weights, outputs.exp())
 
+    def _targets(self, targets: Tensor) -> Tensor:
+        return self._aligned(targets, self.mean, check_counts)
+
     @torch.no_grad()
     def _quantile(self, probability: float) -> Tensor:
-        """Returns the smallest counts with `P(y <= count) >= probability`, (B, C)."""
+        """Returns the smallest counts with `P(y <= count) >= probability`, (B, C), which are not differentiable."""
         outputs, weights = latent_nodes(self.latent)
         rates = outputs.exp()
         highest = rates.amax(0).clamp_max(1e15)
@@ -148,6 +143,10 @@ class CountPrediction(RealPrediction):
             if bool((high - low <= 1.0).all()):
                 break
         return high.to(self.mean)
+
+    def _below(self, y: Tensor) -> Tensor:
+        outputs, weights = latent_nodes(self.latent)
+        return self._distribution_function(y.to(outputs), outputs.exp(), weights)
 
     def _distribution_function(self, counts: Tensor, rates: Tensor, weights: Tensor) -> Tensor:
         """Returns `P(y <= k)` (B, C): the mean under the latent of `Q(k + 1, exp(f))`, which is P for a known rate.

@@ -28,8 +28,8 @@ class PredictionAtPositions(Prediction):
 
     It has the attributes of the prediction at one position, in the shape of the outputs or of their positions: `probs`
     (B, T, C) or (B, C, H, W), `confidence`, `classes`, `entropy()` and `mutual_information()` (B, T) or (B, H, W); for
-    a regression `mean`, `variance`, `std` and `interval()` in the shape of the outputs. Positions are predicted
-    separately, without covariances between positions, as the `rows` of one prediction.
+    a regression `mean`, `variance`, `std`, `interval()`, `quantile()`, `pit()`, `crps()` in the shape of the outputs.
+    Positions are predicted separately, without covariances between positions, as the `rows` of one prediction.
     """
 
     def __init__(self, rows: Prediction, latent: LatentAtPositions) -> None:
@@ -40,6 +40,8 @@ class PredictionAtPositions(Prediction):
         if name.startswith("_") or name in ("rows", "latent"):
             raise AttributeError(name)
         value = getattr(self.rows, name)
+        if name in ("pit", "crps"):
+            return lambda targets: self._whole(value(self._rows_of(targets)))
         if callable(value):
             return lambda *args, **options: self._whole(value(*args, **options))
         return self._whole(value)

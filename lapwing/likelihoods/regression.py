@@ -1,4 +1,4 @@
-"""Predictions of a regression: a latent plus independent Gaussian noise, and monotone functions of y."""
+"""Predictions of a regression: a latent plus independent normal or Student t noise, and monotone functions of y."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, seeded
 from .links import at_least_float32, latent_nodes
-from .mixtures import bisected, known_covariance, known_residuals, mixture_quantile, normal_nodes
-from .predictions import RealPrediction, tails_of
+from .mixtures import NormalsPrediction, bisected, known_covariance, known_residuals, mixture_of, mixture_quantile
+from .predictions import RealPrediction
+from .student import GaussianPlusNoise, noise_nodes, student_normals
 from .targets import check_real_targets, check_target_shape
 
 DOUBLINGS, INVERSE_HALVINGS = 60, 120
@@ -26,23 +27,26 @@ DOUBLINGS, INVERSE_HALVINGS = 60, 120
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RegressionPrediction(RealPrediction):
-    """Real outputs at B inputs: the latent plus independent Gaussian noise.
+class RegressionPrediction(NormalsPrediction):
+    """Real outputs at B inputs: `y = f + √(r σ²) e`, with f from the latent and e independent over inputs and outputs.
 
-    Weight draws give an equal mixture of Gaussians, `1/S Σ_s N(f_s, σ² I)`. Then `log_prob`, `interval`, `mean` and
-    `variance` are computed from this mixture.
+    The noise e is standard normal, or a Student t that is divided by its standard deviation: then e is the mixture of
+    16 normals of `lapwing.likelihoods.student`, from which all results follow. Weight draws give an equal mixture over
+    the draws f_s.
 
     Args:
         latent: the latent over outputs.
-        noise_variance: σ², in squared units of y.
+        noise_variance: σ², in squared units of y. It is the variance of the noise for all df.
         missing: whether a NaN target is missing.
         noise_ratios: r (C,), factor of σ² at each output, or (B, C); None means ones.
+        df: degrees of freedom ν of the Student t, at least 3; None means normal noise.
     """
 
     latent: AnyLatent
     noise_variance: float
     missing: bool = False
     noise_ratios: tuple[float, ...] | Tensor | None = None
+    df: float | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -64,27 +68,42 @@ class RegressionPrediction(RealPrediction):
         if self.noise_ratios is None:
             return noise
         ratios = torch.as_tensor(self.noise_ratios, dtype=noise.dtype, device=noise.device)
-        return noise * (ratios[self.latent.outputs] if is_selected(self.latent) else ratios)
+        if is_selected(self.latent):
+            ratios = ratios.expand(len(mean), -1).gather(-1, self.latent.outputs)
+        return noise * ratios
 
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the exact central interval of each output: Gaussian quantiles, or mixture quantiles by bisection."""
-        tails, draws = tails_of(level), self._draws()
+    def _quantile(self, probability: float) -> Tensor:
+        if self.df is not None:
+            return super()._quantile(probability)
+        draws, sign = self._draws(), 1.0 if probability > 0.5 else -1.0
         if draws is None:
-            half = NormalDist().inv_cdf(tails[1]) * self.std
-            return self.mean - half, self.mean + half
-        low, high = (mixture_quantile(draws, self._noise, p) for p in tails)
-        return low, high
+            return self.mean + sign * NormalDist().inv_cdf(max(probability, 1.0 - probability)) * self.std
+        return mixture_quantile(draws, self._noise, probability)
+
+    def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
+        draws = self._draws()
+        weights, shape = (values.to(doubled(self.mean))[:, None, None, None] for values in student_normals(self.df))
+        noise = shape * doubled(self._noise)  # (16, 1, B or 1, C)
+        if draws is None:
+            draws, noise = self.mean[None], noise + doubled(self.epistemic_variance)
+        means, variances = torch.broadcast_tensors(doubled(draws), noise)  # (16, S or 1, B, C)
+        weights = (weights / len(draws)).expand(*means.shape[:2], 1, 1)
+        return means.flatten(0, 1), variances.flatten(0, 1), weights.flatten(0, 1)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets for each input separately, (B,), in nats.
 
         `log N(y; m, Σ + σ² I)` with the (C, C) covariance of the outputs of one input. A joint latent does not couple
-        inputs here: for the joint density write `distribution().log_prob(y.flatten())`.
+        inputs here: for the joint density write `distribution().log_prob(y.flatten())`. With Student t noise, see
+        `GaussianPlusNoise` for several outputs.
 
         Cost: O(B C³), or O(S B C) for S weight draws, or O(S² B C) for S linearised draws.
         """
         mean, draws = self.mean, self._draws()
-        targets = self._aligned(targets, mean, check_real_targets, self.missing)
+        targets = self._targets(targets)
+        if self.df is not None:
+            logs = self._law(joint=False).log_prob(targets if draws is None else targets[:, None])  # (B,) or (B, S)
+            return logs if draws is None else logs.logsumexp(1) - math.log(len(draws))
         if draws is not None:
             residual, volume = known_residuals(draws, targets, self._noise)
             squares = (residual.square() / self._noise).sum(-1)  # (S, B, C) -> (S, B)
@@ -104,27 +123,40 @@ class RegressionPrediction(RealPrediction):
 
     def transformed(self, function: Callable[[Tensor], Tensor]) -> TransformedPrediction:
         outputs, weights = latent_nodes(self.latent)
-        return TransformedPrediction(self, function, (outputs, self._noise, weights))
+        return TransformedPrediction(self, function, (outputs, self._noise, weights), self.df)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""
         generator = seeded(generator, self.latent.mean.device)
         latent = at_least_float32(self.latent.sample(n, generator))
-        return latent + self._noise.to(latent.dtype).sqrt() * standard_normal(latent.shape, latent, generator)
+        noise = self._noise.to(latent.dtype).sqrt() * standard_normal(latent.shape, latent, generator)
+        if self.df is not None:
+            weights, shape = (values.to(latent) for values in student_normals(self.df))
+            kinds = torch.multinomial(weights, latent.numel(), replacement=True, generator=generator)
+            noise = noise * shape.sqrt()[kinds].reshape(latent.shape)
+        return latent + noise
 
     def distribution(self) -> dist.Distribution:
         """Returns y as a `torch.distributions` object with batch shape (B,) and event shape (C,).
 
         This is a Normal for one output, a MultivariateNormal for several, a LowRankMultivariateNormal for linearised
         draws, and a mixture for weight draws. A joint latent gives batch shape () and event shape (B·C,), inputs first.
+        With Student t noise it is a mixture of Normals for one output, and a `GaussianPlusNoise` for several.
         """
         mean, draws = self.mean, self._draws()
+        if self.df is not None and mean.shape[-1] == 1 and not self.latent.joint:
+            means, variances, weights = (values.to(mean) for values in self._normals())
+            return mixture_of(dist.Normal, weights, means, variances.sqrt())
         if draws is not None:
             centres = draws.flatten(1) if self.latent.joint else draws.transpose(0, 1)  # (S, B·C) or (B, S, C)
-            noise = self._noise_of_each(centres).sqrt()
-            noise = (noise if noise.ndim == 1 else noise[:, None]).expand_as(centres)
-            weights = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
-            return dist.MixtureSameFamily(weights, dist.Independent(dist.Normal(centres, noise), 1))
+            chances = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
+            if self.df is not None:
+                return dist.MixtureSameFamily(chances, self._law(self.latent.joint))
+            noise = self._noise_like(centres[0] if self.latent.joint else mean).sqrt()
+            noise = (noise if self.latent.joint else noise[:, None]).expand_as(centres)
+            return dist.MixtureSameFamily(chances, dist.Independent(dist.Normal(centres, noise), 1))
+        if self.df is not None:
+            return self._law(self.latent.joint)
         centre = mean.flatten() if self.latent.joint else mean  # (B·C,) or (B, C)
         if has_factor(self.latent):
             factor = at_least_float32(self.latent.factor)  # (B, C, S)
@@ -137,27 +169,44 @@ class RegressionPrediction(RealPrediction):
 
     def __repr__(self) -> str:
         inputs, outputs = self.latent.mean.shape
-        return f"RegressionPrediction({inputs} inputs, {outputs} outputs, noise_variance={self.noise_variance:g})"
+        noise = f"noise_variance={self.noise_variance:g}" + ("" if self.df is None else f", df={self.df:g}")
+        return f"RegressionPrediction({inputs} inputs, {outputs} outputs, {noise})"
 
     def _draws(self) -> Tensor | None:
         """Returns weight draws in at least float32, or None."""
         draws = self.latent.draws
         return None if draws is None else at_least_float32(draws)
 
+    def _targets(self, targets: Tensor) -> Tensor:
+        return self._aligned(targets, self.mean, check_real_targets, self.missing)
+
+    def _law(self, joint: bool) -> GaussianPlusNoise:
+        """Returns the law of y with batch shape (B,), or () if joint; weight draws append S to the batch shape."""
+        latent, centre, draws = self.latent, self.mean.flatten() if joint else self.mean, self._draws()
+        weights, shape = (values.to(centre) for values in student_normals(self.df))
+        noise = self._noise_like(centre)[..., None] * shape  # (B, C, 16) or (B·C, 16)
+        if draws is not None:
+            centre = draws.flatten(1) if joint else draws.transpose(0, 1)
+            fixed = centre.new_zeros(centre.shape[-1], 1)
+            return GaussianPlusNoise(centre, fixed, fixed.new_zeros(1, 1), noise if joint else noise[:, None], weights)
+        if has_factor(latent):
+            rows = at_least_float32(latent.factor).reshape(*centre.shape, -1)
+            return GaussianPlusNoise(centre, rows, torch.eye(rows.shape[-1]).to(rows), noise, weights)
+        covariance = at_least_float32(latent.covariance if joint else latent.own_covariance)
+        covariance = covariance.reshape(*centre.shape, -1)
+        return GaussianPlusNoise(centre, torch.eye(centre.shape[-1]).to(centre), covariance, noise, weights)
+
     def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:
         """Returns `N(mean, F Fᵀ + σ² diag(r))`, with a density that needs only S x S matrices."""
-        noise = self._noise_of_each(mean).expand_as(mean)
-        return dist.LowRankMultivariateNormal(mean, factor, noise, validate_args=False)
+        return dist.LowRankMultivariateNormal(mean, factor, self._noise_like(mean), validate_args=False)
 
     def _noisy(self, covariance: Tensor) -> Tensor:
-        """Adds the noise variances to the diagonal of covariances (..., C, C) or (B·C, B·C)."""
-        return covariance + self._noise_of_each(covariance).diag_embed()
+        """Adds the noise variances to the diagonal of covariances (B, C, C) or (B·C, B·C)."""
+        return covariance + self._noise_like(covariance[..., 0]).diag_embed()
 
-    def _noise_of_each(self, values: Tensor) -> Tensor:
-        """Returns the noise variances in the dtype of values (..., C), repeated B times for values (..., B·C)."""
-        noise = self._noise.to(values.dtype)
-        copies = values.shape[-1] // noise.shape[-1]
-        return noise if copies == 1 else noise.repeat(copies)
+    def _noise_like(self, values: Tensor) -> Tensor:
+        """Returns the noise variances in the shape (B, C) or (B·C,) and the dtype of values."""
+        return self._noise.to(values.dtype).expand(self.mean.shape).reshape(values.shape)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -168,11 +217,13 @@ class TransformedPrediction(RealPrediction):
         prediction: the prediction of y.
         function: g.
         points: outputs f (S, B, C), noise variances (C,) or (B, C), and weights of the points (S, 1, 1).
+        df: degrees of freedom of the noise; None means normal noise.
     """
 
     prediction: RealPrediction
     function: Callable[[Tensor], Tensor]
     points: tuple[Tensor, Tensor, Tensor]
+    df: float | None = None
 
     def __post_init__(self) -> None:
         """Raises unless g is finite and monotone in each entry, within four standard deviations of the mean of y."""
@@ -201,7 +252,7 @@ class TransformedPrediction(RealPrediction):
         """Mean of g(y), variance over f of its mean given f, and mean over f of its variance given f, (B, C)."""
         outputs, noise, weights = map(doubled, self.points)
         first, second = torch.zeros_like(outputs), torch.zeros_like(outputs)
-        for node, chance in zip(*normal_nodes(outputs), strict=True):  # of the noise
+        for node, chance in zip(*noise_nodes(outputs, self.df), strict=True):  # of the noise
             values = self.function(outputs + noise.sqrt() * node).nan_to_num(0.0, torch.inf, -torch.inf)  # far out
             first, second = first + chance * values, second + chance * values.square()
         mean = (weights * first).sum(0)
@@ -213,10 +264,22 @@ class TransformedPrediction(RealPrediction):
     epistemic_variance = property(lambda self: self._moments[1])
     aleatoric_variance = property(lambda self: self._moments[2])
 
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Returns the exact central interval: g of the ends of y's interval."""
-        low, high = map(self.function, self.prediction.interval(level))
-        return torch.minimum(low, high), torch.maximum(low, high)
+    @cached_property
+    def _rises(self) -> bool:
+        """Whether g rises: it is monotone, in one direction for all outputs."""
+        mean, four = self.prediction.mean, 4.0 * self.prediction.std
+        return bool((self.function(mean + four) > self.function(mean - four)).any())
+
+    def _quantile(self, probability: float) -> Tensor:
+        """Returns the exact quantile: g of a quantile of y."""
+        return self.function(self.prediction.quantile(probability if self._rises else 1.0 - probability))
+
+    def _below(self, y: Tensor) -> Tensor:
+        mean = doubled(self.prediction.mean)
+        x = _Monotone(self.function).inv(y.to(mean))
+        below = self.prediction.pit(x.nan_to_num().to(self.prediction.mean))
+        below = below if self._rises else 1.0 - below
+        return torch.where(x.isnan(), (y > self.function(mean)).to(below), below)  # NaN: beyond the range of g
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns `log p(g⁻¹(t)) - Σ_c log |g'|` for targets t, (B,); -inf for a target beyond the range of g."""
