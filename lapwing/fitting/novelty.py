@@ -22,7 +22,6 @@ from ..errors import LapwingError, check_choice
 from ..files import prefixed, read_safetensors, under, write_safetensors
 from ..linalg import doubled
 from ..network.entry import outside_modes
-from ..network.refusals import check_layers
 from ..network.stamp import Stamp, fingerprint
 from ..posterior.loading import check_same
 from ..running.fingerprints import check_same_network
@@ -51,8 +50,7 @@ class Novelty:
 
     @outside_modes
     def __call__(self, x: Any) -> Tensor:
-        check_layers(self.tangent.model)
-        changed = self.stamp.changed(self.tangent.state())
+        changed = self.stamp.changed(self.tangent.model, self.tangent.call.known.state)
         if changed is not None:
             raise LapwingError(
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."

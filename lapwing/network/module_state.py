@@ -35,25 +35,30 @@ class PreservedState:
 
     trusts = False  # whether blocks are known to change nothing, unless they raise an exception
     restored = False  # whether a block changed something
+    stamp: object = None  # the `Stamp` whose layers and tensors the modules have in this state
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for _, module in modules_of(model)]
-        attributes = [*map(vars, self.modules)]
-        inner = [value for held in attributes for value in held.values() if isinstance(value, (dict, list))]
-        self._containers = [*attributes, *inner]
+        self._attributes = [*map(vars, self.modules)]
+        inner = [value for held in self._attributes for value in held.values() if isinstance(value, (dict, list))]
+        self._containers = [*self._attributes, *inner]
         self._former = [dict(each) if isinstance(each, dict) else list(each) for each in self._containers]
-        self._lengths = [*map(len, self._former)]
-        self._filled = [each for each in self._containers if each]  # most are empty, such as dicts of hooks
-        self._dicts = [each for each in self._filled if isinstance(each, dict)]
-        self._entries = [*chain.from_iterable(self._filled)]  # of lists, and keys of dicts
+        self._empty = [each for each in inner if not each]  # most, such as dicts of hooks
+        self._inner = [each for each in inner if each]
+        self._dicts = [*self._attributes, *(each for each in self._inner if isinstance(each, dict))]
+        self._names = [*chain.from_iterable(self._attributes)]
+        self._lengths = [*map(len, self._attributes), *map(len, self._inner)]
+        self._entries = [*chain.from_iterable(self._inner)]  # of lists, and keys of dicts
         self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
 
     def is_unchanged(self) -> bool:
         """Whether all containers hold the same objects in the same order."""
-        if [*map(len, self._containers)] != self._lengths:
+        if any(self._empty) or [*map(len, self._attributes), *map(len, self._inner)] != self._lengths:
             return False
         values = chain.from_iterable(map(dict.values, self._dicts))
-        return all(map(is_, chain.from_iterable(self._filled), self._entries)) and all(map(is_, values, self._values))
+        entries = chain.from_iterable(self._inner)
+        same = [*chain.from_iterable(self._attributes)] == self._names and all(map(is_, entries, self._entries))
+        return same and all(map(is_, values, self._values))
 
     def __enter__(self) -> PreservedState:
         return self

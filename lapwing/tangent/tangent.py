@@ -92,7 +92,7 @@ class Tangent:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
             call = replace(call, layout=Positions.of(error.shape, shape))
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
-        check_constant(network, before.changed(state_of(network)))
+        check_constant(network, before.changed(network))
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
             few = batches.take(inputs, slice(0, 2))  # a run finds out whether the treated layer gives the outputs
