@@ -30,7 +30,7 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class PreservedState:
     """Restores the attributes of all modules after a block, and the entries of attributes that are dicts or lists.
 
-    It looks no deeper. One object may serve several blocks, as long as `is_unchanged`.
+    It looks no deeper. One object may serve several blocks, as long as `is_equal`.
     """
 
     trusts = False  # whether blocks are known to change nothing, unless they raise an exception
@@ -39,26 +39,36 @@ class PreservedState:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for _, module in modules_of(model)]
-        self._attributes = [*map(vars, self.modules)]
-        inner = [value for held in self._attributes for value in held.values() if isinstance(value, (dict, list))]
-        self._containers = [*self._attributes, *inner]
+        attributes = [*map(vars, self.modules)]
+        inner = [value for held in attributes for value in held.values() if isinstance(value, (dict, list))]
+        self._containers = [*attributes, *inner]
         self._former = [dict(each) if isinstance(each, dict) else list(each) for each in self._containers]
-        self._empty = [each for each in inner if not each]  # most, such as dicts of hooks
-        self._inner = [each for each in inner if each]
-        self._dicts = [*self._attributes, *(each for each in self._inner if isinstance(each, dict))]
-        self._names = [*chain.from_iterable(self._attributes)]
-        self._lengths = [*map(len, self._attributes), *map(len, self._inner)]
-        self._entries = [*chain.from_iterable(self._inner)]  # of lists, and keys of dicts
+        self._lengths = [*map(len, self._former)]
+        self._empty = [each for each in self._containers if not each]  # most, such as dicts of hooks
+        self._filled = [each for each in self._containers if each]
+        self._filled_before = [each for each in self._former if each]
+        self._dicts = [each for each in self._filled if isinstance(each, dict)]
+        own = chain.from_iterable((one._parameters, one._buffers, one._modules) for one in self.modules)
+        self._members = [each for each in own if each]
+        self._tensors_and_children = [*chain.from_iterable(map(dict.values, self._members))]
+        self._entries = [*chain.from_iterable(self._filled)]  # of lists, and keys of dicts
         self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
 
     def is_unchanged(self) -> bool:
         """Whether all containers hold the same objects in the same order."""
-        if any(self._empty) or [*map(len, self._attributes), *map(len, self._inner)] != self._lengths:
+        if [*map(len, self._containers)] != self._lengths:
             return False
         values = chain.from_iterable(map(dict.values, self._dicts))
-        entries = chain.from_iterable(self._inner)
-        same = [*chain.from_iterable(self._attributes)] == self._names and all(map(is_, entries, self._entries))
-        return same and all(map(is_, values, self._values))
+        return all(map(is_, chain.from_iterable(self._filled), self._entries)) and all(map(is_, values, self._values))
+
+    def is_equal(self) -> bool:
+        """Whether the modules have the same tensors and children, and equal other attributes: three times as fast."""
+        members = chain.from_iterable(map(dict.values, self._members))
+        try:
+            equal = self._filled == self._filled_before  # identical values are equal, so this compares no tensors
+        except Exception:  # but other tensors and arrays have no truth value
+            return False
+        return equal and not any(self._empty) and all(map(is_, members, self._tensors_and_children))
 
     def __enter__(self) -> PreservedState:
         return self

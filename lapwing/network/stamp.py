@@ -25,9 +25,6 @@ from .refusals import check_layers
 SAMPLED, WHOLE = 8, 64
 """Number of entries of a large tensor that a stamp keeps, evenly spaced, and maximum number of which it keeps all."""
 
-MEMORY = Tensor.data_ptr, Tensor.stride, Tensor.is_conj, attrgetter("dtype")
-"""Functions that say where and how a tensor is stored."""
-
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns name -> tensor that a stamp compares: all parameters, and saved floating-point or complex buffers."""
@@ -55,7 +52,7 @@ class Stamp:
     tensors: dict[str, Tensor] = field(repr=False)  # small ones first
     marks: list[tuple[int, torch.Size]] = field(repr=False)  # write counter and shape of each tensor
     values: Tensor = field(repr=False)
-    views: tuple[list[list], list[list[Tensor]]] = field(default=([], []), init=False, repr=False, compare=False)
+    views: tuple[tuple, list[list[Tensor]]] = field(default=((), []), init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> Stamp:
@@ -64,7 +61,7 @@ class Stamp:
         return cls(tensors, _marks(tensors), torch.cat(_parts(tensors)).nan_to_num())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "views": ([], [])}
+        return {**self.__dict__, "views": ((), [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Reads new write counters, since `copy.deepcopy` and pickle copy the network with its posterior."""
@@ -77,7 +74,7 @@ class Stamp:
         """
         mine = self.tensors
         with LOCK:
-            known = modules is not None and modules.is_unchanged()
+            known = modules is not None and modules.is_equal()
         if modules is None or not known or modules.stamp is not self:
             check_layers(model)
             state = state_of(model)
@@ -100,7 +97,7 @@ class Stamp:
 
     def _values(self) -> Tensor:
         """Returns the entries at present, by views that are kept as long as the memory stays."""
-        memory = [[*map(read, self.tensors.values())] for read in MEMORY]
+        memory = [*map(Tensor.data_ptr, self.tensors.values())], [*map(Tensor.stride, self.tensors.values())]
         if self.views[0] != memory:
             parts = _parts(self.tensors)
             if transformed() or [part.data_ptr() for part in parts] != memory[0]:
@@ -123,7 +120,10 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def _marks(state: Mapping[str, Tensor]) -> list[tuple[int, torch.Size]]:
-    return [(-1 if value.is_inference() else value._version, value.shape) for value in state.values()]
+    try:
+        return [*map(attrgetter("_version", "shape"), state.values())]
+    except RuntimeError:  # tensors of inference mode have no counter
+        return [(-1 if value.is_inference() else value._version, value.shape) for value in state.values()]
 
 
 def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:

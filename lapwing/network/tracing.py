@@ -237,7 +237,7 @@ class KnownCalls:
     def find(self, watched: Iterable[str], inputs: Any) -> tuple[nn.Module | None, int]:
         """Returns the module at which the recording of a known call may begin, or None, and its number of uses."""
         module, uses = self._calls.get((*watched, _shapes(inputs)), (None, 0))
-        return (module, uses) if module is None or (self.state and self.state.is_unchanged()) else (None, 0)
+        return (module, uses) if module is None or (self.state and self.state.is_equal()) else (None, 0)
 
     def add(
         self, watched: Mapping[str, Tensor], inputs: Any, state: PreservedState, recording: Recording, whole: bool
@@ -246,7 +246,7 @@ class KnownCalls:
 
         With `whole`, its recordings may never begin at a module.
         """
-        shapes, current = _shapes(inputs), self.state is not None and self.state.is_unchanged()
+        shapes, current = _shapes(inputs), self.state is not None and self.state.is_equal()
         call = *watched, shapes
         if shapes is None or recording.chosen or not recording.plain or state.restored:
             return

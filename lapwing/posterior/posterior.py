@@ -319,11 +319,12 @@ class Posterior(Displayed, Generic[P]):
         """
         rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
         check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
-        if self.aim is None:
-            return predicted(self.likelihood, self.latent(x, via, progress=progress), link, generator)
-        latent = self.latent(x, self.aim.via if via is None else via, progress=progress)
-        rows = latent.rows if has_positions(latent) else latent
-        link = self.aim.link_for(via, link, lambda: self.likelihood.choose_link(rows, None))
+        self._check_network()
+        way = self.aim.via if self.aim is not None and via is None else via
+        latent = latent_of(self.tangent, self.covariance, ordered(x, self.columns), way, False, progress)
+        if self.aim is not None:
+            rows = latent.rows if has_positions(latent) else latent
+            link = self.aim.link_for(via, link, lambda: self.likelihood.choose_link(rows, None))
         return predicted(self.likelihood, latent, link, generator)
 
     @warns_once

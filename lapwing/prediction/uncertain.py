@@ -192,7 +192,7 @@ def _uncertain(inputs: Any) -> dict[int, Uncertain]:
 
 def leaves_of(values: Any) -> list[Any]:
     """Returns the leaves of inputs in order."""
-    return pytree.tree_leaves(batches.tree(values))
+    return [values] if isinstance(values, Tensor) else pytree.tree_leaves(batches.tree(values))
 
 
 def with_leaves(values: Any, changed: Mapping[int, Any]) -> Any:
