@@ -43,16 +43,16 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2690, functions=359, classes=57, files=63),
-    "fit with its default tuning": Ran(lines=3162, functions=431, classes=71, files=74),
-    "first prediction": Ran(lines=1164, functions=167, classes=38, files=44),
+    "fit with a given prior": Ran(lines=2670, functions=359, classes=57, files=63),
+    "fit with its default tuning": Ran(lines=3142, functions=431, classes=71, files=74),
+    "first prediction": Ran(lines=1177, functions=164, classes=38, files=44),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 
 SPLITS = 5
 """The most batches that the fit with a given prior parses: the first look, and each batch of the list once."""
 
-CALLS_OUTSIDE_PASSES = 7
+CALLS_OUTSIDE_PASSES = 5
 """The most calls of the network in the fit with a given prior, in addition to one for each batch of its one pass."""
 
 

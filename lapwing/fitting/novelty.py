@@ -94,7 +94,7 @@ class Novelty:
         tangent, device = from_json(header["tangent"], model, forward, None), next(model.parameters()).device
         check_same(path, tangent, under("weights", tensors), header["dtypes"])
         kept = {name: value.to(device) for name, value in under("novelty", tensors).items()}
-        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.state()))
+        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.model))
 
 
 def _inputs_of(batch: Any) -> Any:
@@ -143,13 +143,13 @@ def novelty(
     data = Data(loader, model)
     batches.check_loader(data.loader, "lw.novelty")
     tangent = Tangent.survey(model, data.first.inputs, last_layer, forward, targets=data.first.targets)
-    check_same_network(tangent.model, tangent.state())
+    check_same_network(tangent.model)
     pairs = ((features_of(tangent, part.inputs), part.targets) for part in checked(data, tangent.device))
     if by == "knn":  # at least float32: cosines near 1 in half precision would tie
         kept = [F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32))) for rows, _ in pairs]
         kept = [rows.to(tangent.device) for part in ranks.gathered("the features", kept) for rows in part]
     tensors = {"rows": torch.cat(kept)} if by == "knn" else _mahalanobis(pairs, tangent.device)
-    return Novelty(by, tangent, tensors, Stamp.of(tangent.state()))
+    return Novelty(by, tangent, tensors, Stamp.of(tangent.model))
 
 
 def features_of(tangent: Tangent, inputs: Any) -> Tensor:

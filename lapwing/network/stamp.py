@@ -25,6 +25,9 @@ from .refusals import check_layers
 SAMPLED, WHOLE = 8, 64
 """Number of entries of a large tensor that a stamp keeps, evenly spaced, and maximum number of which it keeps all."""
 
+MEMORY = Tensor.data_ptr, Tensor.stride, Tensor.is_neg, Tensor.is_conj
+"""Functions that say where and how a tensor is stored."""
+
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns name -> tensor that a stamp compares: all parameters, and saved floating-point or complex buffers."""
@@ -52,16 +55,16 @@ class Stamp:
     tensors: dict[str, Tensor] = field(repr=False)  # small ones first
     marks: list[tuple[int, torch.Size]] = field(repr=False)  # write counter and shape of each tensor
     values: Tensor = field(repr=False)
-    views: tuple[tuple, list[list[Tensor]]] = field(default=((), []), init=False, repr=False, compare=False)
+    views: tuple[list[list], list[list[Tensor]]] = field(default=([], []), init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, state: Mapping[str, Tensor]) -> Stamp:
-        """Makes the stamp of `Tangent.state()`. Cost: time O(number of tensors)."""
-        tensors = dict(sorted(state.items(), key=lambda item: item[1].numel() > WHOLE))
+    def of(cls, model: nn.Module) -> Stamp:
+        """Makes the stamp of a network at present. Cost: time O(number of tensors)."""
+        tensors = dict(sorted(state_of(model).items(), key=lambda item: item[1].numel() > WHOLE))
         return cls(tensors, _marks(tensors), torch.cat(_parts(tensors)).nan_to_num())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "views": ((), [])}
+        return {**self.__dict__, "views": ([], [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Reads new write counters, since `copy.deepcopy` and pickle copy the network with its posterior."""
@@ -70,19 +73,19 @@ class Stamp:
     def changed(self, model: nn.Module, modules: PreservedState | None = None) -> str | None:
         """Returns the name of a tensor that has changed, or None. Raises if a layer is refused.
 
-        Layers and the set of tensors are not compared again in a state of the `modules` in which they were as here.
+        While the modules are equal to a known state of theirs, layers and the set of tensors are compared once.
         """
         mine = self.tensors
         with LOCK:
-            known = modules is not None and modules.is_equal()
-        if modules is None or not known or modules.stamp is not self:
+            known = modules if modules is not None and modules.is_equal() else None
+        if known is None or known.stamp is not self:
             check_layers(model)
             state = state_of(model)
             other = [name for name in (*mine, *state) if state.get(name) is not mine.get(name)]
             if other:
                 return other[0]
-            if modules is not None and known:
-                modules.stamp = self
+            if known is not None:
+                known.stamp = self
         now = _marks(mine)
         if now != self.marks:
             return next(name for name, old, new in zip(mine, self.marks, now, strict=True) if old != new)
@@ -97,7 +100,7 @@ class Stamp:
 
     def _values(self) -> Tensor:
         """Returns the entries at present, by views that are kept as long as the memory stays."""
-        memory = [*map(Tensor.data_ptr, self.tensors.values())], [*map(Tensor.stride, self.tensors.values())]
+        memory = [[*map(read, self.tensors.values())] for read in MEMORY]
         if self.views[0] != memory:
             parts = _parts(self.tensors)
             if transformed() or [part.data_ptr() for part in parts] != memory[0]:

@@ -84,6 +84,7 @@ class Recording(NamedTuple):
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
     plain: bool  # the outputs depend on all recorded uses, and on watched parameters in no other way
+    rounds: bool  # as in `EagerMode`: a plain call may give other outputs
 
 
 class Recorder(EagerMode):
@@ -190,7 +191,9 @@ class Recorder(EagerMode):
         values = [leaf for leaf in leaves if isinstance(leaf, (str, int))]
         routed = self.routed or (bool(values) and sum(isinstance(leaf, str) for leaf in values) >= max(2, size(inputs)))
         chosen = routed or bool(values)
-        return Recording(outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain)
+        return Recording(
+            outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain, self.rounds
+        )
 
 
 def _routes(function: Callable, args: tuple) -> bool:

@@ -74,9 +74,9 @@ class Tangent:
         The shape of the targets may show which dimension of the outputs holds classes. `activation` gives probabilities
         if the outputs are logits: "softmax" or "sigmoid". A call brings its own `forward` and `activation`.
 
-        Cost: six forward passes, two of them on one sample and four on at most four. One more for each of: a first
-        batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network. At
-        most four backward passes for any C. All of it again on the whole batch, if four samples leave layers unused.
+        Cost: four forward passes, two of them on one sample and two on at most four. One more for each of: a first
+        batch of one sample, a frozen last layer, shared embeddings; and about four more for attention, recurrent layers
+        and random numbers. At most four backward passes. All of it again on the whole batch, if layers stay unused.
         """
         last = isinstance(params, LastLayer)
         call = model if isinstance(model, Call) else Call(checked_network(model, last), forward, activation)
@@ -85,7 +85,7 @@ class Tangent:
         inputs = batches.plain(inputs, next(iter(parameters.values())).device)
         check_inputs(inputs, (), "the inputs of the first batch")
         batches.check_lists(inputs)
-        before = Stamp.of(state_of(network))
+        before = Stamp.of(network)
         try:
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
         except OutputsWithPositions as error:
