@@ -117,6 +117,13 @@ def remembering(net: Any, x: Tensor) -> Tensor:
     return net.head(net.state)
 
 
+class Adding(nn.Linear):
+    """A cell whose operations a recording does not replace."""
+
+    def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
+        return torch.tanh(super().forward(x) + (0 if state is None else state))
+
+
 def overwriting(net: Any, x: Tensor) -> Tensor:
     hidden = torch.tanh(net.first(x))
     out = net.second(hidden)
@@ -514,9 +521,10 @@ def test_a_list_of_several_inputs_is_a_loader() -> None:
 
 
 @pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last layer"])
-def test_a_state_kept_between_calls(params: Any) -> None:
+@pytest.mark.parametrize("cell", [nn.GRUCell(4, 5), Adding(4, 5)], ids=["recurrent", "plain"])
+def test_a_state_kept_between_calls(cell: nn.Module, params: Any) -> None:
     """It is restored after each call of ours, so that two calls agree, and predictions would depend on older calls."""
-    model = Net(remembering, cell=nn.GRUCell(4, 5), head=nn.Linear(5, 3), state=None).eval()
+    model = Net(remembering, cell=cell, head=nn.Linear(5, 3), state=None).eval()
     refused(lambda: fit(DATA, model, params=params), "Net keeps a state … (state) … setattr(model, 'state', None)")
     inner = "(0.state) … setattr(model.get_submodule('0'), 'state', None)"
     refused(lambda: fit(DATA, nn.Sequential(model).eval(), params=params), inner)

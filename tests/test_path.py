@@ -43,16 +43,16 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2687, functions=360, classes=57, files=65),
-    "fit with its default tuning": Ran(lines=3157, functions=433, classes=72, files=76),
-    "first prediction": Ran(lines=1154, functions=169, classes=39, files=46),
+    "fit with a given prior": Ran(lines=2669, functions=360, classes=57, files=65),
+    "fit with its default tuning": Ran(lines=3139, functions=433, classes=72, files=76),
+    "first prediction": Ran(lines=1168, functions=167, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 
 SPLITS = 5
 """The most batches that the fit with a given prior parses: the first look, and each batch of the list once."""
 
-CALLS_OUTSIDE_PASSES = 7
+CALLS_OUTSIDE_PASSES = 5
 """The most calls of the network in the fit with a given prior, in addition to one for each batch of its one pass."""
 
 

@@ -48,7 +48,7 @@ def posteriors_of(
             tangent=tangent, covariance=covariance, likelihood=likelihood, prior=prior, statistics=dict(statistics),
             samples=samples, data_factor=factor, temperature=problem.temperature,
             method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
-            stamp=Stamp.of(tangent.state()), history=result.history, columns=runner.columns,
+            stamp=Stamp.of(tangent.model), history=result.history, columns=runner.columns,
         )  # fmt: skip
         settled = fitted.noise_fixed and has_prior(covariance)
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
@@ -140,5 +140,5 @@ def constructed(
     return Posterior(
         tangent, covariance(tangent), likelihood, Prior(zero, centre, fixed=True),
         summary.statistics, summary.samples, 1.0, 1.0, replace(method, sample_weights=data.weighted), noise_fixed,
-        Stamp.of(tangent.state()), columns=data.columns,
+        Stamp.of(tangent.model), columns=data.columns,
     )  # fmt: skip

@@ -32,7 +32,7 @@ def continued(options: FitOptions, former: Posterior, model: Any, loader: Any, c
         whole = with_data(former, tangent, data, remedy, checkpoint)
     return replace(
         whole, prior=Prior(former.prior.precision, former.tangent.mean(), fixed=True), noise_fixed=True, history={},
-        method=replace(whole.method, after_former=True), stamp=Stamp.of(tangent.state()),
+        method=replace(whole.method, after_former=True), stamp=Stamp.of(tangent.model),
     )  # fmt: skip
 
 

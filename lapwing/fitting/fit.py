@@ -159,7 +159,7 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
     """Returns the inputs of the method, with noise ratios that the residuals show."""
     tangent, prior, tune = choice.tangent, choice.prior, data.tune
     likelihood = data.with_residuals(tangent)
-    check_same_network(tangent.model, tangent.state())
+    check_same_network(tangent.model)
     return Problem(
         tangent=tangent, likelihood=likelihood,
         root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank()),  # each rank draws its own columns

@@ -23,7 +23,6 @@ from ..errors import LapwingError, check_choice
 from ..files import prefixed, read_safetensors, under, write_safetensors
 from ..linalg import doubled
 from ..network.entry import outside_modes
-from ..network.refusals import check_layers
 from ..network.stamp import Stamp, fingerprint
 from ..posterior.loading import check_same
 from ..running.fingerprints import check_same_network
@@ -52,8 +51,7 @@ class Novelty:
 
     @outside_modes
     def __call__(self, x: Any) -> Tensor:
-        check_layers(self.tangent.model)
-        changed = self.stamp.changed(self.tangent.state())
+        changed = self.stamp.changed(self.tangent.model, self.tangent.call.known.state)
         if changed is not None:
             raise LapwingError(
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
@@ -97,7 +95,7 @@ class Novelty:
         tangent, device = from_json(header["tangent"], model, forward, None), next(model.parameters()).device
         check_same(path, tangent, under("weights", tensors), header["dtypes"])
         kept = {name: value.to(device) for name, value in under("novelty", tensors).items()}
-        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.state()))
+        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.model))
 
 
 def _inputs_of(batch: Any) -> Any:
@@ -146,13 +144,13 @@ def novelty(
     data = Data(loader, model)
     batches.check_loader(data.loader, "lw.novelty")
     tangent = Tangent.survey(model, data.first.inputs, last_layer, forward, targets=data.first.targets)
-    check_same_network(tangent.model, tangent.state())
+    check_same_network(tangent.model)
     pairs = ((features_of(tangent, part.inputs), part.targets) for part in checked(data, tangent.device))
     if by == "knn":  # at least float32: cosines near 1 in half precision would tie
         kept = [F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32))) for rows, _ in pairs]
         kept = [rows.to(tangent.device) for part in ranks.gathered("the features", kept) for rows in part]
     tensors = {"rows": torch.cat(kept)} if by == "knn" else _mahalanobis(pairs, tangent.device)
-    return Novelty(by, tangent, tensors, Stamp.of(tangent.state()))
+    return Novelty(by, tangent, tensors, Stamp.of(tangent.model))
 
 
 def features_of(tangent: Tangent, inputs: Inputs) -> Tensor:

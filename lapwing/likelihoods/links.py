@@ -91,7 +91,7 @@ def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
 def _possible(mean: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a mask of the possible classes (B, C), and their number (B, 1). Impossible ones have no variance."""
     mask = possible(mean)
-    return mask, mask.sum(-1, keepdim=True).to(mean)
+    return mask, mask.sum(-1, keepdim=True, dtype=mean.dtype)
 
 
 class Link(Options):
@@ -156,17 +156,17 @@ class Probit(ClassLink, BinaryLink):
         mean = at_least_float32(latent.mean)
         if self.scale == "marginal":
             return torch.log_softmax(probit_logits(mean, at_least_float32(latent.variance)), -1)
-        # 1. v_c = (C/(C-1))² Var[f_c - mean f] (B, C), over the possible classes
+        # 1. Var[f_c - mean f] (B, C), over the possible classes; then one for each class, or one for each input (B, 1)
         mask, classes = _possible(mean)
         variance = at_least_float32(latent.centred_variance)
-        variance = variance * (classes / (classes - 1).clamp_min(1)).square()  # of f_c - mean_{k≠c} f_k
-        # 2. one variance for each class, or one for each input (B, 1)
         if self.scale == "class":
             mean = mean - torch.where(mask, mean, 0.0).sum(-1, keepdim=True) / classes
         elif self.scale == "weighted":
             variance = (mean.softmax(-1) * variance).sum(-1, keepdim=True)
         else:
-            variance = variance.mean(-1, keepdim=True) * (mean.shape[-1] / classes)
+            variance = variance.mean(-1, keepdim=True) * mean.shape[-1] / classes
+        # 2. v_c = (C/(C-1))² Var[f_c - mean f], the variance of f_c - mean_{k≠c} f_k
+        variance = variance * (classes / (classes - 1).clamp_min(1)).square()
         return torch.log_softmax(probit_logits(mean, variance), -1)
 
     def log_odds(self, latent: AnyLatent, generator: torch.Generator | None = None) -> Tensor:

@@ -32,8 +32,10 @@ def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        default = torch.get_default_device()
-        devices = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+        default = torch.empty(0).device  # three times as fast as torch.get_default_device()
+        devices = tuple([device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)])
+        if default.type == "cpu" and not devices:
+            return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             if default.type != "cpu":
                 stack.callback(_DEFAULT.reset, _DEFAULT.set(default))

@@ -7,9 +7,11 @@ after a pass with drawn weights they would change the outputs. Hooks that a pass
 from __future__ import annotations
 
 from itertools import chain
-from operator import is_
+from operator import is_, methodcaller
 
 from torch import nn
+
+VALUES = methodcaller("values")  # of dicts, and of what a scripted module has instead
 
 
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -30,11 +32,12 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class PreservedState:
     """Restores the attributes of all modules after a block, and the entries of attributes that are dicts or lists.
 
-    It looks no deeper. One object may serve several blocks, as long as `is_unchanged`.
+    It looks no deeper. One object may serve several blocks, as long as `is_equal`.
     """
 
     trusts = False  # whether blocks are known to change nothing, unless they raise an exception
     restored = False  # whether a block changed something
+    stamp: object = None  # the `Stamp` whose layers and tensors the modules have in this state
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for _, module in modules_of(model)]
@@ -42,18 +45,26 @@ class PreservedState:
         inner = [value for held in attributes for value in held.values() if isinstance(value, (dict, list))]
         self._containers = [*attributes, *inner]
         self._former = [dict(each) if isinstance(each, dict) else list(each) for each in self._containers]
-        self._lengths = [*map(len, self._former)]
-        self._filled = [each for each in self._containers if each]  # most are empty, such as dicts of hooks
-        self._dicts = [each for each in self._filled if isinstance(each, dict)]
-        self._entries = [*chain.from_iterable(self._filled)]  # of lists, and keys of dicts
-        self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
+        self._empty = [each for each in self._containers if not each]  # most, such as dicts of hooks
+        self._filled, self._before = ([each for each in held if each] for held in (self._containers, self._former))
+        own = chain.from_iterable((one._parameters, one._buffers, one._modules) for one in self.modules)
+        self._members = [each for each in own if each]
+        self._tensors_and_children = [*chain.from_iterable(map(VALUES, self._members))]
+
+    def is_equal(self) -> bool:
+        """Whether the modules have the same tensors and children, and equal other attributes."""
+        members = chain.from_iterable(map(VALUES, self._members))
+        try:
+            equal = self._filled == self._before  # identical values are equal, so this compares no tensors
+        except Exception:  # but other tensors and arrays have no truth value
+            return False
+        return equal and not any(self._empty) and all(map(is_, members, self._tensors_and_children))
 
     def is_unchanged(self) -> bool:
-        """Whether all containers hold the same objects in the same order."""
-        if [*map(len, self._containers)] != self._lengths:
-            return False
-        values = chain.from_iterable(map(dict.values, self._dicts))
-        return all(map(is_, chain.from_iterable(self._filled), self._entries)) and all(map(is_, values, self._values))
+        """Whether all containers hold the same objects in the same order. Slower than `is_equal`."""
+        held = zip(self._filled, self._before, strict=True)
+        pairs = ((VALUES(one), VALUES(other)) if isinstance(one, dict) else (one, other) for one, other in held)
+        return self.is_equal() and all(all(map(is_, one, other)) for one, other in pairs)
 
     def __enter__(self) -> PreservedState:
         return self

@@ -1,8 +1,8 @@
 """Detects that a network has changed, in this process (`Stamp`) or in another one (`fingerprint`).
 
-A stamp compares identities, shapes, torch's write counters, and up to `SAMPLED` entries of each tensor. Torch does not
+A stamp compares identities, shapes, torch's write counters, and all or `SAMPLED` entries of each tensor. Torch does not
 count writes through `.data` or a NumPy view, by an optimiser with `fused=True`, by another process, or to tensors made
-in `torch.inference_mode()`: a stamp detects these only if a sampled entry changes. It computes no sums, because every
+in `torch.inference_mode()`: a stamp detects these only if such an entry changes. It computes no sums, because every
 prediction checks it. `fingerprint` sums over all entries, when a posterior is saved and loaded.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from ..jacobian.plain_functions import transformed
 from ..linalg import SLICE_NUMBERS, doubled
 from .eager import LOCK, real
-from .module_state import modules_of
+from .module_state import PreservedState, modules_of
+from .refusals import check_layers
 
-SAMPLED = 8
-"""Maximum number of entries of each tensor that a stamp keeps, evenly spaced, for writes that torch does not count."""
+SAMPLED, WHOLE = 8, 64
+"""Number of entries of a large tensor that a stamp keeps, evenly spaced, and maximum number of which it keeps all."""
+
+MEMORY = Tensor.data_ptr, Tensor.stride, Tensor.is_neg, Tensor.is_conj
+"""Functions that say where and how a tensor is stored."""
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -48,15 +52,16 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 class Stamp:
     """Tensors, write counters and sampled values of a network. Integer and unsaved buffers are not compared."""
 
-    tensors: dict[str, Tensor] = field(repr=False)
+    tensors: dict[str, Tensor] = field(repr=False)  # small ones first
     marks: list[tuple[int, torch.Size]] = field(repr=False)  # write counter and shape of each tensor
     values: Tensor = field(repr=False)
-    views: tuple[list[tuple], list[Tensor]] = field(default=([], []), init=False, repr=False, compare=False)
+    views: tuple[list[list], list[list[Tensor]]] = field(default=([], []), init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, state: Mapping[str, Tensor]) -> Stamp:
-        """Makes the stamp of `Tangent.state()`. Cost: time O(number of tensors)."""
-        return cls(dict(state), _marks(state), torch.cat(_parts(state)).nan_to_num())
+    def of(cls, model: nn.Module) -> Stamp:
+        """Makes the stamp of a network at present. Cost: time O(number of tensors)."""
+        tensors = dict(sorted(state_of(model).items(), key=lambda item: item[1].numel() > WHOLE))
+        return cls(tensors, _marks(tensors), torch.cat(_parts(tensors)).nan_to_num())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "views": ([], [])}
@@ -65,34 +70,44 @@ class Stamp:
         """Reads new write counters, since `copy.deepcopy` and pickle copy the network with its posterior."""
         self.__dict__.update(state, marks=_marks(state["tensors"]))
 
-    def changed(self, state: Mapping[str, Tensor]) -> str | None:
-        """Returns the name of a tensor that has changed, or None."""
+    def changed(self, model: nn.Module, modules: PreservedState | None = None) -> str | None:
+        """Returns the name of a tensor that has changed, or None. Raises if a layer is refused.
+
+        While the modules are equal to a known state of theirs, layers and the set of tensors are compared once.
+        """
         mine = self.tensors
-        if len(state) != len(mine) or not all(map(is_, state.values(), mine.values())):
+        with LOCK:
+            known = modules if modules is not None and modules.is_equal() else None
+        if known is None or known.stamp is not self:
+            check_layers(model)
+            state = state_of(model)
             other = [name for name in (*mine, *state) if state.get(name) is not mine.get(name)]
             if other:
                 return other[0]
+            if known is not None:
+                known.stamp = self
         now = _marks(mine)
         if now != self.marks:
             return next(name for name, old, new in zip(mine, self.marks, now, strict=True) if old != new)
-        values, before = torch.cat(self._views()), self.values
+        values, before = self._values(), self.values
         if (values.dtype, values.device) != (before.dtype, before.device):
             return f"the dtype or device of {next(iter(mine))}"
         if torch.equal(values, before) or torch.equal(values := values.nan_to_num(), before):
             return None
-        counts = [min(SAMPLED, shape.numel()) for _, shape in self.marks]
+        counts = [*map(len, _parts(mine))]
         parts = zip(mine, values.split(counts), before.split(counts), strict=True)
         return next(name for name, new, old in parts if not torch.equal(new, old))
 
-    def _views(self) -> list[Tensor]:
-        """Returns the sampled entries of the tensors at present, by views that are kept as long as the memory stays."""
-        memory = [(x.data_ptr(), x.stride(), x.dtype, x.is_neg(), x.is_conj()) for x in self.tensors.values()]
+    def _values(self) -> Tensor:
+        """Returns the entries at present, by views that are kept as long as the memory stays."""
+        memory = [[*map(read, self.tensors.values())] for read in MEMORY]
         if self.views[0] != memory:
             parts = _parts(self.tensors)
-            if transformed() or any(part.data_ptr() != place[0] for part, place in zip(parts, memory, strict=True)):
-                return parts  # some are copies
-            object.__setattr__(self, "views", (memory, parts))
-        return self.views[1]
+            if transformed() or [part.data_ptr() for part in parts] != memory[0]:
+                return torch.cat(parts)  # some are copies
+            small = sum(shape.numel() <= WHOLE for _, shape in self.marks)
+            object.__setattr__(self, "views", (memory, [parts[:small], parts[small:]]))
+        return torch.cat([torch.cat(group) for group in self.views[1] if group])  # contiguous ones join fast
 
 
 def fingerprint(value: Tensor) -> Tensor:
@@ -108,18 +123,22 @@ def fingerprint(value: Tensor) -> Tensor:
 
 
 def _marks(state: Mapping[str, Tensor]) -> list[tuple[int, torch.Size]]:
-    return [(-1 if value.is_inference() else value._version, value.shape) for value in state.values()]
+    try:
+        return [*map(attrgetter("_version", "shape"), state.values())]
+    except RuntimeError:  # tensors of inference mode have no counter
+        return [(-1 if value.is_inference() else value._version, value.shape) for value in state.values()]
 
 
 def _parts(state: Mapping[str, Tensor]) -> list[Tensor]:
-    """Returns up to `SAMPLED` entries of each tensor, on one device."""
+    """Returns all entries of each small tensor, and `SAMPLED` entries of a large one, on one device."""
     device = next(iter(state.values())).device
     parts = []
     for value in state.values():
-        value, step = value.detach(), max(1, value.numel() // SAMPLED)
+        value, size = value.detach(), value.numel()
+        count, step = (size, 1) if size <= WHOLE else (SAMPLED, size // SAMPLED)
         if value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last):
-            part = value.as_strided((min(SAMPLED, value.numel()),), (step,))  # one view; the slices below make three
+            part = value.as_strided((count,), (step,))  # one view; the slices below make three
         else:
-            part = value.flatten()[: SAMPLED * step : step]
+            part = value.flatten()[: count * step : step]
         parts.append(part if part.device == device else part.to(device))
     return parts

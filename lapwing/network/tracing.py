@@ -83,6 +83,7 @@ class Recording(NamedTuple):
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
     plain: bool  # the outputs depend on all recorded uses, and on watched parameters in no other way
+    rounds: bool  # as in `EagerMode`: a plain call may give other outputs
 
 
 class Recorder(EagerMode):
@@ -189,7 +190,9 @@ class Recorder(EagerMode):
         texts = sum(isinstance(leaf, str) for leaf in values)
         routed = self.routed or texts >= max(2, inputs.samples)
         chosen = routed or bool(values)
-        return Recording(outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain)
+        return Recording(
+            outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain, self.rounds
+        )
 
 
 def _routes(function: Callable, args: tuple) -> bool:
@@ -236,7 +239,7 @@ class KnownCalls:
     def find(self, watched: Iterable[str], inputs: Inputs) -> tuple[nn.Module | None, int]:
         """Returns the module at which the recording of a known call may begin, or None, and its number of uses."""
         module, uses = self._calls.get((*watched, inputs.form), (None, 0))
-        return (module, uses) if module is None or (self.state and self.state.is_unchanged()) else (None, 0)
+        return (module, uses) if module is None or (self.state and self.state.is_equal()) else (None, 0)
 
     def add(
         self, watched: Mapping[str, Tensor], inputs: Inputs, state: PreservedState, recording: Recording, whole: bool
@@ -245,7 +248,7 @@ class KnownCalls:
 
         With `whole`, its recordings may never begin at a module.
         """
-        form, current = inputs.form, self.state is not None and self.state.is_unchanged()
+        form, current = inputs.form, self.state is not None and self.state.is_equal()
         call = *watched, form
         if form is None or recording.chosen or not recording.plain or state.restored:
             return

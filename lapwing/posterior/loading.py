@@ -127,7 +127,7 @@ def _rebuilt(
     return Posterior(
         tangent.of_logits(likelihood.activation), covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], MethodInfo.from_json(header["method"]),
-        given["noise_variance"], Stamp.of(tangent.state()), under("history", tensors),
+        given["noise_variance"], Stamp.of(tangent.model), under("history", tensors),
         tuple(map(tuple, header.get("columns", ()))), Aim.from_json(header.get("aim")),
     )  # fmt: skip
 

@@ -22,7 +22,6 @@ from ..linalg import check_memory
 from ..methods.prior import Prior, check_noise
 from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
-from ..network.refusals import check_layers
 from ..network.stamp import Stamp
 from ..options import SEED, check_argument, instance_of, integer, positive
 from ..prediction import Aim, DefaultWay, Quantity, Way
@@ -47,9 +46,9 @@ class Posterior(Displayed, Generic[P]):
     """`θ ~ N(θ̂, Σ)` around a trained network, with its likelihood and prior.
 
     `lw.fit` and `lw.load` make posteriors, which never change. A posterior uses the network without a copy, so the
-    network must keep the weights of the fit. Every call compares the set of tensors, torch's write counters, and up to
-    eight entries of each tensor with the fit. It does not notice a write to other entries that torch does not count,
-    such as a write through `.data`.
+    network must keep the weights of the fit. Every call compares the set of tensors, torch's write counters, and eight
+    entries of each tensor (all entries if it has at most 64) with the fit. It does not notice a write to other entries
+    that torch does not count, such as a write through `.data`.
 
     Attributes:
         tangent: the network and its treated blocks.
@@ -320,11 +319,12 @@ class Posterior(Displayed, Generic[P]):
         """
         rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
         check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
-        if self.aim is None:
-            return predicted(self.likelihood, self.latent(x, via, progress=progress), link, generator)
-        latent = self.latent(x, self.aim.via if via is None else via, progress=progress)
-        rows = latent.rows if has_positions(latent) else latent
-        link = self.aim.link_for(via, link, lambda: self.likelihood.choose_link(rows, None))
+        self._check_network()
+        way = self.aim.via if self.aim is not None and via is None else via
+        latent = latent_of(self.tangent, self.covariance, ordered(x, self.columns), way, False, progress)
+        if self.aim is not None:
+            rows = latent.rows if has_positions(latent) else latent
+            link = self.aim.link_for(via, link, lambda: self.likelihood.choose_link(rows, None))
         return predicted(self.likelihood, latent, link, generator)
 
     @warns_once
@@ -577,8 +577,7 @@ class Posterior(Displayed, Generic[P]):
         save(self, path)
 
     def _check_network(self) -> None:
-        check_layers(self.tangent.model)
-        changed = self.stamp.changed(self.tangent.state())
+        changed = self.stamp.changed(self.model, self.tangent.call.known.state)
         if changed is not None:
             raise LapwingError(
                 f"{changed} of {type(self.tangent.model).__name__} was written, replaced or added after the fit. Fit "

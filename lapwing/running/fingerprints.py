@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from .. import ranks
 from ..errors import LapwingError
-from ..network.stamp import fingerprint
+from ..network.stamp import fingerprint, state_of
 
 FUNCTIONS = CellType, CodeType, FunctionType, MethodType, partial
 DEEP = 50  # maximum number of values that hold one another, such as closures in closures
@@ -96,7 +96,7 @@ def _same(one: Any, other: Any) -> bool:
     )
 
 
-def check_same_network(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def check_same_network(model: nn.Module) -> None:
     """Raises if the weights differ between ranks, or if the network is a DistributedDataParallel."""
     if not ranks.several():
         return
@@ -105,7 +105,7 @@ def check_same_network(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             "The model is a DistributedDataParallel, whose calls wait for each other, but the processes of a fit make "
             "different numbers of calls. Pass the network inside: model.module."
         )
-    every = ranks.gathered("the weights", fingerprint_of(state))
+    every = ranks.gathered("the weights", fingerprint_of(state_of(model)))
     for other, prints in enumerate(every):
         for name in differences(every[0], prints)[:1]:
             raise LapwingError(

@@ -71,9 +71,9 @@ class Tangent:
         The shape of the targets may show which dimension of the outputs holds classes. `activation` gives probabilities
         if the outputs are logits: "softmax" or "sigmoid". A call brings its own `forward` and `activation`.
 
-        Cost: six forward passes, two of them on one sample and four on at most four. One more for each of: a first
-        batch of one sample, a frozen last layer, embeddings that all samples share, random numbers in the network. At
-        most four backward passes for any C. All of it again on the whole batch, if four samples leave layers unused.
+        Cost: four forward passes, two of them on one sample and two on at most four. One more for each of: a first
+        batch of one sample, a frozen last layer, shared embeddings; and about four more for attention, recurrent layers
+        and random numbers. At most four backward passes. All of it again on the whole batch, if layers stay unused.
         """
         last = isinstance(params, LastLayer)
         call = model if isinstance(model, Call) else Call(checked_network(model, last), forward, activation)
@@ -82,14 +82,14 @@ class Tangent:
         inputs = Inputs.of(inputs, next(iter(parameters.values())).device)
         inputs = check_inputs(inputs, (), "the inputs of the first batch")
         inputs.check_lists()
-        before = Stamp.of(state_of(network))
+        before = Stamp.of(network)
         try:
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
         except OutputsWithPositions as error:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
             call = replace(call, layout=Positions.of(error.shape, shape))
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
-        check_constant(network, before.changed(state_of(network)))
+        check_constant(network, before.changed(network))
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
             few = inputs.take(slice(0, 2))  # a run finds out whether the treated layer gives the outputs

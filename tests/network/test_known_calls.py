@@ -192,13 +192,16 @@ def test_attributes_that_change_later_are_seen() -> None:
         posterior.predict(x)
 
 
-@pytest.mark.parametrize("change", ["train", "dropout", "buffer", "data", "written"])
+@pytest.mark.parametrize("change", ["train", "dropout", "buffer", "data", "written", "equal parameter"])
 def test_changes_after_known_calls_are_refused(change: str) -> None:
     model = network()
+    model.factor = nn.Parameter(torch.ones(1))  # of one entry: a new one compares as equal
     posterior, x = fitted(model)
     for _ in range(4):
         posterior.predict(x)
-    if change == "train":
+    if change == "equal parameter":
+        model.factor = nn.Parameter(torch.ones(1))
+    elif change == "train":
         model.trunk[1].train()
     elif change == "dropout":
         model.trunk[2] = nn.Dropout(0.5)
@@ -210,6 +213,26 @@ def test_changes_after_known_calls_are_refused(change: str) -> None:
         model.trunk[0].bias.data += 1
     with pytest.raises(lw.LapwingError, match="training mode|was written, replaced or added"):
         posterior.predict(x)
+
+
+@pytest.mark.parametrize("kept", [torch.zeros(1), torch.zeros(2), 0.0])
+def test_an_equal_object_in_an_attribute_is_put_back(kept: Any) -> None:
+    class Keeping(Net):
+        kept: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kept is not None:
+                self.kept = torch.zeros(1)
+            return super().forward(x)
+
+    model = network(Keeping)
+    posterior, x = fitted(model)
+    for _ in range(3):
+        posterior.predict(x)
+    model.kept = kept
+    for _ in range(3):
+        posterior.predict(x)
+        assert model.kept is kept
 
 
 def test_what_a_later_call_keeps_is_put_back() -> None:
