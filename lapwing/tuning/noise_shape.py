@@ -1,0 +1,326 @@
+"""Noise that depends on the input, and its tails: fitted to residuals, and kept only if left-out residuals gain by it.
+
+`shapes` finds from training residuals how the log variance varies. `level` fits its offset, the factor of the latent
+covariance and the degrees of freedom. `chosen` compares such laws with today's law, one normal noise variance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..likelihoods.input_noise import InputNoise, least_noise, standardised
+from ..linalg import doubled, orthonormal_rows, symmetric_eigen
+
+RIDGES = 0.1, 1.0, 10.0, 100.0, 1000.0
+"""Candidates for λ, the precision of w in units of the loss of one row."""
+SHAPE_ROWS, SHAPE_ENTRIES, CHOICE_ROWS = 20_000, 2**24, 2_000
+"""Maximum number of training rows, of their features, and of held-out rows times outputs that choose."""
+DIRECTIONS, PRINCIPAL_ROWS = 256, 1_024
+"""Maximum number of principal components that w combines, and of rows that define them if there are more features."""
+CONSTANT, SMALLEST = 1e-6, 1e-10
+"""Standard deviation of a constant feature, over its largest value; least squared residual, over the mean one."""
+OUTSIDE = 0.01
+"""Fraction of the training rows beyond each end of the range of wᵀz, and of those that count as far from the others."""
+SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 1e3, 1e6
+"""ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
+FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT = 5, 30, 200
+FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 500
+"""Folds; rows below which today's law stays, and below which a gain must exceed two standard errors instead of one."""
+HIGHEST_LEVERAGE = 0.95
+"""Upper bound of a leverage h, so that r/(1 - h) stays finite."""
+TOLERANCE, MOST_STEPS, BACKTRACKS, LONGEST = 1e-8, 60, 6, 3.0
+"""Least gain of a step of `_minimise`; maximum number of steps, and of their lengths; longest step."""
+
+
+class ResidualRows(NamedTuple):
+    """Rows whose residuals are known.
+
+    Attributes:
+        features: φ, (N, F).
+        residuals: y - f, (N, C); NaN for a missing target.
+        weights: sample weights (N,), which count as repeated rows; None for ones.
+        leverages: h of training rows, (N, C); None for zeros.
+        latent: variances of f, (N, C), at today's prior precision and noise; None if unknown.
+        losses: `-log p(y)` (N,) of held-out rows by today's law, which may have been tuned on them.
+    """
+
+    features: Tensor
+    residuals: Tensor
+    weights: Tensor | None = None
+    leverages: Tensor | None = None
+    latent: Tensor | None = None
+    losses: Tensor | None = None
+
+    def taken(self, index: Tensor) -> ResidualRows:
+        return ResidualRows(*(part if part is None else part[index.to(part.device)] for part in self))  # type: ignore[arg-type]
+
+    def order(self) -> Tensor:
+        """Returns a random order of the rows, (N,), the same at every call."""
+        return torch.randperm(len(self.features), generator=torch.Generator().manual_seed(0))
+
+    def at_most(self, count: int) -> ResidualRows:
+        return self.taken(self.order()[:count]) if count < len(self.features) else self
+
+    def unshrunken(self) -> ResidualRows:
+        """Returns rows with residuals `r / (1 - h)`, as if each row were left out of the fit."""
+        shrinkage = 1.0 if self.leverages is None else 1 - doubled(self.leverages).clamp(0.0, HIGHEST_LEVERAGE)
+        return self._replace(residuals=self.residuals / shrinkage, leverages=None)
+
+    def counts(self) -> Tensor:
+        return doubled(torch.ones_like(self.features[:, 0]) if self.weights is None else self.weights)
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        """Returns r² (N, C) and the weights (N, C), both 0 for a missing target, in float64."""
+        known = ~self.residuals.isnan()
+        return torch.where(known, doubled(self.residuals), 0.0).square(), known * self.counts()[:, None]
+
+
+def chosen(
+    train: ResidualRows, floor: Tensor, held_out: ResidualRows | None = None,
+    noise: str | None = None, tails: Sequence[float | None] = (math.inf, None),
+) -> InputNoise | None:  # fmt: skip
+    """Returns the noise that predicts left-out folds of residuals best, or None for today's law.
+
+    With held-out rows, shapes of the training residuals r and `r / (1 - h)` get a `level` by four fifths of these rows.
+    Otherwise two thirds of the `r / (1 - h)` determine shape and level, and the mean of σ²(x) over the training
+    rows is `floor`. The best law must gain more than one standard error of the paired difference to today's law, or two
+    if rows are few.
+
+    Args:
+        train: training rows, with leverages if they are known.
+        floor: today's noise variance of each output, (C,), float64.
+        held_out: held-out rows with latent variances and today's losses, or None.
+        noise: "constant", "input", or None if the data decide. Today's law is an answer unless it is "input".
+        tails: candidates for the tails, as `df` of `level`. Today's law is an answer if `math.inf` is one of them.
+
+    Cost: 10 shapes and 55 levels of at most `CHOICE_ROWS` held-out rows for each of the tails, or 20 shapes and 18
+        levels of the training rows.
+    """
+    # 1. the rows that choose, and which laws are candidates
+    rows, (count, least, few) = train.unshrunken(), (FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING)
+    some = rows.at_most(max(SHAPE_ROWS // len(floor), few))
+    if held_out is not None:
+        rows, (count, least, few) = held_out, (FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT)
+        some = rows.at_most(max(CHOICE_ROWS // len(floor), few))
+    informative = int((some.known()[1] > 0).any(1).sum())
+    today_counts = math.inf in tails and noise != "input"
+    if informative < least and today_counts:
+        return None
+    kind = "constant" if noise is None and informative < least else noise
+
+    def candidates(*residuals: ResidualRows) -> list[InputNoise]:
+        found = [one for part in residuals for one in shapes(part, floor)]
+        zeros = torch.zeros_like(floor)
+        constant = replace(found[0], weights=torch.zeros_like(found[0].weights), low=zeros, high=zeros)
+        return [constant] if kind == "constant" else found if kind == "input" else [constant, *found]
+
+    # 2. shapes for each fold, and for all rows
+    fold = some.order() % count
+    if held_out is None:
+        rows, some, final = rows._replace(latent=None), some._replace(latent=None), candidates(rows)
+        slopes = [_slopes(candidates(some.taken((fold != k).nonzero()[:, 0])), some) for k in range(count)]
+    else:
+        final = candidates(train) if train.leverages is None else candidates(train, train.unshrunken())
+        slopes = [_slopes(final, some)] * count
+    # 3. losses (laws, N) of the left-out rows, and the best law
+    rest = (fold != torch.arange(count)[:, None]).to(floor).repeat_interleave(len(final), 0)
+    far = final[0].is_far(some.features)
+    left_out = [level(torch.cat(slopes), some, rest, df, floor, far)[-1].unflatten(0, (count, -1)) for df in tails]
+    losses = torch.cat([part[fold, :, torch.arange(len(fold))].T for part in left_out])
+    today = (
+        None if not today_counts else losses[tails.index(math.inf) * len(final)] if held_out is None else some.losses
+    )
+    constants = [] if kind == "input" else list(range(0, len(losses), len(final)))
+    best = _surest(losses, some.counts(), today, constants, 1 if informative >= few else 2)
+    if best is None:
+        return None
+    # 4. its level by all rows
+    shape, ones = final[best % len(final)], torch.ones_like(rows.counts())[None]
+    slope, far = _slopes([shape], rows), shape.is_far(rows.features)
+    offset, spread, df, _ = level(slope, rows, ones, tails[best // len(final)], floor, far)
+    if held_out is None:
+        offset = (floor / (rows.counts() / rows.counts().sum() @ slope.exp())).log()
+    return replace(shape, offset=offset[0], spread=spread[0], df=df[0])
+
+
+def _surest(
+    losses: Tensor, counts: Tensor, today: Tensor | None, constants: Sequence[int], errors: float
+) -> int | None:
+    """Returns the law with the least mean of its losses (laws, N), if it gains some paired standard errors.
+
+    It is compared with today's losses (N,), and None is today's law. Without these the reference is the best of the
+    constant laws, and without constant laws there is none.
+    """
+    mass = counts / counts.sum()
+    means = (losses @ mass).tolist()
+    best, simple = means.index(min(means)), min(constants, key=means.__getitem__, default=None)
+    if today is None and simple is None:
+        return best
+    gains = (losses[simple] if today is None else doubled(today)) - losses[best]
+    error = (mass @ (gains - mass @ gains).square() * mass.square().sum()).sqrt()
+    if float(mass @ gains) > errors * float(error):
+        return best
+    return simple if today is None else None
+
+
+def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[InputNoise]:
+    """Returns one noise for each λ of `RIDGES`, whose w and b minimise the penalised loss of training residuals.
+
+    For each output, `(Σ_n ω_n loss(r_n², exp(b + wᵀz_n)) + λ‖w‖²) / Σ_n ω_n`, which is convex in w and b.
+
+    Args:
+        rows: rows with residuals; their leverages have no effect.
+        floor: today's noise variance (C,), see `InputNoise.floor`.
+        df: degrees of freedom of the density; `math.inf` for normal noise.
+
+    Cost: time O(N F'²) for F' = min(F, 256) components, and about 15 products (N, F') (F', 5) for each output.
+    """
+    # 1. standardised features z (N, F)
+    rows = rows.at_most(min(SHAPE_ROWS, SHAPE_ENTRIES // rows.features.shape[1]))
+    features, (squares, weights) = doubled(rows.features), rows.known()
+    mass = rows.counts() / rows.counts().sum()
+    centre = mass @ features
+    deviation = (mass @ (features - centre).square()).sqrt()
+    scale = torch.where(deviation > CONSTANT * features.abs().amax(0), 1 / deviation, 0.0)
+    z = standardised(features, centre, scale)
+    # 2. principal components z U (N, F') and their variances (F',)
+    many = z.shape[1] > DIRECTIONS
+    basis = orthonormal_rows(z[:PRINCIPAL_ROWS], DIRECTIONS, whole=False).T if many else torch.eye(z.shape[1]).to(z)
+    components = z @ basis
+    variances, vectors = symmetric_eigen(components.T * mass @ components)
+    basis, components = basis @ vectors, components @ vectors
+    # 3. for each output all λ at once: w = U P p, with P^-2 the curvature at constant noise
+    ridges = z.new_tensor(RIDGES)
+
+    def fitted(square: Tensor, weight: Tensor, least: Tensor) -> Tensor:
+        total = weight.sum().clamp_min(SMALLEST)
+        mean = (weight @ square / total).maximum(least)
+        unit, scales = (square / mean).clamp_min(SMALLEST), (0.5 * variances + 2 * ridges[:, None] / total).rsqrt()
+
+        def objective(point: Tensor) -> Tensor:
+            w = point[:, :-1] * scales  # (5, F')
+            noise = (w @ components.T + point[:, -1:]).exp()
+            return (loss(unit, noise, df) @ weight + ridges * w.square().sum(1)) / total
+
+        point = _minimise(objective, z.new_zeros(len(ridges), len(variances) + 1))
+        return torch.cat([(point[:, :-1] * scales) @ basis.T, point[:, -1:] + mean.log()], 1)
+
+    solutions = [fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)]
+    # 4. the range of wᵀz and the distances of the rows
+    noises, one, whitening = [], torch.ones_like(floor[0]), basis * (variances + 2 / rows.counts().sum()).rsqrt()
+    reach = _quantile((z @ whitening).square().sum(1, keepdim=True), 1 - OUTSIDE, mass)[0]
+    for w, b in ((solution[:, :-1], solution[:, -1]) for solution in torch.stack(solutions, 1)):  # (C, F), (C,)
+        low, high = (_quantile(z @ w.T, part, mass) for part in (OUTSIDE, 1 - OUTSIDE))
+        noises.append(InputNoise(centre, scale, w, low, high, b, floor, whitening, reach, one, one * df))
+    return noises
+
+
+def level(
+    slopes: Tensor, rows: ResidualRows, parts: Tensor, df: float | None, floor: Tensor, far: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Minimises the loss of noise variances `exp(b_c + slope_c)` plus s times the latent variances over b, s and ν.
+
+    The priors of log s and log(ν - 3) weigh as much as one row. Without latent variances s is 1.
+
+    Args:
+        slopes: `InputNoise.slope` of K shapes, (K, N, C).
+        rows: rows with residuals and, if held out, latent variances.
+        parts: factors (K, N) of the sample weights: 0 for a row of the left-out fold.
+        df: ν; `math.inf` for normal noise, and None to tune ν >= `LEAST_DF`.
+        floor: today's noise variance (C,), see `least_noise`.
+        far: whether a row is far from the training rows, (N, 1); then `least_noise` bounds its noise.
+
+    Returns:
+        b (K, C), s (K,), ν (K,), and `-Σ_c log p(r_nc)` over the known targets, (K, N).
+
+    Cost: about 40 evaluations of K N C densities and their gradients.
+    """
+    squares, known = rows.known()
+    weights, latent, outputs = parts[:, :, None] * known, rows.latent, squares.shape[1]
+    total, of_output = weights.sum((1, 2)), weights.sum(1)
+    ratio = (weights * squares).sum(1) / (weights * slopes.exp()).sum(1)  # (K, C)
+    start = torch.where(of_output > 0, ratio.maximum(SMALLEST * floor), floor).log()
+
+    def numbers(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spread = torch.ones_like(point[:, 0]) if latent is None else point[:, outputs].clamp(-10.0, 10.0).exp()
+        tuned = (LEAST_DF + (TYPICAL_DF - LEAST_DF) * point[:, -1].exp()).clamp_max(MOST_DF)
+        return start + point[:, :outputs], spread, tuned if df is None else torch.full_like(tuned, df)
+
+    def losses(point: Tensor) -> Tensor:
+        offset, spread, tail = (number.reshape(len(point), 1, -1) for number in numbers(point))
+        noise, wide = (offset + slopes).exp(), None if latent is None else spread * doubled(latent)
+        if wide is not None:
+            noise = torch.where(far, noise.maximum(least_noise(floor, wide, spread, tail)), noise)
+        return torch.where(known > 0, loss(squares, noise, df if df == math.inf else tail, wide), 0.0)
+
+    def objective(point: Tensor) -> Tensor:
+        prior = 0.25 * point[:, outputs].square() + 0.1 * point[:, -1].square()
+        return ((weights * losses(point)).sum((1, 2)) + prior) / total
+
+    point = _minimise(objective, start.new_zeros(len(slopes), outputs + 2))
+    with torch.no_grad():
+        return *numbers(point), losses(point).sum(2)
+
+
+def loss(squares: Tensor, noise: Tensor, df: Tensor | float, latent: Tensor | None = None) -> Tensor:
+    """Returns `-log p(r)` for r² of a normal f plus Student noise with the given variances, elementwise.
+
+    The law of the sum is a Student t with the summed variance and `ν (noise + latent)/noise` degrees of freedom. Its KL
+    divergence from the exact law is at most 0.003 nats for ν >= 3. `df = math.inf` is normal noise.
+    """
+    total = noise if latent is None else noise + latent
+    if isinstance(df, float) and df == math.inf:
+        return 0.5 * (math.log(2 * math.pi) + total.log() + squares / total)
+    df = torch.as_tensor(df).to(total) if latent is None else (df * total / noise).clamp_max(NORMAL_DF)
+    width = total * (df - 2)
+    volume = torch.lgamma(df / 2) - torch.lgamma((df + 1) / 2) + 0.5 * (math.pi * width).log()
+    return volume + (df + 1) / 2 * torch.log1p(squares / width)
+
+
+def _slopes(noises: Sequence[InputNoise], rows: ResidualRows) -> Tensor:
+    return torch.stack([noise.slope(rows.features) for noise in noises])
+
+
+def _quantile(values: Tensor, part: float, counts: Tensor) -> Tensor:
+    """Returns the smallest of the values (N, C) with at least a part of the weight at or below it, (C,)."""
+    ordered, order = values.sort(0)
+    below = (counts[order].cumsum(0) < part * counts.sum()).sum(0)
+    return ordered.gather(0, below.clamp_max(len(values) - 1)[None])[0]
+
+
+def _minimise(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Returns minimisers (K, p) of K independent smooth functions, (K, p) -> (K,), by BFGS with backtracking."""
+
+    def at(point: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            values = function(point.requires_grad_())
+            return values.detach(), torch.autograd.grad(values.sum(), point)[0]
+
+    point, inverse = start, torch.eye(start.shape[1]).to(start).repeat(len(start), 1, 1)
+    values, gradients = at(point.clone())
+    for _ in range(MOST_STEPS):
+        step = -(inverse @ gradients[:, :, None])[:, :, 0]
+        step = step * (LONGEST / step.abs().amax(1, keepdim=True)).clamp_max(1.0)
+        for _ in range(BACKTRACKS):
+            ends, slopes = at(point + step)
+            fails = ~(ends <= values + 1e-4 * (step * gradients).sum(1) + SMALLEST)
+            if not fails.any():
+                break
+            step = torch.where(fails[:, None], 0.3 * step, step)
+        step = torch.where(fails[:, None], 0.0, step)
+        turn = torch.where(fails[:, None], 0.0, slopes - gradients)
+        product, seen = (step * turn).sum(1), (inverse @ turn[:, :, None])[:, :, 0]
+        rate = torch.where(product > 0, 1 / product, 0.0)[:, None, None]
+        cross, growth = step[:, :, None] * seen[:, None, :], 1 + rate[:, :, 0] * (turn * seen).sum(1, keepdim=True)
+        inverse = inverse + rate * (growth[:, :, None] * step[:, :, None] * step[:, None, :] - cross - cross.mT)
+        gain = torch.where(fails, 0.0, values - ends)
+        point, values, gradients = point + step, values - gain, gradients + turn
+        if not (gain > TOLERANCE).any():
+            break
+    return point
