@@ -25,6 +25,7 @@ from .likelihoods import (
     Probit,
     Quadrature,
     SampledLink,
+    StudentT,
 )
 from .methods import (
     EKFAC,
@@ -82,7 +83,7 @@ __all__ = [
     "HeteroscedasticGaussian", "InducingPoints", "Joint", "LaplaceBridge", "LapwingError", "Likelihood",
     "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient", "Novelty", "OptimalSubspace", "Ordinal",
     "Poisson", "Posterior", "Probit", "Quadrature", "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined",
-    "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation", "VariationalBound",
-    "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load", "matching", "mixture",
-    "novelty", "plan", "propagate", "scale_factor", "versions",
+    "StudentT", "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation",
+    "VariationalBound", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load",
+    "matching", "mixture", "novelty", "plan", "propagate", "scale_factor", "versions",
 ]  # fmt: skip

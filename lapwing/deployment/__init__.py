@@ -23,6 +23,7 @@ from ..errors import LapwingError, check_choice, shown
 from ..fitting import Novelty
 from ..likelihoods import BernoulliPrediction, ClassPrediction, Likelihood, Link, Quadrature
 from ..likelihoods.classwise import CLASSES
+from ..likelihoods.prediction_at_positions import predicted
 from ..network.entry import outside_modes
 from ..options import check_argument, instance_of
 from ..posterior import Posterior
@@ -107,7 +108,10 @@ def deploy(
     posterior.latent(inputs.take(slice(0, 2)), via=via)  # raises if the way does not support the inputs
     observe, returns, kinds = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     example = inputs.take(slice(0, MIN_LEVEL_INPUTS))
-    traced = trace(posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty)
+    layer = None if outputs == "latent" else posterior.likelihood.features_read
+    traced = trace(
+        posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty, layer
+    )  # fmt: skip
     return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via)
 
 
@@ -168,7 +172,7 @@ def _observing(
 ) -> tuple[Observe, tuple[str, ...], int]:
     """Returns a function from moments to results, the results' names, and the number of kinds of moments it reads."""
     if outputs == "latent":
-        return (lambda latent: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1
+        return (lambda latent, _: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1
     ones = torch.ones(1, size)
     chosen = likelihood.choose_link(Latent(ones, ()), link)
     if not chosen.closed_form:
@@ -181,8 +185,8 @@ def _observing(
     scored = outputs == "scores"
     matrix = likelihood.reads_covariance(Quadrature() if scored else chosen)  # mutual information reads the same
 
-    def summary(latent: Latent) -> dict[str, Tensor]:
-        prediction = likelihood.predict(latent.scaled(factor), chosen)
+    def summary(latent: Latent, features: Tensor | None) -> dict[str, Tensor]:
+        prediction = predicted(likelihood, latent.scaled(factor), chosen, features=features)
         if not scored:
             return prediction.summary()
         if not isinstance(prediction, (BernoulliPrediction, ClassPrediction)) or (matrix and size > CLASSES):
@@ -196,9 +200,10 @@ def _observing(
     with torch.enable_grad():
         centred = ones.clone().requires_grad_()
         term = DenseTerm(torch.eye(size)[None], centred) if matrix else MarginalTerm(ones, centred)
-        example = summary(Latent(ones, (term,)))
+        noise = getattr(likelihood, "input_noise", None)
+        example = summary(Latent(ones, (term,)), None if noise is None else noise.centre[None])
         reads = any(value.requires_grad for value in example.values())
-    return (lambda latent: tuple(summary(latent).values())), tuple(example), 3 if matrix else 1 + reads
+    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), 3 if matrix else 1 + reads
 
 
 __all__ = ["Predictor", "deploy"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,9 +27,10 @@ from ..prediction.streamlined.program import Program, build
 from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
+from ..tangent.features import features_at
 from .head import latent_of, moments_of, read_head, squares_of_weights
 
-Observe = Callable[[Latent], tuple[Tensor, ...]]
+Observe = Callable[[Latent, Tensor | None], tuple[Tensor, ...]]
 
 
 Traced = tuple[fx.GraphModule, Any, tuple[dict[int, str], ...]]
@@ -45,11 +46,13 @@ def trace(
     kinds: int,
     linearised: bool,
     novelty: Novelty | None = None,
+    layer: str | None = None,
 ) -> Traced:
     """Exports the moments at the outputs as calls on tensors, which need rules or slopes in closed form.
 
-    `observe` maps a latent with the first `kinds` of the moments that `moments_of` lists to results. With `linearised`
-    only the last layer may be uncertain, as for `Linearized`. The score of `novelty` is one more result.
+    `observe` maps a latent with the first `kinds` of the moments that `moments_of` lists, and the features of `layer`
+    (see `features_at`; None: no features), to results. With `linearised` only the last layer may be uncertain, as for
+    `Linearized`. The score of `novelty` is one more result.
     """
     inputs = Inputs.of(inputs, tangent.device)
     inputs = _with_distinct_lengths(inputs.with_leaves({place: x.detach() for place, x in enumerate(inputs.leaves)}))
@@ -58,7 +61,7 @@ def trace(
         if not graph.accepts(inputs.take(slice(0, 1))):
             raise _one_size(tangent)
         program = _program(tangent, covariance, graph, via, inputs)
-        run = Run(program, inputs, observe, kinds, tangent, novelty)
+        run = Run(program, inputs, observe, kinds, tangent, novelty, layer)
         if linearised:
             _check_last_layer(program, run, tangent)
         with quiet():
@@ -145,7 +148,14 @@ class Run(nn.Module):
     """
 
     def __init__(
-        self, program: Program, inputs: Inputs, observe: Observe, kinds: int, tangent: Tangent, novelty: Novelty | None
+        self,
+        program: Program,
+        inputs: Inputs,
+        observe: Observe,
+        kinds: int,
+        tangent: Tangent,
+        novelty: Novelty | None,
+        layer: str | None,
     ) -> None:
         super().__init__()
         samples, fixed = inputs.samples, dict(program.weights())
@@ -166,6 +176,9 @@ class Run(nn.Module):
         self.logits = tangent.call.activation, tangent.call.looks
         self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
         self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
+        self.layer, self.of_noise = layer, program.graph.output
+        if layer:
+            self.of_noise = _equal_value(values, features_at(tangent, layer, inputs)) or _no_features(tangent, layer)
         self.complete = head is not None or values[program.graph.output].covariance is not None
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -183,7 +196,10 @@ class Run(nn.Module):
             for step in self.end[1:]:
                 mean = run_call(step.node, {**values, step.uncertain[0]: mean}, program.dtype)
             moments = moments.expand(mean.shape[0], -1)
-        results = self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)))
+        of_noise = None
+        if self.layer is not None:
+            of_noise = mean if not self.layer else mean_of(program.cast(self.of_noise, values[self.of_noise]))
+        results = self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)), of_noise)
         if self.novelty is None:
             return results
         features = mean_of(program.cast(self.features, values[self.features]))
@@ -192,14 +208,29 @@ class Run(nn.Module):
 
 def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> str:
     """Returns the name of the value that equals the features of a detector."""
-    wanted = features_of(novelty.tangent, inputs)
+    name = _equal_value(values, features_of(novelty.tangent, inputs))
+    if name is not None:
+        return name
+    raise LapwingError(
+        "No exported tensor has the features of novelty=. If the detector is of another network, write "
+        "novelty=lw.novelty(posterior.model, loader). Otherwise deploy without it, and call detector(x) too."
+    )
+
+
+def _equal_value(values: Mapping[str, Any], wanted: Tensor) -> str | None:
+    """Returns the name of the value that equals a tensor, or None."""
     for name, value in values.items():
         mean = mean_of(value) if isinstance(value, (Tensor, Moments)) else None
         if mean is not None and mean.shape == wanted.shape and torch.allclose(mean.to(wanted), wanted, 1e-3, 1e-4):
             return name
+    return None
+
+
+def _no_features(tangent: Tangent, layer: str) -> NoReturn:
     raise LapwingError(
-        "No exported tensor has the features of novelty=. If the detector is of another network, write "
-        "novelty=lw.novelty(posterior.model, loader). Otherwise deploy without it, and call detector(x) too."
+        f"No exported tensor has the inputs of layer {layer} of {type(tangent.model).__name__}, on which the noise "
+        "depends. Fit with likelihood=lw.Gaussian(noise='constant'), or write lw.deploy(posterior, x, "
+        "outputs='latent')."
     )
 
 

@@ -42,6 +42,11 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
+    if getattr(likelihood, "noise", None) == "input" and not likelihood.needs_noise:
+        raise LapwingError(
+            f"noise_variance={shown(likelihood.noise_variance)} is a noise that does not depend on the input, and "
+            "noise='input' asks for one that does. Leave one of them out: write likelihood=lw.Gaussian(noise='input')."
+        )
 
 
 def outputs_of_first_batch(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:

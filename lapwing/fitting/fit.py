@@ -25,7 +25,8 @@ from ..running.fingerprints import check_same_network
 from ..running.runner import Runner, Stop
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
-from ..tuning import Training, Tuning
+from ..tuning import Refit, Training, Tuning
+from ..tuning.refit import is_cheap
 from .checks import check_memory, outputs_of_first_batch
 from .choice import Choice, choose, classifies
 from .constructed import posteriors_of
@@ -188,6 +189,12 @@ def _run_and_tune(options: FitOptions, method: Method, problem: Problem, data: F
         return checked(posterior, parts)
     if tune is None:
         return checked(posterior if posterior.prior.fixed and posterior.noise_fixed else posterior.with_defaults())
+    if tune is DEFAULT_TUNING and is_cheap(posterior, data.first, runner.count()):
+        tune = Refit()
+        log.info(
+            "A fresh copy of the network is trained to measure its error on rows that it has not seen; "
+            "tune=lw.BoundedEvidence() skips this."
+        )
     before = time.perf_counter()
     posterior = checked(tuned(tune, posterior, Training(data.training, parts, runner.count())), parts)
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)

@@ -27,6 +27,7 @@ from ..network.stamp import Stamp, fingerprint
 from ..posterior.loading import check_same
 from ..running.fingerprints import check_same_network
 from ..tangent import Tangent, last_layer
+from ..tangent.features import rows_of
 from ..tangent.retry import entry
 from ..tangent.stored import from_json, to_json
 
@@ -161,9 +162,9 @@ def features_of(tangent: Tangent, inputs: Inputs) -> Tensor:
         found: dict[int, Tensor] = {}  # layers that read the same features count once
         for i, axis, _ in (use for every in uses.values() for use in every):
             use = recording.noted[i].use
-            if use.features is not None:
-                rows = axis.front(use.inputs.detach().movedim(use.features, -1), chunk.samples)
-                found[id(use.inputs)] = rows.reshape(chunk.samples, -1, rows.shape[-1]).mean(1)
+            rows = rows_of(use, axis, chunk.samples)
+            if rows is not None:
+                found[id(use.inputs)] = rows.detach()
         if not found:
             raise LapwingError(
                 f"The last layer, {', '.join(tangent.parameters)}, is neither linear nor a convolution. Let the "

@@ -19,6 +19,7 @@ from .mixtures import MixturePrediction
 from .poisson import CountPrediction, Poisson
 from .predictions import DiscretePrediction, P, Prediction, RealPrediction
 from .registry import register_likelihood, resolve
+from .student_t import StudentT
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
     "CountPrediction", "DiscretePrediction", "ExactLink", "FamilyLikelihood", "FromDistribution", "Gaussian",
     "HeteroscedasticGaussian", "HeteroscedasticPrediction", "Joint", "JointPrediction", "LaplaceBridge",
     "Likelihood", "Link", "LogitLikelihood", "MixturePrediction", "NoiselessLikelihood", "Ordinal", "P", "Poisson",
-    "Prediction", "Probit", "Quadrature", "RealPrediction", "RegressionPrediction", "SampledLink",
+    "Prediction", "Probit", "Quadrature", "RealPrediction", "RegressionPrediction", "SampledLink", "StudentT",
     "aligned_targets", "apply_weights", "check_real_targets", "curvature_weights", "latent_draws",
     "register_likelihood", "resolve",
 ]  # fmt: skip

@@ -85,6 +85,11 @@ class Likelihood(Options, ABC, Generic[P]):
         if "fisher_root" in vars(cls) and "fisher_parts" not in vars(cls):
             cls.fisher_parts = Likelihood.fisher_parts  # type: ignore[method-assign]
 
+    @classmethod
+    def by_name(cls) -> Likelihood[P]:
+        """Returns the likelihood that the name of the class means in `lw.fit(..., likelihood=name)`."""
+        return cls()
+
     @property
     def default_link(self) -> Link:
         """The link for a Gaussian latent if `predict` gets None."""
@@ -229,6 +234,18 @@ class Likelihood(Options, ABC, Generic[P]):
             link: an instance of one of `links`. None means `default_link`, or for weight draws their average.
             generator: random generator for links that draw; None means seed 0.
         """
+
+    @property
+    def features_read(self) -> str | None:
+        """The block whose inputs are features of the noise; "" for the outputs, and None for no features."""
+        return None
+
+    def at_features(self, prediction: Any, features: Tensor | None) -> Any:
+        """Returns a prediction of this likelihood with the noise that a tuning has fitted; here the prediction itself.
+
+        `features` (N, F) are those of the layer `features_read`, with a row for each row of the prediction.
+        """
+        return prediction
 
     def predict_positions(
         self, latent: LatentAtPositions, link: Link | None = None, generator: torch.Generator | None = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..errors import LapwingError, plain_numbers, shown
 from ..linalg import cholesky, doubled
 from ..options import POSITIVE_NUMBERS, option
 from .base import Integrals, Likelihood, apply_weights
+from .input_noise import InputNoise
 from .links import ExactLink, Link, at_least_float32
 from .mixtures import known_covariance, known_residuals
 from .registry import register_likelihood
@@ -59,9 +60,13 @@ class Gaussian(Likelihood[RegressionPrediction]):
             `validation=`, or else of the training data, in one more forward pass. Otherwise r is 1, and `validation=`
             may choose ratios after the fit, for outputs (B, T, C) as many as T C.
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
+        noise: "constant", equal at all inputs; "input", a variance `log σ²(x) = b + wᵀφ(x)` that a tuning fits to
+            residuals, with the inputs φ of the last treated layer; None: the data decide.
+        tails: "normal"; "student", a Student t with degrees of freedom of its own; None: the data decide, as for
+            `likelihood="gaussian"`. Noise and tails enter predictions of y alone: Λ, Σ and the evidence keep σ².
 
     Raises:
-        LapwingError: if `noise_variance` is not positive and finite.
+        LapwingError: if `noise_variance` is not positive and finite. `lw.fit` refuses it beside `noise="input"`.
 
     Example:
         >>> import torch
@@ -72,6 +77,9 @@ class Gaussian(Likelihood[RegressionPrediction]):
     noise_variance: float | None = option(None, _VARIANCES, write="0.1")
     missing: bool = False
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
+    noise: Literal["constant", "input"] | None = None
+    tails: Literal["normal", "student"] | None = "normal"
+    input_noise: InputNoise | None = field(default=None, compare=False)  # that a tuning fitted
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     selects_outputs: ClassVar[bool] = True
@@ -97,8 +105,14 @@ class Gaussian(Likelihood[RegressionPrediction]):
         text = ", missing=True" if self.missing else ""
         if self.noise_ratios is not None:
             text += f", noise_ratios={shown(tuple(float(f'{ratio:.4g}') for ratio in self.noise_ratios))}"
+        text += "" if self.noise is None else f", noise={self.noise!r}"
         noise = self.noise_variance if self.noise_variance is None else float(f"{self.noise_variance:.4g}")
-        return f"{type(self).__name__}(noise_variance={noise}{text})"
+        text = f"{type(self).__name__}(noise_variance={noise}{text})"
+        return text if self.input_noise is None else f"{text} with {self.input_noise}"
+
+    @classmethod
+    def by_name(cls) -> Gaussian:
+        return cls(tails=None)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets, self.missing)
@@ -216,8 +230,28 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return max(float(statistics["squared_error"] / statistics["count"]), rounding)
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
-        """Returns a likelihood of the same class with another σ²; None means that it is still to be tuned."""
-        return replace(self, noise_variance=noise_variance)
+        """Returns a likelihood of the same class with another σ²; None means that it is still to be tuned.
+
+        Noise that a tuning has fitted belongs to its σ².
+        """
+        same = noise_variance == self.noise_variance
+        return self if same else replace(self, noise_variance=noise_variance, input_noise=None)
+
+    @property
+    def features_read(self) -> str | None:
+        return None if self.input_noise is None else self.input_noise.layer
+
+    def at_features(self, prediction: Any, features: Tensor | None) -> Any:
+        """Returns the prediction with the variance σ²(x) and the tails that a tuning has fitted."""
+        noise = self.input_noise
+        if noise is None or features is None:
+            return prediction
+        latent, selected = prediction.latent, is_selected(prediction.latent)
+        variance = latent.variance
+        if selected:  # other outputs are not read
+            variance = variance.new_zeros(len(variance), len(noise.offset)).scatter(1, latent.outputs, variance)
+        ratios = noise.variance(features, variance) / prediction.noise_variance  # (N, C)
+        return replace(prediction, noise_ratios=ratios.to(prediction.mean), df=noise.tails)
 
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None

@@ -17,8 +17,8 @@ LARGEST_FEATURE = 6.0
 class InputNoise:
     """Noise variance of C outputs, `log σ²_c(x) = b_c + clamp(w_cᵀ z(x), low_c, high_c)`, in squared units of y.
 
-    `z = clip((φ - centre) · scale, ±6)` are standardised features (F,). All fields are float64 tensors, which
-    `vars(noise)` has by name.
+    `z = clip((φ - centre) · scale, ±6)` are standardised features (F,). All fields but `layer` are float64
+    tensors.
 
     Attributes:
         centre: mean (F,) of each feature on the training rows.
@@ -32,6 +32,7 @@ class InputNoise:
         reach: distance () above which an input is far from the data.
         spread: factor s () of the latent covariance that belongs to this noise.
         df: degrees of freedom ν > 2, (), of Student noise with scale² `σ² (ν - 2)/ν`; inf for normal noise.
+        layer: the block whose last layer has the inputs φ; "" if φ are the outputs.
     """
 
     centre: Tensor
@@ -45,6 +46,29 @@ class InputNoise:
     reach: Tensor
     spread: Tensor
     df: Tensor
+    layer: str = ""
+
+    def __str__(self) -> str:
+        """Says what the noise depends on, and its tails."""
+        low, high = ((self.offset + end).exp() for end in (self.low, self.high))
+        of = f"the inputs of layer {self.layer}" if self.layer else "the outputs"
+        parts = [f"noise variance from {low.min():.2g} to {high.max():.2g} by {of}"] if bool(self.weights.any()) else []
+        parts += [] if self.tails is None else [f"Student t with {self.tails:.2g} degrees of freedom"]
+        return "; ".join(parts)
+
+    @property
+    def tails(self) -> float | None:
+        """ν as a number; None for normal noise."""
+        return None if bool(self.df.isinf()) else float(self.df)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, for saving."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device) -> InputNoise:
+        """Returns the noise on a device."""
+        return InputNoise(**{name: value.to(device) for name, value in self.tensors.items()}, layer=self.layer)
 
     def slope(self, features: Tensor) -> Tensor:
         """Returns `clamp(wᵀz, low, high)`, (B, C), for features (B, F). Time O(B C F)."""

@@ -16,11 +16,21 @@ from .links import Link
 from .predictions import P, Prediction
 
 
-def predicted(likelihood: Likelihood[P], latent: AnyLatent, link: Link | None, generator: torch.Generator | None) -> P:
-    """Returns the distribution of y under a latent, one for each position if the latent has positions."""
+def predicted(
+    likelihood: Likelihood[P],
+    latent: AnyLatent,
+    link: Link | None = None,
+    generator: torch.Generator | None = None,
+    features: Tensor | None = None,
+) -> P:
+    """Returns the distribution of y under a latent, one for each position if the latent has positions.
+
+    `features` (N, F) are those of the layer `likelihood.features_read`, for noise that depends on them.
+    """
     if has_positions(latent):  # with the attributes of P
-        return cast(P, PredictionAtPositions(likelihood.predict_positions(latent, link, generator), latent))
-    return likelihood.predict(latent, link, generator)
+        rows = likelihood.at_features(likelihood.predict_positions(latent, link, generator), features)
+        return cast(P, PredictionAtPositions(rows, latent))
+    return likelihood.at_features(likelihood.predict(latent, link, generator), features)
 
 
 class PredictionAtPositions(Prediction):

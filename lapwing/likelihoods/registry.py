@@ -15,7 +15,7 @@ Kind = TypeVar("Kind", bound=type[Likelihood])
 REGISTERED: dict[str, type[Likelihood]] = {}
 """Name -> class."""
 
-TUNED = ("noise_variance", "logit_temperature")
+TUNED = ("noise_variance", "logit_temperature", "input_noise")
 """Fields of likelihoods that tuning chooses; posteriors and files store them separately from the options."""
 
 
@@ -58,7 +58,7 @@ def resolve(likelihood: Any) -> Likelihood:
         _check_name(type(likelihood))
         return likelihood
     if isinstance(likelihood, str) and likelihood in REGISTERED:
-        return REGISTERED[likelihood]()
+        return REGISTERED[likelihood].by_name()
     if isinstance(likelihood, type):
         raise LapwingError(
             f"The likelihood is the class {likelihood.__name__}. Pass an instance: likelihood={likelihood.__name__}()."

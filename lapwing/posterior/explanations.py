@@ -76,9 +76,10 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
     # J_l (Σ Jᵀ)_l (B, C) of each layer, from rows of J and their products with Σ
     noise, shares = [], []
     scratch = 3 * tangent.outputs * tangent.size
-    for _, record in tangent.records(checked, None, covariance.record_dtype, Reading(scratch)):
+    for part, record in tangent.records(checked, None, covariance.record_dtype, Reading(scratch)):
         outputs = record.outputs.detach()
-        noise.append(noise_of(posterior.likelihood, outputs, tangent.positions.places(len(outputs), ())))
+        places = tangent.positions.places(len(outputs), ())
+        noise.append(noise_of(tangent, posterior.likelihood, outputs, places, checked.take(part)))
         rows = split_blocks(covariance.blocks, record.rows().detach().flatten(0, 1).to(covariance.dtype))
         products = covariance.mv(rows)
         shares.append({name: (rows[name] * products[name]).sum(-1).view_as(outputs) for name in rows})

@@ -21,31 +21,47 @@ from ..prediction.linearized import DEFAULT_WAY
 from ..prediction.uncertain import prepared
 from ..prediction.way import check_way
 from ..tangent import Tangent
+from ..tangent.features import features_at
 from ..tangent.retry import retried
 
 
 def latent_of(
-    tangent: Tangent, covariance: Covariance, x: Any, via: Way | None, joint: bool, progress: bool | None = None
-) -> AnyLatent:
-    """Returns the latent distribution of the outputs for a batch of inputs or a loader: see `Posterior.latent`."""
+    tangent: Tangent,
+    covariance: Covariance,
+    x: Any,
+    via: Way | None,
+    joint: bool,
+    progress: bool | None = None,
+    layer: str | None = None,
+) -> tuple[AnyLatent, Tensor | None]:
+    """Returns the latent distribution for a batch of inputs or a loader (`Posterior.latent`), and features of `layer`.
+
+    The features are None if the layer is None.
+    """
     via = DEFAULT_WAY if via is None else via
     check_way(via)
     x = as_inputs(x, tangent.model)
+
+    def one(batch: Any) -> tuple[AnyLatent, Tensor | None]:
+        inputs = prepared(batch, tangent.device)
+        latent = latent_of_batch(tangent, covariance, inputs, via, joint).with_checks()
+        return latent, None if layer is None else features_at(tangent, layer, inputs.certain)
+
     if not batches.is_loader(x):
-        return latent_of_batch(tangent, covariance, x, via, joint).with_checks()
+        return one(x)
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
-        inputs = (_inputs_of(batch, tangent) for batch in tracked(x, "predictions"))
-        every = (latent_of_batch(tangent, covariance, part, via, False).with_checks() for part in inputs)
-        parts = [latent.without_wide_factors() for latent in every]
+        every = (one(_inputs_of(batch, tangent)) for batch in tracked(x, "predictions"))
+        parts = [(latent.without_wide_factors(), features) for latent, features in every]
     if not parts:
         raise LapwingError(
             f"The loader, of type {type(x).__name__}, yields no batch. Check the dataset's length, and that the loader "
             "can be read more than once."
         )
-    kind: Any = type(parts[0])
-    return kind.concatenate(parts).with_checks()
+    latents, features = zip(*parts, strict=True)
+    kind: Any = type(latents[0])
+    return kind.concatenate(latents).with_checks(), None if layer is None else torch.cat(features)
 
 
 def first_inputs(tangent: Tangent, x: Any) -> Inputs:

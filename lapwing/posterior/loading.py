@@ -14,6 +14,7 @@ from ..data.batches import Forward
 from ..errors import LapwingError, is_out_of_memory, shown
 from ..files import read_safetensors, reason, under
 from ..likelihoods import Likelihood, P, resolve
+from ..likelihoods.input_noise import InputNoise
 from ..likelihoods.registry import REGISTERED
 from ..linalg import double_device, placed
 from ..methods.prior import Prior
@@ -123,7 +124,7 @@ def _rebuilt(
     none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=double_device(device))
     prior = Prior(none if covariance.precision is None else covariance.precision, mean, given["prior_precision"])
     statistics = {name: placed(value, device) for name, value in under("statistics", tensors).items()}
-    likelihood = _likelihood(path, header["likelihood"], likelihood)
+    likelihood = _likelihood(path, header["likelihood"], likelihood, under("noise", tensors))
     return Posterior(
         tangent.of_logits(likelihood.activation), covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], MethodInfo.from_json(header["method"]),
@@ -132,14 +133,16 @@ def _rebuilt(
     )  # fmt: skip
 
 
-def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood: Likelihood | None) -> Likelihood:
-    """Returns the user's likelihood, or else the one that the file names, with σ², T and the options of the file."""
+def _likelihood(
+    path: str | os.PathLike[str], saved: dict[str, Any], likelihood: Likelihood | None, noise: dict[str, Tensor]
+) -> Likelihood:
+    """Returns the user's likelihood, or else the one that the file names, with σ², T, noise and options of the file."""
     if likelihood is None and saved["name"] not in REGISTERED:
         raise LapwingError(
             f"The likelihood {saved['name']!r} of {path} is not registered. Import the module that registers it. If it "
             "has a function or tensors, which a file cannot hold, write lw.load(path, model, likelihood=likelihood)."
         )
-    likelihood = likelihood or resolve(saved["name"])
+    likelihood = likelihood or REGISTERED[saved["name"]]()
     if likelihood.name != saved["name"]:
         raise LapwingError(
             f"The fit of {path} had a {saved['name']} likelihood, not {shown(likelihood)}. Leave likelihood= out, or "
@@ -151,6 +154,7 @@ def _likelihood(path: str | os.PathLike[str], saved: dict[str, Any], likelihood:
     if saved.get("heads"):
         likelihood = likelihood.with_head_numbers(saved["heads"])  # type: ignore[attr-defined]
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in saved["options"].items()}
+    options |= {"input_noise": InputNoise(**noise, layer=saved["features"])} if noise else {}
     return replace(likelihood, **options) if options else likelihood  # type: ignore[type-var]
 
 

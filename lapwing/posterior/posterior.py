@@ -282,7 +282,7 @@ class Posterior(Displayed, Generic[P]):
         """
         self._check_network()
         check_flag("latent", "joint", joint)
-        return latent_of(self.tangent, self.covariance, ordered(x, self.columns), via, joint, progress)
+        return latent_of(self.tangent, self.covariance, ordered(x, self.columns), via, joint, progress)[0]
 
     @warns_once
     @full_precision
@@ -320,12 +320,13 @@ class Posterior(Displayed, Generic[P]):
         rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
         check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
         self._check_network()
-        way = self.aim.via if self.aim is not None and via is None else via
-        latent = latent_of(self.tangent, self.covariance, ordered(x, self.columns), way, False, progress)
+        likelihood, way = self.likelihood, self.aim.via if self.aim is not None and via is None else via
+        data, layer = ordered(x, self.columns), likelihood.features_read
+        latent, features = latent_of(self.tangent, self.covariance, data, way, False, progress, layer)
         if self.aim is not None:
             rows = latent.rows if has_positions(latent) else latent
-            link = self.aim.link_for(via, link, lambda: self.likelihood.choose_link(rows, None))
-        return predicted(self.likelihood, latent, link, generator)
+            link = self.aim.link_for(via, link, lambda: likelihood.choose_link(rows, None))
+        return predicted(likelihood, latent, link, generator, features)
 
     @warns_once
     @outside_modes

@@ -38,6 +38,8 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     tensors = prefixed("covariance", posterior.covariance.tensors()) | prefixed("prior_mean", posterior.prior.mean)
     tensors |= prefixed("statistics", posterior.statistics) | prefixed("history", posterior.history)
     tensors |= prefixed("weights", {name: fingerprint(value) for name, value in state.items()})
+    noise = getattr(likelihood, "input_noise", None)
+    tensors |= {} if noise is None else prefixed("noise", noise.tensors)
     header = {
         "tangent": to_json(tangent),
         "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
@@ -47,6 +49,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "logit_temperature": posterior.logit_temperature,
             "options": options,
             "heads": likelihood.head_numbers,
+            "features": likelihood.features_read,
         },
         "given": {"prior_precision": posterior.prior.fixed, "noise_variance": posterior.noise_fixed},
         "samples": posterior.samples,

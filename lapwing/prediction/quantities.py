@@ -26,6 +26,7 @@ from ..linalg import check_draws, check_memory, is_finite, psd_root, row_product
 from ..network.eager import native, own_parameters, parameters_of
 from ..network.positions import Places
 from ..tangent import Tangent, join
+from ..tangent.features import features_at
 from .uncertain import gradients, prepared
 
 
@@ -154,7 +155,7 @@ def quantity(
             part = part.to(covariance.device, covariance.dtype)
             gradient[name] = gradient[name] + part if name in gradient else part
         if outputs:
-            noise = noise + _noise_covariance(likelihood, f.calls, slopes[len(f.treated) :])
+            noise = noise + _noise_covariance(tangent, likelihood, f.calls, slopes[len(f.treated) :])
         mean = numbers.detach() if mean is None else mean + numbers.detach()
     if mean is None:
         raise LapwingError("The data of posterior.of yield no batch. Check the dataset's length.")
@@ -164,7 +165,10 @@ def quantity(
 
 
 def _noise_covariance(
-    likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Inputs]], slopes: Sequence[Tensor]
+    tangent: Tangent,
+    likelihood: Likelihood,
+    calls: Sequence[tuple[Tensor, Places, Inputs]],
+    slopes: Sequence[Tensor],
 ) -> Tensor:
     """Returns `d diag(σ²) dᵀ` (q, q), with the derivatives d of q numbers by the outputs (q, B T, C) of each call.
 
@@ -176,17 +180,21 @@ def _noise_covariance(
         keys, order = inputs.digests().repeat_interleave(places.count).sort(stable=True)
         k = torch.arange(len(keys), device="cpu") - torch.searchsorted(keys, keys)
         numbered.append(torch.stack([keys, k], 1))
-        roots.append((slope * noise_of(likelihood, rows, places).sqrt())[:, order.to(slope.device)])
+        noise = noise_of(tangent, likelihood, rows, places, inputs)
+        roots.append((slope * noise.sqrt())[:, order.to(slope.device)])
     _, same = torch.cat(numbered).unique(dim=0, return_inverse=True)
     root = torch.cat(roots, 1)
     root = torch.zeros_like(root).index_add(1, same.to(root.device), root).flatten(1)
     return row_products(root, root)
 
 
-def noise_of(likelihood: Likelihood, rows: Tensor, places: Places) -> Tensor:
+def noise_of(tangent: Tangent, likelihood: Likelihood, rows: Tensor, places: Places, inputs: Inputs) -> Tensor:
     """Returns the variance of y (B T, K) at certain outputs f (B T, C): the noise, or `p (1 - p)` of probabilities."""
     latent: Any = without_spread(rows.detach())
-    prediction: Any = predicted(likelihood, LatentAtPositions(latent, places) if places.sizes else latent, None, None)
+    layer = likelihood.features_read
+    features = None if layer is None else features_at(tangent, layer, inputs)
+    latent = LatentAtPositions(latent, places) if places.sizes else latent
+    prediction: Any = predicted(likelihood, latent, features=features)
     prediction = prediction.rows if places.sizes else prediction
     heads = prediction.values() if isinstance(prediction, Mapping) else [prediction]
     noises = [h.aleatoric_variance if hasattr(h, "aleatoric_variance") else h.probs * (1 - h.probs) for h in heads]

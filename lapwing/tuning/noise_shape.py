@@ -83,7 +83,7 @@ class ResidualRows(NamedTuple):
 
 def chosen(
     train: ResidualRows, floor: Tensor, held_out: ResidualRows | None = None,
-    noise: str | None = None, tails: Sequence[float | None] = (math.inf, None),
+    noise: str | None = None, tails: Sequence[float | None] = (math.inf, None), scaled: bool = True,
 ) -> InputNoise | None:  # fmt: skip
     """Returns the noise that predicts left-out folds of residuals best, or None for today's law.
 
@@ -97,6 +97,7 @@ def chosen(
         floor: today's noise variance of each output, (C,), float64.
         held_out: held-out rows with latent variances and today's losses, or None.
         noise: "constant", "input", or None if the data decide. Today's law is an answer unless it is "input".
+        scaled: whether the latent variances may get a factor.
         tails: candidates for the tails, as `df` of `level`. Today's law is an answer if `math.inf` is one of them.
 
     Cost: 10 shapes and 55 levels of at most `CHOICE_ROWS` held-out rows for each of the tails, or 20 shapes and 18
@@ -131,7 +132,9 @@ def chosen(
     # 3. losses (laws, N) of the left-out rows, and the best law
     rest = (fold != torch.arange(count)[:, None]).to(floor).repeat_interleave(len(final), 0)
     far = final[0].is_far(some.features)
-    left_out = [level(torch.cat(slopes), some, rest, df, floor, far)[-1].unflatten(0, (count, -1)) for df in tails]
+    left_out = [
+        level(torch.cat(slopes), some, rest, df, floor, far, scaled)[-1].unflatten(0, (count, -1)) for df in tails
+    ]
     losses = torch.cat([part[fold, :, torch.arange(len(fold))].T for part in left_out])
     today = (
         None if not today_counts else losses[tails.index(math.inf) * len(final)] if held_out is None else some.losses
@@ -143,7 +146,7 @@ def chosen(
     # 4. its level by all rows
     shape, ones = final[best % len(final)], torch.ones_like(rows.counts())[None]
     slope, far = _slopes([shape], rows), shape.is_far(rows.features)
-    offset, spread, df, _ = level(slope, rows, ones, tails[best // len(final)], floor, far)
+    offset, spread, df, _ = level(slope, rows, ones, tails[best // len(final)], floor, far, scaled)
     if held_out is None:
         offset = (floor / (rows.counts() / rows.counts().sum() @ slope.exp())).log()
     return replace(shape, offset=offset[0], spread=spread[0], df=df[0])
@@ -222,7 +225,7 @@ def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[Inpu
 
 
 def level(
-    slopes: Tensor, rows: ResidualRows, parts: Tensor, df: float | None, floor: Tensor, far: Tensor
+    slopes: Tensor, rows: ResidualRows, parts: Tensor, df: float | None, floor: Tensor, far: Tensor, scaled: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Minimises the loss of noise variances `exp(b_c + slope_c)` plus s times the latent variances over b, s and ν.
 
@@ -235,6 +238,7 @@ def level(
         df: ν; `math.inf` for normal noise, and None to tune ν >= `LEAST_DF`.
         floor: today's noise variance (C,), see `least_noise`.
         far: whether a row is far from the training rows, (N, 1); then `least_noise` bounds its noise.
+        scaled: whether s is tuned; otherwise it is 1.
 
     Returns:
         b (K, C), s (K,), ν (K,), and `-Σ_c log p(r_nc)` over the known targets, (K, N).
@@ -248,7 +252,9 @@ def level(
     start = torch.where(of_output > 0, ratio.maximum(SMALLEST * floor), floor).log()
 
     def numbers(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        spread = torch.ones_like(point[:, 0]) if latent is None else point[:, outputs].clamp(-10.0, 10.0).exp()
+        spread = (
+            torch.ones_like(point[:, 0]) if latent is None or not scaled else point[:, outputs].clamp(-10.0, 10.0).exp()
+        )
         tuned = (LEAST_DF + (TYPICAL_DF - LEAST_DF) * point[:, -1].exp()).clamp_max(MOST_DF)
         return start + point[:, :outputs], spread, tuned if df is None else torch.full_like(tuned, df)
 

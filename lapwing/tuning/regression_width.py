@@ -15,6 +15,7 @@ from ..covariance import has_prior
 from ..data.samples import Samples
 from ..posterior import Posterior
 from ..posterior.tuned import Training, evenly_spaced_batches
+from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .gaussian_process import LeaveOneOut
 from .held_out import WIDTH_OUTPUTS, means_over_samples
 from .input_process import width_by_inputs
@@ -94,7 +95,9 @@ def with_left_out_width(
         "samples, and the mean squared residual is %.3g: the noise variance of %s is %.3g",
         exact.width, exact.weights, exact.samples, residual, posterior.method, noise,
     )  # fmt: skip
-    return posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
+    posterior = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
+    rows = rows_wanted(posterior)
+    return with_noise_of_residuals(posterior, evenly_spaced_batches(training, rows, posterior)) if rows else posterior
 
 
 def _checked_width(

@@ -23,11 +23,12 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
-from ..posterior.tuned import Training, Tuning
+from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import no_rank_error
+from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
@@ -90,7 +91,15 @@ class _OnHeldOutData(Tuning):
         return False
 
     def training_samples(self, posterior: Posterior) -> int:
-        return 0 if posterior.noise_fixed else inputs_read(posterior, SAMPLES)
+        return max(rows_wanted(posterior), 0 if posterior.noise_fixed else inputs_read(posterior, SAMPLES))
+
+    def _with_noise(self, posterior: Posterior, training: Training, held_out: Data) -> Posterior:
+        """Returns the posterior with the noise that the residuals show, if the training data are known."""
+        rows = rows_wanted(posterior) if training.shown is not None else 0
+        if not rows:
+            return posterior
+        batches = evenly_spaced_batches(training, rows, posterior)
+        return with_noise_of_residuals(posterior, batches, held_out, self._aim)
 
     def _trained(self, posterior: Posterior, training: Training) -> tuple[float, float] | None:
         """Returns δ and σ² by the training data, if σ² is open and these data are known."""
@@ -187,6 +196,7 @@ class Validation(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         held_out = Data.of(self.loader, posterior)
         best = self._tuned(posterior, training, held_out)
+        best = self._with_noise(best, training, held_out)
         best = replace(best, aim=self._aim) if best is not posterior or self._aim != DEFAULT_AIM else best
         return best if self.calibration == "temperature" else matrix_scaled(best, held_out)
 
@@ -274,6 +284,7 @@ class EarlyStopping(_OnHeldOutData):
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
         trained, held_out = self._trained(posterior, training), Data.of(self.loader, posterior)
         best = best_of(candidates, self.decades, self.points, held_out, trained=trained, aim=self._aim)
+        best = self._with_noise(best, training, held_out)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         shown = training.shown or posterior.samples
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)), aim=self._aim)

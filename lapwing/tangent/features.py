@@ -1,0 +1,58 @@
+"""Features of the inputs: the inputs of a layer of the network, in one plain call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..data.inputs import Inputs
+from ..jacobian.layers import BatchAxis, Use
+from ..network.eager import own_parameters
+from .tangent import Tangent
+
+
+def rows_of(use: Use, axis: BatchAxis, samples: int) -> Tensor | None:
+    """Returns the inputs (B, F) of a layer, averaged over positions; None if it is not linear in its inputs."""
+    if use.features is None:
+        return None
+    rows = axis.front(use.inputs.movedim(use.features, -1), samples)
+    return rows.reshape(samples, -1, rows.shape[-1]).mean(1)
+
+
+def last_layer_of(tangent: Tangent) -> str:
+    """Returns the name of the block of the last treated layer that is linear in its inputs; "" if there is none.
+
+    Cost: none. Layers count in the order of the forward pass.
+    """
+    uses = [(i, name) for name, every in tangent.plan.uses.items() for i, _, _ in every]
+    linear = [(i, name) for i, name in uses if tangent.plan.kinds[i].split(",")[0] in ("linear", "conv")]
+    return max(linear, default=(0, ""))[1]
+
+
+def features_at(tangent: Tangent, block: str, inputs: Inputs) -> Tensor:
+    """Returns the features (N, F) of B inputs, in the order of the rows of the outputs, N = B or B T positions.
+
+    They are the inputs of a block's last layer: at each position if the layer gives the outputs, else their mean over
+    positions. "" for the block means the outputs themselves. They keep their graph if the inputs require gradients.
+
+    Cost: one forward pass, in which only this layer is recorded.
+    """
+    if not block:
+        return tangent.positions.rows(tangent.outputs_of(inputs))
+    every = own_parameters(tangent.model)
+    watched = {name: every[name] for name in tangent.named_blocks[block].parameters}
+    frozen, parts = [value for value in watched.values() if not value.requires_grad], []
+    for _, chunk in inputs.chunks(tangent.chunk_length(1)):
+        recording = tangent.call.recorded(chunk, watched, frozen=frozen, repeats=True)
+        use, (*_, (_, axis, _)) = recording.noted[-1].use, tangent.plan.uses[block]
+        layout = tangent.positions
+        sizes = layout.sizes(recording.shaped.shape)
+        patches = use.position_inputs(sizes, chunk.samples) if layout.rows_are_positions else None
+        if patches is not None:
+            rows = torch.cat(list(patches))
+        else:
+            mean = rows_of(use, axis, chunk.samples)
+            assert mean is not None  # the block was chosen by `last_layer_of`
+            rows = mean.repeat_interleave(layout.places(chunk.samples, sizes).count, 0)
+        parts.append(rows if inputs.wants_gradient else rows.detach())
+    return torch.cat(parts)
