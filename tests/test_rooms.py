@@ -186,8 +186,8 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 
 LINES = {
     "__init__": 88, "environment": 100, "errors": 138, "options": 193, "files": 174, "linalg": 458, "ranks": 200,
-    "data": 1163, "jacobian": 2391, "network": 3221, "tangent": 1240, "covariance": 2729, "likelihoods": 4446,
-    "prediction": 5146, "methods": 4728, "running": 591, "posterior": 1729, "tuning": 2769, "fitting": 2454,
+    "data": 1163, "jacobian": 2391, "network": 3221, "tangent": 1240, "covariance": 2729, "likelihoods": 4531,
+    "prediction": 5146, "methods": 4728, "running": 591, "posterior": 1729, "tuning": 3096, "fitting": 2454,
     "deployment": 852, "evaluation": 1645, "integrations": 946, "display": 72, "cli": 200, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""

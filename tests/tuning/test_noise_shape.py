@@ -17,7 +17,7 @@ from lapwing.tuning.noise_shape import (
     FEW_HELD_OUT,
     LEAST_HELD_OUT,
     LEAST_TRAINING,
-    OUTSIDE,
+    PART_BEYOND,
     RIDGES,
     ResidualRows,
     chosen,
@@ -89,8 +89,8 @@ def test_shapes_recover_the_slope_and_hold_its_range():
     noise = shapes(rows, floor_of(rows))[1]
     assert torch.allclose(noise.weights[0], torch.tensor([1.0, 0.0, 0.0, 0.0]).double(), atol=0.08)
     slope = standardised(rows.features, noise.centre, noise.scale) @ noise.weights[0]
-    assert float((slope < noise.low).double().mean()) == pytest.approx(OUTSIDE, abs=1e-3)
-    assert float((slope > noise.high).double().mean()) == pytest.approx(OUTSIDE, abs=1e-3)
+    assert float((slope < noise.low).double().mean()) == pytest.approx(PART_BEYOND, abs=1e-3)
+    assert float((slope > noise.high).double().mean()) == pytest.approx(PART_BEYOND, abs=1e-3)
     far = rows.features[:5] + torch.tensor([100.0, 0.0, 0.0, 0.0])
     assert torch.allclose(noise.log_variance(far), noise.offset + noise.high)
 
@@ -258,7 +258,7 @@ def test_far_from_the_data_no_interval_is_narrower_than_todays(spread, df):
     noise = replace(noise, spread=torch.tensor(spread).double(), df=torch.tensor(df).double())
     far = rows.features[:20] + torch.tensor([-9.0, 0.0, 0.0, 0.0])  # where wᵀz is least
     assert noise.is_far(far).all()
-    assert 0 < float(noise.is_far(rows.features).double().mean()) <= OUTSIDE
+    assert 0 < float(noise.is_far(rows.features).double().mean()) <= PART_BEYOND
     for today in (0.01, 0.5, 20.0):
         latent = torch.full((20, 1), spread * today).double()
         assert (noise.log_variance(far).exp() < 0.3).all()
