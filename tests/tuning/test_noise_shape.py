@@ -163,7 +163,7 @@ def test_weights_count_as_repeated_rows():
 
 
 def test_held_out_rows_choose_the_input_and_the_tails():
-    train, held_out = rows_of(2000, df=4.0, outputs=3), held_out_of(600, df=4.0, outputs=3, seed=1)
+    train, held_out = rows_of(1000, df=4.0, outputs=3), held_out_of(400, df=4.0, outputs=3, seed=1)
     train.residuals[::7, 1] = math.nan
     held_out.residuals[::5, 2] = math.nan
     floor = floor_of(held_out)
@@ -171,7 +171,7 @@ def test_held_out_rows_choose_the_input_and_the_tails():
     noise = chosen(train, floor, held_out)
     assert noise is not None
     assert 3 <= float(noise.df) < 8
-    fresh = held_out_of(4000, df=4.0, outputs=3, seed=2)
+    fresh = held_out_of(2000, df=4.0, outputs=3, seed=2)
     ours = loss(
         fresh.residuals.square(), noise.variance(fresh.features, noise.spread * fresh.latent), noise.df,
         noise.spread * fresh.latent,
@@ -205,7 +205,7 @@ def test_few_rows_keep_todays_law():
 
 def test_few_held_out_rows_must_gain_two_standard_errors():
     """A gain between one and two standard errors counts from `FEW_HELD_OUT` rows."""
-    train, held_out = rows_of(1000), held_out_of(FEW_HELD_OUT, seed=1)
+    train, held_out = rows_of(300), held_out_of(FEW_HELD_OUT, seed=1)
     floor = floor_of(held_out)
     noise = chosen(train, floor, held_out, noise="input", tails=[INFINITE])
     assert noise is not None
