@@ -110,4 +110,4 @@ def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | 
         return None
     columns: Any = zip(*parts, strict=True)
     every: Any = [None if column[0] is None else torch.cat(column) for column in columns]
-    return ResidualRows(*every[:3], latent=every[3])
+    return ResidualRows(every[0], every[1], every[2], None, every[3])

@@ -21,11 +21,11 @@ RIDGES = 0.1, 1.0, 10.0, 100.0, 1000.0
 """Candidates for λ, the precision of w in units of the loss of one row."""
 SHAPE_ROWS, SHAPE_ENTRIES, CHOICE_ROWS = 20_000, 2**24, 2_000
 """Maximum number of training rows, of their features, and of held-out rows times outputs that choose."""
-DIRECTIONS, PRINCIPAL_ROWS = 256, 1_024
+MOST_DIRECTIONS, PRINCIPAL_ROWS = 256, 1_024
 """Maximum number of principal components that w combines, and of rows that define them if there are more features."""
 CONSTANT, SMALLEST = 1e-6, 1e-10
 """Standard deviation of a constant feature, over its largest value; least squared residual, over the mean one."""
-OUTSIDE = 0.01
+PART_BEYOND = 0.01
 """Fraction of the training rows beyond each end of the range of wᵀz, and of those that count as far from the others."""
 SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 1e3, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
@@ -34,7 +34,7 @@ FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 500
 """Folds; rows below which today's law stays, and below which a gain must exceed two standard errors instead of one."""
 HIGHEST_LEVERAGE = 0.95
 """Upper bound of a leverage h, so that r/(1 - h) stays finite."""
-TOLERANCE, MOST_STEPS, BACKTRACKS, LONGEST = 1e-8, 60, 6, 3.0
+LEAST_GAIN, MOST_STEPS, BACKTRACKS, LONGEST = 1e-8, 60, 6, 3.0
 """Least gain of a step of `_minimise`; maximum number of steps, and of their lengths; longest step."""
 
 
@@ -136,11 +136,10 @@ def chosen(
         level(torch.cat(slopes), some, rest, df, floor, far, scaled)[-1].unflatten(0, (count, -1)) for df in tails
     ]
     losses = torch.cat([part[fold, :, torch.arange(len(fold))].T for part in left_out])
-    today = (
-        None if not today_counts else losses[tails.index(math.inf) * len(final)] if held_out is None else some.losses
-    )
+    normal = tails.index(math.inf) * len(final) if today_counts else 0
+    today = losses[normal] if held_out is None else some.losses
     constants = [] if kind == "input" else list(range(0, len(losses), len(final)))
-    best = _surest(losses, some.counts(), today, constants, 1 if informative >= few else 2)
+    best = _surest(losses, some.counts(), today if today_counts else None, constants, 1 if informative >= few else 2)
     if best is None:
         return None
     # 4. its level by all rows
@@ -193,8 +192,10 @@ def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[Inpu
     scale = torch.where(deviation > CONSTANT * features.abs().amax(0), 1 / deviation, 0.0)
     z = standardised(features, centre, scale)
     # 2. principal components z U (N, F') and their variances (F',)
-    many = z.shape[1] > DIRECTIONS
-    basis = orthonormal_rows(z[:PRINCIPAL_ROWS], DIRECTIONS, whole=False).T if many else torch.eye(z.shape[1]).to(z)
+    many = z.shape[1] > MOST_DIRECTIONS
+    basis = (
+        orthonormal_rows(z[:PRINCIPAL_ROWS], MOST_DIRECTIONS, whole=False).T if many else torch.eye(z.shape[1]).to(z)
+    )
     components = z @ basis
     variances, vectors = symmetric_eigen(components.T * mass @ components)
     basis, components = basis @ vectors, components @ vectors
@@ -217,9 +218,9 @@ def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[Inpu
     solutions = [fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)]
     # 4. the range of wᵀz and the distances of the rows
     noises, one, whitening = [], torch.ones_like(floor[0]), basis * (variances + 2 / rows.counts().sum()).rsqrt()
-    reach = _quantile((z @ whitening).square().sum(1, keepdim=True), 1 - OUTSIDE, mass)[0]
+    reach = _quantile((z @ whitening).square().sum(1, keepdim=True), 1 - PART_BEYOND, mass)[0]
     for w, b in ((solution[:, :-1], solution[:, -1]) for solution in torch.stack(solutions, 1)):  # (C, F), (C,)
-        low, high = (_quantile(z @ w.T, part, mass) for part in (OUTSIDE, 1 - OUTSIDE))
+        low, high = (_quantile(z @ w.T, part, mass) for part in (PART_BEYOND, 1 - PART_BEYOND))
         noises.append(InputNoise(centre, scale, w, low, high, b, floor, whitening, reach, one, one * df))
     return noises
 
@@ -327,6 +328,6 @@ def _minimise(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
         inverse = inverse + rate * (growth[:, :, None] * step[:, :, None] * step[:, None, :] - cross - cross.mT)
         gain = torch.where(fails, 0.0, values - ends)
         point, values, gradients = point + step, values - gain, gradients + turn
-        if not (gain > TOLERANCE).any():
+        if not (gain > LEAST_GAIN).any():
             break
     return point

@@ -17,7 +17,7 @@ from lapwing.tuning.noise_shape import (
     FEW_HELD_OUT,
     LEAST_HELD_OUT,
     LEAST_TRAINING,
-    OUTSIDE,
+    PART_BEYOND,
     RIDGES,
     ResidualRows,
     chosen,
@@ -89,8 +89,8 @@ def test_shapes_recover_the_slope_and_hold_its_range():
     noise = shapes(rows, floor_of(rows))[1]
     assert torch.allclose(noise.weights[0], torch.tensor([1.0, 0.0, 0.0, 0.0]).double(), atol=0.08)
     slope = standardised(rows.features, noise.centre, noise.scale) @ noise.weights[0]
-    assert float((slope < noise.low).double().mean()) == pytest.approx(OUTSIDE, abs=1e-3)
-    assert float((slope > noise.high).double().mean()) == pytest.approx(OUTSIDE, abs=1e-3)
+    assert float((slope < noise.low).double().mean()) == pytest.approx(PART_BEYOND, abs=1e-3)
+    assert float((slope > noise.high).double().mean()) == pytest.approx(PART_BEYOND, abs=1e-3)
     far = rows.features[:5] + torch.tensor([100.0, 0.0, 0.0, 0.0])
     assert torch.allclose(noise.log_variance(far), noise.offset + noise.high)
 
@@ -163,7 +163,7 @@ def test_weights_count_as_repeated_rows():
 
 
 def test_held_out_rows_choose_the_input_and_the_tails():
-    train, held_out = rows_of(2000, df=4.0, outputs=3), held_out_of(600, df=4.0, outputs=3, seed=1)
+    train, held_out = rows_of(1000, df=4.0, outputs=3), held_out_of(400, df=4.0, outputs=3, seed=1)
     train.residuals[::7, 1] = math.nan
     held_out.residuals[::5, 2] = math.nan
     floor = floor_of(held_out)
@@ -171,7 +171,7 @@ def test_held_out_rows_choose_the_input_and_the_tails():
     noise = chosen(train, floor, held_out)
     assert noise is not None
     assert 3 <= float(noise.df) < 8
-    fresh = held_out_of(4000, df=4.0, outputs=3, seed=2)
+    fresh = held_out_of(2000, df=4.0, outputs=3, seed=2)
     ours = loss(
         fresh.residuals.square(), noise.variance(fresh.features, noise.spread * fresh.latent), noise.df,
         noise.spread * fresh.latent,
@@ -205,7 +205,7 @@ def test_few_rows_keep_todays_law():
 
 def test_few_held_out_rows_must_gain_two_standard_errors():
     """A gain between one and two standard errors counts from `FEW_HELD_OUT` rows."""
-    train, held_out = rows_of(1000), held_out_of(FEW_HELD_OUT, seed=1)
+    train, held_out = rows_of(300), held_out_of(FEW_HELD_OUT, seed=1)
     floor = floor_of(held_out)
     noise = chosen(train, floor, held_out, noise="input", tails=[INFINITE])
     assert noise is not None
@@ -258,7 +258,7 @@ def test_far_from_the_data_no_interval_is_narrower_than_todays(spread, df):
     noise = replace(noise, spread=torch.tensor(spread).double(), df=torch.tensor(df).double())
     far = rows.features[:20] + torch.tensor([-9.0, 0.0, 0.0, 0.0])  # where wᵀz is least
     assert noise.is_far(far).all()
-    assert 0 < float(noise.is_far(rows.features).double().mean()) <= OUTSIDE
+    assert 0 < float(noise.is_far(rows.features).double().mean()) <= PART_BEYOND
     for today in (0.01, 0.5, 20.0):
         latent = torch.full((20, 1), spread * today).double()
         assert (noise.log_variance(far).exp() < 0.3).all()
