@@ -23,13 +23,14 @@ from ..options import SEED, at_least, option
 from ..posterior import Posterior
 from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from ..tangent import Tangent
-from .regression_width import SAMPLES, with_left_out_width
+from .regression_width import ABOVE_RESIDUAL, SAMPLES, with_left_out_width
 from .training_kernel import table_of
 
 log = logging.getLogger("lapwing")
 
 COPY_RATE, COPY_BATCH, LOOK = 1e-2, 128, 50  # Adam: step size, samples of a step, steps between looks at the error
 PART = 0.2  # part of the samples that the copy is not trained on
+LEARNED = 0.8  # largest error of the copy on its own samples, over its error on the others, if it has learned
 FIRST_SPREAD = 0.3  # standard deviation of the copy's first outputs, for targets of standard deviation 1
 TESTED_WEIGHTS = 40_000  # maximum number of trained weights of the networks that the method was measured on
 DEFAULT_ROWS = 20_000  # maximum number of training samples for which it is the default
@@ -160,7 +161,8 @@ def error_of_copy(
 
     Training ends once the error on its own rows is at most `residual`: a copy that has overfitted as much as the
     network errs about as much. Its outputs are shifted and scaled by constants, so that the scale of the targets does
-    not matter. Returns None if there are too few rows.
+    not matter. Returns None if there are too few rows, or if the copy has a large error on its own rows too: then it has
+    not learned what the network has, for instance because it has no bias, and its error says nothing of the network's.
     """
     # 1. a fifth of the rows is held out
     count = max(1, round(PART * len(x)))
@@ -201,4 +203,6 @@ def error_of_copy(
         optimiser.step()
         if step % LOOK == 0 and error(seen) <= residual:
             break
-    return error(held)
+    result = error(held)
+    unlearned = result > ABOVE_RESIDUAL * residual and error(seen) > LEARNED * result
+    return None if unlearned else result

@@ -109,32 +109,27 @@ def _checked_width(
     A Gaussian process on the inputs has the width w. A network whose residual is `w (1 - h)` has fitted a part h of the
     noise, and its error at unseen inputs is about `w (1 + h)`, `2 w - residual`, as for Mallows' C_p of a projection.
     """
-    # 1. the value above which a yardstick Y counts
-    factor = NARROW_BY_INPUTS if yardstick is None else NARROW
-    least = max(factor * width, ABOVE_RESIDUAL * residual)
-    # 2. Y = 2 w - residual, at most 2 w: a Gaussian process with w <= least/2 shows nothing
-    if yardstick is None:
-        table = table_of(posterior, parts)
-        alone = None if table is None else width_by_inputs(*table, size, least / 2)
-        other = None if alone is None else max(alone, 2 * alone - residual)
-    else:
-        other = yardstick(posterior, training)
-    if other is None or other <= least:
-        return width
     name = type(posterior.tangent.model).__name__
-    if yardstick is not None:
+    # 1. the yardstick Y
+    other = None if yardstick is None else yardstick(posterior, training)
+    if other is not None and other > max(NARROW * width, ABOVE_RESIDUAL * residual):
         log.warning(
             "%s has overfitted: a fresh copy predicts targets that it has not seen with a mean squared error of %.3g, "
             "and the linearised network promised %.3g. All variances were multiplied by %.3g.",
             name, other, width, other / width,
         )  # fmt: skip
         return other
-    log.warning(
-        "%s may have overfitted: its intervals have a variance of %.3g, and by a Gaussian process on the inputs it "
-        "needs %.3g. Pass validation=held_out, or tune=lw.Refit() if no data were held out, or train for a shorter "
-        "time.",
-        name, width, other,
-    )  # fmt: skip
+    # 2. 2 w - residual, at most 2 w: a Gaussian process with w <= least/2 shows nothing
+    least, table = max(NARROW_BY_INPUTS * width, ABOVE_RESIDUAL * residual), table_of(posterior, parts)
+    alone = None if table is None else width_by_inputs(*table, size, least / 2)
+    needed = 0.0 if alone is None else max(alone, 2 * alone - residual)
+    if needed > least:
+        log.warning(
+            "%s may have overfitted: its intervals have a variance of %.3g, and by a Gaussian process on the inputs it "
+            "needs %.3g. Pass validation=held_out, or tune=lw.Refit() if no data were held out, or train for a shorter "
+            "time.",
+            name, width, needed,
+        )  # fmt: skip
     return width
 
 

@@ -224,7 +224,7 @@ def test_noise_variance():
 
 
 def test_resolve():
-    assert resolve("gaussian") == Gaussian()
+    assert resolve("gaussian") == Gaussian(tails=None)
     assert resolve("categorical") == Categorical()
     assert resolve("bernoulli") == Bernoulli()
     counts = Counts()

@@ -152,7 +152,7 @@ def test_weights_count_as_repeated_rows():
     repeated, weighted = rows.taken(torch.arange(80).repeat_interleave(counts)), rows._replace(weights=counts)
     floor = floor_of(repeated)
     for one, other in zip(shapes(repeated, floor), shapes(weighted, floor), strict=True):
-        for name, value in vars(one).items():
+        for name, value in one.tensors.items():
             assert torch.allclose(value, getattr(other, name), atol=2e-3), name  # the minimiser stops early
     both = []
     for part in (repeated, weighted):
@@ -182,8 +182,8 @@ def test_held_out_rows_choose_the_input_and_the_tails():
     assert float((noise.log_variance(fresh.features) - wanted)[middle].abs().mean()) < 0.35
     again = chosen(train, floor, held_out)
     assert again is not None
-    assert all(torch.equal(value, vars(again)[name]) for name, value in vars(noise).items())
-    assert vars(InputNoise(**vars(noise))).keys() == vars(noise).keys()
+    assert all(torch.equal(value, vars(again)[name]) for name, value in noise.tensors.items())
+    assert InputNoise(**noise.tensors).tensors.keys() == noise.tensors.keys()
 
 
 @pytest.mark.parametrize("seed", range(4))
