@@ -95,7 +95,7 @@ def _dropout(inputs: int) -> nn.Sequential:
 
 def pinball(quantiles: Tensor, y: Tensor, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> Tensor:
     """Returns the mean pinball loss of quantiles (B, K) of targets (B, 1)."""
-    gap, level = y - quantiles, torch.as_tensor(levels).to(quantiles)
+    gap, level = y - quantiles, torch.as_tensor(levels, dtype=quantiles.dtype)
     return torch.maximum(level * gap, (level - 1) * gap).mean()
 
 
@@ -428,9 +428,9 @@ def ngboost(found: Study) -> Row:
 
 METHODS: dict[str, tuple[str, Callable[[Study], Row], str]] = {
     "one variance": ("one noise variance", one_variance, "torch"),
-    "lapwing constant": ("`lw.fit(..., validation=)`, constant noise", partial(ours, constant=True), "torch"),
+    "constant": ("`lw.fit(..., validation=)`, constant noise", partial(ours, constant=True), "torch"),
     "lapwing": ("`lw.fit(..., validation=)`", ours, "torch"),
-    "lapwing constant alone": (
+    "constant alone": (
         "`lw.fit(...)`, constant noise, no held-out data", partial(ours, constant=True, held_out=False), "torch"
     ),
     "lapwing alone": ("`lw.fit(...)`, no held-out data", partial(ours, held_out=False), "torch"),
@@ -458,9 +458,11 @@ def row(name: str, seed: int, method: str) -> Row:
         importlib.import_module(METHODS[method][2])  # outside the seconds
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return METHODS[method][1](study(name, seed))
+            found = METHODS[method][1](study(name, seed))
     except Exception as error:
         return {"refusal": peers.first_line(error)}
+    quarters = {"quarters": [round(value, 3) for value in found["quarters"]]} if "quarters" in found else {}
+    return {**{key: round(value, 4) for key, value in found.items() if key != "quarters"}, **quarters}
 
 
 def parts(tables: str = "", seeds: str = "0,1,2", methods: str = "") -> dict[str, Callable[[], Row]]:
@@ -476,7 +478,7 @@ def parts(tables: str = "", seeds: str = "0,1,2", methods: str = "") -> dict[str
         else:
             print(f"{method} is skipped: install {MODULES[METHODS[method][2]]}.")
     return {
-        f"{name}, seed {seed}: {method}": partial(row, name, int(seed), method)
+        f"{name} {seed}: {method}": partial(row, name, int(seed), method)
         for name in wanted["tables"] for seed in seeds.split(",") for method in installed
     }  # fmt: skip
 
@@ -491,7 +493,7 @@ def collected(results: Mapping[str, Row]) -> dict[str, dict[str, Seeds]]:
     found: dict[str, dict[str, dict[int, Row]]] = {}
     for part, values in results.items():
         run, _, method = part.partition(": ")
-        name, _, seed = run.partition(", seed ")
+        name, _, seed = run.rpartition(" ")
         if "refusal" not in values:
             found.setdefault(method, {}).setdefault(name, {})[int(seed)] = values
     return {
