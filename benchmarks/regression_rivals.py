@@ -4,8 +4,9 @@
     rivals/bin/python -m benchmarks regression_rivals --missing --minutes 60       # a later run continues
     rivals/bin/python -m benchmarks regression_rivals --tables concrete,airfoil --seeds 0 --methods "lapwing,NGBoost"
 
-Needs the tables that LAPWING_DATA names. A rival whose package is not installed is skipped, and a line says so. A part
-is one method on one table with one seed. `--methods` runs some methods again and keeps the numbers of the others.
+Needs the tables that LAPWING_DATA names. A part is one method on one table with one seed. `--methods` runs some
+methods again and keeps the numbers of the others. A rival whose package is not installed is skipped, and a method that
+fails has no row: a line says so, and the next run with `--missing` tries again.
 
 The real tables with 150 rows or more are used as they are; columns with missing entries are left out. A fifth of the
 rows, at most 1 000, are test rows. An eighth, 60 to 500, are held out. Up to 5 000 other rows train. Inputs and targets
@@ -451,8 +452,8 @@ MODULES = {"laplace": "laplace-torch", "mapie": "mapie", "sklearn": "scikit-lear
 PACKAGES = tuple(package for module, package in MODULES.items() if find_spec(module))
 
 
-def row(name: str, seed: int, method: str) -> Row:
-    """Returns the scores and seconds of a method; of one that fails, the first line of its error."""
+def row(name: str, seed: int, method: str) -> Row | None:
+    """Returns the scores and seconds of a method. One that fails has no row: its error is printed."""
     torch.manual_seed(seed)
     try:
         importlib.import_module(METHODS[method][2])  # outside the seconds
@@ -460,12 +461,13 @@ def row(name: str, seed: int, method: str) -> Row:
             warnings.simplefilter("ignore")
             found = METHODS[method][1](study(name, seed))
     except Exception as error:
-        return {"refusal": peers.first_line(error)}
+        print(f"{name} {seed}: {method} failed: {peers.first_line(error)}", flush=True)
+        return None
     quarters = {"quarters": [round(value, 3) for value in found["quarters"]]} if "quarters" in found else {}
     return {**{key: round(value, 4) for key, value in found.items() if key != "quarters"}, **quarters}
 
 
-def parts(tables: str = "", seeds: str = "0,1,2", methods: str = "") -> dict[str, Callable[[], Row]]:
+def parts(tables: str = "", seeds: str = "0,1,2", methods: str = "") -> dict[str, Callable[[], Row | None]]:
     """Returns a row for each table, seed and method; names are joined by commas, and an empty text means all."""
     wanted = {"tables": tables.split(",") if tables else [*TABLES], "methods": methods.split(",") if methods else []}
     for what, known in (("tables", TABLES), ("methods", METHODS)):
@@ -489,13 +491,12 @@ Seeds = Mapping[int, Row]
 
 
 def collected(results: Mapping[str, Row]) -> dict[str, dict[str, Seeds]]:
-    """Returns method -> table -> seed -> row, without rows that failed, in the order of `METHODS` and `TABLES`."""
+    """Returns method -> table -> seed -> row, in the order of `METHODS` and `TABLES`."""
     found: dict[str, dict[str, dict[int, Row]]] = {}
     for part, values in results.items():
         run, _, method = part.partition(": ")
         name, _, seed = run.rpartition(" ")
-        if "refusal" not in values:
-            found.setdefault(method, {}).setdefault(name, {})[int(seed)] = values
+        found.setdefault(method, {}).setdefault(name, {})[int(seed)] = values
     return {
         method: {name: found[method][name] for name in TABLES if name in found[method]}
         for method in METHODS if method in found
