@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError, plain_numbers, shown
 from ..linalg import cholesky, doubled
-from ..options import POSITIVE_NUMBERS, option
+from ..options import POSITIVE_NUMBERS, instance_of, option
 from .base import Integrals, Likelihood, apply_weights
 from .input_noise import InputNoise
 from .links import ExactLink, Link, at_least_float32
@@ -42,6 +42,8 @@ def _variances(value: Any) -> float | tuple[float, ...]:
 
 _VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 
+FITTED = instance_of("the noise of a fitted likelihood", InputNoise)
+
 
 @register_likelihood
 @dataclass(frozen=True, repr=False)
@@ -62,8 +64,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
         noise: "constant", equal at all inputs; "input", a variance `log σ²(x) = b + wᵀφ(x)` that a tuning fits to
             residuals, with the inputs φ of the last treated layer; None: the data decide.
-        tails: "normal"; "student", a Student t with degrees of freedom of its own; None: the data decide, as for
-            `likelihood="gaussian"`. Noise and tails enter predictions of y alone: Λ, Σ and the evidence keep σ².
+        tails: "normal"; None: the data decide between normal noise and a Student t, as for `likelihood="gaussian"`.
+            Noise and tails enter predictions of y alone: Λ, Σ and the evidence keep σ².
 
     Raises:
         LapwingError: if `noise_variance` is not positive and finite. `lw.fit` refuses it beside `noise="input"`.
@@ -78,8 +80,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
     missing: bool = False
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
     noise: Literal["constant", "input"] | None = None
-    tails: Literal["normal", "student"] | None = "normal"
-    input_noise: InputNoise | None = field(default=None, compare=False)  # that a tuning fitted
+    tails: Literal["normal"] | None = "normal"
+    input_noise: InputNoise | None = option(None, FITTED, compare=False)  # that a tuning fitted
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     selects_outputs: ClassVar[bool] = True
@@ -236,6 +238,10 @@ class Gaussian(Likelihood[RegressionPrediction]):
         """
         same = noise_variance == self.noise_variance
         return self if same else replace(self, noise_variance=noise_variance, input_noise=None)
+
+    @property
+    def tail_candidates(self) -> tuple[float | None, ...]:
+        return (math.inf,) if self.tails == "normal" else (math.inf, None)
 
     @property
     def features_read(self) -> str | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..covariance import has_positions, has_prior
 from ..data.samples import Samples
-from ..likelihoods import Gaussian, StudentT
 from ..linalg import doubled
 from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
@@ -79,14 +78,13 @@ def with_noise_of_residuals(
 def _tails(posterior: Posterior) -> tuple[float | None, ...] | None:
     """Returns the candidates for ν (inf: normal; None: tuned), or None if noise and tails are given."""
     likelihood: Any = posterior.likelihood
-    if not isinstance(likelihood, Gaussian):
+    tails = likelihood.tail_candidates
+    if tails is None:
         return None
     if likelihood.noise_ratios is not None and len(likelihood.noise_ratios) != posterior.tangent.outputs:
         return None  # of each position
-    given = likelihood.df if isinstance(likelihood, StudentT) else None
-    tails = {"normal": (math.inf,), "student": (given,), None: (math.inf, None)}[likelihood.tails]
     constant = likelihood.noise == "constant" or posterior.noise_fixed
-    return None if constant and tails not in ((None,), (math.inf, None)) else tails
+    return tails if None in tails or not constant else None
 
 
 @torch.no_grad()
