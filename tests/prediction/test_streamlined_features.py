@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.prediction.streamlined import features
 from tests.quick import others_slow
 from tests.zoo_modules import SpatialMean
@@ -45,7 +46,7 @@ def test_the_correlation_is_that_of_the_features(fitted: tuple[lw.Posterior, Ten
     """Against dense Jacobians of the features, within the error of 400 draws."""
     posterior, x = fitted
     monkeypatch.setattr(features, "DRAWS", 400)
-    found = lw.Streamlined().fitted(posterior.tangent, posterior.covariance, x).features
+    found = lw.Streamlined().fitted(posterior.tangent, posterior.covariance, Inputs(x)).features
     body, weights = posterior.model[:-1], {n: w for n, w in posterior.tangent.parameters.items() if n[0] != "6"}
     jacobian = torch.func.jacrev(lambda values: torch.func.functional_call(body, values, (x,)))(weights)
     covariance = posterior.covariance.layer_block

@@ -124,7 +124,7 @@ def test_batches_of_another_length_need_no_other_reading(make):
     other = tokens(3, 8, seed=3)
     second = Streamlined().latent(tangent, covariance, parsed(other))
     torch.testing.assert_close(second.mean, oracle.call(model, other).detach(), rtol=1e-12, atol=1e-12)
-    assert read(tangent, x) is read(tangent, other)
+    assert read(tangent, parsed(x)) is read(tangent, parsed(other))
     one = Streamlined().latent(tangent, covariance, parsed(tokens(1, 5)))
     torch.testing.assert_close(one.mean, oracle.call(model, tokens(1, 5)).detach(), rtol=1e-12, atol=1e-12)
 
@@ -151,7 +151,7 @@ def test_own_forward_with_functional_operations():
     torch.testing.assert_close(again.covariance, latent.covariance)
     forward = lambda m, given: m(given["x"], given["scale"])  # noqa: E731
     called = tn.Tangent.survey(model, {**by_dict, "names": list("abcde")}, tn.matching("*"), forward=forward)
-    again = Streamlined().latent(called, covariance, {**by_dict, "names": list("abcde")})
+    again = Streamlined().latent(called, covariance, parsed({**by_dict, "names": list("abcde")}))
     torch.testing.assert_close(again.covariance, latent.covariance)
 
 
