@@ -63,6 +63,7 @@ def deploy(
         via: `Streamlined` in diagonal mode; `Linearized` if only the last layer is treated; `Scaled` of either. None
             means `Streamlined`, scaled by `lw.scale_factor(..., to=lw.Linearized())` unless that is 1 for a last layer.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
+            and for Student t noise its degrees of freedom (), also as `predictor.df`;
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
@@ -106,13 +107,13 @@ def deploy(
     streamlined, factor, linearised = _exported_way(via)
     inputs = Inputs.of(dict(x) if keys else x)
     posterior.latent(inputs.take(slice(0, 2)), via=via)  # raises if the way does not support the inputs
-    observe, returns, kinds = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
+    observe, returns, kinds, df = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     example = inputs.take(slice(0, MIN_LEVEL_INPUTS))
     layer = None if outputs == "latent" else posterior.likelihood.features_read
     traced = trace(
         posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty, layer
     )  # fmt: skip
-    return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via)
+    return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via, df)
 
 
 def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
@@ -169,10 +170,10 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
 
 def _observing(
     likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float
-) -> tuple[Observe, tuple[str, ...], int]:
-    """Returns a function from moments to results, the results' names, and the number of kinds of moments it reads."""
+) -> tuple[Observe, tuple[str, ...], int, float | None]:
+    """Returns a function from moments to results, their names, the number of kinds of moments it reads, and ν."""
     if outputs == "latent":
-        return (lambda latent, _: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1
+        return (lambda latent, _: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1, None
     ones = torch.ones(1, size)
     chosen = likelihood.choose_link(Latent(ones, ()), link)
     if not chosen.closed_form:
@@ -203,7 +204,8 @@ def _observing(
         noise = getattr(likelihood, "input_noise", None)
         example = summary(Latent(ones, (term,)), None if noise is None else noise.centre[None])
         reads = any(value.requires_grad for value in example.values())
-    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), 3 if matrix else 1 + reads
+    df = float(example["df"]) if "df" in example else None
+    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), 3 if matrix else 1 + reads, df
 
 
 __all__ = ["Predictor", "deploy"]

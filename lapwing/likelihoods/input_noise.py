@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class InputNoise:
         parts += [] if self.tails is None else [f"Student t with {self.tails:.2g} degrees of freedom"]
         return "; ".join(parts)
 
-    @property
+    @cached_property
     def tails(self) -> float | None:
         """ν as a number; None for normal noise."""
         return None if bool(self.df.isinf()) else float(self.df)
