@@ -171,7 +171,7 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
 def _observing(
     likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float
 ) -> tuple[Observe, tuple[str, ...], int, float | None]:
-    """Returns a function from moments to results, their names, the number of kinds of moments it reads, and ν."""
+    """Returns a function from moments to results, their names, the number of kinds of moments that it reads, and ν."""
     if outputs == "latent":
         return (lambda latent, _: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1, None
     ones = torch.ones(1, size)
@@ -186,8 +186,10 @@ def _observing(
     scored = outputs == "scores"
     matrix = likelihood.reads_covariance(Quadrature() if scored else chosen)  # mutual information reads the same
 
-    def summary(latent: Latent, features: Tensor | None) -> dict[str, Tensor]:
-        prediction = predicted(likelihood, latent.scaled(factor), chosen, features=features)
+    def prediction(latent: Latent, features: Tensor | None) -> Any:
+        return predicted(likelihood, latent.scaled(factor), chosen, features=features)
+
+    def results(prediction: Any) -> dict[str, Tensor]:
         if not scored:
             return prediction.summary()
         if not isinstance(prediction, (BernoulliPrediction, ClassPrediction)) or (matrix and size > CLASSES):
@@ -198,14 +200,17 @@ def _observing(
         scores = {"entropy": prediction.entropy(), "mutual_information": prediction.mutual_information()}
         return prediction.summary() | scores
 
+    noise = getattr(likelihood, "input_noise", None)
+    centre = None if noise is None else noise.centre[None]
     with torch.enable_grad():
+        ones = ones if centre is None else ones.to(centre.device)
         centred = ones.clone().requires_grad_()
-        term = DenseTerm(torch.eye(size)[None], centred) if matrix else MarginalTerm(ones, centred)
-        noise = getattr(likelihood, "input_noise", None)
-        example = summary(Latent(ones, (term,)), None if noise is None else noise.centre[None])
-        reads = any(value.requires_grad for value in example.values())
-    df = float(example["df"]) if "df" in example else None
-    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), 3 if matrix else 1 + reads, df
+        term = DenseTerm(torch.eye(size).to(ones)[None], centred) if matrix else MarginalTerm(ones, centred)
+        example = prediction(Latent(ones, (term,)), centre)
+        found = results(example)
+        kinds = 3 if matrix else 1 + any(value.requires_grad for value in found.values())
+    df = getattr(example, "df", None)
+    return (lambda *moments: tuple(results(prediction(*moments)).values())), tuple(found), kinds, df
 
 
 __all__ = ["Predictor", "deploy"]

@@ -168,7 +168,7 @@ class RegressionPrediction(NormalsPrediction):
         return dist.MultivariateNormal(centre, scale_tril=cholesky(self._noisy(covariance)))
 
     def summary(self) -> dict[str, Tensor]:
-        tails = {} if self.df is None else {"df": torch.tensor(self.df).to(self.mean)}
+        tails = {} if self.df is None else {"df": torch.tensor(self.df, dtype=self.mean.dtype).to(self.mean.device)}
         return super().summary() | tails
 
     def __repr__(self) -> str:
