@@ -481,7 +481,7 @@ def test_noise_beside_novelty_and_latents() -> None:
     assert predictor.returns == ("mean", "variance", "df", "novelty")
     *moments, _, novelty = predictor(inputs(7))
     assert_same(moments, posterior, inputs(7), predictor.via, "prediction", 1e-6)
-    torch.testing.assert_close(novelty, detector(inputs(7)))
+    torch.testing.assert_close(novelty, detector(inputs(7)).float())
     latent = lw.deploy(posterior, inputs(9), outputs="latent")
     assert (latent.returns, latent.df) == (("mean", "variance"), None)
     assert_same(latent(inputs(7)), posterior, inputs(7), latent.via, "latent", 1e-6)
@@ -489,7 +489,7 @@ def test_noise_beside_novelty_and_latents() -> None:
 
 def test_a_student_t_of_given_tails_is_deployed() -> None:
     x, y = real(5)(20), torch.randn(20, 1)
-    posterior = lw.fit(mlp(1), (x, y), lw.KFAC(), likelihood=lw.StudentT(5.0, noise_variance=0.3), prior_precision=30.0)
+    posterior = lw.fit(mlp(1), (x, y), lw.KFAC(), likelihood=lw.StudentT(df=5.0, noise_variance=0.3), prior_precision=30.0)
     predictor = lw.deploy(posterior, x)
     assert predictor.df == 5.0
     assert_same(predictor(x)[:2], posterior, x, predictor.via, "prediction", 1e-6)
