@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import shutil
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.inputs import Inputs
 from lapwing.deployment import Predictor, _default_way
-from lapwing.likelihoods.input_noise import InputNoise
 from lapwing.tangent.features import features_at
 from papers.common.networks import MnistCNN, ResNet20
+from tests.input_noise import with_input_noise
 from tests.prediction.test_streamlined_networks import bert
 from tests.quick import others_slow
 from tests.refused import refused
@@ -426,17 +425,11 @@ def with_noise(
     """Returns a regression whose noise depends on the inputs of a layer, and is bounded at about half of 40 inputs."""
     torch.manual_seed(0)
     model = (model or mlp(outputs)).to(dtype)
-    x, likelihood = real(next(model.parameters()).shape[1], dtype=dtype), lw.Gaussian(0.01)
+    x = real(next(model.parameters()).shape[1], dtype=dtype)
     options = {"method": lw.KFAC(), "params": lw.everything, "prior_precision": 30.0, **options}
-    posterior = lw.fit(model, (x(20), torch.randn(20, outputs, dtype=dtype)), likelihood=likelihood, **options)
-    features = features_at(posterior.tangent, layer, Inputs.of(x(40))).double()
-    centre, scale = features.mean(0), 1 / features.std(0).clamp_min(1e-3)
-    z, ones = (features - centre) * scale, torch.ones(outputs).double()
-    noise = InputNoise(
-        centre, scale, torch.randn(outputs, len(centre)).double(), -3 * ones, 2 * ones, ones.cumsum(0) - 5, 0.01 * ones,
-        torch.eye(len(centre)).double(), 1.01 * z.square().sum(1).median(), 0.2 * ones[0], df * ones[0], layer,
-    )  # fmt: skip
-    return dataclasses.replace(posterior, likelihood=dataclasses.replace(likelihood, input_noise=noise)), x
+    batch = x(20), torch.randn(20, outputs, dtype=dtype)
+    posterior = lw.fit(model, batch, likelihood=lw.Gaussian(0.01), **options)
+    return with_input_noise(posterior, x(40), layer, df), x
 
 
 @pytest.mark.parametrize("case", NOISES)
@@ -489,7 +482,9 @@ def test_noise_beside_novelty_and_latents() -> None:
 
 def test_a_student_t_of_given_tails_is_deployed() -> None:
     x, y = real(5)(20), torch.randn(20, 1)
-    posterior = lw.fit(mlp(1), (x, y), lw.KFAC(), likelihood=lw.StudentT(df=5.0, noise_variance=0.3), prior_precision=30.0)
+    posterior = lw.fit(
+        mlp(1), (x, y), lw.KFAC(), likelihood=lw.StudentT(df=5.0, noise_variance=0.3), prior_precision=30.0
+    )
     predictor = lw.deploy(posterior, x)
     assert predictor.df == 5.0
     assert_same(predictor(x)[:2], posterior, x, predictor.via, "prediction", 1e-6)
