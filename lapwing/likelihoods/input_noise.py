@@ -69,7 +69,9 @@ class InputNoise:
 
     def to(self, device: torch.device) -> InputNoise:
         """Returns the noise on a device."""
-        return InputNoise(**{name: value.to(device) for name, value in self.tensors.items()}, layer=self.layer)
+        moved = InputNoise(**{name: value.to(device) for name, value in self.tensors.items()}, layer=self.layer)
+        vars(moved)["tails"] = self.tails  # so that the host need not read a device, or a graph that is traced
+        return moved
 
     def slope(self, features: Tensor) -> Tensor:
         """Returns `clamp(wᵀz, low, high)`, (B, C), for features (B, F). Time O(B C F)."""
