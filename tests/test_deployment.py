@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.deployment import Predictor, _default_way
+from lapwing.tangent.features import features_at
 from papers.common.networks import MnistCNN, ResNet20
+from tests.input_noise import with_input_noise
 from tests.prediction.test_streamlined_networks import bert
 from tests.quick import others_slow
 from tests.refused import refused
@@ -389,13 +393,119 @@ def test_files_of_older_versions_load(tmp_path: Path) -> None:
     """Their predictors have no way."""
     _, predictor = deployed("mlp", "latent")
     old, x = copy.deepcopy(predictor), NETWORKS["mlp"][1](3)
-    del old.__dict__["via"]
+    for name in ("via", "df"):
+        del old.__dict__[name]
     torch.save(old, tmp_path / "old.pt")
     loaded = torch.load(tmp_path / "old.pt", weights_only=False)
-    assert loaded.via is None
+    assert loaded.via is loaded.df is None
     assert all(map(torch.equal, loaded(x), predictor(x)))
     torch.save(predictor, tmp_path / "new.pt")
     assert torch.load(tmp_path / "new.pt", weights_only=False).via == predictor.via
+
+
+# ---- noise that depends on the input
+
+NOISES: dict[str, dict[str, Any]] = {
+    "all layers": {},
+    "last layer": {"params": lw.last_layer, "df": math.inf},
+    "two outputs": {"outputs": 2, "method": lw.Diagonal()},
+    "by the outputs": {"layer": ""},
+    "double": {"dtype": torch.float64},
+}
+
+
+def with_noise(
+    layer: str = "4",
+    df: float = 4.0,
+    outputs: int = 1,
+    dtype: torch.dtype = torch.float32,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> tuple[lw.Posterior, Callable[[int], Tensor]]:
+    """Returns a regression whose noise depends on the inputs of a layer, and is bounded at about half of 40 inputs."""
+    torch.manual_seed(0)
+    model = (model or mlp(outputs)).to(dtype)
+    x = real(next(model.parameters()).shape[1], dtype=dtype)
+    options = {"method": lw.KFAC(), "params": lw.everything, "prior_precision": 30.0, **options}
+    batch = x(20), torch.randn(20, outputs, dtype=dtype)
+    posterior = lw.fit(model, batch, likelihood=lw.Gaussian(0.01), **options)
+    return with_input_noise(posterior, x(40), layer, df), x
+
+
+@pytest.mark.parametrize("case", NOISES)
+def test_noise_that_depends_on_the_input(case: str) -> None:
+    """In eager mode and through `torch.export`, for any batch, with noise that is bounded at some inputs."""
+    posterior, inputs = with_noise(**NOISES[case])
+    predictor = lw.deploy(posterior, inputs(9))
+    tails = NOISES[case].get("df", 4.0) < math.inf
+    assert predictor.df == (4.0 if tails else None)
+    assert predictor.returns == ("mean", "variance", *["df"] * tails)
+    exported = torch.export.export(predictor, (inputs(4),), dynamic_shapes=predictor.dynamic_shapes).module()
+    noise = posterior.likelihood.input_noise
+    far = noise.is_far(features_at(posterior.tangent, noise.layer, Inputs.of(inputs(40))))
+    assert 5 < far.sum() < 35
+    for size in (*SIZES, 40):
+        x = inputs(size)
+        for found in (predictor(x), exported(x)):
+            assert_same(found[:2], posterior, x, predictor.via, "prediction", 1e-6)
+            assert [float(part) for part in found[2:]] == [4.0] * tails
+            assert all(part.shape == () and part.dtype == x.dtype for part in found[2:])
+    aleatoric = posterior.predict(inputs(40), via=predictor.via).aleatoric_variance
+    assert aleatoric.amax() > 5 * aleatoric.amin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
+def test_noise_in_onnx(dtype: torch.dtype, tmp_path: Path) -> None:
+    """With tanh: onnxruntime has no erf in double precision."""
+    pytest.importorskip("onnxscript")
+    posterior, inputs = with_noise(model=mlp(1, nn.Tanh), dtype=dtype)
+    predictor = lw.deploy(posterior, inputs(9))
+    path = predictor.to_onnx(tmp_path / "network.onnx", inputs(1))
+    for size in (*SIZES, 40):
+        *found, df = onnx_outputs(path, inputs(size))
+        assert_same(found, posterior, inputs(size), predictor.via, "prediction", 1e-6)
+        assert float(df) == 4.0
+
+
+def test_the_tails_of_noise_are_not_read_from_a_device_again() -> None:
+    """A traced graph cannot decide by the values of a tensor."""
+    noise = with_noise()[0].likelihood.input_noise
+    assert noise.to(torch.device("meta")).tails == noise.tails == 4.0
+
+
+def test_noise_beside_novelty_and_latents() -> None:
+    posterior, inputs = with_noise()
+    detector = lw.novelty(posterior.model, (inputs(30), inputs(30)[:, :1]))
+    predictor = lw.deploy(posterior, inputs(9), novelty=detector)
+    assert predictor.returns == ("mean", "variance", "df", "novelty")
+    *moments, _, novelty = predictor(inputs(7))
+    assert_same(moments, posterior, inputs(7), predictor.via, "prediction", 1e-6)
+    torch.testing.assert_close(novelty, detector(inputs(7)).float())
+    latent = lw.deploy(posterior, inputs(9), outputs="latent")
+    assert (latent.returns, latent.df) == (("mean", "variance"), None)
+    assert_same(latent(inputs(7)), posterior, inputs(7), latent.via, "latent", 1e-6)
+
+
+def test_a_student_t_of_given_tails_is_deployed() -> None:
+    x, y = real(5)(20), torch.randn(20, 1)
+    posterior = lw.fit(
+        mlp(1), (x, y), lw.KFAC(), likelihood=lw.StudentT(df=5.0, noise_variance=0.3), prior_precision=30.0
+    )
+    predictor = lw.deploy(posterior, x)
+    assert predictor.df == 5.0
+    assert_same(predictor(x)[:2], posterior, x, predictor.via, "prediction", 1e-6)
+
+
+def test_features_are_those_after_a_relu_that_is_idle_at_the_example() -> None:
+    """At the example the inputs and outputs of the ReLU are equal; elsewhere only its outputs are the features."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(2))
+        model[0].bias.zero_()
+    posterior, _ = with_noise("2", model=model)
+    x = torch.rand(9, 2) + 0.1
+    predictor = lw.deploy(posterior, x)
+    assert_same(predictor(-x)[:2], posterior, -x, predictor.via, "prediction", 1e-6)
 
 
 # ---- a module like any other

@@ -63,6 +63,7 @@ def deploy(
         via: `Streamlined` in diagonal mode; `Linearized` if only the last layer is treated; `Scaled` of either. None
             means `Streamlined`, scaled by `lw.scale_factor(..., to=lw.Linearized())` unless that is 1 for a last layer.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
+            and for Student t noise its degrees of freedom (), also as `predictor.df`;
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
@@ -106,13 +107,13 @@ def deploy(
     streamlined, factor, linearised = _exported_way(via)
     inputs = Inputs.of(dict(x) if keys else x)
     posterior.latent(inputs.take(slice(0, 2)), via=via)  # raises if the way does not support the inputs
-    observe, returns, kinds = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
+    observe, returns, kinds, df = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     example = inputs.take(slice(0, MIN_LEVEL_INPUTS))
     layer = None if outputs == "latent" else posterior.likelihood.features_read
     traced = trace(
         posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty, layer
     )  # fmt: skip
-    return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via)
+    return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via, df)
 
 
 def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
@@ -169,10 +170,10 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
 
 def _observing(
     likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float
-) -> tuple[Observe, tuple[str, ...], int]:
-    """Returns a function from moments to results, the results' names, and the number of kinds of moments it reads."""
+) -> tuple[Observe, tuple[str, ...], int, float | None]:
+    """Returns a function from moments to results, their names, the number of kinds of moments that it reads, and ν."""
     if outputs == "latent":
-        return (lambda latent, _: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1
+        return (lambda latent, _: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1, None
     ones = torch.ones(1, size)
     chosen = likelihood.choose_link(Latent(ones, ()), link)
     if not chosen.closed_form:
@@ -185,8 +186,10 @@ def _observing(
     scored = outputs == "scores"
     matrix = likelihood.reads_covariance(Quadrature() if scored else chosen)  # mutual information reads the same
 
-    def summary(latent: Latent, features: Tensor | None) -> dict[str, Tensor]:
-        prediction = predicted(likelihood, latent.scaled(factor), chosen, features=features)
+    def prediction(latent: Latent, features: Tensor | None) -> Any:
+        return predicted(likelihood, latent.scaled(factor), chosen, features=features)
+
+    def results(prediction: Any) -> dict[str, Tensor]:
         if not scored:
             return prediction.summary()
         if not isinstance(prediction, (BernoulliPrediction, ClassPrediction)) or (matrix and size > CLASSES):
@@ -197,13 +200,17 @@ def _observing(
         scores = {"entropy": prediction.entropy(), "mutual_information": prediction.mutual_information()}
         return prediction.summary() | scores
 
+    noise = getattr(likelihood, "input_noise", None)
+    centre = None if noise is None else noise.centre[None]
     with torch.enable_grad():
+        ones = ones if centre is None else ones.to(centre.device)
         centred = ones.clone().requires_grad_()
-        term = DenseTerm(torch.eye(size)[None], centred) if matrix else MarginalTerm(ones, centred)
-        noise = getattr(likelihood, "input_noise", None)
-        example = summary(Latent(ones, (term,)), None if noise is None else noise.centre[None])
-        reads = any(value.requires_grad for value in example.values())
-    return (lambda *moments: tuple(summary(*moments).values())), tuple(example), 3 if matrix else 1 + reads
+        term = DenseTerm(torch.eye(size).to(ones)[None], centred) if matrix else MarginalTerm(ones, centred)
+        example = prediction(Latent(ones, (term,)), centre)
+        found = results(example)
+        kinds = 3 if matrix else 1 + any(value.requires_grad for value in found.values())
+    df = getattr(example, "df", None)
+    return (lambda *moments: tuple(results(prediction(*moments)).values())), tuple(found), kinds, df
 
 
 __all__ = ["Predictor", "deploy"]

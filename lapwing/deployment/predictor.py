@@ -28,10 +28,13 @@ class Predictor(nn.Module):
     """
 
     via: Way | None = None  # the way of its numbers; None in a file of an older version
+    df: float | None = None  # degrees of freedom of Student t noise; None for normal noise and without y
 
-    def __init__(self, traced: Traced, names: tuple[str, ...], keys: bool, returns: tuple[str, ...], via: Way) -> None:
+    def __init__(
+        self, traced: Traced, names: tuple[str, ...], keys: bool, returns: tuple[str, ...], via: Way, df: float | None
+    ) -> None:
         super().__init__()
-        self.via = via
+        self.via, self.df = via, df
         self.calls, example, self._free = traced
         self.names, self.keys, self.returns = names, keys, returns  # () and False if the input is a tensor
         leaves = example.tensors
@@ -43,7 +46,9 @@ class Predictor(nn.Module):
         self.eval()
 
     def forward(self, x: Any) -> Any:
-        """Returns probabilities (B, C), or means and variances (B, C) each, at inputs like the example of `lw.deploy`.
+        """Returns the tensors that `returns` names, at inputs like the example of `lw.deploy`.
+
+        These are probabilities (B, C), or means and variances (B, C) and for Student t noise its `df` ().
 
         Raises:
             LapwingError: for inputs of another structure, dtype or shape (not in compiled or exported code).
@@ -115,8 +120,8 @@ class Predictor(nn.Module):
     def to_onnx(self, path: str | os.PathLike[str], x: Any) -> Path:
         """Writes the network as an ONNX file that onnxruntime runs, with free batches and lengths.
 
-        Inputs are named "x", or as the entries of a dict; outputs "probabilities", or "mean" and "variance". It takes a
-        few seconds for a few hundred calls.
+        Inputs are named "x", or as the entries of a dict; outputs are named as in `predictor.returns`: "probabilities",
+        or "mean", "variance" and for Student t noise "df". It takes a few seconds for a few hundred calls.
 
         Args:
             path: path of the file, which is returned; weights above 2 GB go into a second file next to it.

@@ -96,8 +96,9 @@ class Comparison:
         """Draws the pictures that fit the task: one row of the table in blue, the first row in orange.
 
         Classes: reliability, and risk against coverage. Regression: calibration of intervals, and residuals against
-        spread. Each out-of-distribution set adds the score of the row that detects it best. `row=None` chooses the
-        lowest NLL among the posteriors. Returns a matplotlib figure: `table.plot().savefig("table.png")`.
+        spread, in the units of y and in standard deviations. Each out-of-distribution set adds the score of the row
+        that detects it best. `row=None` chooses the lowest NLL among the posteriors. Returns a matplotlib figure:
+        `table.plot().savefig("table.png")`.
 
         Raises:
             LapwingError: if the table has no such row or no predictions, or matplotlib is missing.
@@ -176,7 +177,7 @@ def compare(
     Classes: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score and area
     under the risk-coverage curve (AURC). Bernoulli outputs are two classes each, pooled, and "ECE c" is the error of
     label c; of more than 10 labels only the "worst ECE". Regression: RMSE, NLL, CRPS, and coverage and mean width of
-    the 90 % interval, also for each quarter of the predicted means.
+    the 90 % interval, also for each quarter of the predicted standard deviations.
 
     Args:
         posteriors: name -> a posterior, a mixture, a pair (posterior, way) such as `(posterior, lw.MonteCarlo(30))`, or
@@ -258,7 +259,10 @@ ERRORS = (
     "row, paired by sample."
 )
 PASSES = "passes: time of a prediction in plain forward passes, measured in this run. Small networks need more of them."
-QUARTERS = "Q1 to Q4: share of targets in the 90 % intervals, by quarter of the predicted means, the lowest first."
+QUARTERS = (
+    "Q1 to Q4: share of targets in the 90 % intervals, by quarter of the predicted standard deviations, the smallest "
+    "first. A row that predicts one standard deviation has no quarters."
+)
 OUTSIDE = (
     "AUROC: probability that an out-of-distribution (OOD) input has a higher score than a held-out one; 0.5 is chance. "
     "MI: mutual information between prediction and weights, which only posteriors have. FPR95: share of held-out "

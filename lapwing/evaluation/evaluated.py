@@ -78,6 +78,7 @@ class Predictions:
         std: predicted standard deviations of y (n,).
         lower: lower ends of the 90 % intervals (n,); `upper` has the upper ends.
         y: targets (n,).
+        pit: probability integral transforms of the targets (n,); None for counts.
         scores: "mutual_information", "entropy", ... -> uncertainty of each held-out input (N,); empty without
             `foreign=`. A network alone has no mutual information.
         foreign: name of an out-of-distribution set -> score -> uncertainty of each of its inputs (M,).
@@ -91,6 +92,7 @@ class Predictions:
     lower: np.ndarray | None = None
     upper: np.ndarray | None = None
     y: np.ndarray | None = None
+    pit: np.ndarray | None = None
     scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     foreign: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
@@ -178,11 +180,15 @@ def _kept(values: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 def _quarters(values: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the coverage of the 90 % intervals in each quarter of the predicted means of each output."""
-    mean = values["mean"]
-    if len(mean) < FEWEST:
+    """Returns the coverage of the 90 % intervals in each quarter of the predicted standard deviations of each output.
+
+    A row that predicts fewer than four standard deviations of an output has no quarters.
+    """
+    std = values["std"]
+    distinct = min(len(column.unique()) for column in std.reshape(len(std), -1).T)
+    if len(std) < FEWEST or distinct < 4:
         return {}
-    quarter, inside = mean.argsort(0).argsort(0) * 4 // len(mean), doubled(MEANS["90 % interval"](values))
+    quarter, inside = std.argsort(0).argsort(0) * 4 // len(std), doubled(MEANS["90 % interval"](values))
     return {f"90 % interval: Q{q + 1}": float(inside[quarter == q].mean()) for q in range(4)}
 
 

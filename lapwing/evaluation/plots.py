@@ -140,9 +140,50 @@ def residual_spread(prediction: Any, y: Any, ax: Axes | None = None, **line: Any
     ax.plot(spread[some], residual[some], ".", color=line["color"], alpha=0.3, markersize=4, markeredgewidth=0)
     ax.axline((0, 0), slope=1, color="black", linestyle=":")
     ax.plot(*curve, "o-", markersize=4, **line)
+    ax.autoscale()  # to all rows that are drawn
     ax.set(xlim=(0, None), ylim=(0, None), xlabel="predicted standard deviation", ylabel="residuals, root mean square")
     ax.legend(loc="upper left", fontsize="small")
     return ax
+
+
+def scaled_residuals(prediction: Any, y: Any, ax: Axes | None = None, **line: Any) -> Axes:
+    """Draws the absolute residual in standard deviations, `|y - mean| / std`, against the predicted standard deviation.
+
+    The curve is the root of the mean squared residual in ten bins of equal size. Nine in ten of its points are in the
+    band around 1 if the error bars are right at all widths. For noise with tails a residual counts as the normal one of
+    the same probability, `Φ⁻¹(pit)`. The axis is logarithmic if the standard deviations span a factor of 10. Takes what
+    `interval_calibration` takes.
+    """
+    mean, std, y = _real("scaled_residuals", prediction, y)
+    known, ax, line = ~y.isnan(), _axes(ax), LAPWING | line
+    spread, residual = std[known].numpy(), ((y - mean) / std)[known].abs().numpy()
+    if isinstance(prediction, Prediction):
+        found = prediction.for_metrics(y.to(prediction.mean))
+        if "pit" in found:  # y is continuous
+            residual = normal_residuals(found["pit"]).abs().flatten().numpy()
+            spread = found["std"].detach().cpu().double().flatten().numpy()
+    bins = np.array_split(spread.argsort(kind="stable"), min(10, len(spread)) if np.ptp(spread) else 1)
+    widths, curve = ([np.sqrt(np.mean(values[rows] ** 2)) for rows in bins] for values in (spread, residual))
+    counts = [len(rows) for rows in bins]
+    draws = np.sqrt(np.random.default_rng(0).chisquare(counts, (1000, len(bins))) / counts)
+    some = np.random.default_rng(0).permutation(len(spread))[:_MOST_POINTS]
+    ax.fill_between(widths, *np.quantile(draws, [0.05, 0.95], axis=0), color=line["color"], alpha=0.15, lw=0)
+    ax.plot(spread[some], residual[some], ".", color=line["color"], alpha=0.3, markersize=4, markeredgewidth=0)
+    ax.axhline(1, color="black", linestyle=":")
+    ax.plot(widths, curve, "o-", markersize=4, **line)
+    if spread.max() > 10 * spread.min() or ax.get_xscale() == "log":
+        ax.set_xscale("log")
+        ticks = np.geomspace(*ax.get_xlim(), 5)
+        ax.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
+        ax.minorticks_off()
+    ax.set(ylim=(0, 4), xlabel="predicted standard deviation", ylabel="residuals in standard deviations")
+    ax.legend(loc="upper left", fontsize="small")
+    return ax
+
+
+def normal_residuals(pit: Any) -> Tensor:
+    """Returns `Φ⁻¹(pit)`, the residuals in standard deviations of a normal prediction; at most ±5.2."""
+    return torch.special.ndtri(torch.as_tensor(pit).detach().cpu().double().clamp(1e-7, 1 - 1e-7))
 
 
 def bands(x: Any, prediction: Any, ax: Axes | None = None, *, training: Any = None, color: str = KNOWN_COLOR) -> Axes:

@@ -47,8 +47,9 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
         add("reliability", plots.reliability_diagram, lambda own: (own.confidence, own.correct))
         add("risk", plots.risk_coverage, lambda own: (own.confidence, own.correct))
     else:
-        add("intervals", plots.interval_calibration, lambda own: ((own.mean, own.std), own.y))
+        add("intervals", plots.interval_calibration, _as_normal)
         add("residuals", plots.residual_spread, lambda own: ((own.mean, own.std), own.y))
+        add("scaled", plots.scaled_residuals, _as_normal)
     for name, ranked in detectors(table).items():
         for area, _, score in [one for one in ranked if one[1] == chosen][:1]:
             own = arrays[chosen]
@@ -57,6 +58,12 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
             flagged = float((known >= outside[len(outside) // 20]).mean())  # by a threshold that flags 95 % of the set
             found.append(picture | {"set": name, "row": chosen, "score": score, "flagged": flagged})
     return found
+
+
+def _as_normal(own: Predictions) -> tuple[Any, Any]:
+    """Returns (mean, std), and the targets that have the same PIT under normal predictions."""
+    residuals = None if own.pit is None else plots.normal_residuals(own.pit).numpy()
+    return (own.mean, own.std), own.y if residuals is None else own.mean + own.std * residuals
 
 
 def detectors(table: Comparison) -> dict[str, list[tuple[float, str, str]]]:

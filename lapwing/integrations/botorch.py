@@ -37,7 +37,10 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
     Raises:
         LapwingError: if the argument is not a posterior, or its likelihood is `HeteroscedasticGaussian`.
 
+    The noise of y is normal, of the variance σ²(x), also if the posterior predicts tails.
+
     Cost: per call `posterior.latent` of all points, jointly if q > 1; after n observations, of q + n points per batch.
+        Noise that depends on the input costs one more prediction of its points.
     """
 
     def __init__(self, posterior: lw.Posterior) -> None:
@@ -79,17 +82,18 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         Args:
             X: (batch..., q, d).
             output_indices: outputs to return; None means all.
-            observation_noise: True adds the likelihood's noise variance of each output; a tensor that broadcasts to
-                (batch..., q, m) adds its variances.
+            observation_noise: True adds the noise variance of each output, σ²(x) if it depends on the input; a tensor
+                that broadcasts to (batch..., q, m) adds its variances.
             posterior_transform: transform of BoTorch that is applied to the result, a `GPyTorchPosterior` with mean
                 (batch..., q, m).
 
         Raises:
             LapwingError: if the likelihood has no noise variance, and for the reasons of `lw.Posterior.latent`.
         """
-        mean, covariance = self._conditioned(self.transform_inputs(X))
+        X = self.transform_inputs(X)
+        mean, covariance = self._conditioned(X)
         if observation_noise is not False:
-            covariance = covariance + torch.diag_embed(self._noise(observation_noise, mean).flatten(-2))
+            covariance = covariance + torch.diag_embed(self._noise(observation_noise, X, mean).flatten(-2))
         if output_indices is not None:
             numbers = torch.arange(covariance.shape[-1], device=mean.device).view(mean.shape[-2:])
             chosen = numbers[:, output_indices].flatten()
@@ -110,7 +114,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         Args:
             X: (batch..., n, d).
             Y: (batch'..., n, m), whose batches broadcast with the batches of X; additional batches are fantasies.
-            noise: variances of ε that broadcast to Y; None means the noise variance of the likelihood.
+            noise: variances of ε that broadcast to Y; None means those of `posterior(X, observation_noise=True)`.
 
         Raises:
             LapwingError: if the shapes do not fit, or `noise` is None and the likelihood has no noise variance.
@@ -121,7 +125,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
                 f"n, d) and Y (batch..., n, {self.num_outputs}): write y[:, None] for one value per input."
             )
         X = self.transform_inputs(X)
-        noise = self._noise(True if noise is None else noise, Y)
+        noise = self._noise(True if noise is None else noise, X, Y)
         model = LaplaceModel(self.laplace)
         if hasattr(self, "input_transform"):
             model.input_transform = self.input_transform
@@ -135,14 +139,17 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         drawn = sampler(self.posterior(X, observation_noise=noise))
         return self.condition_on_observations(X, drawn, observation_noise)
 
-    def _noise(self, noise: bool | Tensor, like: Tensor) -> Tensor:
-        """Returns the noise variances for outputs (..., q, m), in their shape or (q, m)."""
+    def _noise(self, noise: bool | Tensor, X: Tensor, like: Tensor) -> Tensor:
+        """Returns the noise variances at X for outputs (..., q, m), in their shape, or (batch..., q, m), or (q, m)."""
         if isinstance(noise, Tensor):
             return noise.to(like).expand_as(like)
         if self.laplace.noise_variance is None:
             raise LapwingError(
                 f"{self.laplace.likelihood} has no noise variance. Leave observation_noise out, or pass a tensor."
             )
+        if self.laplace.likelihood.features_read is not None:  # it depends on the input
+            points = X.flatten(0, -2).to(self.laplace.tangent.dtype)
+            return self.laplace.predict(points).aleatoric_variance.to(like).unflatten(0, X.shape[:-1])
         each = self.laplace.noise_variance * self.laplace.likelihood.ratios(like)
         return each.expand(like.shape[-2:])
 

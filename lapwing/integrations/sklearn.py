@@ -259,8 +259,8 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
     """A network with a Laplace posterior, as a scikit-learn regressor.
 
     `fit` trains a copy of the network by AdamW on the squared error of the standardised targets, and fits the posterior
-    to the same data. Predictions are in the units of y: `y(x) ~ N(f(x, θ̂), J Σ Jᵀ + σ²)`, scaled back. Standardise
-    inputs by a `Pipeline` with a `StandardScaler`.
+    to the same data. Predictions are in the units of y: mean `f(x, θ̂)` and variance `J Σ Jᵀ + σ²(x)`, scaled back.
+    Standardise inputs by a `Pipeline` with a `StandardScaler`.
 
     Args:
         module: network, which is copied, or a function `(features, outputs)` that makes one. It returns (n, 1), or
@@ -313,12 +313,20 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         With `return_std` also returns the standard deviation of y, by the weights and the noise.
         """
         prediction = self._predict(X)
-        shape = (-1, *self.shift_.shape)
-        mean, std = (
-            value.double().cpu().numpy().reshape(shape) * self.scale_ for value in (prediction.mean, prediction.std)
-        )
-        mean = mean + self.shift_
-        return (mean, std) if return_std else mean
+        mean = self._scaled(prediction.mean) + self.shift_
+        return (mean, self._scaled(prediction.std)) if return_std else mean
+
+    def predict_quantile(self, X: Any, probability: float) -> np.ndarray:
+        """Returns the y with `P(Y <= y) = probability` for each row, in the shape of y.
+
+        The quantiles at .05 and .95 are the ends of 90 % intervals. They have the tails of the noise, which a multiple
+        of the standard deviation has not.
+        """
+        return self._scaled(self._predict(X).quantile(probability)) + self.shift_
+
+    def _scaled(self, values: Tensor) -> np.ndarray:
+        """Returns values (n, outputs) in the shape of y, times the scale of y."""
+        return values.double().cpu().numpy().reshape(-1, *self.shift_.shape) * self.scale_
 
     def __sklearn_tags__(self) -> Any:
         """Declares that y may have columns."""

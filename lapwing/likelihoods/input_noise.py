@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class InputNoise:
         parts += [] if self.tails is None else [f"Student t with {self.tails:.2g} degrees of freedom"]
         return "; ".join(parts)
 
-    @property
+    @cached_property
     def tails(self) -> float | None:
         """ν as a number; None for normal noise."""
         return None if bool(self.df.isinf()) else float(self.df)
@@ -68,7 +69,9 @@ class InputNoise:
 
     def to(self, device: torch.device) -> InputNoise:
         """Returns the noise on a device."""
-        return InputNoise(**{name: value.to(device) for name, value in self.tensors.items()}, layer=self.layer)
+        moved = InputNoise(**{name: value.to(device) for name, value in self.tensors.items()}, layer=self.layer)
+        vars(moved)["tails"] = self.tails  # so that the host need not read a device, or a graph that is traced
+        return moved
 
     def slope(self, features: Tensor) -> Tensor:
         """Returns `clamp(wᵀz, low, high)`, (B, C), for features (B, F). Time O(B C F)."""

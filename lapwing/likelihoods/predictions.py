@@ -303,12 +303,14 @@ class RealPrediction(Prediction):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns log densities (B,), and means, deviations, ends of 90 % intervals, CRPS and targets, (B, ...).
 
+        Predictions of continuous y also have the PIT of each target.
         If some targets are missing, all but the log densities have one entry for each known target.
         """
         rows, (lower, upper), y = super().for_metrics(targets), self.interval(0.9), targets.reshape(self.mean.shape)
         entry = rows["sample"].reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
         values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y, "entry": entry}
         values["crps"] = self.crps(targets)
+        values |= {} if self._is_discrete() else {"pit": self.pit(targets)}
         known = ~y.isnan()
         if not bool(known.all()):
             values = {name: value[known] for name, value in values.items()}

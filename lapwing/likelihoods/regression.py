@@ -167,6 +167,10 @@ class RegressionPrediction(NormalsPrediction):
         covariance = covariance.reshape(*centre.shape, centre.shape[-1])  # (B·C, B·C) or (B, C, C)
         return dist.MultivariateNormal(centre, scale_tril=cholesky(self._noisy(covariance)))
 
+    def summary(self) -> dict[str, Tensor]:
+        tails = {} if self.df is None else {"df": torch.tensor(self.df, dtype=self.mean.dtype).to(self.mean.device)}
+        return super().summary() | tails
+
     def __repr__(self) -> str:
         inputs, outputs = self.latent.mean.shape
         noise = f"noise_variance={self.noise_variance:g}" + ("" if self.df is None else f", df={self.df:g}")

@@ -25,6 +25,7 @@ from ..options import at_least, check_argument
 from ..posterior import Posterior
 from ..posterior.latents import first_inputs
 from ..prediction import Linearized, Scaled, Way
+from ..tangent.features import features_at
 from .choice import RISING
 from .search import golden_section, pull
 
@@ -52,8 +53,10 @@ def scale_factor(
     the correlation of the features before a last linear layer. Another posterior needs a factor of its own: fit again.
 
     With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. The sum counts one
-    more term: for labels a quarter of a row with a uniform label, otherwise `-C/4 (log s)²`, which pulls s to 1. With
-    `by="evidence"`, s maximises the lower bound of the evidence for `q_s = N(θ̂, s Σ)` over training data,
+    more term: for labels a quarter of a row with a uniform label, otherwise `-C/4 (log s)²`, which pulls s to 1. The
+    noise is the noise of `posterior.predict`, also if it depends on the input or has tails. With `by="evidence"` it is
+    normal with the variance `posterior.noise_variance`, and s maximises the lower bound of the evidence for
+    `q_s = N(θ̂, s Σ)` over training data,
 
         N/n 1/τ Σ_n E[log p(y_n|f)] - KL(q_s ‖ N(μ0, Δ⁻¹)),   f ~ N(m_n, s V_n)
         KL = 1/2 [s tr(ΔΣ) + (θ̂-μ0)ᵀΔ(θ̂-μ0) - P - P log s - logdet(ΔΣ)]
@@ -79,9 +82,9 @@ def scale_factor(
             is out of range or has no effect; for the evidence also if the covariance has no prior or has directions of
             variance 0.
 
-    Cost: one pass of the way over the loader; memory of its means and variances, or O(C²) per sample if the link reads
-    covariances; then about 70 evaluations of the link or, for the evidence, of expectations. With `to=`, one prediction
-    by either way, and for `Streamlined` about 50 forward passes of the inputs.
+    Cost: one pass of the way over the loader; memory of its means and variances, and of features of the noise, or O(C²)
+    per sample if the link reads covariances; then about 70 evaluations of the link or, for the evidence, of
+    expectations. With `to=`, one prediction by either way, and for `Streamlined` about 50 forward passes of the inputs.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4 (posterior approximations), without
     an equation there; the bound is the usual bound of variational inference (their section 2).
@@ -153,12 +156,12 @@ def _score_of(
     def score(exponent: float) -> float:
         factor, total = 10**exponent, 0.0
         rows = []  # pseudo-rows, for labels
-        for latent, targets in kept:
+        for latent, targets, features in kept:
             scaled = latent.scaled(factor)
             if expected:  # draws, if there are any, are the same at every scale
                 values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
             else:
-                prediction = predicted(likelihood, scaled, link, None)
+                prediction = predicted(likelihood, scaled, link, None, features)
                 values, uniform = prediction.log_prob(targets), prediction.pseudo_row(latent.mean)
                 rows += [] if uniform is None else [uniform]
             total += float(values.sum())
@@ -171,16 +174,18 @@ def _score_of(
 
 def _latents(
     posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
-) -> tuple[list[tuple[Any, Tensor]], int]:
-    """Returns the latents and targets of a loader, and its number of inputs.
+) -> tuple[list[tuple[Any, Tensor, Tensor | None]], int]:
+    """Returns the latents, targets and features of the noise of a loader, and its number of inputs.
 
     Expectations need all moments, with positions as rows; otherwise latents keep the moments that the link reads.
     """
-    kept: list[tuple[Any, Tensor]] = []
+    kept: list[tuple[Any, Tensor, Tensor | None]] = []
     count, any_known = 0, False
+    tangent, layer = posterior.tangent, None if expected else posterior.likelihood.features_read
     for samples in loader:
-        samples = samples.to(posterior.tangent.device)
+        samples = samples.to(tangent.device)
         targets = samples.targets
+        features = None if layer is None else features_at(tangent, layer, tangent.check(samples.inputs))
         latent: Any = posterior.latent(samples.inputs, via)
         count += len(latent.mean)
         rows = latent.rows if has_positions(latent) else latent
@@ -200,7 +205,7 @@ def _latents(
                 "factor is best. Write link=lw.Probit()."
             )
         latent = latent.compact(expected or posterior.likelihood.reads_covariance(chosen))
-        kept.append((latent, targets.to(latent.mean.device)))
+        kept.append((latent, targets.to(latent.mean.device), features))
         any_known = any_known or any_counts(targets, posterior.likelihood.labelled(targets))
     if not kept:
         raise LapwingError(

@@ -177,10 +177,12 @@ def test_coverage_by_quarter_and_the_width(regression: Any) -> None:
     row, prediction = table["Full"], posterior.predict(x)
     low, high = prediction.interval(0.9)
     inside = ((low <= y) & (y <= high)).double()
-    by_mean = [inside[:, c][prediction.mean[:, c].argsort()] for c in (0, 1)]
+    by_std = [inside[:, c][prediction.std[:, c].argsort()] for c in (0, 1)]
     for quarter in range(4):
-        expected = torch.stack([column[15 * quarter : 15 * quarter + 15] for column in by_mean]).mean()
+        expected = torch.stack([column[15 * quarter : 15 * quarter + 15] for column in by_std]).mean()
         assert row[f"90 % interval: Q{quarter + 1}"] == pytest.approx(float(expected))
+    for plain in ("network", "held-out noise"):  # one and two noise variances have no quarters
+        assert not any("Q1" in column for column in table[plain])
     assert row["90 % width"] == pytest.approx(float((high - low).mean()))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from matplotlib import pyplot as plt
 from sklearn.metrics import roc_auc_score
@@ -194,6 +195,49 @@ def test_residual_spread_has_the_root_mean_squares_of_ten_bins() -> None:
     assert len(points(plots.residual_spread(prediction, targets), 0)) == 80
 
 
+def test_residual_spread_shows_all_rows() -> None:
+    """Also a second one whose standard deviations and residuals are larger."""
+    mean, std, y = torch.zeros(50), torch.rand(50) + 0.1, torch.randn(50)
+    ax = plots.residual_spread((mean, 9 * std), 9 * y, plots.residual_spread((mean, std), y))
+    assert ax.get_xlim()[1] > 9 * std.max()
+    assert ax.get_ylim()[1] > 9 * y.abs().max()
+
+
+def test_scaled_residuals_have_the_root_mean_squares_of_ten_bins() -> None:
+    torch.manual_seed(0)
+    mean, std = torch.ones(100).double(), torch.logspace(-1, 1, 100).double()
+    y = mean + std * torch.randn(100).double()
+    y[3] = torch.nan
+    ax = plots.scaled_residuals((mean, std), y)
+    kept = ~y.isnan()
+    parts = np.array_split(np.stack([std[kept], ((y - mean) / std)[kept]]) ** 2, 10, axis=1)
+    np.testing.assert_allclose(points(ax), np.transpose([np.sqrt(part.mean(1)) for part in parts]).T)
+    np.testing.assert_allclose(points(ax, 0)[:, 1].max(), ((y - mean) / std)[kept].abs().max())
+    assert ax.get_xscale() == "log"
+    assert len(points(plots.scaled_residuals((mean, std * 0 + 2), y))) == 1  # one standard deviation, one bin
+    low, high = (edge[:, 1] for edge in np.split(ax.collections[0].get_paths()[0].vertices[1:21], 2))
+    chances = [scipy.stats.chi2.ppf(part, [10] * 9 + [9]) / ([10] * 9 + [9]) for part in (0.05, 0.95)]
+    np.testing.assert_allclose([low, high[::-1]], np.sqrt(chances), rtol=0.06)
+
+
+def test_scaled_residuals_of_a_student_t_are_the_normal_ones_of_the_same_probability() -> None:
+    """So calibrated predictions with tails are in the band, and their squared residuals are not."""
+    torch.manual_seed(0)
+    x, law = torch.randn(4000, 2).double(), torch.distributions.StudentT(3.0)
+    likelihood = lw.StudentT(df=3.0, noise_variance=3.0)  # of law
+    model = nn.Linear(2, 1).double().eval()
+    y = model(x).detach() + law.sample((4000, 1)).double()
+    prediction = lw.fit(model, (x, y), likelihood=likelihood, prior_precision=1e4).predict(x)
+    y = prediction.mean + law.sample((4000, 1)).double()
+    ax = plots.scaled_residuals(prediction, y)
+    expected = scipy.stats.norm.ppf(scipy.stats.t.cdf((y - prediction.mean).detach().numpy(), 3.0))
+    some = np.random.default_rng(0).permutation(4000)[:1000]
+    np.testing.assert_allclose(points(ax, 0)[:, 1], np.abs(expected[some, 0]), rtol=0.01, atol=0.005)
+    assert np.all(np.abs(points(ax)[:, 1] - 1) < 0.12)
+    of_counts = labelled((1,), torch.poisson(torch.ones(50, 1)), lw.Poisson())
+    assert len(points(plots.scaled_residuals(*of_counts), 0)) == 50
+
+
 def test_bands_are_sorted_and_have_two_standard_deviations() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(15, 1), torch.randn(15, 1)
@@ -311,7 +355,8 @@ def test_a_table_of_regressions_draws_intervals_and_residuals() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(60, 4), torch.randn(60, 1)
     posterior = lw.fit(nn.Linear(4, 1).eval(), [(x, y)], prior_precision=1.0)
-    intervals, spread = lw.compare({"Full": posterior}, [(x, y)], repeats=1).plot().axes
+    intervals, spread, scaled, empty = lw.compare({"Full": posterior}, [(x, y)], repeats=1).plot().axes
+    assert (len(points(scaled)), empty.axison) == (10, False)
     expected = plots.interval_calibration(posterior.predict(x), y)
     np.testing.assert_allclose(points(intervals), points(expected), atol=0.02)  # rounding at the ends of intervals
     assert spread.get_xlabel() == "predicted standard deviation"

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import lapwing as lw
 from lapwing.evaluation import Comparison
+from lapwing.evaluation.report import pictures
 
 
 class Page(HTMLParser):
@@ -96,7 +98,27 @@ def test_a_report_of_a_regression(tables: dict[str, Comparison], tmp_path: Path)
     assert f"The 90 % intervals of {best} hold {inside} of the targets" in page.text
     assert "Do the intervals hold what they promise?" in page.text
     assert "Are the error bars wide where the errors are large?" in page.text
-    assert "90 % interval, by quarter of the predicted mean" in page.text
+    assert "Are narrow and wide error bars equally right?" in page.text
+    assert "90 % interval, by quarter of the predicted standard deviation" in page.text
+    assert page.text.count("where they are narrowest") == 1  # the network has one standard deviation
+
+
+def test_the_intervals_of_a_report_have_the_tails_of_the_predictions() -> None:
+    """Normal intervals with the standard deviations of a Student t are too wide at most levels."""
+    torch.manual_seed(0)
+    x, line = torch.randn(2000, 2), nn.Linear(2, 1).eval()
+    y = line(x).detach() + torch.distributions.StudentT(3.0).sample((2000, 1))
+    student = lw.fit(line, (x[:200], y[:200]), likelihood=lw.StudentT(df=3.0, noise_variance=3.0), prior_precision=1.0)
+    table = lw.compare({"t": student}, (x[200:], y[200:]), repeats=1)
+    axes = [Figure().add_subplot() for _ in range(2)]
+    for ax, picture in zip(axes, pictures(table, "t")[::2], strict=True):
+        picture["draw"](ax=ax)
+    levels, inside = axes[0].lines[-1].get_xydata().T
+    prediction = student.predict(x[200:])
+    for level, share in zip(levels, inside, strict=True):
+        low, high = prediction.interval(level)
+        assert share == pytest.approx(float(((low <= y[200:]) & (y[200:] <= high)).double().mean()), abs=2e-3)
+    assert abs(axes[1].lines[-1].get_xydata()[:, 1] - 1).max() < 0.2
 
 
 @pytest.mark.parametrize("kind", ["classes", "regression"])

@@ -11,6 +11,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.evaluation import sensitivity
+from tests.input_noise import with_input_noise
 
 F64 = torch.float64
 W = torch.tensor([[2.0, -1.0, 0.5, 0.1]], dtype=F64)
@@ -75,6 +76,19 @@ class TestLinearNetworks:
         wanted = torch.tensor([1.0, 0.5 / 3, 0.1 / 3], dtype=F64).expand(2, 3)
         found = sensitivity(linear(weight), x, likelihood="categorical")
         torch.testing.assert_close(found.values, wanted, rtol=0.03, atol=2e-3)
+
+    def test_the_noise_of_each_input(self):
+        """With little spread of the weights, the tolerated variance is in proportion to σ²(x), without a bound."""
+        x = torch.randn(40, 4, dtype=F64)
+        model = linear(W)
+        posterior = lw.fit(model, (x, model(x).detach()), lw.Full(), likelihood=NOISE, prior_precision=1e6)
+        noisy = with_input_noise(posterior, x, "", df=math.inf)
+        rows = (~noisy.likelihood.input_noise.is_far(model(x).detach()))[:, 0].nonzero()[:6, 0]
+        found = sensitivity(noisy, x[rows])
+        ratio = (W.square() * found.variance).sum(1) / noisy.predict(x[rows]).aleatoric_variance[:, 0]
+        torch.testing.assert_close(ratio, ratio.mean().expand(6), rtol=0.05, atol=0.0)
+        noise = noisy.predict(x[rows]).aleatoric_variance
+        assert noise.amax() > 1.5 * noise.amin()
 
     def test_yes_or_no(self):
         found = sensitivity(linear(3 * W), torch.ones(2, 4, dtype=F64), likelihood="bernoulli")

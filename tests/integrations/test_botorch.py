@@ -134,6 +134,49 @@ def test_each_output_has_its_own_noise(likelihood: lw.Gaussian) -> None:
     assert torch.allclose(fantasies.mean, model.condition_on_observations(X, drawn).posterior(X).mean)
 
 
+def noisy(outputs: int = 1) -> lw.Posterior:
+    """A posterior whose noise grows with the first input, and has tails."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 2).double()
+    y = x @ torch.ones(2, outputs).double() + (1.5 * x[:, :1]).exp() * torch.randn(400, outputs).double()
+    network = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double().eval()
+    optimiser = torch.optim.Adam(network.parameters(), 0.02)
+    for _ in range(100):
+        optimiser.zero_grad()
+        (network(x) - y).square().mean().backward()
+        optimiser.step()
+    likelihood = lw.Gaussian(noise="input", tails=None)
+    return lw.fit(network, (x, y), lw.KFAC(), likelihood=likelihood, tune=lw.BoundedEvidence())
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_noise_that_depends_on_the_input(outputs: int) -> None:
+    posterior = noisy(outputs)
+    model, X = LaplaceModel(posterior), torch.randn(4, 3, 2).double()
+    plain, noisy_ = model.posterior(X), model.posterior(X, observation_noise=True)
+    prediction = posterior.predict(X.flatten(0, 1))
+    noise = prediction.aleatoric_variance.view(4, 3, outputs)
+    assert noise.amax() > 5 * noise.amin()
+    assert torch.allclose(noisy_.variance, prediction.variance.view(4, 3, outputs))
+    assert torch.allclose(noisy_.variance - plain.variance, noise)
+
+    Y = torch.randn(4, 3, outputs).double()
+    seen, wanted = (model.condition_on_observations(X, Y, each).posterior(X + 0.1) for each in (None, noise))
+    assert torch.allclose(seen.mean, wanted.mean)
+    assert torch.allclose(seen.variance, wanted.variance)
+    one_by_one = model.condition_on_observations(X[:, :1], Y[:, :1]).condition_on_observations(X[:, 1:], Y[:, 1:])
+    assert torch.allclose(one_by_one.posterior(X + 0.1).mean, wanted.mean)
+    fantasy = model.fantasize(X, SobolQMCNormalSampler(torch.Size([5]), seed=0))
+    drawn = SobolQMCNormalSampler(torch.Size([5]), seed=0)(noisy_)
+    wanted = model.condition_on_observations(X, drawn, noise).posterior(X)
+    assert torch.allclose(fantasy.posterior(X).mean, wanted.mean)
+
+    def moments(X: Tensor) -> Tensor:
+        return model.posterior(X, observation_noise=True).variance
+
+    assert torch.autograd.gradcheck(moments, torch.randn(2, 2, 2).double().requires_grad_())
+
+
 @pytest.mark.parametrize("seen", [False, True])
 def test_gradients_reach_the_inputs(seen: bool) -> None:
     model = LaplaceModel(fitted())

@@ -80,6 +80,33 @@ def test_intervals_are_scaled_by_the_standard_deviation():
     assert ratio.mean() / 2 == pytest.approx(scores[math.ceil(401 * 0.9) - 1], rel=0.02)
 
 
+def test_normalised_scores_read_the_noise_of_each_input():
+    """Intervals cover in each quarter of the spread; with one width they are too wide and too narrow."""
+    x, y = data("real")
+    fitted, rest = slice(3400, 4400), slice(400, 3400)
+    network = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimiser = torch.optim.Adam(network.parameters(), 0.02)
+    for _ in range(100):
+        optimiser.zero_grad()
+        (network(x[fitted]) - y[fitted]).square().mean().backward()
+        optimiser.step()
+    likelihood = lw.Gaussian(noise="input", tails=None)
+    noisy = lw.fit(network.eval(), (x[fitted], y[fitted]), likelihood=likelihood, tune=lw.BoundedEvidence())
+    X, y = matrix_of(noisy.predict(x)), y[:, 0].numpy()
+    quarters, coverages = np.array_split(X[rest, 1].argsort(), 4), {}
+    for name, score in {"absolute": "absolute", "std": StdConformityScore()}.items():
+        conformal = SplitConformalRegressor(
+            PredictionRegressor(), confidence_level=0.9, conformity_score=score, prefit=True
+        )
+        conformal.conformalize(X[HELD_OUT], y[HELD_OUT])
+        _, ends = conformal.predict_interval(X[rest])
+        inside = (ends[:, 0, 0] <= y[rest]) & (y[rest] <= ends[:, 1, 0])
+        coverages[name] = [inside[rows].mean() for rows in quarters]
+    assert coverages["absolute"][0] > 0.97
+    assert coverages["absolute"][3] < 0.83
+    assert all(0.83 < covered < 0.96 for covered in coverages["std"])
+
+
 def test_the_matrix_of_each_kind_of_prediction():
     x, y = torch.randn(20, 4), torch.arange(20) % 2
     yes = lw.fit(nn.Linear(4, 1).eval(), (x, y[:, None]), likelihood="bernoulli", prior_precision=1.0).predict(x)

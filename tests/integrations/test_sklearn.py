@@ -85,6 +85,28 @@ def test_predictions_are_in_the_units_of_y(data) -> None:
     assert LaplaceRegressor(network, epochs=1).fit(X, np.full(60, 7.0)).predict(X) == pytest.approx(7, abs=2)
 
 
+def test_quantiles_have_the_noise_and_the_tails_of_each_input() -> None:
+    generator = np.random.default_rng(0)
+    X = generator.normal(size=(500, 2))
+    y = 100 + 20 * (X[:, 0] + np.exp(X[:, 1]) * generator.standard_t(3, size=500))
+    regressor = LaplaceRegressor(network, epochs=30, learning_rate=1e-2, batch_size=100, random_state=0)
+    regressor = regressor.fit(X[:, :2], y)
+    prediction = regressor.posterior_.predict(torch.tensor(X))
+    assert prediction.df < 10
+    assert prediction.std.amax() > 3 * prediction.std.amin()
+    low, high = (regressor.predict_quantile(X, probability) for probability in (0.05, 0.95))
+    mean, std = regressor.predict(X, return_std=True)
+    assert low.shape == high.shape == (500,)
+    assert (high + low) / 2 == pytest.approx(mean)
+    assert np.median((high - low) / std) < 2 * 1.6  # of a normal: 2 * 1.645
+    wanted = prediction.scaled(float(regressor.shift_), float(regressor.scale_)).interval(0.9)
+    assert np.stack([low, high]) == pytest.approx(torch.stack(wanted)[..., 0].numpy())
+    assert std == pytest.approx(prediction.std[:, 0].numpy() * float(regressor.scale_))
+    column = LaplaceRegressor(network, epochs=1, random_state=0).fit(X, y[:, None])
+    assert column.predict_quantile(X, 0.3).shape == (500, 1)
+    refused(lambda: regressor.predict_quantile(X, 5), "a number between 0 and 1")
+
+
 def test_one_logit_serves_two_classes(data) -> None:
     X, y = data
     labels = np.where(y > 0, 5, -5)

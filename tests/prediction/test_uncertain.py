@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.prediction.propagation import certain_latent, untreated
+from tests.input_noise import with_input_noise
 from tests.prediction.streamlined_oracle import (
     assert_within_monte_carlo_error,
     jacobians,
@@ -199,6 +200,22 @@ class TestEveryWay:
         posterior, u = fitted(model, x), lw.Uncertain(x, 0.1)
         found = posterior.predict([u, (u, torch.zeros(3, 3, dtype=F64))], via=via)
         torch.testing.assert_close(found.variance[3:], found.variance[:3])
+
+
+@pytest.mark.parametrize("via", [lw.Linearized(), lw.Streamlined(), lw.Streamlined("full"), lw.MonteCarlo(5)], ids=repr)
+def test_the_noise_is_that_of_the_certain_inputs(via):
+    """Noise that depends on the input reads the mean of an uncertain input, and its bound the variances of the way."""
+    model, x = made("mlp")
+    x = torch.cat([x, 3 * x])
+    posterior = with_input_noise(fitted(model, x), x, "2")
+    noise = posterior.likelihood.input_noise
+    features = model[:2](x).detach()
+    assert 0 < noise.is_far(features).sum() < len(x)
+    for given in (x, lw.Uncertain(x, 0.1)):
+        latent, prediction = posterior.latent(given, via=via), posterior.predict(given, via=via)
+        torch.testing.assert_close(prediction.aleatoric_variance, noise.variance(features, latent.variance))
+        torch.testing.assert_close(prediction.epistemic_variance, latent.variance)
+        assert prediction.df == 4.0
 
 
 @pytest.mark.quick(3)

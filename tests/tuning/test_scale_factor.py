@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.tuning.scale_factor import scale_factor
+from tests.input_noise import with_input_noise
 from tests.quick import others_slow
 from tests.trained import train
 
@@ -128,6 +129,20 @@ def test_no_other_factor_predicts_held_out_targets_better(via, outputs):
     assert found.via == via
     assert 1e-2 < found.factor < 1e2
     assert is_best(lambda factor: naive(posterior, held_out, via, factor), found.factor)
+
+
+@pytest.mark.parametrize("via", [lw.Linearized(), lw.MonteCarlo(20)], ids=repr)
+def test_the_factor_is_best_for_noise_that_depends_on_the_input(via):
+    """The noise and the tails are those of predictions, and not the constant noise of the fit."""
+    model, loader, held_out = regression()
+    posterior = lw.fit(model, loader, lw.Diagonal(), likelihood=lw.Gaussian(0.02), prior_precision=1.0)
+    x = torch.cat([x for x, _ in loader])
+    noisy = with_input_noise(posterior, x, "2")
+    found = scale_factor(noisy, held_out, via)
+    assert abs(math.log(found.factor / scale_factor(posterior, held_out, via).factor)) > 0.1
+    assert is_best(lambda factor: naive(noisy, held_out, via, factor), found.factor)
+    bound = [scale_factor(one, loader, by="evidence").factor for one in (posterior, noisy)]
+    assert bound[0] == bound[1]
 
 
 @pytest.mark.parametrize("link", [None, *others_slow([lw.Probit(scale="marginal"), lw.SampledLink(500)], [])], ids=repr)

@@ -171,16 +171,18 @@ def _exported(wrapped: nn.Module, inputs: Inputs, dynamic: bool) -> ExportedProg
 @contextmanager
 def quiet() -> Iterator[None]:
     """Turns off fused fast paths, which have no graph, and what torch warns and logs about exports."""
-    fast, logger = torch.backends.mha.get_fastpath_enabled(), logging.getLogger("torch.onnx")
-    level = logger.level
+    fast, loggers = torch.backends.mha.get_fastpath_enabled(), list(map(logging.getLogger, ("torch.onnx", "onnx_ir")))
+    levels = [logger.level for logger in loggers]
     torch.backends.mha.set_fastpath_enabled(False)
-    logger.setLevel(logging.ERROR)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
